@@ -103,6 +103,8 @@ class CompileOptions:
     ``copies``: of weights in blocks, as many rows are multiplied fastest: ``auto``, where every
     context has room beside them, or pages keep three quarters of theirs; ``none``; ``all``.
     ``max_step_tokens``: of prompts, what a step will be given; memory for them may be reserved.
+    ``max_shared_tokens``: of several prompts, what one pass will be given: a target lowers it where
+    memory is short.
     ``parallel``: the ranks that the model is spread over. ``rank``: whose program this is.
     """
 
@@ -114,6 +116,7 @@ class CompileOptions:
     is_strict: bool = False
     copies: str = "auto"
     max_step_tokens: int = 65_536
+    max_shared_tokens: int = 65_536
     parallel: Parallel = ALONE
     rank: int = 0
 

@@ -181,7 +181,12 @@ def _place(
     of what there is room for.
     """
     from tilewright.compiler.targets.cuda.copies import NO_COPIES
-    from tilewright.compiler.targets.cuda.device import check_room, open_device
+    from tilewright.compiler.targets.cuda.device import (
+        check_room,
+        most_shared,
+        open_device,
+        with_passes_that_fit,
+    )
     from tilewright.compiler.targets.cuda.executable import CudaExecutable
     from tilewright.compiler.targets.cuda.invariance import can_promise, withhold_workspace
     from tilewright.compiler.targets.cuda.plan import make_plan
@@ -192,10 +197,16 @@ def _place(
     if can_promise(plan, options):
         withhold_workspace()
     device = open_device(options)
+    asked, options = most_shared(plan, options), with_passes_that_fit(plan, options, device)
     room = check_room(plan, options, device)
     kept = replace(options, copies="none") if room.copies == NO_COPIES else options
     weights = get_weights(plan, device)
-    asked = contract(graph_module, kept)
-    return CudaExecutable(
-        plan, weights, options, asked, device, num_pages=room.num_pages, copies=room.copies
+    promised = contract(graph_module, kept)
+    executable = CudaExecutable(
+        plan, weights, options, promised, device, num_pages=room.num_pages, copies=room.copies
     )
+    found = most_shared(plan, options)
+    if found < asked:
+        note = f"prompts share passes of up to {found:,} tokens: memory is short for {asked:,}"
+        executable.notes = (*executable.notes, note)
+    return executable

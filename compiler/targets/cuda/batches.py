@@ -29,6 +29,12 @@ _WIDTHS_OF_MIXERS, _TOTALS_OF_MIXERS = (16, 64), (64, 256, 512, 1024, 2048)
 """Of plans with mixers, whose passes are a thousand kernels each: tokens of prompts, beside any
 rows; the experts are read either way, and a pass of a few rows more takes no longer.
 """
+_MORE_OF_MIXERS = (4096, 8192)
+"""Where passes of so many tokens are asked for; beside the most rows alone, since what rows that
+are not there take is little of them.
+"""
+USUAL_OF_MIXERS = _TOTALS_OF_MIXERS[-1]
+"""The largest pass of plans with mixers where no larger ones are asked for."""
 
 
 Passes = tuple[tuple[int, tuple[int, ...]], ...]
@@ -45,7 +51,8 @@ def passes_for(
     if has_mixers:
         widths = (*(each for each in _WIDTHS_OF_MIXERS if each < rows[-1]), rows[-1])
         totals = tuple(each for each in _TOTALS_OF_MIXERS if each <= most_tokens)
-        return tuple((width, totals) for width in widths)
+        more = tuple(each for each in _MORE_OF_MIXERS if each <= most_tokens)
+        return (*((width, totals) for width in widths[:-1]), (widths[-1], totals + more))
     widths = (*(each for each in _WIDTHS if each < rows[-1]), rows[-1])
     return tuple((width, _sizes(width, (*_TOTALS, large))) for width in widths)
 
@@ -139,8 +146,8 @@ class BatchBucket(Bucket):
         return next((size for size in self._sizes if size >= num_tokens), None)
 
     def prepare(self) -> None:
-        """Capture all that passes may run."""
-        for size in self._sizes:
+        """Capture all that passes may run: the largest first, in whose memory the others run."""
+        for size in reversed(self._sizes):
             self._pass(size)
         self._prepare_choices()
 

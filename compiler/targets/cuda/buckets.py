@@ -83,12 +83,12 @@ class Buckets:
         """Capture all that steps may run, in every bucket, while nobody is seated; prompts of up to
         ``longest`` tokens that are not captured run once, so that their kernels are there.
         """
+        for width, _ in reversed(self._passes):  # the largest first: the others run in its memory
+            self._batch(width).prepare()
         for size in self.rows:
             self.decode(size).prepare()
         for size in self.tokens:
             self.prompt(size).prepare()
-        for width, _ in self._passes:
-            self._batch(width).prepare()
         self._prepare_masks()
         device, size = self._steps.device, self.tokens[-1]
         last = torch.zeros(1, dtype=torch.int64).to(device)

@@ -11,7 +11,7 @@ import torch
 from tilewright.compiler.distributed.world import place_of
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import Capabilities, CompileOptions
-from tilewright.compiler.targets.cuda.batches import Passes, passes_for
+from tilewright.compiler.targets.cuda.batches import USUAL_OF_MIXERS, Passes, passes_for
 from tilewright.compiler.targets.cuda.capture import decode_buckets, has_mixers
 from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds, copy_bytes, kinds_for
 from tilewright.compiler.targets.cuda.experts import held_sizes
@@ -42,8 +42,10 @@ _LEAST_PROMPT = 1024
 """Tokens of a prompt that a step has room for, whatever is asked: a cell of any model."""
 _MAX_SNAPSHOTS = 256
 _SHARE_OF_SNAPSHOTS = 8
-_SHARE_OF_COPIES = 4
-"""Of the memory that pages would have without, what copies of weights take at most."""
+_SHARE_OF_MORE = 4
+"""Of the memory that pages would have without, what copies of weights take at most, and what larger
+passes do.
+"""
 _GB = 1e9
 
 
@@ -109,10 +111,31 @@ def copies_in(plan: Plan, options: CompileOptions, free: int) -> Kinds:
     if options.copies == "all":
         return kinds
     room = free - weight_bytes(plan) - work_bytes(plan, options)
+    return kinds if _has_room_for(size, plan, options, room) else NO_COPIES
+
+
+def _has_room_for(size: int, plan: Plan, options: CompileOptions, room: int) -> bool:
+    """Whether something more leaves every context its room, or pages three quarters of theirs."""
     is_whole = size + state_bytes(plan, options) <= room
-    if is_whole or (options.memory_fraction is not None and _SHARE_OF_COPIES * size <= room):
-        return kinds
-    return NO_COPIES
+    return is_whole or (options.memory_fraction is not None and _SHARE_OF_MORE * size <= room)
+
+
+def with_passes_that_fit(
+    plan: Plan, options: CompileOptions, device: torch.device
+) -> CompileOptions:
+    """The options with the largest pass that several prompts share beside which there is room: a
+    smaller one rather than none. Ranks, whose room may differ, have what is asked for.
+    """
+    if options.parallel.tensor > 1 or most_shared(plan, options) <= USUAL_OF_MIXERS:
+        return options
+    usual = replace(options, max_shared_tokens=USUAL_OF_MIXERS)
+    least = work_bytes(plan, usual)
+    room = free_bytes(options, device) - weight_bytes(plan) - least
+    for size in reversed(_passes(plan, options)[-1][1]):
+        found = replace(options, max_shared_tokens=size)
+        if _has_room_for(work_bytes(plan, found) - least, plan, options, room):
+            return found
+    return usual
 
 
 def capabilities_of(
@@ -160,9 +183,22 @@ def may_share(plan: Plan, options: CompileOptions) -> bool:
 
 
 def _passes(plan: Plan, options: CompileOptions) -> Passes:
-    """Those that are captured where pieces and rows share any."""
-    rows, most = decode_buckets(options.max_batch), most_prompt_tokens(options)
-    return passes_for(rows, most, large=read_trials().passes, has_mixers=has_mixers(plan))
+    """Those that are captured where pieces and rows share any; of more than the usual tokens where
+    several prompts can fill them.
+    """
+    trials, rows = read_trials(), decode_buckets(options.max_batch)
+    several = 0
+    if trials.hybrids == SEVERAL and options.max_batch > 1 and not options.is_strict:
+        at_once = options.max_batch * pages_of(options.max_context) * PAGE
+        several = min(trials.totals, options.max_shared_tokens, at_once)
+    most = min(most_prompt_tokens(options), max(USUAL_OF_MIXERS, several))
+    return passes_for(rows, most, large=trials.passes, has_mixers=has_mixers(plan))
+
+
+def most_shared(plan: Plan, options: CompileOptions) -> int:
+    """Tokens of the largest pass that a plan's mixers share; 0 where there are none."""
+    shares = has_mixers(plan) and may_share(plan, options)
+    return _passes(plan, options)[-1][1][-1] if shares else 0
 
 
 def most_pieces(plan: Plan, options: CompileOptions) -> int:
@@ -171,7 +207,8 @@ def most_pieces(plan: Plan, options: CompileOptions) -> int:
     if trials.prompts or not may_share(plan, options):
         return max(1, trials.prompts)
     if has_mixers(plan):
-        return _JOINED_OF_MIXERS if trials.hybrids == SEVERAL else 1
+        several = _JOINED if most_shared(plan, options) > USUAL_OF_MIXERS else _JOINED_OF_MIXERS
+        return several if trials.hybrids == SEVERAL else 1
     return _JOINED
 
 
@@ -299,25 +336,25 @@ def most_prompt_tokens(options: CompileOptions) -> int:
 
 def work_bytes(plan: Plan, options: CompileOptions) -> int:
     """Bytes of a prompt's intermediate values, a dequantised weight, and what libraries take."""
+    tokens = min(options.max_context, most_prompt_tokens(options))
+    shared = most_shared(plan, options)
+    prompt = _pass_bytes(plan, options, max(tokens, shared))
+    if shared > USUAL_OF_MIXERS:  # captured, in memory of its own; smaller ones have the workspace
+        prompt += _pass_bytes(plan, options, shared)
+    marks = num_marks(plan, options) * sequence_bytes(plan.sequence_states)
+    return _WORKSPACE + prompt + marks + _decode_bytes(plan, options)
+
+
+def _pass_bytes(plan: Plan, options: CompileOptions, tokens: int) -> int:
+    """Bytes that a pass of so many tokens of prompts takes while it runs."""
     exact = options.compute == "exact"
     size = 4 if exact else 2
-    tokens = _tokens_of_work(plan, options)
     buffers = sum((size if each.role == OPERAND else 4) * each.width for each in plan.buffers[:-1])
     shapes = [each.weight.shape for each in plan.products]
     whole = shapes if exact else shapes[:-1]
     dense = max((size * rows * columns for rows, columns in whole), default=0)
     widest = max((rows for rows, _ in shapes[:-1]), default=0)
-    prompt = tokens * (buffers + size * widest) + dense + mixer_bytes(plan, tokens)
-    marks = num_marks(plan, options) * sequence_bytes(plan.sequence_states)
-    return _WORKSPACE + prompt + marks + _decode_bytes(plan, options)
-
-
-def _tokens_of_work(plan: Plan, options: CompileOptions) -> int:
-    """Tokens of the longest prompt, or of the largest captured pass of several of them."""
-    tokens = min(options.max_context, most_prompt_tokens(options))
-    if not (has_mixers(plan) and may_share(plan, options)):
-        return tokens
-    return max(tokens, _passes(plan, options)[-1][1][-1])
+    return tokens * (buffers + size * widest) + dense + mixer_bytes(plan, tokens)
 
 
 def _decode_bytes(plan: Plan, options: CompileOptions) -> int:

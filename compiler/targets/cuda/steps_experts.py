@@ -32,8 +32,10 @@ from tilewright.compiler.targets.program.instructions import (
     Route,
 )
 
-PART_TOKENS = 8192
-"""Tokens of a prompt whose experts run together: what their products take is bounded."""
+PART_TOKENS = 8192 + 512
+"""Tokens of a prompt whose experts run together: what their products take is bounded. The largest
+pass is one part with the rows that ride along: a second one would read all experts again.
+"""
 
 
 def experts_bytes(plan: Plan, num_tokens: int) -> int:

@@ -21,6 +21,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "experts": (PARTS, TOGETHER),
     "prompts": ("1", "8", "64"),
     "hybrids": (APART, RIDING, SEVERAL),
+    "totals": ("2048", "4096", "8192"),
     "ranks": (APART, RIDING),
     "snapshots": (CUT, INSIDE),
     "passes": ("784", "896"),
@@ -42,6 +43,8 @@ class Trials:
             :func:`.device.most_pieces` finds best.
         hybrids: where a plan has experts or linear attention, rows that decode share a captured
             pass with one piece of a prompt (``riding``) or ``several``; ``apart``: with none.
+        totals: tokens of the largest pass that ``several`` pieces share: of more than 2,048 it has
+            eight pieces, not four.
         ranks: of several, ``riding``: pieces of prompts and rows that decode share captured passes
             as on one GPU; ``apart``: they share none.
         snapshots: of state inside of a piece of a prompt: ``inside``, its kernels keep it as they
@@ -58,6 +61,7 @@ class Trials:
     experts: str = TOGETHER
     prompts: int = 0
     hybrids: str = SEVERAL
+    totals: int = 2048
     ranks: str = APART
     snapshots: str = INSIDE
     passes: int = 784
@@ -85,6 +89,7 @@ def read_trials() -> Trials:
         experts=found.get("experts", default.experts),
         prompts=int(found.get("prompts", default.prompts)),
         hybrids=found.get("hybrids", default.hybrids),
+        totals=int(found.get("totals", default.totals)),
         ranks=found.get("ranks", default.ranks),
         snapshots=found.get("snapshots", default.snapshots),
         passes=int(found.get("passes", default.passes)),

@@ -17,6 +17,7 @@ from tilewright.compiler.targets.cuda.buckets import Buckets
 from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING
 from tilewright.compiler.targets.cuda.ragged import num_tokens_of
 from tilewright.compiler.targets.cuda.seats import SeatTable
+from tilewright.compiler.targets.cuda.steps_experts import PART_TOKENS
 from tilewright.compiler.targets.step import Chunk, Seat
 
 
@@ -82,7 +83,10 @@ def test_pieces_take_whole_blocks_and_rows_some_widths() -> None:
     assert [*among] == [16, 64, 128, 192, 256]
     sizes = (64, 256, 512, 1024, 2048)
     of_mixers = passes_for((1, 128), 8192, large=784, has_mixers=True)
-    assert of_mixers == ((16, sizes), (64, sizes), (128, sizes))
+    assert of_mixers == ((16, sizes), (64, sizes), (128, (*sizes, 4096, 8192)))
+    assert passes_for((1, 128), 2048, large=784, has_mixers=True)[-1] == (128, sizes)
+    ((_, most),) = passes_for((512,), 8192, large=784, has_mixers=True)[-1:]
+    assert most[-1] + 512 <= PART_TOKENS, "rows that ride along read no expert again"
     assert passes_for((1, 8), 1024, large=784, has_mixers=True) == ((8, sizes[:-1]),), (
         "no step has more"
     )

@@ -21,15 +21,18 @@ from tests.tiny import (
     take_seat,
     tiny_model,
 )
+from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda import device
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
 from tilewright.compiler.targets.cuda.joined import Joined
 from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.trials import VARIABLE
 from tilewright.compiler.targets.step import Chunk, Snapshot, Step
 from tilewright.models.config import DeltaShape
 
+HYBRID_MODEL = tiny_model(model_type="qwen3_5_moe", **{**HYBRID, "max_positions": 4096})
 ON_DEVICE: dict[str, Any] = {
     **{**SIZES, "hidden_size": 256, "num_layers": 2, "linear_layers": (True, False)},
     **{"head_dim": 64, "delta": DeltaShape(2, 4, 128, 128, 4)},
@@ -63,6 +66,68 @@ def test_a_hybrid_s_prompts_share_captured_passes_alone(
     few = replace(options, max_step_tokens=1024)
     limits = device.capabilities_of(plan, few, torch.device("cuda"), 8)
     assert limits.most_shared == min(shared, 1024) or not limits.passes
+
+
+MANY = CompileOptions(max_batch=4, max_context=4096, max_step_tokens=8192)
+
+
+@pytest.mark.parametrize(
+    ("trials", "options", "expected"),
+    [
+        ("totals=8192", MANY, (8, 8192)),
+        ("totals=4096", MANY, (8, 4096)),
+        ("totals=8192", replace(MANY, max_step_tokens=4096), (8, 4096)),
+        ("totals=8192", replace(MANY, max_context=1088), (8, 4096)),
+        ("totals=8192", replace(MANY, max_context=576), (4, 2048)),
+        ("totals=8192", replace(MANY, max_batch=1), (4, 2048)),
+        ("totals=8192", replace(MANY, is_strict=True), (4, 2048)),
+        ("totals=8192", replace(MANY, max_shared_tokens=2048), (4, 2048)),
+        ("totals=8192,hybrids=riding", MANY, (1, 2048)),
+    ],
+)
+def test_larger_passes_are_shared_where_they_are_asked_for_and_can_be_filled(
+    trials: str, options: CompileOptions, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight pieces have room for their marks; the captured pass is counted with what it runs in."""
+    plan = make_plan(lowered(HYBRID_MODEL, target="cuda", precision=precision_of("bf16"))[0])
+    usual = device.work_bytes(plan, options), device.num_marks(plan, options)
+    monkeypatch.setenv(VARIABLE, trials)
+    monkeypatch.setattr(device, "free_bytes", lambda *_: 1 << 40)
+    monkeypatch.setattr(device, "invariant_of", lambda *_: "none")
+    found = device.capabilities_of(plan, options, torch.device("cuda"), 8)
+    assert (found.max_prompts, found.most_shared) == expected
+    assert found.passes[-1][1][-1] == device.most_shared(plan, options) == expected[1]
+    assert device.num_marks(plan, options) == 2 * expected[0]
+    marks = (2 * expected[0] - usual[1]) * sequence_bytes(plan.sequence_states)
+    more, size = device.work_bytes(plan, options) - usual[0] - marks, expected[1]
+    assert more >= device._pass_bytes(plan, options, size) if size > 2048 else more <= 0
+
+
+def test_a_smaller_pass_is_taken_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than a model refused; but what several ranks capture is alike."""
+    plan = make_plan(lowered(HYBRID_MODEL, target="cuda", precision=precision_of("bf16"))[0])
+    monkeypatch.setenv(VARIABLE, "totals=8192")
+    fixed = device.weight_bytes(plan) + device.state_bytes(plan, MANY)
+    for size, less in ((8192, 4096), (4096, 2048), (2048, 2048)):
+        need = fixed + device.work_bytes(plan, replace(MANY, max_shared_tokens=size))
+        for free, expected in ((need, size), (need - 1, less)):
+            monkeypatch.setattr(device, "free_bytes", lambda *_, free=free: free)
+            found = device.with_passes_that_fit(plan, MANY, torch.device("cuda"))
+            assert device.most_shared(plan, found) == expected
+            if free >= need:
+                device.check_fits(plan, found, free)
+    two = replace(MANY, parallel=Parallel(tensor=2))
+    monkeypatch.setenv(VARIABLE, "totals=8192,ranks=riding")
+    assert device.with_passes_that_fit(plan, two, torch.device("cuda")) == two
+    pages = replace(MANY, memory_fraction=0.9, max_batch=10**6)
+    usual, large = (
+        device.work_bytes(plan, replace(pages, max_shared_tokens=size)) for size in (2048, 8192)
+    )
+    for room, expected in ((4 * (large - usual), 8192), (4 * (large - usual) - 1, 4096)):
+        free = device.weight_bytes(plan) + usual + room
+        monkeypatch.setattr(device, "free_bytes", lambda *_, free=free: free)
+        found = device.with_passes_that_fit(plan, pages, torch.device("cuda"))
+        assert device.most_shared(plan, found) == expected, "pages keep three quarters"
 
 
 @pytest.mark.gpu
@@ -127,9 +192,10 @@ def test_several_pieces_of_a_hybrid_share_a_captured_pass(monkeypatch: pytest.Mo
     monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
     model, found = tiny_model(std=0.2, model_type="qwen3_5_moe", **HYBRID), []
     pieces: list[Piece] = [(0, 70, (64,)), (64, 66, ()), (3, 8, (8,)), (0, 1, ())]
+    pieces += [(0, 5, ()), (64, 72, ()), (0, 66, (64,)), (2, 9, ())]
     for trials in ("hybrids=apart", "prompts=8"):
         monkeypatch.setenv(VARIABLE, trials)
-        options = {"compute": "fast", "max_batch": 6, "max_context": 128}
+        options = {"compute": "fast", "max_batch": 10, "max_context": 128}
         executable = compiled(model, "cuda", precision=precision_of("bf16"), **options)
         assert isinstance(executable, CudaExecutable)
         found.append(several_beside(executable, 2, pieces))
@@ -143,26 +209,30 @@ def test_several_pieces_of_a_hybrid_share_a_captured_pass(monkeypatch: pytest.Mo
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [3, 20])
 @pytest.mark.parametrize(
-    "pieces",
+    ("totals", "pieces"),
     [
-        [(0, 300, (64, 256)), (128, 198, (192,)), (64, 65, ()), (0, 500, (448,))],
-        [(0, 1024, (960,)), (0, 1024, (512, 1024))],
-        [(64, 129, (128,)), (0, 1030, (1024,)), (192, 800, (256, 768))],
+        (2048, [(0, 300, (64, 256)), (128, 198, (192,)), (64, 65, ()), (0, 500, (448,))]),
+        (2048, [(0, 1024, (960,)), (0, 1024, (512, 1024))]),
+        (2048, [(64, 129, (128,)), (0, 1030, (1024,)), (192, 800, (256, 768))]),
+        (8192, [(0, 1024 - each, (512, 960)) for each in range(8)]),
+        (8192, [(64, 1087, (128, 960)), (0, 65, (64,)), (0, 1024, ()), (192, 1088, (1024,))]),
     ],
 )
 def test_several_pieces_of_a_hybrid_share_a_pass_on_the_device(
-    pieces: list[Piece], num_rows: int, monkeypatch: pytest.MonkeyPatch
+    totals: int, pieces: list[Piece], num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Captured, of up to 2,048 tokens; steps apart differ by bfloat16's rounding alone."""
+    """Captured, of up to so many tokens; steps apart differ by bfloat16's rounding alone."""
     monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
     model = tiny_model(std=0.05, model_type="qwen3_5_moe", max_positions=2048, **ON_DEVICE)
-    options = {"compute": "fast", "max_batch": num_rows + 4, "max_context": 1088}
-    found = []
+    options = {"compute": "fast", "max_batch": num_rows + 8, "max_context": 1152}
+    found, most = [], 4 if totals == 2048 else 8
     for trials in ("hybrids=apart", "hybrids=several"):
-        monkeypatch.setenv(VARIABLE, trials)
+        monkeypatch.setenv(VARIABLE, f"{trials},totals={totals}")
         executable = compiled(model, "cuda", precision=precision_of("bf16"), **options)
         assert isinstance(executable, CudaExecutable)
-        assert executable.capabilities.max_prompts == (1 if trials == "hybrids=apart" else 4)
+        limits = executable.capabilities
+        assert limits.max_prompts == (1 if trials == "hybrids=apart" else most)
+        assert limits.most_shared == totals or not limits.passes
         found.append(several_beside(executable, num_rows, pieces))
         executable.close()
     (apart, kept), (together, inside) = found
