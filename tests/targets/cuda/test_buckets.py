@@ -93,7 +93,9 @@ def test_pieces_take_whole_blocks_and_rows_some_widths() -> None:
 
 
 def test_passes_of_prompts_and_rows_are_captured_before_they_are_asked_for() -> None:
-    """For some numbers of both; larger ones are not, and run as they stand."""
+    """For some numbers of both, the larger of them beside the most rows alone; still larger ones
+    are not, and run as they stand.
+    """
     steps: Any = Unrun()
     made = Buckets(
         steps,
@@ -102,15 +104,16 @@ def test_passes_of_prompts_and_rows_are_captured_before_they_are_asked_for() -> 
         num_choosable=lambda: 61,
         num_ends=3,
         table=SeatTable(8, 3, steps.device),
-        passes=((4, (64, 256)), (8, (64,))),
+        passes=((4, (64, 256)), (8, (64, 512))),
     )
     made.prepare(0)
     ready = Counted.made
-    assert ready == (4 + 1 + 2) * len(EVERY_DRAWING) + 2 * 4 + 1 + (3 + 2)
-    for tokens, choices, expected in ((1, 0, (4, 64)), (65, 4, (4, 256)), (64, 5, (8, 64))):
+    assert ready == (4 + 1 + 2) * len(EVERY_DRAWING) + 2 * 4 + 1 + (3 + 3)
+    asked = {(1, 0): (4, 64), (65, 4): (4, 256), (64, 5): (8, 64), (257, 1): (8, 512)}
+    for (tokens, choices), expected in asked.items():
         found = made.batch(tokens, choices)
         assert found is not None and (found[0].width, found[1]) == expected
-    assert made.batch(257, 1) is None and made.batch(65, 5) is None
+    assert made.batch(513, 1) is None and made.batch(64, 9) is None
     assert Counted.made == ready
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -128,6 +129,20 @@ def test_a_smaller_pass_is_taken_where_memory_is_short(monkeypatch: pytest.Monke
         monkeypatch.setattr(device, "free_bytes", lambda *_, free=free: free)
         found = device.with_passes_that_fit(plan, pages, torch.device("cuda"))
         assert device.most_shared(plan, found) == expected, "pages keep three quarters"
+
+
+def test_a_smaller_pass_than_was_asked_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "totals=8192")
+    options = {"compute": "fast", "max_batch": 4, "max_context": 4096}
+    for size, said in ((8192, ()), (4096, ("of up to 4,096 tokens: memory is short for 8,192",))):
+        less = partial(replace, max_shared_tokens=size)
+        monkeypatch.setattr(
+            device, "with_passes_that_fit", lambda _, asked, __, less=less: less(asked)
+        )
+        executable = compiled(HYBRID_MODEL, "cuda", precision=precision_of("bf16"), **options)
+        notes = [each for each in executable.notes if each.startswith("prompts share passes ")]
+        assert notes == [f"prompts share passes {each}" for each in said]
+        executable.close()
 
 
 @pytest.mark.gpu
