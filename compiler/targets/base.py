@@ -99,13 +99,11 @@ class CompileOptions:
     ``memory_fraction``: of the device's memory, what this process may take; sequences then share
     the pages that fit, and may be more than would fit at full length. None: each has room for all.
     ``is_strict``: a row's bits shall not depend on what runs beside it or where a prompt is cut, at
-    some cost of speed; `Capabilities.invariant` says what comes of it.
-    ``copies``: of weights in blocks, as many rows are multiplied fastest: ``auto``, where every
-    context has room beside them, or pages keep three quarters of theirs; ``none``; ``all``.
-    ``max_step_tokens``: of prompts, what a step will be given; memory for them may be reserved.
-    ``max_shared_tokens``: of several prompts, what one pass will be given: a target lowers it where
-    memory is short.
-    ``parallel``: the ranks that the model is spread over. ``rank``: whose program this is.
+    some cost of speed; `Capabilities.invariant` says what comes of it. ``copies``: of weights in
+    blocks, as many rows are multiplied fastest: ``auto``, where every context has room beside them,
+    or pages keep three quarters of theirs; ``none``; ``all``. ``max_step_tokens``: of prompts, what
+    a step is given, and ``max_shared_tokens`` a pass of several, less where memory is short; room
+    may be reserved. ``parallel``: the ranks that the model is spread over. ``rank``: whose program.
     """
 
     max_batch: int = 1
