@@ -21,9 +21,9 @@ from tilewright.compiler.targets.cuda.capture import Seated, decode_buckets, pro
 from tilewright.compiler.targets.cuda.choice import Choice, drawing_of
 from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds, copy_bytes
 from tilewright.compiler.targets.cuda.device import capabilities_of, num_marks
-from tilewright.compiler.targets.cuda.fastest import fastest_for
-from tilewright.compiler.targets.cuda.group import Group, meet, prompt_wire_of
+from tilewright.compiler.targets.cuda.group import Group, meet
 from tilewright.compiler.targets.cuda.joined import Joined
+from tilewright.compiler.targets.cuda.kernels.exchange import PROMPT_WIRE
 from tilewright.compiler.targets.cuda.late import choose_now, needs_host
 from tilewright.compiler.targets.cuda.marks import cut
 from tilewright.compiler.targets.cuda.pages import pages_of
@@ -90,11 +90,11 @@ class CudaExecutable(Executable):
         self.device, self._weights, self.dealt = device, weights, plan.dealt
         self._asked = options.parallel.exchange
         exact, strict = options.compute == "exact", self.capabilities.invariant == "rows"
-        prompt_wire = prompt_wire_of(options)
+        is_free = not (exact or options.is_strict or options.parallel.wire)
+        prompt_wire = PROMPT_WIRE if is_free else None
         self._steps = Steps(
             plan, weights, self._state, max_rows=rows[-1], exact=exact, strict=strict,
             prompt_wire=prompt_wire, copies=copies, trials=read_trials(),
-            fastest=fastest_for(options, device, self._row_counts(plan, rows)),
         )  # fmt: skip
         self.notes = self._steps.copies.said()
         if prompt_wire and options.parallel.tensor > 1:
@@ -115,12 +115,6 @@ class CudaExecutable(Executable):
             self._steps, self._state, self._table, self._buckets, self._answers, self._sittings,
             check=self._check, leave=self._leave,
         )  # fmt: skip
-
-    def _row_counts(self, plan: Plan, rows: Sequence[int]) -> set[int]:
-        """How many rows the products of captured steps have."""
-        passes = self.capabilities.passes
-        both = {width + count for width, counts in passes for count in counts}
-        return {*rows, *prompt_buckets(plan), *both, *(width for width, _ in passes)}
 
     def _make_buckets(self, plan: Plan, rows: Sequence[int]) -> Buckets:
         return Buckets(

@@ -16,9 +16,8 @@ from torch import Tensor
 from tilewright.compiler.distributed.group import LOADING_SECONDS
 from tilewright.compiler.distributed.parallel import MOST_GPUS, NCCL, PEERS
 from tilewright.compiler.errors import ExchangeError
-from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda.kernels.choose import best_keys, choose
-from tilewright.compiler.targets.cuda.kernels.exchange import EMPTY, PROMPT_WIRE, SLOTS, Exchange
+from tilewright.compiler.targets.cuda.kernels.exchange import EMPTY, SLOTS, Exchange
 
 if TYPE_CHECKING:
     from tilewright.compiler.distributed.peers import Peers as Met
@@ -34,12 +33,6 @@ _NOTE = (
 )
 _PART_BYTES = 8 << 20
 _ROOT = 0
-
-
-def prompt_wire_of(options: CompileOptions) -> str | None:
-    """The format in which ranks send partial sums of prompts; None: as those of decode steps."""
-    is_free = options.compute != "exact" and not options.is_strict and not options.parallel.wire
-    return PROMPT_WIRE if is_free else None
 
 
 class Way(Protocol):

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.buffers import Buffers, padded
 from tilewright.compiler.targets.cuda.copies import NO_COPIES, Copies, Kinds
-from tilewright.compiler.targets.cuda.fastest import Fastest
 from tilewright.compiler.targets.cuda.group import Group
 from tilewright.compiler.targets.cuda.kernels import (
     attention_decode,
@@ -74,7 +73,6 @@ class Steps:
     ``exact``: float32 arithmetic throughout, through the library; no speed is claimed for it.
     ``strict``: a prompt's tokens take the same kernels however many of them are in a piece, and
     rows of decode steps those that give a row the same bits however many there are.
-    ``fastest``: what knows the library's fastest algorithms, None: it takes its own choice.
     ``prompt_wire``: the format in which ranks send partial sums of prompts, None: as those of
     decode steps.
     """
@@ -91,7 +89,6 @@ class Steps:
         prompt_wire: str | None = None,
         copies: Kinds = NO_COPIES,
         trials: Trials | None = None,
-        fastest: Fastest | None = None,
     ) -> None:
         self.group: Group | None = None  # of a rank among several, once it has met them
         self.device = state.tables.device
@@ -106,7 +103,7 @@ class Steps:
         self._num_rows = rows = native.room_for(max_rows) if self.is_native else max_rows
         self._products = Products(
             plan, weights, self.device, max_rows=max_rows, is_native=self.is_native, exact=exact,
-            strict=strict, copies=copies, trials=trials, fastest=fastest,
+            strict=strict, copies=copies, trials=trials,
         )  # fmt: skip
         self._flat = [
             torch.zeros(

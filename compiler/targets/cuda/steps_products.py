@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.buffers import padded
 from tilewright.compiler.targets.cuda.copies import Copies, Copy, Kinds
-from tilewright.compiler.targets.cuda.fastest import Fastest
 from tilewright.compiler.targets.cuda.held import TILE_COLUMNS, HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native, native_wide
 from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
@@ -81,8 +80,7 @@ class Products:
     ``max_rows``: of a decode step; ``is_native``: products of few rows run in CUDA C++; ``strict``:
     those of a prompt take the library's, however few rows there are, and those of decode steps our
     own where these take ``max_rows``, else the library's, too; operands and results then have room
-    for :data:`LEAST_STRICT` rows; ``copies``: which weights are held once more; ``fastest``: what
-    knows the library's fastest algorithms, None: it takes its own choice.
+    for :data:`LEAST_STRICT` rows; ``copies``: which weights are held once more.
     """
 
     def __init__(
@@ -97,9 +95,8 @@ class Products:
         strict: bool = False,
         copies: Kinds,
         trials: Trials,
-        fastest: Fastest | None = None,
     ) -> None:
-        self.device, self._weights, self._fastest = device, weights, fastest
+        self.device, self._weights = device, weights
         self._is_native, self._exact, self._strict = is_native, exact, strict
         self._max_rows = max_rows
         self._operand = torch.float32 if exact else torch.bfloat16
@@ -281,26 +278,20 @@ class Products:
         if weight is None:
             weight = self._dense(held, stride if is_whole else held.num_rows)
         if each.swiglu:
-            gate_up = x.new_empty(len(x), len(weight))
-            self._by_library(gate_up, x, weight)
+            gate_up = torch.mm(x, weight.T)
             if bias is not None:
                 gate_up += bias
             swiglu(out, gate_up, paired=held.is_paired)
             return
-        if is_whole:
+        if each.residual:
+            add_product(out, x, weight)
+        elif is_whole:
             assert out.storage_offset() % stride == 0
-            self._by_library(out.as_strided((len(out), stride), (stride, 1)), x, weight)
+            store_product(out.as_strided((len(out), stride), (stride, 1)), x, weight)
         else:
-            self._by_library(out, x, weight, adds=each.residual)
+            store_product(out, x, weight)
         if bias is not None:
             out += bias
-
-    def _by_library(self, out: Tensor, x: Tensor, weight: Tensor, *, adds: bool = False) -> None:
-        default = add_product if adds else store_product
-        if self._fastest is None:
-            default(out, x, weight)
-        else:
-            self._fastest.run(out, x, weight, default, adds=adds)
 
     def _dense(self, held: HeldWeight, num_rows: int) -> Tensor:
         """``[num_rows, in]`` in the operands' type; blocks, of all rows, are dequantised into fresh

@@ -14,7 +14,6 @@ PARTS, WIDE, TOGETHER = "parts", "wide", "together"
 APART, RIDING, SEVERAL = "apart", "riding", "several"
 CUT, INSIDE = "cut", "inside"
 GROUPS, ROWS = "groups", "rows"
-OWN, FASTEST = "own", "fastest"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
@@ -27,7 +26,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "snapshots": (CUT, INSIDE),
     "passes": ("784", "896"),
     "attention": (GROUPS, ROWS),
-    "library": (OWN, FASTEST),
 }
 
 
@@ -54,8 +52,6 @@ class Trials:
         passes: rows of the larger of two passes that rows and prompts may share within 24 ms.
         attention: of rows that decode over long tables, ``groups``: blocks take as much each as if
             every row had all groups of splits that the table has; ``rows``: as if it had one.
-        library: products of the library take the algorithm of its ``own`` choice, or the one that
-            was measured to be the ``fastest``.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
             prompts.
     """
@@ -70,7 +66,6 @@ class Trials:
     snapshots: str = INSIDE
     passes: int = 784
     attention: str = GROUPS
-    library: str = OWN
 
 
 def read_trials() -> Trials:
@@ -99,5 +94,4 @@ def read_trials() -> Trials:
         snapshots=found.get("snapshots", default.snapshots),
         passes=int(found.get("passes", default.passes)),
         attention=found.get("attention", default.attention),
-        library=found.get("library", default.library),
     )

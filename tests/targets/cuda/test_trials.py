@@ -52,7 +52,7 @@ def test_nothing_is_switched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPa
         (
             "row=256",
             "'row'; allowed: rows, blocks, experts, prompts, hybrids, totals, ranks, snapshots, "
-            "passes, attention, library; did you mean 'rows'?",
+            "passes, attention; did you mean 'rows'?",
         ),
         ("rows=100", "rows='100'; allowed: 64, 128, 256, 512"),
         ("blocks", "blocks=''; allowed: parts, wide"),
