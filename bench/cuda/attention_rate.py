@@ -18,7 +18,6 @@ from bench.script import run_script
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.errors import ConfigError, TilewrightError
-from tilewright.compiler.targets.cuda.trials import GROUPS, ROWS
 
 if TYPE_CHECKING:
     import torch
@@ -54,11 +53,6 @@ class Options:
         type=integer(SPREAD),
         metavar="N",
     )
-    shares: tuple[str, ...] = option(
-        "what blocks take: as if rows had all groups of their table, or one each",
-        default=(GROUPS,),
-        choices=(GROUPS, ROWS),
-    )
     pages: tuple[int, ...] = option(
         f"pages of a table, {PAGE} positions each", default=(7, 34), type=integer(1), metavar="N"
     )
@@ -73,7 +67,6 @@ class Case:
     kind: str
     position: int
     width: int
-    share: str = GROUPS
 
     @property
     def positions(self) -> list[int]:
@@ -103,12 +96,11 @@ def choose_cases(options: Options) -> list[Case]:
         ConfigError: where a table does not reach a position.
     """
     cases = [
-        Case(num_rows, kind, position, width, share)
+        Case(num_rows, kind, position, width)
         for width in options.pages
         for position in options.positions
         for num_rows in options.rows
         for kind in options.formats
-        for share in options.shares
     ]
     for case in cases:
         if case.num_pages > case.width:
@@ -149,9 +141,6 @@ class Launches:
         ):
             raise TilewrightError(f"attention.cu cannot run here: {why}")
         self._attend = native_attention.attend_decode
-        self._share = native_attention.choose_share(
-            rows, NUM_KV_HEADS, case.width, HEAD_DIM, are_short=case.share == ROWS
-        )
 
     def run(self, index: int = 0) -> None:
         """One launch over one of the caches."""
@@ -167,7 +156,6 @@ class Launches:
             scale=HEAD_DIM**-0.5,
             scratch=self.scratch,
             early=True,
-            share=self._share,
         )
 
 
@@ -215,11 +203,7 @@ def measure(case: Case, generator: torch.Generator) -> float:
 
 def show(options: Options, found: Mapping[Case, Sequence[float]]) -> str:
     """The figures of all rounds, a column for what pages hold."""
-    kinds = [
-        f"{kind}, {share}" if len(options.shares) > 1 else kind
-        for kind in dict.fromkeys(options.formats)
-        for share in dict.fromkeys(options.shares)
-    ]
+    kinds = dict.fromkeys(options.formats)
     heads = ["rows", "position", "table, pages", *(f"{kind}, us" for kind in kinds)]
     lines: dict[tuple[int, int, int], list[str]] = {}
     for case, figures in found.items():

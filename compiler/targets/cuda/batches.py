@@ -19,9 +19,9 @@ from tilewright.compiler.targets.cuda.seats import SeatTable, send
 from tilewright.compiler.targets.cuda.steps import Steps
 from tilewright.compiler.targets.step import Chunk, Seat
 
-_TOTALS = (128, 256, 512, 1024)
-"""Rows of whole passes, beside the one that `Trials.passes` names: of a few more the library's
-products take as long as of many more; and of 768 longer than of 784.
+_TOTALS = (128, 256, 512, 896, 1024)
+"""Rows of whole passes: of a few more the library's products take as long as of many more. 896 are
+seven of its tiles, and do 7 % more a millisecond than 784 beside 64 rows.
 """
 _WIDTHS = (16, 64, 128, 192)
 _LEAST = 64
@@ -41,12 +41,10 @@ Passes = tuple[tuple[int, tuple[int, ...]], ...]
 """As `Capabilities` has them: by rows, the numbers of tokens beside them."""
 
 
-def passes_for(
-    rows: Sequence[int], most_tokens: int, *, large: int, has_mixers: bool = False
-) -> Passes:
+def passes_for(rows: Sequence[int], most_tokens: int, *, has_mixers: bool = False) -> Passes:
     """The passes that are captured where decode steps are for ``rows`` and take up to so many
     tokens of prompts: by how many rows ride along or pieces end, the tokens of prompts, padding
-    included. ``large``: the rows of one pass more, of plans without mixers.
+    included.
     """
     if has_mixers:
         widths = (*(each for each in _WIDTHS_OF_MIXERS if each < rows[-1]), rows[-1])
@@ -54,7 +52,7 @@ def passes_for(
         more = tuple(each for each in _MORE_OF_MIXERS if each <= most_tokens)
         return (*((width, totals) for width in widths[:-1]), (widths[-1], totals + more))
     widths = (*(each for each in _WIDTHS if each < rows[-1]), rows[-1])
-    return tuple((width, _sizes(width, (*_TOTALS, large))) for width in widths)
+    return tuple((width, _sizes(width, _TOTALS)) for width in widths)
 
 
 def _sizes(width: int, totals: Sequence[int]) -> tuple[int, ...]:

@@ -192,7 +192,7 @@ def _passes(plan: Plan, options: CompileOptions) -> Passes:
         at_once = options.max_batch * pages_of(options.max_context) * PAGE
         several = min(trials.totals, options.max_shared_tokens, at_once)
     most = min(most_prompt_tokens(options), max(USUAL_OF_MIXERS, several))
-    return passes_for(rows, most, large=trials.passes, has_mixers=has_mixers(plan))
+    return passes_for(rows, most, has_mixers=has_mixers(plan))
 
 
 def most_shared(plan: Plan, options: CompileOptions) -> int:

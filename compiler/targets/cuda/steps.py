@@ -35,7 +35,7 @@ from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps_mixers import Mixers
 from tilewright.compiler.targets.cuda.steps_products import Products
-from tilewright.compiler.targets.cuda.trials import ROWS, Trials, read_trials
+from tilewright.compiler.targets.cuda.trials import Trials, read_trials
 from tilewright.compiler.targets.cuda.weights import Weights, table_of, vector_of
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
@@ -96,7 +96,7 @@ class Steps:
         self.is_native = not exact and not native.why_not(self.device)
         self._plan, self._weights, self._state = plan, weights, state
         trials = trials or read_trials()
-        self._prompt_wire, self._attends_short = prompt_wire, trials.attention == ROWS
+        self._prompt_wire = prompt_wire
         how: dict[str, Any] = {"exact": exact, "max_rows": max_rows, "trials": trials}
         self._mixers = Mixers(plan, weights, state, **how)
         self._operand = torch.float32 if exact else torch.bfloat16
@@ -293,9 +293,8 @@ class Steps:
         attend: Callable[..., None] = attention_decode.attend_decode
         if not self._why_no_native_attention(each):
             share = native_attention.choose_share(
-                len(qkv), pages.num_kv_heads, self._state.tables.shape[1], pages.head_dim,
-                are_short=self._attends_short,
-            )  # fmt: skip
+                len(qkv), pages.num_kv_heads, self._state.tables.shape[1], pages.head_dim
+            )
             attend = partial(native_attention.attend_decode, share=share)
         attend(
             pages,

@@ -13,7 +13,6 @@ VARIABLE = "TILEWRIGHT_CUDA_TRIALS"
 PARTS, WIDE, TOGETHER = "parts", "wide", "together"
 APART, RIDING, SEVERAL = "apart", "riding", "several"
 CUT, INSIDE = "cut", "inside"
-GROUPS, ROWS = "groups", "rows"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
@@ -24,8 +23,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "totals": ("2048", "4096", "8192"),
     "ranks": (APART, RIDING),
     "snapshots": (CUT, INSIDE),
-    "passes": ("784", "896"),
-    "attention": (GROUPS, ROWS),
 }
 
 
@@ -49,9 +46,6 @@ class Trials:
             as on one GPU; ``apart``: they share none.
         snapshots: of state inside of a piece of a prompt: ``inside``, its kernels keep it as they
             pass; ``cut``: the piece is cut there.
-        passes: rows of the larger of two passes that rows and prompts may share within 24 ms.
-        attention: of rows that decode over long tables, ``groups``: blocks take as much each as if
-            every row had all groups of splits that the table has; ``rows``: as if it had one.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
             prompts.
     """
@@ -64,8 +58,6 @@ class Trials:
     totals: int = 2048
     ranks: str = APART
     snapshots: str = INSIDE
-    passes: int = 784
-    attention: str = GROUPS
 
 
 def read_trials() -> Trials:
@@ -92,6 +84,4 @@ def read_trials() -> Trials:
         totals=int(found.get("totals", default.totals)),
         ranks=found.get("ranks", default.ranks),
         snapshots=found.get("snapshots", default.snapshots),
-        passes=int(found.get("passes", default.passes)),
-        attention=found.get("attention", default.attention),
     )

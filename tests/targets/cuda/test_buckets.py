@@ -76,20 +76,17 @@ def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
 def test_pieces_take_whole_blocks_and_rows_some_widths() -> None:
     chunks = [Chunk(Seat(0), 0, (1,) * count) for count in (1, 64, 65)]
     assert num_tokens_of(chunks) == 64 + 64 + 128
-    assert passes_for((1, 2, 4), 8192, large=784) == ((4, (64, 128, 256, 512, 784, 1024)),)
-    among = dict(passes_for((1, 256), 8192, large=784))
-    assert among[64] == (64, 192, 448, 720, 960) and among[256] == (64, 256, 528, 768)
-    assert dict(passes_for((1, 256), 8192, large=896))[64] == (64, 192, 448, 832, 960)
+    assert passes_for((1, 2, 4), 8192) == ((4, (64, 128, 256, 512, 896, 1024)),)
+    among = dict(passes_for((1, 256), 8192))
+    assert among[64] == (64, 192, 448, 832, 960) and among[256] == (64, 256, 640, 768)
     assert [*among] == [16, 64, 128, 192, 256]
     sizes = (64, 256, 512, 1024, 2048)
-    of_mixers = passes_for((1, 128), 8192, large=784, has_mixers=True)
+    of_mixers = passes_for((1, 128), 8192, has_mixers=True)
     assert of_mixers == ((16, sizes), (64, sizes), (128, (*sizes, 4096, 8192)))
-    assert passes_for((1, 128), 2048, large=784, has_mixers=True)[-1] == (128, sizes)
-    ((_, most),) = passes_for((512,), 8192, large=784, has_mixers=True)[-1:]
+    assert passes_for((1, 128), 2048, has_mixers=True)[-1] == (128, sizes)
+    ((_, most),) = passes_for((512,), 8192, has_mixers=True)[-1:]
     assert most[-1] + 512 <= PART_TOKENS, "rows that ride along read no expert again"
-    assert passes_for((1, 8), 1024, large=784, has_mixers=True) == ((8, sizes[:-1]),), (
-        "no step has more"
-    )
+    assert passes_for((1, 8), 1024, has_mixers=True) == ((8, sizes[:-1]),), "no step has more"
 
 
 def test_passes_of_prompts_and_rows_are_captured_before_they_are_asked_for() -> None:

@@ -278,11 +278,10 @@ def test_groups_do_not_depend_on_the_batch() -> None:
                 assert share.num_begun >= 1 and (walked == 1 or num_pages <= 64 * share.num_begun)
     assert choose_share(1, 8, 8) == Share(1, 8, 1)
     assert choose_share(64, 8, 8) == Share(1, 1, 8)
-    joined = [choose_share(rows, 8, 96, are_short=True).num_joined for rows in (8, 16, 32, 64)]
-    assert joined == [8, 4, 2, 1], "as over a short table"
-    assert choose_share(8, 8, 96) == Share(12, 1, 8, 12), "as if they were long"
+    joined = [choose_share(rows, 8, 96).num_joined for rows in (1, 4, 7, 8, 16, 32, 64)]
+    assert joined == [4, 1, 1, 8, 4, 2, 1], "several rows are taken to be short"
     begun = [choose_share(rows, 8, pages).num_begun for rows, pages in LARGE]
-    assert begun == [12, 8, 4, 1, 1, 2, 12]
+    assert begun == [12, 12, 4, 1, 1, 2, 12]
     assert (choose_share(64, 2, 20, 128), choose_share(64, 2, 20, 256)) == (
         Share(1, 4, 2),
         Share(1, 2, 4),
