@@ -50,11 +50,12 @@ class EngineArguments:
     )
     copies: str = option(
         "weights in block formats, once more as a GPU multiplies many rows with fastest: auto, "
-        "where that leaves three quarters of the pages, or room for every context; none; all. FP8, "
-        "which lofi on bfp4 means, is such a copy, and made with --arithmetic fast alone",
+        "where that leaves three quarters of the pages, or room for every context; none; codes: "
+        "FP8 alone, which lofi on bfp4 means (auto falls back on it); all. FP8 is made with "
+        "--arithmetic fast alone",
         default="auto",
         group=_ENGINE,
-        choices=("auto", "none", "all"),
+        choices=("auto", "none", "codes", "all"),
     )
     arithmetic: str = option(
         "strict: what a request gets does not depend on what runs beside it, where the target can; "

@@ -100,10 +100,10 @@ class CompileOptions:
     the pages that fit, and may be more than would fit at full length. None: each has room for all.
     ``is_strict``: a row's bits shall not depend on what runs beside it or where a prompt is cut, at
     some cost of speed; `Capabilities.invariant` says what comes of it. ``copies``: of weights in
-    blocks, as many rows are multiplied fastest: ``auto``, where every context has room beside them,
-    or pages keep three quarters of theirs; ``none``; ``all``. ``max_step_tokens``: of prompts, what
-    a step is given, and ``max_shared_tokens`` a pass of several, less where memory is short; room
-    may be reserved. ``parallel``: the ranks that the model is spread over. ``rank``: whose program.
+    blocks, for many rows: ``auto``, where every context has room beside them, or pages keep three
+    quarters of theirs, else FP8 alone; ``none``; ``codes``: FP8; ``all``. ``max_step_tokens``: of
+    prompts, what a step is given, ``max_shared_tokens`` a pass of several, less where memory is
+    short; room may be reserved. ``parallel``: the ranks of the model. ``rank``: whose program.
     """
 
     max_batch: int = 1

@@ -43,7 +43,7 @@ def kinds_for(options: CompileOptions) -> Kinds:
     """
     if options.compute == "exact" or options.copies == "none":
         return NO_COPIES
-    return Kinds(values=True, codes=not options.is_strict)
+    return Kinds(values=options.copies != "codes", codes=not options.is_strict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,13 +105,18 @@ def check_room(plan: Plan, options: CompileOptions, device: torch.device) -> Roo
 
 
 def copies_in(plan: Plan, options: CompileOptions, free: int) -> Kinds:
-    """Which weights are held once more with so many free bytes: as ``options.copies`` has it."""
+    """Which weights are held once more with so many free bytes: as ``options.copies`` has it; where
+    not all have room, e4m3 codes alone, which gain most for their bytes.
+    """
     kinds = kinds_for(options)
-    size = copy_bytes(plan, kinds)
-    if options.copies == "all":
+    if options.copies != "auto":
         return kinds
     room = free - weight_bytes(plan) - work_bytes(plan, options)
-    return kinds if _has_room_for(size, plan, options, room) else NO_COPIES
+    for each in (kinds, Kinds(codes=kinds.codes)):
+        size = copy_bytes(plan, each)
+        if size and _has_room_for(size, plan, options, room):
+            return each
+    return NO_COPIES
 
 
 def _has_room_for(size: int, plan: Plan, options: CompileOptions, room: int) -> bool:

@@ -204,6 +204,23 @@ def test_copies_are_held_where_pages_keep_three_quarters(no_workspace: None) -> 
     assert copies_in(plan, replace(options, copies="none"), least) == NO_COPIES
 
 
+def test_codes_alone_are_held_where_not_all_copies_fit(no_workspace: None) -> None:
+    model = tiny_model(hidden_size=64, intermediate_size=128, max_positions=4096)
+    precision = precision_of("bfp8", ff1_3="bfp4", li_ff1_3="lofi")
+    plan = make_plan(lowered(model, target="cuda", precision=precision)[0])
+    codes = Kinds(codes=True)
+    both, few = copy_bytes(plan, kinds_for(OPTIONS)), copy_bytes(plan, codes)
+    least = needed(plan, OPTIONS)
+    assert 0 < few < both
+    assert copies_in(plan, OPTIONS, least + both) == kinds_for(OPTIONS)
+    assert copies_in(plan, OPTIONS, least + both - 1) == codes
+    assert copies_in(plan, OPTIONS, least + few) == codes
+    assert copies_in(plan, OPTIONS, least + few - 1) == NO_COPIES
+    asked = replace(OPTIONS, copies="codes")
+    assert [copies_in(plan, asked, free) for free in (least, least + both)] == [codes, codes]
+    assert copies_in(plan, replace(OPTIONS, is_strict=True), least + few) == NO_COPIES
+
+
 @pytest.mark.parametrize(("fraction", "expected"), [(None, 60), (0.5, 40), (0.9, 60)])
 def test_a_fraction_is_of_what_this_process_may_take(
     fraction: float | None, expected: int, monkeypatch: pytest.MonkeyPatch
@@ -220,6 +237,7 @@ def test_a_fraction_is_of_what_this_process_may_take(
 def test_which_copies_options_gain_by() -> None:
     assert kinds_for(OPTIONS) == Kinds(values=True, codes=True)
     assert kinds_for(replace(OPTIONS, is_strict=True)) == Kinds(values=True)
+    assert kinds_for(replace(OPTIONS, copies="codes")) == Kinds(codes=True)
     assert kinds_for(replace(OPTIONS, compute="exact")) == NO_COPIES
 
 
