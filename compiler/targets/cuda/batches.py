@@ -23,6 +23,8 @@ _TOTALS = (128, 256, 512, 896, 1024)
 """Rows of whole passes: of a few more the library's products take as long as of many more. 896 are
 seven of its tiles, and do 7 % more a millisecond than 784 beside 64 rows.
 """
+_TOTALS_BETWEEN = (384, 640)
+"""Rows of passes more, of whole tiles, for prompts that leave the next larger one half empty."""
 _WIDTHS = (16, 64, 128, 192)
 _LEAST = 64
 _WIDTHS_OF_MIXERS, _TOTALS_OF_MIXERS = (16, 64), (64, 256, 512, 1024, 2048)
@@ -41,10 +43,12 @@ Passes = tuple[tuple[int, tuple[int, ...]], ...]
 """As `Capabilities` has them: by rows, the numbers of tokens beside them."""
 
 
-def passes_for(rows: Sequence[int], most_tokens: int, *, has_mixers: bool = False) -> Passes:
+def passes_for(
+    rows: Sequence[int], most_tokens: int, *, has_mixers: bool = False, are_fine: bool = False
+) -> Passes:
     """The passes that are captured where decode steps are for ``rows`` and take up to so many
     tokens of prompts: by how many rows ride along or pieces end, the tokens of prompts, padding
-    included.
+    included. ``are_fine``: of plans without mixers, more of them.
     """
     if has_mixers:
         widths = (*(each for each in _WIDTHS_OF_MIXERS if each < rows[-1]), rows[-1])
@@ -52,7 +56,8 @@ def passes_for(rows: Sequence[int], most_tokens: int, *, has_mixers: bool = Fals
         more = tuple(each for each in _MORE_OF_MIXERS if each <= most_tokens)
         return (*((width, totals) for width in widths[:-1]), (widths[-1], totals + more))
     widths = (*(each for each in _WIDTHS if each < rows[-1]), rows[-1])
-    return tuple((width, _sizes(width, _TOTALS)) for width in widths)
+    totals = _TOTALS + _TOTALS_BETWEEN if are_fine else _TOTALS
+    return tuple((width, _sizes(width, totals)) for width in widths)
 
 
 def _sizes(width: int, totals: Sequence[int]) -> tuple[int, ...]:

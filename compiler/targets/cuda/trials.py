@@ -13,6 +13,7 @@ VARIABLE = "TILEWRIGHT_CUDA_TRIALS"
 PARTS, WIDE, TOGETHER = "parts", "wide", "together"
 APART, RIDING, SEVERAL = "apart", "riding", "several"
 CUT, INSIDE = "cut", "inside"
+COARSE, FINE = "coarse", "fine"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
@@ -23,6 +24,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "totals": ("2048", "4096", "8192"),
     "ranks": (APART, RIDING),
     "snapshots": (CUT, INSIDE),
+    "passes": (COARSE, FINE),
 }
 
 
@@ -46,6 +48,7 @@ class Trials:
             as on one GPU; ``apart``: they share none.
         snapshots: of state inside of a piece of a prompt: ``inside``, its kernels keep it as they
             pass; ``cut``: the piece is cut there.
+        passes: of those that rows and prompts of dense models share, how many sizes are captured.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
             prompts.
     """
@@ -58,6 +61,7 @@ class Trials:
     totals: int = 2048
     ranks: str = APART
     snapshots: str = INSIDE
+    passes: str = COARSE
 
 
 def read_trials() -> Trials:
@@ -84,4 +88,5 @@ def read_trials() -> Trials:
         totals=int(found.get("totals", default.totals)),
         ranks=found.get("ranks", default.ranks),
         snapshots=found.get("snapshots", default.snapshots),
+        passes=found.get("passes", default.passes),
     )

@@ -80,6 +80,9 @@ def test_pieces_take_whole_blocks_and_rows_some_widths() -> None:
     among = dict(passes_for((1, 256), 8192))
     assert among[64] == (64, 192, 448, 832, 960) and among[256] == (64, 256, 640, 768)
     assert [*among] == [16, 64, 128, 192, 256]
+    fine = dict(passes_for((1, 256), 8192, are_fine=True))
+    assert fine[64] == (64, 192, 320, 448, 576, 832, 960) and [*fine] == [*among]
+    assert fine[256] == (64, 128, 256, 384, 640, 768)
     sizes = (64, 256, 512, 1024, 2048)
     of_mixers = passes_for((1, 128), 8192, has_mixers=True)
     assert of_mixers == ((16, sizes), (64, sizes), (128, (*sizes, 4096, 8192)))
