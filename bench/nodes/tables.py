@@ -14,7 +14,7 @@ from tilewright.compiler.bench.table import Table
 FREE = "free"
 _QUIET = 0.1
 """The share of the machine's cores from which on others have disturbed a run."""
-_KIND = ("model", "nodes", "threads", "link", "wire")
+_KIND = ("model", "nodes", "threads", "link", "wire", "host")
 """What runs that are repeats of each other have in common."""
 _HEADS = (
     *("shape", "nodes x threads", "link", "wire", "prompt t/s", "decode t/s"),
@@ -59,7 +59,11 @@ def nodes_block(results: Path, name: str) -> str:
     dates = dict.fromkeys(row["date"][:10] for row in rows)
     hosts = dict.fromkeys(row["host"] for row in rows)
     source = f"{', '.join(hosts)}; {', '.join(dates)}; commit {', '.join(commits)}"
-    table = Table.of(list(_HEADS), cells).markdown()
+    heads = list(_HEADS)
+    if len(hosts) > 1:
+        heads.append("machine")
+        cells = [[*line, str(kind[-1])] for line, kind in zip(cells, kinds, strict=True)]
+    table = Table.of(heads, cells).markdown()
     num_left = len(kept) - len(rows)
     share = f"{100 * _QUIET:.0f} %"
     left = f"{num_left} runs in which others took {share} of the cores or more are left out"
@@ -78,7 +82,8 @@ def _cells(runs: Sequence[dict[str, Any]]) -> list[str]:
     decode = median_and_range([run["decode_rate"] for run in runs])
     exchanged = ["", ""]
     if first["nodes"] > 1:
-        exchanged = [f"{middle('sent_kb'):.0f} kB", f"{middle('exchange_ms'):.1f} ms"]
+        sent = sorted({round(run["sent_kb"]) for run in runs})  # in one hop, or in two
+        exchanged = [f"{' or '.join(map(str, sent))} kB", f"{middle('exchange_ms'):.1f} ms"]
     ranks = f"{first['nodes']} x {first['threads']}"
     rates = [f"{middle('prompt_rate'):.0f}", decode]
     return [shape, ranks, link, first["wire"], *rates, *exchanged, str(len(runs))]

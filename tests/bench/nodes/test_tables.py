@@ -72,6 +72,10 @@ def test_the_table_has_medians_and_the_spread_of_decode(tmp_path: Path) -> None:
     assert four in lines and later in lines and alone in lines
     assert "commit abcabcabca; 1 runs in which others took 10 % of" in found and "old" not in found
     assert rendered(found, tmp_path) == found
+    with kept.open("a") as more:
+        more.write(json.dumps({**asdict(replace(first, decode_rate=9.0)), **FACTS, "host": "I"}))
+    found = " ".join(rendered(text, tmp_path).split())
+    assert four + " H |" in found and "| 9.0 | 421 kB | 80.0 ms | 1 | I |" in found
 
 
 def test_the_document_s_table_is_its_rows() -> None:
