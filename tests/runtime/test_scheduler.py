@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.queued import VOCAB, QueuedExecutable
 from tilewright.compiler.errors import RequestError
+from tilewright.compiler.runtime import loop as loop_module
 from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import CANCELLED, LENGTH, STOPPED, Request
 from tilewright.compiler.runtime.running import Policy
@@ -166,9 +167,12 @@ def test_without_pages_pieces_are_whole_cells(step_tokens: int | None, pieces: l
     assert found[: len(pieces)] == pieces and sum(found) == 24
 
 
-def test_streams_go_on_while_a_long_prompt_is_computed() -> None:
-    """Pieces of a cell each, and a token of the stream with each of them."""
+def test_streams_go_on_while_a_long_prompt_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of a cell each, and a token of the stream with each of them; by the device's clock,
+    for behind a step that this machine was slow with a piece may be longer.
+    """
     executable = QueuedExecutable(cell=4)
+    monkeypatch.setattr(loop_module.time, "perf_counter", executable.clock)
     llm = EngineLoop(executable, policy=Policy(step_ms=1e-9))
     stream, long = Job(0, 2, 40, 0, 0).request(0), Job(0, 20, 1, 0, 0).request(1)
     llm.add(stream)
