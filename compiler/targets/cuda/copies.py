@@ -35,6 +35,10 @@ class Kinds:
 
 
 NO_COPIES = Kinds()
+_NOTHING = (
+    "copies {}: no weight is held once more; there are copies of weights in blocks, in FP8 of bfp4 "
+    "at lofi, with --compute fast, and in FP8 where rows' bits are not promised"
+)
 
 
 def kinds_for(options: CompileOptions) -> Kinds:
@@ -128,16 +132,18 @@ class Copies:
         """The bytes that all copies take on the device."""
         return sum(each.num_bytes for each in self._copies.values())
 
-    def said(self) -> tuple[str, ...]:
-        """What is held twice, in a line; none where nothing is."""
+    def said(self, asked: str = "auto") -> tuple[str, ...]:
+        """What is held twice, in a line; none where nothing is, unless it was ``asked`` for."""
         parts = []
         if self.num_lofi:
             exact = self.num_lofi - self.num_inexact
             parts.append(f"{exact} of {self.num_lofi} lofi weights, exact in e4m3, as such")
         if values := sum(each.scales is None for each in self._copies.values()):
             parts.append(f"{values} weights in blocks, in bf16")
+        if not parts:
+            return (_NOTHING.format(asked),) if asked in ("codes", "all") else ()
         size = f"{self.num_bytes / 1e9:.1f} GB"
-        return (f"held once more, for many rows: {', '.join(parts)}; {size}",) if parts else ()
+        return (f"held once more, for many rows: {', '.join(parts)}; {size}",)
 
     def codes_for(self, each: Linear, num_rows: int, *, decodes: bool) -> Copy | None:
         """The codes that a product of so many rows takes; None where it takes none."""

@@ -96,7 +96,7 @@ class CudaExecutable(Executable):
             plan, weights, self._state, max_rows=rows[-1], exact=exact, strict=strict,
             prompt_wire=prompt_wire, copies=copies, trials=read_trials(),
         )  # fmt: skip
-        self.notes = self._steps.copies.said()
+        self.notes = self._steps.copies.said(options.copies)
         if prompt_wire and options.parallel.tensor > 1:
             self.notes += (f"sums of prompts travel in {prompt_wire}",)
         if device.type == "cuda":

@@ -172,6 +172,10 @@ def test_what_is_held_twice(
         assert torch.equal(found, held)
     assert copies.num_bytes == copy_bytes(plan, kinds)
     assert copies.num_inexact == 0 and bool(copies.said()) == bool(types)
+    asked = [" ".join(copies.said(each)) for each in ("none", "codes", "all")]
+    nothing = [f"copies {each}: no weight is held once more; " for each in ("codes", "all")]
+    assert types or (not asked[0] and all(map(str.startswith, asked[1:], nothing)))
+    assert not types or asked == [*copies.said() * 3]
 
 
 def test_a_weight_that_is_not_exact_keeps_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
