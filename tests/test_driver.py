@@ -119,6 +119,8 @@ def test_options_no_target_could_serve(
 def test_good_options_pass() -> None:
     check_options(CompileOptions(max_batch=1, max_context=2048, num_threads=1), 2048)
     check_options(CompileOptions(max_context=1, compute="exact"), 1)
+    for copies in ("auto", "none", "codes", "all"):
+        check_options(CompileOptions(max_context=1, copies=copies), 1)
 
 
 def test_options_are_checked_before_any_work() -> None:

@@ -11,7 +11,7 @@
 #   intruder   a prompt of LONG tokens into eight streams
 #   chat       64 chats of eight turns
 #   invariant  500 requests alone and in company, of a strict server
-#   soak       SOAK requests of all kinds
+#   soak       SOAK requests of all kinds, ROUNDS times
 #   batch      BATCH rows through `tilewright batch`
 #   generate   the generator of engines, on the shape it is tested with
 #   sanitize   sanitize.sh
@@ -23,8 +23,8 @@ set -u
 PYTHON=${PYTHON:-python} TARGET=${TARGET:-cuda} OPTIONS=${OPTIONS:-} THEIRS=${THEIRS:-}
 SHAPE=${SHAPE:-llama-3.1-8b} STREAMS=${STREAMS:-1:4 32:128 64:256} INPUT=${INPUT:-1024}
 OUTPUT=${OUTPUT:-256} LEVELS=${LEVELS:-1 2 4 8 16 32 64} LONG=${LONG:-64000} SOAK=${SOAK:-2000}
-BATCH=${BATCH:-2000} ROWS=${ROWS:-8b-*} WORKERS=${WORKERS:-10} VOCABULARY=${VOCABULARY:-100000}
-SEATS=${SEATS:-256} CONTEXT=${CONTEXT:-4096} FLUSH=${FLUSH:-}
+ROUNDS=${ROUNDS:-1} BATCH=${BATCH:-2000} ROWS=${ROWS:-8b-*} WORKERS=${WORKERS:-10}
+VOCABULARY=${VOCABULARY:-100000} SEATS=${SEATS:-256} CONTEXT=${CONTEXT:-4096} FLUSH=${FLUSH:-}
 OURS=18200
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
 shift
@@ -89,7 +89,7 @@ chat() { # 300 words are about 1,000 tokens of a shape, whose answers come back 
         port=$OURS load chat --flush --concurrency 64 --long-tokens 300 --input-tokens 20
 }
 invariant() { serve --arithmetic strict && port=$OURS load invariant --concurrency 64 --requests 500; }
-soak() { serve && port=$OURS load soak --concurrency 64 --requests "$SOAK"; }
+soak() { serve && port=$OURS load soak --concurrency 64 --requests "$SOAK" --rounds "$ROUNDS"; }
 batch() {
     tilewright make-batch --rows "$BATCH" --token-ids "$VOCABULARY" -o "$out/batch.jsonl" &&
         tilewright batch "$out/batch.jsonl" -o "$out/answers.jsonl" --model "shape:$SHAPE" \
@@ -102,8 +102,8 @@ sanitize() { bash bench/cuda/sanitize.sh; }
 
 export -f tilewright ready serve load both tests rows each_stream streams all_levels contest \
     intruder chat invariant soak batch generate sanitize
-export CLI PYTHON TARGET OPTIONS THEIRS SHAPE STREAMS INPUT OUTPUT LEVELS LONG SOAK BATCH ROWS WORKERS \
-    VOCABULARY SEATS CONTEXT FLUSH OURS out template
+export CLI PYTHON TARGET OPTIONS THEIRS SHAPE STREAMS INPUT OUTPUT LEVELS LONG SOAK ROUNDS BATCH ROWS \
+    WORKERS VOCABULARY SEATS CONTEXT FLUSH OURS out template
 status=0
 for part in "$@"; do
     name=${part%%=*} seconds=${part#*=}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tilewright.compiler.commands.arguments import integer, option, real
+from tilewright.compiler.targets.compiled import COPIES
 
 if TYPE_CHECKING:
     from tilewright.compiler.commands.arguments import ModelOptions
@@ -55,7 +56,7 @@ class EngineArguments:
         "--arithmetic fast alone",
         default="auto",
         group=_ENGINE,
-        choices=("auto", "none", "codes", "all"),
+        choices=COPIES,
     )
     arithmetic: str = option(
         "strict: what a request gets does not depend on what runs beside it, where the target can; "

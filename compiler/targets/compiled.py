@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 COMPUTE_MODES = ("fast", "exact")
-COPIES = ("auto", "none", "all")
+COPIES = ("auto", "none", "codes", "all")
 
 
 @dataclass(frozen=True, slots=True)
