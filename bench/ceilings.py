@@ -60,6 +60,7 @@ def gpu_ceilings(device: torch.device) -> Ceilings:
     bfloat16 by the library; zeros would run faster, with less power.
     """
     reads = tuple(READ_BYTES / seconds for seconds in _read_seconds(device))
+    torch.cuda.empty_cache()  # else the library's workspace, which stays, keeps the whole buffer
     products = tuple(2.0 * PRODUCT_SIZE**3 / seconds for seconds in _product_seconds(device))
     torch.cuda.empty_cache()
     return Ceilings(torch.cuda.get_device_name(device), reads, products, "bf16")

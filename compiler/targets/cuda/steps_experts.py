@@ -100,8 +100,7 @@ class Experts:
         trials: Trials | None = None,
     ) -> None:
         self._weights, self._exact = weights, exact
-        trials = trials or Trials()
-        self._is_together, self._most_rows = trials.experts == TOGETHER, trials.tiles
+        self._is_together = (trials or Trials()).experts == TOGETHER
         self._routing: _Routing | None = None  # the last `Route`'s
         self._launched: _Routing | None = None  # that of the last products
         self._watched: list[Tensor] | None = None
@@ -259,12 +258,7 @@ class Experts:
                 out[part], x[part], held, tiles, top_k=top_k, swiglu=swiglu, shared=shared
             )
         for part, groups in routing.parts():
-            expert_linear(
-                *(out[part], x[part], held, groups),
-                top_k=top_k,
-                swiglu=swiglu,
-                most_rows=self._most_rows,
-            )
+            expert_linear(out[part], x[part], held, groups, top_k=top_k, swiglu=swiglu)
 
     def _sum_native(
         self,
@@ -309,8 +303,7 @@ class Experts:
         products = x.new_empty(most, routing.top_k * held.num_rows)  # in the operands' type
         for part, groups in routing.parts():
             few = products[: len(x[part])]
-            given = few, x[part], held, groups
-            expert_linear(*given, top_k=routing.top_k, most_rows=self._most_rows)
+            expert_linear(few, x[part], held, groups, top_k=routing.top_k)
             sum_experts(
                 out[part],
                 few,

@@ -25,7 +25,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "ranks": (APART, RIDING),
     "snapshots": (CUT, INSIDE),
     "passes": (COARSE, FINE),
-    "tiles": ("128", "256"),
 }
 
 
@@ -50,7 +49,6 @@ class Trials:
         snapshots: of state inside of a piece of a prompt: ``inside``, its kernels keep it as they
             pass; ``cut``: the piece is cut there.
         passes: of those that rows and prompts of dense models share, how many sizes are captured.
-        tiles: rows of an expert's bfloat16 weight that a program takes in prompts.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
             prompts.
     """
@@ -64,7 +62,6 @@ class Trials:
     ranks: str = APART
     snapshots: str = INSIDE
     passes: str = COARSE
-    tiles: int = 128
 
 
 def read_trials() -> Trials:
@@ -92,5 +89,4 @@ def read_trials() -> Trials:
         ranks=found.get("ranks", default.ranks),
         snapshots=found.get("snapshots", default.snapshots),
         passes=found.get("passes", default.passes),
-        tiles=int(found.get("tiles", default.tiles)),
     )

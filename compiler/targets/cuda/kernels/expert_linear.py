@@ -28,8 +28,6 @@ FEW_PAIRS = 16
 """Pairs of a tile in decode steps: the least that tensor cores take well."""
 MANY_PAIRS = 64
 """Pairs of a tile in prompts: measured faster on an H200, however few an expert has."""
-FEW_ROWS, MANY_ROWS = 128, 256
-"""Rows of a bfloat16 weight that a program takes in prompts; with more, pairs are read less."""
 _MAX_BLOCK = 1024
 
 
@@ -82,14 +80,7 @@ def _expert_linear_kernel(
 
 
 def expert_linear(
-    out: Tensor,
-    x: Tensor,
-    held: HeldWeight,
-    groups: Groups,
-    *,
-    top_k: int,
-    swiglu: bool = False,
-    most_rows: int = FEW_ROWS,
+    out: Tensor, x: Tensor, held: HeldWeight, groups: Groups, *, top_k: int, swiglu: bool = False
 ) -> None:
     """``out [T, K O]``: K products of each token with its experts' weights, float32 sums.
 
@@ -97,7 +88,7 @@ def expert_linear(
     makes it float32 arithmetic. ``held``: C columns, O rows an expert; with ``swiglu`` paired, and
     what is written are O of silu(gate) * up: all but the rows (less than 8) that are padding.
     ``out`` is float32 or bfloat16; nothing is written for tokens that are padding. Rows may be
-    further apart than they are long. ``most_rows``: of a weight, that a program takes.
+    further apart than they are long.
     """
     num_tokens, num_columns = x.shape[0], held.num_columns
     num_rows, rest = divmod(out.shape[1], top_k)
@@ -106,7 +97,7 @@ def expert_linear(
     assert out.shape[0] == num_tokens and out.stride(1) == 1 == x.stride(1)
     own = x.shape[1] == top_k * num_columns and top_k > 1
     assert own or x.shape[1] >= num_columns
-    rows, launch = _launch(held, groups.tile_size, most_rows)
+    rows, launch = _launch(held, groups.tile_size)
     grid = (triton.cdiv(held.num_row_tiles * TILE_ROWS, rows), groups.tiles.shape[1])
     _expert_linear_kernel[grid](
         out, x, held.data, None if held.kind == "bf16" else words_of(held),
@@ -119,18 +110,14 @@ def expert_linear(
     )  # fmt: skip
 
 
-def _launch(held: HeldWeight, tile_size: int, most_rows: int) -> tuple[int, dict[str, int]]:
-    """The rows that a program takes, its warps and its steps in flight: measured on an H200, but
-    for many rows, of which three steps do not fit.
-    """
+def _launch(held: HeldWeight, tile_size: int) -> tuple[int, dict[str, int]]:
+    """The rows that a program takes, its warps and its steps in flight: measured on an H200."""
     if tile_size == FEW_PAIRS:
         return TILE_ROWS, {"num_warps": 4, "num_stages": 4}
     if held.kind != "bf16":
         return 4 * TILE_ROWS, {"num_warps": 4, "num_stages": 3}
-    if most_rows == MANY_ROWS:
-        return most_rows, {"num_warps": 8, "num_stages": 2}
     is_long = held.num_column_tiles >= 8
-    return FEW_ROWS, {"num_warps": 8, "num_stages": 4 if is_long else 2}
+    return 8 * TILE_ROWS, {"num_warps": 8, "num_stages": 4 if is_long else 2}
 
 
 @triton.jit

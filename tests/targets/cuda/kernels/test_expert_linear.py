@@ -91,17 +91,6 @@ def test_products(
     assert bool(out[:, top_k * size[0] :].isnan().all())
 
 
-@pytest.mark.parametrize("swiglu", [False, True])
-def test_programs_of_more_rows_make_the_same_bits(swiglu: bool, device: torch.device) -> None:
-    held, experts = weight("bf16", (544, 130), device, paired=swiglu), choice(9, 2, device)
-    x, groups = torch.randn(9, 130, device=device).bfloat16(), grouped(experts, 64)
-    few, many = torch.full((2, 9, 2 * (272 if swiglu else 544)), NAN, device=device)
-    expert_linear(few, x, held, groups, top_k=2, swiglu=swiglu)
-    expert_linear(many, x, held, groups, top_k=2, swiglu=swiglu, most_rows=256)
-    torch.testing.assert_close(many, few, rtol=0, atol=0, equal_nan=True)
-    assert bool(many[:-1].isfinite().all() and many[-1].isnan().all())
-
-
 @pytest.mark.parametrize("inner", [24, 13])
 @pytest.mark.parametrize("kind", KINDS)
 def test_swiglu_of_halves_that_need_not_be_whole_tiles(
