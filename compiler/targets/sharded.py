@@ -29,7 +29,10 @@ from tilewright.compiler.targets.step_bytes import read_step, step_bytes
 
 _KINDS = range(FIRST_FREE_KIND, FIRST_FREE_KIND + 6)
 _STEP, _AGAIN, _RESET, _PREPARE, _CHOSEN, _CHECK = _KINDS
-_LIMITS = ("max_seats", "num_pages", "num_snapshots", "max_prompts", "max_step_tokens")
+_LIMITS = (
+    *("max_seats", "num_pages", "num_snapshots"),
+    *("max_prompts", "max_step_tokens", "most_shared"),
+)
 
 
 class ShardedExecutable(Executable):
@@ -146,7 +149,11 @@ def meet(own: Executable, peers: Peers) -> None:
     own.join(peers)
     limits = own.capabilities
     least: dict[str, Any] = dict(peers.least({name: getattr(limits, name) for name in _LIMITS}))
-    own.capabilities = dataclasses.replace(limits, **least)
+    most = least["most_shared"]
+    passes = tuple(
+        (rows, tuple(each for each in sizes if each <= most)) for rows, sizes in limits.passes
+    )
+    own.capabilities = dataclasses.replace(limits, passes=passes, **least)
 
 
 def serve_steps(executable: Executable, follower: Follower) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,24 @@ def test_followers_make_the_steps_of_rank_0(tmp_path: Path) -> None:
         assert each.num_steps == own.num_steps > 9
         seats = set(own._sittings)
         assert {s: each.length(s) for s in seats} == {s: own.length(s) for s in seats}
+
+
+def test_ranks_share_the_passes_that_the_least_of_them_has(tmp_path: Path) -> None:
+    """One with less memory has smaller ones; all capture the same."""
+    own, other = (_null(tiny_model(num_layers=1), 2) for _ in range(2))
+    sizes = {own: (64, 2048, 8192), other: (64, 2048)}
+    for each, found in sizes.items():
+        passes = (4, found[:1]), (8, found)
+        each.capabilities = replace(each.capabilities, passes=passes, most_shared=found[-1])
+
+    def follow(follower: Follower, token: bytes) -> None:
+        meet(other, Peers(follower, token, 5.0))
+
+    with thread_group(tmp_path, 2, follow) as (leader, ranks):
+        meet(own, Peers(leader, ranks.token, 5.0))
+    assert own.capabilities == other.capabilities
+    assert own.capabilities.passes == ((4, (64,)), (8, (64, 2048)))
+    assert own.capabilities.most_shared == 2048
 
 
 def test_ranks_that_part_are_found_where_it_is_asked_for(

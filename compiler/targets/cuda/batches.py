@@ -19,12 +19,10 @@ from tilewright.compiler.targets.cuda.seats import SeatTable, send
 from tilewright.compiler.targets.cuda.steps import Steps
 from tilewright.compiler.targets.step import Chunk, Seat
 
-_TOTALS = (128, 256, 512, 896, 1024)
-"""Rows of whole passes: of a few more the library's products take as long as of many more. 896 are
-seven of its tiles, and do 7 % more a millisecond than 784 beside 64 rows.
+_TOTALS = (128, 256, 384, 512, 640, 896, 1024)
+"""Rows of whole passes, of whole tiles of the library's: of a few more its products take as long as
+of a tile more.
 """
-_TOTALS_BETWEEN = (384, 640)
-"""Rows of passes more, of whole tiles, for prompts that leave the next larger one half empty."""
 _WIDTHS = (16, 64, 128, 192)
 _LEAST = 64
 _WIDTHS_OF_MIXERS, _TOTALS_OF_MIXERS = (16, 64), (64, 256, 512, 1024, 2048)
@@ -32,23 +30,19 @@ _WIDTHS_OF_MIXERS, _TOTALS_OF_MIXERS = (16, 64), (64, 256, 512, 1024, 2048)
 rows; the experts are read either way, and a pass of a few rows more takes no longer.
 """
 _MORE_OF_MIXERS = (4096, 8192)
-"""Where passes of so many tokens are asked for; beside the most rows alone, since what rows that
-are not there take is little of them.
-"""
+"""Beside the most rows alone, since what rows that are not there take is little of them."""
 USUAL_OF_MIXERS = _TOTALS_OF_MIXERS[-1]
-"""The largest pass of plans with mixers where no larger ones are asked for."""
+"""The largest pass of plans with mixers where larger ones cannot be filled or have no memory."""
 
 
 Passes = tuple[tuple[int, tuple[int, ...]], ...]
 """As `Capabilities` has them: by rows, the numbers of tokens beside them."""
 
 
-def passes_for(
-    rows: Sequence[int], most_tokens: int, *, has_mixers: bool = False, are_fine: bool = False
-) -> Passes:
+def passes_for(rows: Sequence[int], most_tokens: int, *, has_mixers: bool = False) -> Passes:
     """The passes that are captured where decode steps are for ``rows`` and take up to so many
     tokens of prompts: by how many rows ride along or pieces end, the tokens of prompts, padding
-    included. ``are_fine``: of plans without mixers, more of them.
+    included.
     """
     if has_mixers:
         widths = (*(each for each in _WIDTHS_OF_MIXERS if each < rows[-1]), rows[-1])
@@ -56,14 +50,13 @@ def passes_for(
         more = tuple(each for each in _MORE_OF_MIXERS if each <= most_tokens)
         return (*((width, totals) for width in widths[:-1]), (widths[-1], totals + more))
     widths = (*(each for each in _WIDTHS if each < rows[-1]), rows[-1])
-    totals = _TOTALS + _TOTALS_BETWEEN if are_fine else _TOTALS
-    return tuple((width, _sizes(width, totals)) for width in widths)
+    return tuple((width, _sizes(width)) for width in widths)
 
 
-def _sizes(width: int, totals: Sequence[int]) -> tuple[int, ...]:
+def _sizes(width: int) -> tuple[int, ...]:
     """What is left of whole passes; a few rows more than those cost little."""
     taken = -(-width // _LEAST) * _LEAST if width > _WIDTHS[0] else 0
-    return tuple(sorted({_LEAST, *(each - taken for each in totals if each - taken > _LEAST)}))
+    return tuple(sorted({_LEAST, *(each - taken for each in _TOTALS if each - taken > _LEAST)}))
 
 
 class _Pass:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewright.compiler.targets.allowed import num_words
-from tilewright.compiler.targets.cuda.batches import BatchBucket
+from tilewright.compiler.targets.cuda.batches import BatchBucket, Passes
 from tilewright.compiler.targets.cuda.capture import DecodeBucket, PromptBucket
 from tilewright.compiler.targets.cuda.kernels.forbid import forbid
 from tilewright.compiler.targets.cuda.rows import Rows
@@ -20,7 +20,8 @@ class Buckets:
     """Decode steps of ``rows``, prompts of ``tokens``, up to ``most_pieces`` of several in one of
     ``passes``, by how many tokens are chosen: ascending sizes, padding included.
 
-    ``num_choosable`` and ``num_ends`` say how wide the choices are that go with them.
+    ``num_choosable`` and ``num_ends`` say how wide the choices are that go with them. What ranks
+    agree on when they meet is asked for when it is captured.
     """
 
     def __init__(
@@ -32,11 +33,11 @@ class Buckets:
         num_choosable: Callable[[], int],
         num_ends: int,
         table: SeatTable | None = None,
-        passes: Sequence[tuple[int, Sequence[int]]] = (),
-        most_pieces: int = 1,
+        passes: Callable[[], Passes] = lambda: (),
+        most_pieces: Callable[[], int] = lambda: 1,
     ) -> None:
         self.rows, self.tokens = tuple(rows), tuple(tokens)
-        self._table, self._passes, self._most_pieces = table, tuple(passes), most_pieces
+        self._table, self._passes, self._most_pieces = table, passes, most_pieces
         self._steps, self._num_choosable, self._num_ends = steps, num_choosable, num_ends
         is_gpu = steps.device.type == "cuda"
         self._pool: Any = torch.cuda.graph_pool_handle() if is_gpu else None
@@ -63,7 +64,7 @@ class Buckets:
         those of rows that ride along, and its captured number of tokens; None where none is so
         large.
         """
-        for width, _ in self._passes:
+        for width, _ in self._passes():
             if width >= num_choices:
                 bucket = self._batch(width)
                 size = bucket.size_for(num_tokens)
@@ -74,7 +75,7 @@ class Buckets:
     def _batch(self, width: int) -> BatchBucket:
         if width not in self.batches:
             assert self._table is not None
-            what = width, dict(self._passes)[width], self._most_pieces
+            what = width, dict(self._passes())[width], self._most_pieces()
             how = self._num_choosable(), self._pool
             self.batches[width] = BatchBucket(self._steps, self._table, *what, *how)
         return self.batches[width]
@@ -83,7 +84,7 @@ class Buckets:
         """Capture all that steps may run, in every bucket, while nobody is seated; prompts of up to
         ``longest`` tokens that are not captured run once, so that their kernels are there.
         """
-        for width, _ in reversed(self._passes):  # the largest first: the others run in its memory
+        for width, _ in reversed(self._passes()):  # the largest first: the others run in its memory
             self._batch(width).prepare()
         for size in self.rows:
             self.decode(size).prepare()

@@ -21,7 +21,7 @@ from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
 from tilewright.compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
-from tilewright.compiler.targets.cuda.trials import APART, FINE, INSIDE, SEVERAL, read_trials
+from tilewright.compiler.targets.cuda.trials import APART, INSIDE, SEVERAL, read_trials
 from tilewright.compiler.targets.cuda.weights import wanted_by
 from tilewright.compiler.targets.program.instructions import OPERAND, Attend, Plan
 
@@ -129,9 +129,9 @@ def with_passes_that_fit(
     plan: Plan, options: CompileOptions, device: torch.device
 ) -> CompileOptions:
     """The options with the largest pass that several prompts share beside which there is room: a
-    smaller one rather than none. Ranks, whose room may differ, have what is asked for.
+    smaller one rather than none. Ranks, whose room may differ, share the least of theirs.
     """
-    if options.parallel.tensor > 1 or most_shared(plan, options) <= USUAL_OF_MIXERS:
+    if most_shared(plan, options) <= USUAL_OF_MIXERS:
         return options
     usual = replace(options, max_shared_tokens=USUAL_OF_MIXERS)
     least = work_bytes(plan, usual)
@@ -197,8 +197,7 @@ def _passes(plan: Plan, options: CompileOptions) -> Passes:
         at_once = options.max_batch * pages_of(options.max_context) * PAGE
         several = min(trials.totals, options.max_shared_tokens, at_once)
     most = min(most_prompt_tokens(options), max(USUAL_OF_MIXERS, several))
-    are_fine = trials.passes == FINE
-    return passes_for(rows, most, has_mixers=has_mixers(plan), are_fine=are_fine)
+    return passes_for(rows, most, has_mixers=has_mixers(plan))
 
 
 def most_shared(plan: Plan, options: CompileOptions) -> int:

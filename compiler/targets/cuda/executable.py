@@ -124,8 +124,8 @@ class CudaExecutable(Executable):
             num_choosable=lambda: self.num_choosable,
             num_ends=_NUM_ENDS,
             table=self._table,
-            passes=self.capabilities.passes,
-            most_pieces=self.capabilities.max_prompts,
+            passes=lambda: self.capabilities.passes,
+            most_pieces=lambda: self.capabilities.max_prompts,
         )
 
     def join(self, peers: Peers) -> None:

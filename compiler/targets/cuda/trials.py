@@ -13,7 +13,6 @@ VARIABLE = "TILEWRIGHT_CUDA_TRIALS"
 PARTS, WIDE, TOGETHER = "parts", "wide", "together"
 APART, RIDING, SEVERAL = "apart", "riding", "several"
 CUT, INSIDE = "cut", "inside"
-COARSE, FINE = "coarse", "fine"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
@@ -24,7 +23,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "totals": ("2048", "4096", "8192"),
     "ranks": (APART, RIDING),
     "snapshots": (CUT, INSIDE),
-    "passes": (COARSE, FINE),
 }
 
 
@@ -48,7 +46,6 @@ class Trials:
             as on one GPU; ``apart``: they share none.
         snapshots: of state inside of a piece of a prompt: ``inside``, its kernels keep it as they
             pass; ``cut``: the piece is cut there.
-        passes: of those that rows and prompts of dense models share, how many sizes are captured.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
             prompts.
     """
@@ -58,10 +55,9 @@ class Trials:
     experts: str = TOGETHER
     prompts: int = 0
     hybrids: str = SEVERAL
-    totals: int = 2048
-    ranks: str = APART
+    totals: int = 8192
+    ranks: str = RIDING
     snapshots: str = INSIDE
-    passes: str = COARSE
 
 
 def read_trials() -> Trials:
@@ -88,5 +84,4 @@ def read_trials() -> Trials:
         totals=int(found.get("totals", default.totals)),
         ranks=found.get("ranks", default.ranks),
         snapshots=found.get("snapshots", default.snapshots),
-        passes=found.get("passes", default.passes),
     )

@@ -76,13 +76,11 @@ def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
 def test_pieces_take_whole_blocks_and_rows_some_widths() -> None:
     chunks = [Chunk(Seat(0), 0, (1,) * count) for count in (1, 64, 65)]
     assert num_tokens_of(chunks) == 64 + 64 + 128
-    assert passes_for((1, 2, 4), 8192) == ((4, (64, 128, 256, 512, 896, 1024)),)
+    assert passes_for((1, 2, 4), 8192) == ((4, (64, 128, 256, 384, 512, 640, 896, 1024)),)
     among = dict(passes_for((1, 256), 8192))
-    assert among[64] == (64, 192, 448, 832, 960) and among[256] == (64, 256, 640, 768)
+    assert among[64] == (64, 192, 320, 448, 576, 832, 960)
+    assert among[256] == (64, 128, 256, 384, 640, 768)
     assert [*among] == [16, 64, 128, 192, 256]
-    fine = dict(passes_for((1, 256), 8192, are_fine=True))
-    assert fine[64] == (64, 192, 320, 448, 576, 832, 960) and [*fine] == [*among]
-    assert fine[256] == (64, 128, 256, 384, 640, 768)
     sizes = (64, 256, 512, 1024, 2048)
     of_mixers = passes_for((1, 128), 8192, has_mixers=True)
     assert of_mixers == ((16, sizes), (64, sizes), (128, (*sizes, 4096, 8192)))
@@ -104,7 +102,7 @@ def test_passes_of_prompts_and_rows_are_captured_before_they_are_asked_for() -> 
         num_choosable=lambda: 61,
         num_ends=3,
         table=SeatTable(8, 3, steps.device),
-        passes=((4, (64, 256)), (8, (64, 512))),
+        passes=lambda: ((4, (64, 256)), (8, (64, 512))),
     )
     made.prepare(0)
     ready = Counted.made

@@ -262,10 +262,10 @@ def test_rows_ride_along_only_where_nothing_is_promised_of_their_bits(
     assert limits(options).passes and limits(options).max_prompts == 8
     assert not limits(replace(options, compute="exact")).passes
     two = replace(options, parallel=Parallel(tensor=2))
-    assert not limits(two).passes
-    monkeypatch.setenv(VARIABLE, "prompts=8,ranks=riding")
     assert limits(two).passes == limits(options).passes
     assert not limits(replace(two, compute="exact")).passes
+    monkeypatch.setenv(VARIABLE, "prompts=8,ranks=apart")
+    assert not limits(two).passes
     monkeypatch.setattr(device, "invariant_of", lambda *_: "rows")
     assert not limits(options).passes
     monkeypatch.undo()

@@ -40,9 +40,9 @@ SMALL: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "nu
 def test_nothing_is_switched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert read_trials() == Trials(rows=256, blocks="wide", experts="together")
-    monkeypatch.setenv(VARIABLE, "experts=parts,rows=64,totals=8192,passes=fine")
+    monkeypatch.setenv(VARIABLE, "experts=parts,rows=64,totals=2048,ranks=apart")
     assert read_trials() == Trials(
-        rows=64, blocks="wide", experts="parts", totals=8192, passes="fine"
+        rows=64, blocks="wide", experts="parts", totals=2048, ranks="apart"
     )
 
 
@@ -52,7 +52,7 @@ def test_nothing_is_switched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPa
         (
             "row=256",
             "'row'; allowed: rows, blocks, experts, prompts, hybrids, totals, ranks, "
-            "snapshots, passes; did you mean 'rows'?",
+            "snapshots; did you mean 'rows'?",
         ),
         ("rows=100", "rows='100'; allowed: 64, 128, 256, 512"),
         ("blocks", "blocks=''; allowed: parts, wide"),

@@ -128,18 +128,23 @@ def test_greedy_and_drawn_tokens_are_those_of_either_exchange() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "changes"),
+    ("shape", "changes", "most"),
     [
-        ("llama-3.2-1b", {}),
-        ("qwen3.5-35b-a3b", {"full_attention_interval": 2, "num_experts": 8}),
+        ("llama-3.2-1b", {}, 0.05),
+        ("qwen3.5-35b-a3b", {"full_attention_interval": 2, "num_experts": 8}, 0.15),
     ],
     ids=["dense", "hybrid"],
 )
 def test_rows_ride_along_with_pieces_of_prompts(
-    shape: str, changes: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shape: str,
+    changes: dict[str, object],
+    most: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Captured, by either exchange with the same bits; logits of passes apart, but for bfloat16's
-    rounding. Every expert is chosen, so that no near tie tells apart what is otherwise equal.
+    rounding. Every expert is chosen, so that no near tie tells apart what is otherwise equal. The
+    hybrid's were 0.092 standard deviations off, those of passes apart 0.088 off one GPU's.
     """
     monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
     model, found = shallow(tmp_path, shape, **changes), []
@@ -153,7 +158,7 @@ def test_rows_ride_along_with_pieces_of_prompts(
     apart, again, *riding = found
     assert torch.equal(again, apart)
     assert all(torch.equal(each, riding[0]) for each in riding)
-    check_alike(apart, riding[0])
+    check_alike(apart, riding[0], most=most)
 
 
 def test_two_machines_whose_gpus_are_hidden_from_each_other_exchange_by_nccl() -> None:
