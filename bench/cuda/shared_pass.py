@@ -7,8 +7,8 @@ take. Passes follow each other without a pause, so the GPU has the clock that it
 
 Eight prompts of 1,024 of a hybrid, beside rows and by themselves::
 
-    TILEWRIGHT_CUDA_TRIALS=totals=8192 python -m bench.cuda.shared_pass \\
-        --model shape:qwen3.5-35b-a3b --rows 0 16 56 --pieces 1 2 4 8 --tokens 1024
+    python -m bench.cuda.shared_pass --model shape:qwen3.5-35b-a3b --rows 0 16 56 \\
+        --pieces 1 2 4 8 --tokens 1024
 """
 
 from __future__ import annotations
