@@ -34,6 +34,7 @@ WITH_DEMO := $(VENV)/.demo
 WITH_TEST := $(VENV)/.test
 WITH_PAGE := $(VENV)/.page
 WITH_PEERS := $(VENV)/.peers
+WITH_RAY := $(VENV)/.ray
 WITH_DOCS := $(VENV)/.docs
 WITH_TTNN := $(VENV)/ttnn/.made
 TYPED := $(VENV)/typed
@@ -58,7 +59,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo perf perf-tables perf-check perf-boards peers compare compare-serve docs test lint format
-.PHONY: sanitize-cpu test-gpu sanitize-gpu test-slow test-page check-ttnn clean
+.PHONY: sanitize-cpu test-gpu sanitize-gpu test-slow test-page test-ray check-ttnn clean
 
 help:
 	@echo "make demo      compile the default model and answer a prompt, with figures"
@@ -76,6 +77,7 @@ help:
 	@echo "make sanitize-gpu  the CUDA C++ kernels under compute-sanitizer, at small sizes"
 	@echo "make test-slow  all slow tests, and the long campaign of the fuzz tests"
 	@echo "make test-page the chat page in a headless Chromium, which has to be installed"
+	@echo "make test-ray  batches over Ray Data, Parquet, and a deployment of Ray Serve; installs Ray"
 	@echo "make check-ttnn  emitted programs and formats against ttnn, on mock boards"
 	@echo "make lint      ruff and mypy only"
 	@echo "make format    let ruff rewrite the sources"
@@ -185,6 +187,11 @@ test-page: $(WITH_PAGE)
 	    { echo "make: no chromium is installed; allowed: one in PATH, by that name" >&2; exit 1; }
 	"$(BIN)/python" -m pytest --quiet tests/serve/test_page.py $(ARGS)
 
+# Engines that are killed, and a server that is redeployed, under Ray: two minutes of two cores.
+test-ray: $(WITH_RAY)
+	"$(BIN)/python" -m pytest --quiet -rs -m 'slow or not slow' tests/commands/test_batch_ray.py \
+	    tests/demo/test_serve_ray.py tests/batch/test_inputs.py $(ARGS)
+
 # About 6 minutes on two cores, besides an installation of 5 GB (less from an index of CPU builds).
 check-ttnn: $(WITH_TEST)
 	@if $(MAKE) --no-print-directory --silent "$(WITH_TTNN)"; then \
@@ -250,6 +257,11 @@ $(WITH_PEERS): $(WITH_DEMO)
 $(WITH_PAGE): $(WITH_TEST)
 	@echo "installing what drives the browser"
 	@$(PIP) --editable ".[page]"
+	@touch "$@"
+
+$(WITH_RAY): $(WITH_TEST)
+	@echo "installing Ray, and what reads Parquet"
+	@$(PIP) --editable ".[ray]" pyarrow
 	@touch "$@"
 
 $(WITH_DOCS): $(WITH_TORCH) pyproject.toml

@@ -1,12 +1,14 @@
 """vLLM's offline engine on a data set of ``make-batch --token-ids``: the same rows and lengths.
 
-``python vllm_offline.py FOLDER ROWS.jsonl [seats [quantization]]``: FOLDER has a ``config.json``;
-its weights are random, and ``fp8`` quantises them as they are made. Runs where vLLM is installed;
-imports nothing of Tilewright's. Prints one line of JSON.
+``python vllm_offline.py FOLDER ROWS.jsonl``: FOLDER has a ``config.json``; its weights are random,
+and ``--quantization fp8`` quantises them as they are made. Rows are given in the file's order, or
+with ``--longest-first`` in that in which ``tilewright batch`` takes them. Runs where vLLM is
+installed; imports nothing of Tilewright's. Prints one line of JSON.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -15,23 +17,32 @@ from pathlib import Path
 from typing import Any
 
 
-def main(folder: str, path: str, seats: str = "256", quantization: str | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Generate every row to its own length; prints what it took."""
+    parser = argparse.ArgumentParser(description="Time vLLM's offline engine on a data set.")
+    parser.add_argument("folder")
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--seats", type=int, default=256)
+    parser.add_argument("--quantization")
+    parser.add_argument("--longest-first", action="store_true")
+    options = parser.parse_args(argv)
     # without flashinfer, with which it draws tokens, vLLM ends with a ModuleNotFoundError; here
     # every token is the likeliest
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from vllm import LLM, SamplingParams
 
-    rows = [json.loads(line)["body"] for line in Path(path).read_text().splitlines()]
+    rows = [json.loads(line)["body"] for line in options.rows.read_text().splitlines()]
+    if options.longest_first:
+        rows.sort(key=lambda row: -row["max_tokens"])
     began = time.perf_counter()
     engine = LLM(
-        model=folder,
+        model=options.folder,
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        quantization=quantization,
+        quantization=options.quantization,
         max_model_len=4096,
-        max_num_seqs=int(seats),
+        max_num_seqs=options.seats,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.9,
     )
@@ -50,11 +61,12 @@ def main(folder: str, path: str, seats: str = "256", quantization: str | None = 
     count = sum(len(each.outputs[0].token_ids) for each in outputs)
     assert count == sum(row["max_tokens"] for row in rows), "an answer ended early"
     prompts = sum(len(row["prompt"]) for row in rows)
-    found = {"engine": "vLLM", "rows": len(rows), "seats": int(seats), "seconds": seconds}
+    found = {"engine": "vLLM", "rows": len(rows), "seats": options.seats, "seconds": seconds}
+    found["order"] = "longest first" if options.longest_first else "the file's"
     rates = {"prompt_tokens": prompts, "output_tokens": count}
     print(json.dumps({**found, **rates, "output_tokens_per_second": count / seconds}))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -16,9 +16,9 @@
 #   generate   the generator of engines, on the shape it is tested with
 #   sanitize   sanitize.sh
 #
-# PYTHON: the interpreter; TARGET: cuda; OPTIONS: more of `serve`; PORT: of our server; THEIRS: a
-# command that starts another server of OpenAI's API on port 18201, which `streams` and `contest`
-# load behind ours.
+# PYTHON: the interpreter; TARGET: cuda; OPTIONS: more of `serve`; OUR_PORT: 18200; THEIRS: a command
+# that starts another server of OpenAI's API on port 18201, which `streams` and `contest` load behind
+# ours.
 set -u
 [ $# -ge 2 ] || { sed -n '2,/^set -u/s/^# \{0,1\}//p' "$0" | sed '$d' >&2; exit 2; }
 PYTHON=${PYTHON:-python} TARGET=${TARGET:-cuda} OPTIONS=${OPTIONS:-} THEIRS=${THEIRS:-}
@@ -26,7 +26,7 @@ SHAPE=${SHAPE:-llama-3.1-8b} STREAMS=${STREAMS:-1:4 32:128 64:256} INPUT=${INPUT
 OUTPUT=${OUTPUT:-256} LEVELS=${LEVELS:-1 2 4 8 16 32 64} LONG=${LONG:-64000} SOAK=${SOAK:-2000}
 ROUNDS=${ROUNDS:-1} BATCH=${BATCH:-2000} ROWS=${ROWS:-8b-*} WORKERS=${WORKERS:-10}
 VOCABULARY=${VOCABULARY:-100000} SEATS=${SEATS:-256} CONTEXT=${CONTEXT:-4096} FLUSH=${FLUSH:-}
-OURS=${PORT:-18200}
+OURS=${OUR_PORT:-18200}
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
 shift
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2

@@ -18,6 +18,7 @@ import numpy as np
 
 from bench.peers import PEERS
 from tilewright.compiler.artifacts.places import cache_dir
+from tilewright.compiler.bench.display import short_commit
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.devices import describe_cpu
@@ -219,5 +220,5 @@ def origin(source: Path, options: AnswerOptions) -> str:
     names = ("onnxruntime", PEERS[PEER].package)
     with_what = ", ".join(f"{name} {found.versions[name]}" for name in names)
     command = f"tilewright compare-answers --max-tokens {options.max_tokens}"
-    commit = (found.commit or "no checkout")[:12]
+    commit = short_commit(found.commit)
     return f"`{command}`, {source.name}, {found.timestamp[:10]}, commit {commit}; {with_what}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.peers.records import read_parts
 from tilewright.compiler.bench import stats
-from tilewright.compiler.bench.display import decimal, megabytes, span, with_spread
+from tilewright.compiler.bench.display import decimal, megabytes, short_commit, span, with_spread
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.errors import ConfigError, allowed
 
@@ -53,7 +53,7 @@ def source_of(record: _Record) -> str:
         f"{record['model']}, {record['num_threads']} threads of {record['device']}; medians of "
         f"{rounds} in turn, tokens/s, all users together; ratios round by round{spread}; memory "
         f"read at {min(readings):.1f} to {max(readings):.1f} GB/s "
-        f"({record['timestamp'][:10]}, commit {(record['commit'] or 'no checkout')[:10]})."
+        f"({record['timestamp'][:10]}, commit {short_commit(record['commit'])})."
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.in_turn import kept_rows, median_and_range
-from tilewright.compiler.bench.display import cell_text
+from tilewright.compiler.bench.display import cell_text, short_commit
 from tilewright.compiler.bench.table import Table
 
 _FIGURES = {
@@ -55,7 +55,7 @@ def servers_block(results: Path, name: str) -> str:
     last = rows[-1]
     run = [row for row in rows if row["date"] == last["date"]]
     rounds = 1 + max(row["round"] for row in run)
-    commit = (last["commit"] or "no checkout")[:10]
+    commit = short_commit(last["commit"])
     source = (
         f"{rounds} round{'s' * (rounds > 1)} in turn, medians (lowest to highest); {last['host']} "
         f"({last['date'][:10]}, commit {commit})."

@@ -150,6 +150,9 @@ def meet(own: Executable, peers: Peers) -> None:
     limits = own.capabilities
     least: dict[str, Any] = dict(peers.least({name: getattr(limits, name) for name in _LIMITS}))
     most = least["most_shared"]
+    if most < limits.most_shared:
+        note = f"ranks share passes of up to {most:,} tokens of prompts, as the least of them does"
+        own.notes = (*own.notes, note)
     passes = tuple(
         (rows, tuple(each for each in sizes if each <= most)) for rows, sizes in limits.passes
     )

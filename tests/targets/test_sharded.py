@@ -110,7 +110,9 @@ def test_ranks_share_the_passes_that_the_least_of_them_has(tmp_path: Path) -> No
         meet(own, Peers(leader, ranks.token, 5.0))
     assert own.capabilities == other.capabilities
     assert own.capabilities.passes == ((4, (64,)), (8, (64, 2048)))
-    assert own.capabilities.most_shared == 2048
+    assert own.capabilities.most_shared == 2048 and not other.notes
+    (note,) = own.notes
+    assert note == "ranks share passes of up to 2,048 tokens of prompts, as the least of them does"
 
 
 def test_ranks_that_part_are_found_where_it_is_asked_for(

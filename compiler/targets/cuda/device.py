@@ -120,22 +120,32 @@ def copies_in(plan: Plan, options: CompileOptions, free: int) -> Kinds:
 
 
 def _has_room_for(size: int, plan: Plan, options: CompileOptions, room: int) -> bool:
-    """Whether something more leaves every context its room, or pages three quarters of theirs."""
-    is_whole = size + state_bytes(plan, options) <= room
-    return is_whole or (options.memory_fraction is not None and _SHARE_OF_MORE * size <= room)
+    """Whether something more leaves every context its room, or pages three quarters of theirs, and
+    room for a whole context.
+    """
+    if size + state_bytes(plan, options) <= room:
+        return True
+    if options.memory_fraction is None:
+        return False
+    before, left = (_left_to_pages(plan, options, each) for each in (room, room - size))
+    one = pages_of(options.max_context) * _page_bytes(plan, options)
+    return left >= max(one, before - before // _SHARE_OF_MORE)
 
 
 def with_passes_that_fit(
     plan: Plan, options: CompileOptions, device: torch.device
 ) -> CompileOptions:
     """The options with the largest pass that several prompts share beside which there is room: a
-    smaller one rather than none. Ranks, whose room may differ, share the least of theirs.
+    smaller one rather than none, and beside copies of weights that are asked for. Ranks, whose room
+    may differ, share the least of theirs.
     """
     if most_shared(plan, options) <= USUAL_OF_MIXERS:
         return options
     usual = replace(options, max_shared_tokens=USUAL_OF_MIXERS)
     least = work_bytes(plan, usual)
     room = free_bytes(options, device) - weight_bytes(plan) - least
+    if options.copies != "auto":
+        room -= copy_bytes(plan, kinds_for(options))
     for size in reversed(_passes(plan, options)[-1][1]):
         found = replace(options, max_shared_tokens=size)
         if _has_room_for(work_bytes(plan, found) - least, plan, options, room):
@@ -254,11 +264,8 @@ def shared_pages(plan: Plan, options: CompileOptions, free: int, copies: int = 0
         CompileError: where they would not hold one whole context.
     """
     check_fits(plan, replace(options, max_batch=1), free, copies)
-    left = free - weight_bytes(plan) - copies - work_bytes(plan, options)
-    each = sequence_bytes(plan.sequence_states)
-    left -= options.max_batch * each
-    left -= min(_MAX_SNAPSHOTS * each, left // _SHARE_OF_SNAPSHOTS) if left > 0 else 0
-    a_page = sum(page_bytes(each, _kind(each.format, options)) for each in plan.states)
+    room = free - weight_bytes(plan) - copies - work_bytes(plan, options)
+    left, a_page = _left_to_pages(plan, options, room), _page_bytes(plan, options)
     found = left // a_page if a_page else options.max_batch * pages_of(options.max_context)
     if found < pages_of(options.max_context):
         raise CompileError(
@@ -266,6 +273,18 @@ def shared_pages(plan: Plan, options: CompileOptions, free: int, copies: int = 0
             f"positions; allowed: fewer sequences, or a context below {options.max_context}"
         )
     return found
+
+
+def _left_to_pages(plan: Plan, options: CompileOptions, room: int) -> int:
+    """Of so many bytes, what is left when each sequence has its own state, and snapshots theirs."""
+    each = sequence_bytes(plan.sequence_states)
+    left = room - options.max_batch * each
+    return left - min(_MAX_SNAPSHOTS * each, max(0, left) // _SHARE_OF_SNAPSHOTS)
+
+
+def _page_bytes(plan: Plan, options: CompileOptions) -> int:
+    """Bytes of a page of all states together."""
+    return sum(page_bytes(each, _kind(each.format, options)) for each in plan.states)
 
 
 def check_fits(plan: Plan, options: CompileOptions, free: int, copies: int = 0) -> None:
@@ -292,7 +311,7 @@ def _what_fits(plan: Plan, options: CompileOptions, free: int) -> str:
     """Whole pages of the same sequences, or fewer sequences of the same length."""
     left = free - weight_bytes(plan) - work_bytes(plan, options)
     left -= options.max_batch * sequence_bytes(plan.sequence_states)
-    a_page = sum(page_bytes(each, _kind(each.format, options)) for each in plan.states)
+    a_page = _page_bytes(plan, options)
     num_pages = left // a_page if left > 0 and a_page else 0
     fits = []
     if num_pages >= options.max_batch:
@@ -321,8 +340,9 @@ def weight_bytes(plan: Plan) -> int:
 def state_bytes(plan: Plan, options: CompileOptions) -> int:
     """Bytes of the page pool, every sequence at full length, and of what else each keeps."""
     num_pages = options.max_batch * pages_of(options.max_context)
-    a_page = sum(page_bytes(each, _kind(each.format, options)) for each in plan.states)
-    return num_pages * a_page + options.max_batch * sequence_bytes(plan.sequence_states)
+    return num_pages * _page_bytes(plan, options) + options.max_batch * sequence_bytes(
+        plan.sequence_states
+    )
 
 
 def num_snapshots(plan: Plan, options: CompileOptions, free: int) -> int:

@@ -98,7 +98,7 @@ class CudaExecutable(Executable):
         )  # fmt: skip
         self.notes = self._steps.copies.said(options.copies)
         if prompt_wire and options.parallel.tensor > 1:
-            self.notes += (f"sums of prompts travel in {prompt_wire}",)
+            self.notes += (f"sums of prompts, and of rows beside them, travel in {prompt_wire}",)
         if device.type == "cuda":
             self.device_name = torch.cuda.get_device_name(device)
             self.device_detail = f"{self.device_name}, {self._steps.kernels()}"

@@ -1,0 +1,54 @@
+"""vLLM's side of a batch: what it is given, without vLLM."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from bench.batch import vllm_offline
+
+LENGTHS = (3, 9, 5)
+
+
+class Engine:
+    """Answers each prompt to the length that is asked, and keeps what was given."""
+
+    given: ClassVar[dict[str, Any]] = {}
+    prompts: ClassVar[list[list[int]]] = []
+
+    def __init__(self, **options: Any) -> None:
+        Engine.given = options
+
+    def generate(self, asked: list[Any], params: list[Any], *, use_tqdm: bool) -> list[Any]:
+        assert not use_tqdm
+        Engine.prompts = [each["prompt_token_ids"] for each in asked]
+        ids = [list(range(each["max_tokens"])) for each in params]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=each)]) for each in ids]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [([], [3, 9, 5]), (["--longest-first", "--quantization", "fp8"], [9, 5, 3])],
+)
+def test_rows_come_in_the_order_that_is_asked_for(
+    options: list[str],
+    expected: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, SamplingParams=dict))
+    rows, bodies = tmp_path / "rows.jsonl", [{"prompt": [n], "max_tokens": n} for n in LENGTHS]
+    rows.write_text("\n".join(json.dumps({"body": body}) for body in bodies))
+    assert vllm_offline.main([str(tmp_path), str(rows), "--seats", "7", *options]) == 0
+    assert Engine.prompts == [[each] for each in expected]
+    assert Engine.given["max_num_seqs"] == 7
+    assert Engine.given["quantization"] == ("fp8" if options else None)
+    found = json.loads(capsys.readouterr().out)
+    assert found["order"] == ("longest first" if options else "the file's")
+    assert (found["rows"], found["prompt_tokens"], found["output_tokens"]) == (3, 3, 17)
