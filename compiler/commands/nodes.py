@@ -1,19 +1,20 @@
 """``tilewright nodes``: a model on several CPU nodes, with distributed-llama's command line.
 
-Its counting too: ``--steps`` counts the prompt's tokens and the generated ones, end tokens are not
-ends, and only the time of steps counts.
+Its counting too (`counted_steps`): ``--steps`` counts the prompt's tokens and the generated ones. A
+task is the competition's: three prompts, each of so many steps, on four nodes.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilewright.compiler.child import PYTHON
 from tilewright.compiler.commands.arguments import (
     CHECKPOINT_PRECISION,
     ModelOptions,
@@ -24,7 +25,9 @@ from tilewright.compiler.commands.arguments import (
     read_model_options,
     read_prompt,
     real,
+    refuse_given,
 )
+from tilewright.compiler.commands.counted_steps import Counted, Stepper
 from tilewright.compiler.commands.parallel import numbers
 from tilewright.compiler.distributed.grouping import Grouping
 from tilewright.compiler.environment import now
@@ -38,7 +41,17 @@ if TYPE_CHECKING:
 
 _SEED = 10_042_026
 _WIRES = {"f32": "fp32", "q80": "q80", "bf16": "bf16"}
-_PROMPTS = ("short", "long", "leaderboard")
+_STEPS, _POSITIONS = 256, 4096
+_PROMPTS = {"short": 975, "long": 4000, "leaderboard": 6000}
+"""The steps of each prompt of a task."""
+_TASKS = {
+    1: {"nodes": 4, "nthreads": 2, "max_seq_len": _POSITIONS},
+    2: {"nodes": 4},
+    3: {"nodes": 4},
+}
+"""What holds where the command line says nothing else."""
+_OF_NO_PROMPT = ("path", "dump", "prompt", "steps", "port", "host", "task", "prompts", "output")
+"""Options that do not make the text of a prompt, or not of each prompt alike."""
 _INFERENCE, _WORKER = "inference", "worker"
 
 
@@ -53,15 +66,23 @@ class _Arguments(PathArguments):
     )
     tokenizer: str | None = option("dllama's .t file: the one beside the model", metavar="FILE")
     prompt: str | None = option("what is continued; - reads standard input", metavar="TEXT")
-    steps: int = option("tokens of prompt and answer", default=256, type=integer(1, 1 << 20))
-    nodes: int | None = option("nodes on this machine, each a process", type=integer(1, 64))
+    steps: int | None = option(
+        "tokens of prompt and answer (default: 256; of a task's prompts 975, 4000 and 6000)",
+        type=integer(1, 1 << 20),
+    )
+    nodes: int | None = option(
+        "nodes on this machine, each a process (default: 1; of a task 4)", type=integer(1, 64)
+    )
     workers: tuple[str, ...] = option(
         "the other nodes: HOST:PORT of each worker", default=(), metavar="ADDRESS"
     )
     port: int = option("of a worker", default=9999, type=integer(1, 65535))
     host: str = option("the address that a worker listens on", default="127.0.0.1")
     nthreads: int | None = option("threads of each node", "--nthreads", type=integer(1, 1024))
-    max_seq_len: int = option("positions", default=4096, type=integer(1, 1 << 24))
+    max_seq_len: int | None = option(
+        "positions (default: 4096; of tasks 2 and 3 as many as their steps, if more)",
+        type=integer(1, 1 << 24),
+    )
     buffer_float_type: str | None = option(
         "how partial sums travel between nodes (default: q80 of a model in blocks, else bf16; f32 "
         "with --compute exact)",
@@ -74,47 +95,25 @@ class _Arguments(PathArguments):
     topp: float = option("1: off", default=1.0, type=real(0, 1, above=True))
     seed: int = option("of random choices", default=_SEED, type=integer(0, (1 << 63) - 1))
     task: int | None = option(
-        "the competition's: 1 is 4 nodes of 2 threads and 4,096 positions; 2 and 3 take yours",
+        "the competition's: 4 nodes, of task 1 with 2 threads and 4096 positions; what is named "
+        "otherwise wins",
         type=int,
         choices=(1, 2, 3),
     )
     prompts: str | None = option(
         "of a task: a folder with short.txt, long.txt, leaderboard.txt", metavar="DIR"
     )
-    output: str = option("of a task: where task_N is made", "-o", "--output", default=".")
+    output: str | None = option(
+        "of a task: where task_N is made (default: here)", "-o", "--output", metavar="DIR"
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _Counted:
-    """What one prompt took, as distributed-llama counts it; seconds are of steps alone."""
+class _Prompt:
+    """A text to continue, and of how many tokens both are to be."""
 
-    num_evaluated: int
-    evaluated_s: float
-    num_predicted: int
-    predicted_s: float
     text: str
-    num_batches: int
-    sent_bytes: int = 0
-    exchange_s: float = 0.0
-
-    def lines(self) -> list[str]:
-        found = []
-        for name, count, seconds in (
-            ("Evaluation", self.num_evaluated, self.evaluated_s),
-            ("Prediction", self.num_predicted, self.predicted_s),
-        ):
-            found.append(name)
-            if name == "Evaluation":
-                found.append(f"   nBatches: {self.num_batches}")
-            rate = count / seconds if seconds > 0 else 0.0
-            each = 1000 * seconds / count if count else 0.0
-            found += [f"    nTokens: {count}", f"   tokens/s: {rate:.2f} ({each:.2f} ms/tok)"]
-        if self.sent_bytes:
-            each = 1000 * self.exchange_s / self.num_predicted
-            kilobytes = self.sent_bytes / 1000 / self.num_predicted
-            found += ["Exchange", f"       sent: {kilobytes:.1f} kB/tok"]
-            found.append(f"       time: {each:.2f} ms/tok")
-        return found
+    steps: int
 
 
 def main(argv: list[str]) -> int:
@@ -128,10 +127,12 @@ def main(argv: list[str]) -> int:
         own = [] if given.model is None else [given.model]
         return serve_worker(given.host, given.port, [*FOLLOW, *own])
     if given.task is not None:
-        return _task(given, argv)
+        refuse_given(given, ("prompt",), "--task; allowed: --prompts DIR")
+        return _task(_settle(given))
+    refuse_given(given, ("prompts", "output"), "no --task; allowed: --task 1, 2 or 3 with it")
     if given.prompt is None:
         raise ConfigError("no --prompt; allowed: --prompt TEXT, - for standard input, or --task N")
-    prompt = read_prompt(given.prompt)
+    prompt = _Prompt(read_prompt(given.prompt), given.steps or _STEPS)
     source, compiled = _open(given, [prompt])
     try:
         _print(_run(source, compiled.executable, prompt, given, _show))
@@ -140,39 +141,62 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _task(given: _Arguments, argv: Sequence[str]) -> int:
+def _settle(given: _Arguments) -> _Arguments:
+    """The arguments with what their task says where they say nothing."""
+    assert given.task is not None
+    own: dict[str, Any] = {"max_seq_len": max(given.steps or max(_PROMPTS.values()), _POSITIONS)}
+    own |= _TASKS[given.task]
+    if given.workers:
+        del own["nodes"]
+    return replace(given, **{k: v for k, v in own.items() if getattr(given, k) is None})
+
+
+def _task(given: _Arguments) -> int:
     """Run the three prompts of a task and leave what the competition wants of each."""
     if given.prompts is None:
         raise ConfigError(
             "--task without --prompts; allowed: a folder with "
             + ", ".join(f"{name}.txt" for name in _PROMPTS)
         )
-    texts = {name: _read(Path(given.prompts) / f"{name}.txt") for name in _PROMPTS}
-    if given.task == 1:
-        nodes = None if given.workers else 4
-        given = replace(given, nodes=nodes, nthreads=2, max_seq_len=4096)
-    folders = {name: Path(given.output) / f"task_{given.task}" / name for name in _PROMPTS}
-    for folder in folders.values():
-        _make(folder)
-    source, compiled = _open(given, list(texts.values()))
+    prompts = {
+        name: _Prompt(_read(Path(given.prompts) / f"{name}.txt"), given.steps or steps)
+        for name, steps in _PROMPTS.items()
+    }
+    root = Path(given.output or ".") / f"task_{given.task}"
+    source, compiled = _open(given, list(prompts.values()), [root / name for name in prompts])
     try:
-        for name, text in texts.items():
-            folder = folders[name]
-            began = now()
-            counted = _run(source, compiled.executable, text, given, lambda piece: None)
-            _keep(folder, counted, argv, (began, now()))
+        for name, prompt in prompts.items():
+            folder, began = root / name, now()
+            counted = _run(source, compiled.executable, prompt, given, lambda piece: None)
+            _keep(folder, counted, _script(given, prompt), (began, now()))
             print(f"{folder}: {counted.num_predicted / max(counted.predicted_s, 1e-9):.2f} t/s")
     finally:
         compiled.executable.close()
     return 0
 
 
-def _keep(folder: Path, counted: _Counted, argv: Sequence[str], times: tuple[str, str]) -> None:
+def _script(given: _Arguments, prompt: _Prompt) -> str:
+    """A shell script that runs one prompt again as it was run, whatever the current directory."""
+    command = [*PYTHON, "-m", "tilewright.compiler.cli", "nodes"]
+    for name in (each.name for each in fields(given) if each.name not in _OF_NO_PROMPT):
+        value = getattr(given, name)
+        if value in (None, ()):
+            continue
+        values = [",".join(map(str, value))] if name == "shares" else value
+        values = values if isinstance(values, list | tuple) else [values]
+        command += ["--" + name.replace("_", "-"), *map(str, values)]
+    command += ["--steps", str(prompt.steps), "--prompt", "-"]
+    enter = shlex.join(["cd", os.getcwd()])  # whence the arguments' paths are named
+    said = shlex.join(["printf", "%s", prompt.text])  # of the shell: an argument may be too long
+    return f"#!/bin/sh\n{enter} || exit 2\n{said} |\n{shlex.join(command)}\n"
+
+
+def _keep(folder: Path, counted: Counted, script: str, times: tuple[str, str]) -> None:
     try:
         text = "\n".join([counted.text, "", *counted.lines(), ""])
         (folder / "output.txt").write_text(text, encoding="utf-8")
-        command = shlex.join(["tilewright", "nodes", *argv])
-        (folder / "run.sh").write_text(f"#!/bin/sh\nexec {command}\n", encoding="utf-8")
+        (folder / "run.sh").write_text(script, encoding="utf-8")
+        (folder / "run.sh").chmod(0o755)
         (folder / "timestamps.txt").write_text("start {}\nend {}\n".format(*times))
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
@@ -187,28 +211,39 @@ def _make(folder: Path) -> None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: no text ({error})") from None
+    if not text.strip() or "\0" in text:  # which no shell can say again
+        raise ConfigError(f"{path}: empty, or with NUL characters; allowed: some text")
+    return text
 
 
-def _open(given: _Arguments, prompts: Sequence[str]) -> tuple[Source, Compiled]:
-    """The model on all its nodes, once it is known that there is room for all prompts."""
+def _open(
+    given: _Arguments, prompts: Sequence[_Prompt], folders: Sequence[Path] = ()
+) -> tuple[Source, Compiled]:
+    """The model on all its nodes, once it is known that there is room for all prompts; then
+    ``folders`` are made.
+    """
     from tilewright.compiler.commands.source import compile_source, open_source
     from tilewright.compiler.targets.base import CompileOptions
     from tilewright.compiler.targets.compiled import silent
 
     choices = _choices(given)
     source = open_source(choices.path)
-    max_context = min(given.max_seq_len, source.max_positions)
+    max_context = min(given.max_seq_len or _POSITIONS, source.max_positions)
     for prompt in prompts:
-        num_tokens = len(source.tokenizer.encode(prompt, add_special=True))
-        limit = min(given.steps, max_context)
+        num_tokens = len(source.tokenizer.encode(prompt.text, add_special=True))
+        limit = min(prompt.steps, max_context)
         if not 1 <= num_tokens <= limit:
             raise ConfigError(
-                f"a prompt of {num_tokens} tokens ({prompt[:40]!r}); allowed: 1 to {limit} "
+                f"a prompt of {num_tokens} tokens ({prompt.text[:40]!r}); allowed: 1 to {limit} "
                 "(--steps, --max-seq-len)"
             )
+    for folder in folders:
+        _make(folder)
+    for note in _notes(given, prompts, max_context):
+        print(f"tilewright: {note}", file=sys.stderr)
     options = CompileOptions(
         max_batch=1,
         max_context=max_context,
@@ -219,6 +254,28 @@ def _open(given: _Arguments, prompts: Sequence[str]) -> tuple[Source, Compiled]:
     detail = compiled.executable.device_detail
     print(f"{source.name} on {compiled.target}, {detail}", file=sys.stderr)
     return source, compiled
+
+
+def _notes(given: _Arguments, prompts: Sequence[_Prompt], max_context: int) -> list[str]:
+    """What is not as a task or the arguments have it, a line each."""
+    notes = []
+    if given.task is not None:
+        own = _TASKS[given.task] | {"steps": ", ".join(map(str, _PROMPTS.values()))}
+        asked = {name: getattr(given, name) for name in own} | {"nodes": _num_nodes(given)}
+        asked["steps"] = asked["steps"] or own["steps"]
+        others = [f"{n} {asked[n]} in place of {own[n]}" for n in own if asked[n] != own[n]]
+        notes += [f"task {given.task} with {'; '.join(others)}"] if others else []
+    if (given.max_seq_len or 0) > max_context:
+        notes.append(f"{given.max_seq_len} positions asked for; the model has {max_context}")
+    for steps in sorted({each.steps for each in prompts if each.steps > max_context}):
+        notes.append(f"{steps} steps end at {max_context} positions (--max-seq-len)")
+    if given.buffer_float_type is not None and _num_nodes(given) == 1:
+        notes.append(f"--buffer-float-type {given.buffer_float_type}: one node sends nothing")
+    return notes
+
+
+def _num_nodes(given: _Arguments) -> int:
+    return len(given.workers) + 1 if given.workers else given.nodes or 1
 
 
 def _choices(given: _Arguments) -> ModelOptions:
@@ -237,102 +294,52 @@ def _choices(given: _Arguments) -> ModelOptions:
         raise ConfigError(f"nodes on target {choices.target}; allowed: --target cpu")
     if given.backend == "onnxruntime":
         raise ConfigError("nodes on backend onnxruntime; allowed: --backend native")
-    num_nodes = len(given.workers) + 1 if given.workers else given.nodes or 1
     wire = _wire(choices, given.buffer_float_type)
-    parallel = Parallel(tensor=num_nodes, wire=wire, shares=given.shares or ())
+    parallel = Parallel(tensor=_num_nodes(given), wire=wire, shares=given.shares or ())
     parallel.check()
     grouping = Grouping(parallel, workers=read_workers(given.workers))
     return replace(choices, target="cpu-native", is_auto=False, grouping=grouping)
 
 
 def _wire(choices: ModelOptions, named: str | None) -> str:
-    """The format of partial sums: that of the rounding which products of blocks do anyway."""
+    """The format of partial sums: as named; else fp32 where arithmetic is exact, else that of the
+    rounding which products of blocks do anyway.
+    """
+    if named is not None:
+        return _WIRES[named]
     if choices.compute == "exact":
         return "fp32"
-    return _WIRES[named or ("q80" if quantised_types(choices.path) else "bf16")]
+    return "q80" if quantised_types(choices.path) else "bf16"
 
 
 def _run(
     source: Source,
     executable: Executable,
-    prompt: str,
+    prompt: _Prompt,
     given: _Arguments,
     say: Callable[[str], None],
-) -> _Counted:
-    """Read a prompt and continue it, to ``--steps`` tokens of both or the context's end."""
-    tokens = source.tokenizer.encode(prompt, add_special=True)
-    limit = min(given.steps, executable.capabilities.max_context)
-    stepper = _Stepper(executable, given)
+) -> Counted:
+    """Read a prompt and continue it, to its steps, of both, or the context's end."""
+    from tilewright.compiler.targets.step import Choosing
+
+    tokens = source.tokenizer.encode(prompt.text, add_special=True)
+    limit = min(prompt.steps, executable.capabilities.max_context)
+    choosing = Choosing(temperature=given.temperature, top_p=given.topp, seed=given.seed)
+    stepper = Stepper(executable, choosing)
     stepper.evaluate(tokens)
     decoder, text = source.tokenizer.stream(), ""
     for token in stepper.predict(tokens, limit):
         piece = decoder.push(token)
         text += piece
         say(piece)
-    text += decoder.flush()
-    return stepper.counted(prompt + text)
-
-
-class _Stepper:
-    """One sequence's steps, each timed."""
-
-    def __init__(self, executable: Executable, given: _Arguments) -> None:
-        from tilewright.compiler.targets.step import Choosing, Seat
-
-        self._executable, self._seat = executable, Seat(0)
-        choosing = {"temperature": given.temperature, "top_p": given.topp, "seed": given.seed}
-        self._choosing = Choosing(**choosing)  # type: ignore[arg-type]
-        self._seconds = [0.0, 0.0]
-        self._counts = [0, 0]
-        self._then = 0.0, 0.0
-
-    def evaluate(self, tokens: Sequence[int]) -> None:
-        """All of the prompt but its last token, which the first prediction reads."""
-        from tilewright.compiler.targets.step import Chunk, Open, Step
-
-        self._executable.reset()
-        seat, read = self._seat, tuple(tokens[:-1])
-        self._executable.step(Step(edits=(Open(seat, self._choosing, tuple(tokens)),)))
-        if read:
-            self._timed(0, len(read), Step(prompts=(Chunk(seat, 0, read),)))
-
-    def predict(self, tokens: Sequence[int], limit: int) -> Any:
-        """The generated tokens, until so many positions are filled."""
-        from tilewright.compiler.targets.step import Chunk, Step
-
-        self._then = self._exchanged()
-        last = Chunk(self._seat, len(tokens) - 1, (tokens[-1],), chooses=True)
-        decode = Step(decode=(self._seat,))
-        for position in range(len(tokens) - 1, limit):
-            step = Step(prompts=(last,)) if position == len(tokens) - 1 else decode
-            yield self._timed(1, 1, step)
-
-    def counted(self, text: str) -> _Counted:
-        (bytes_now, seconds_now), (bytes_then, seconds_then) = self._exchanged(), self._then
-        sent, seconds = bytes_now - bytes_then, seconds_now - seconds_then
-        (evaluated, predicted), (first_s, rest_s) = self._counts, self._seconds
-        return _Counted(evaluated, first_s, predicted, rest_s, text, 512, int(sent), seconds)
-
-    def _exchanged(self) -> tuple[float, float]:
-        """Bytes that this node has sent, and seconds in exchanges; of one node alone, none."""
-        own = getattr(self._executable, "own", None)
-        if own is None:
-            return 0.0, 0.0
-        found = own.exchanged()
-        return float(found.num_bytes), found.nanoseconds / 1e9
-
-    def _timed(self, phase: int, count: int, step: Any) -> int | None:
-        began = time.perf_counter()
-        parts = self._executable.step(step).parts
-        token = parts[0].read().tokens[0] if parts else None
-        self._seconds[phase] += time.perf_counter() - began
-        self._counts[phase] += count
-        return token
+    rest = decoder.flush()
+    say(rest)
+    return stepper.counted(prompt.text + text + rest)
 
 
 def _show(piece: str) -> None:
     print(piece, end="", flush=True)
 
 
-def _print(counted: _Counted) -> None:
+def _print(counted: Counted) -> None:
     print("\n", *counted.lines(), sep="\n")

@@ -69,8 +69,10 @@ def test_what_is_rendered_reads_back(results: list[Result]) -> None:
         assert (section.kind != "other") == is_typed
         if is_typed:
             cells = [tuple(row.cells.values()) for row in section.rows]
-            assert plan.table is not None and cells == list(plan.table.rows)
-            assert all(tuple(row.cells) == plan.table.columns for row in section.rows)
+            # without a table all of its results stand in rows of another precision
+            assert cells == ([] if plan.table is None else list(plan.table.rows))
+            columns = () if plan.table is None else plan.table.columns
+            assert all(tuple(row.cells) == columns for row in section.rows)
 
 
 @given(any_results())
@@ -87,5 +89,6 @@ def test_every_placed_result_or_a_newer_one_has_a_row(results: list[Result]) -> 
         printed = {(r.model, r.random, r.device, r.dp) for r in section.rows} if section else set()
         assert printed <= {(r.model, r.weights == "random", r.device, r.dp) for r in wanted}
         if wanted:
-            newest = max(r.when for r in results if r not in unplaced(results) and r.kind == kind)
-            assert printed or newest > max(r.when for r in wanted)
+            placed = [r for r in results if r not in unplaced(results) and r.kind == kind]
+            latest = max(r.when for r in wanted)
+            assert printed or any(r.when >= latest for r in placed if r not in wanted)
