@@ -77,8 +77,8 @@ def step_seconds(load: Load, count: int, *, exchange_us: float | None = None) ->
         return load.seconds
     each = EXCHANGE_US[count] if exchange_us is None else exchange_us
     message = 4.0 * load.rows * load.hidden
-    hops = min(count - 1, 2 * (count - 1) / count) * message  # two hops where they send less
-    exchanges = load.num_exchanges * (1e-6 * each + hops / LINK_RATE)
+    sent = (count - 1) * message  # to each of the others, in one hop
+    exchanges = load.num_exchanges * (1e-6 * each + sent / LINK_RATE)
     own = (load.num_bytes / RATE + load.loss) / count
     return own + 1e-6 * (LAUNCH_US * load.num_launches + KEYS_US) + exchanges
 
