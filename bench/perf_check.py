@@ -25,6 +25,7 @@ from tilewright.compiler.bench.selection import (
     context_lengths,
     group_results,
     is_placed,
+    several_users,
 )
 from tilewright.compiler.child import PYTHON, Child
 from tilewright.compiler.commands.arguments import option, parse, real
@@ -141,6 +142,7 @@ def claims(results: Sequence[Result]) -> list[Claim]:
     accuracies: dict[int, Result] = {}
     for group in group_results([r for r in results if r.kind == "measured" and is_placed(r)]):
         tables: list[SpeedTable] = [SHORT, BATCH_32, *context_lengths([group])]
+        tables += several_users([group])
         speeds |= {id(r): r for table in tables if (r := group.speed(table)) is not None}
         if (of_accuracy := group.accuracy_result) is not None:
             accuracies[id(of_accuracy)] = of_accuracy

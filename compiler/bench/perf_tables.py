@@ -25,6 +25,7 @@ from tilewright.compiler.bench.selection import (
     is_board,
     is_placed,
     row_order,
+    several_users,
     table_rows,
 )
 from tilewright.compiler.bench.table import Table
@@ -42,6 +43,12 @@ _BATCH_COLUMNS = (
     *(*_WHO, PRECISION, row.SPEED, row.AVG_TTFT, row.TOTAL),
     *(*_USER_TTFT, *_NOISE, PEAK, *_ORIGIN),
 )
+
+_USERS_COLUMNS = (
+    *(*_WHO, PRECISION, row.LENGTHS, row.SPEED, row.TOTAL, row.AVG_TTFT),
+    *(*_NOISE, PEAK, *_ORIGIN),
+)
+SEVERAL_USERS = "Several users"
 
 ORIGIN_LEGEND = f"""\
 `{row.DATE}`, `{row.COMMIT}`, `{row.MACHINE}` (with threads or devices) and `{row.COMMAND}` say
@@ -141,6 +148,7 @@ def _case_plans(groups: list[Group]) -> list[TablePlan]:
     )
     title = "Short-Context, Batch-32"
     plans.append(_speed_plan(groups, BATCH_32, columns=_BATCH_COLUMNS, title=title, intro=intro))
+    plans.append(_users_plan(groups))
     return [plan for plan in plans if plan is not None]
 
 
@@ -154,6 +162,19 @@ def _perf_plan(groups: list[Group], *, title: str, intro: str) -> TablePlan | No
         if len(group.names) > 1
     ]
     return TablePlan(2, title, intro, row.table_of(_PERF_COLUMNS, rows, *notes)) if rows else None
+
+
+def _users_plan(groups: list[Group]) -> TablePlan | None:
+    """Of each group the speeds with other numbers of users; None without any."""
+    tables = several_users(groups)
+    figures = [(g, found, None) for g in groups for t in tables if (found := g.speed(t))]
+    intro = (
+        f"**Users (per DP group) x tokens of each one's prompt, {TABLE_GENERATED_TOKENS} "
+        "generated.** The average TTFT is the prefill of all users divided by their number."
+    )
+    if not figures:
+        return None
+    return TablePlan(2, SEVERAL_USERS, intro, row.table_of(_USERS_COLUMNS, table_rows(figures)))
 
 
 def _has_perf_row(group: Group) -> bool:

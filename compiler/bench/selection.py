@@ -23,9 +23,10 @@ from tilewright.compiler.devices import BOARDS
 UNPRINTED_TARGETS = ("reference", "null")
 
 SHORT, BATCH_32 = "short", "batch_32"
-SpeedTable = str | int
+SpeedTable = str | int | tuple[int, int]
 """A table that a speed may stand in: `SHORT`, one user with a short prompt, as in the Performance
-and Accuracy tables; `BATCH_32`; or K, the long-context table of K * 1,024 tokens."""
+and Accuracy tables; `BATCH_32`; K, the long-context table of K * 1,024 tokens; or, in the one of
+several users, the rows of so many with prompts of so many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,15 @@ def context_lengths(groups: Iterable[Group]) -> list[int]:
     """The K of every long-context table that the groups have results for, ascending."""
     found = {speed_table(result) for group in groups for result in group.results}
     return sorted(table for table in found if isinstance(table, int))
+
+
+def several_users(groups: Iterable[Group]) -> list[tuple[int, int]]:
+    """The numbers of users, other than those that have tables of their own, and the lengths of
+    prompts that the groups have results for: shorter prompts first.
+    """
+    found = {speed_table(result) for group in groups for result in group.results}
+    tables = (table for table in found if isinstance(table, tuple))
+    return sorted(tables, key=lambda table: (table[1], table[0]))
 
 
 def unplaced(results: Iterable[Result]) -> list[Result]:
@@ -243,7 +253,10 @@ def speed_table(result: Result) -> SpeedTable | None:
     has_speed = result.decode_tsu is not None or result.ttft_ms is not None
     if result.sampling or not has_speed or result.num_generated != TABLE_GENERATED_TOKENS:
         return None
-    if result.prompt_length == TABLE_PROMPT_LENGTH:
-        return {1: SHORT, 32: BATCH_32}.get(result.batch)
-    k, rest = divmod(result.prompt_length, 1024)
-    return k if k > 0 and rest == 0 and result.batch == 1 else None
+    batch, length = result.batch, result.prompt_length
+    if length == TABLE_PROMPT_LENGTH:
+        return {1: SHORT, 32: BATCH_32}.get(batch, (batch, length))
+    k, rest = divmod(length, 1024)
+    if k == 0 or rest:
+        return None
+    return k if batch == 1 else (batch, length)

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.bench.perf_records import HEADINGS, accuracy, make, measured_accuracy, rows
 from tilewright.compiler.bench import perf_md
-from tilewright.compiler.bench.perf_tables import render_results
+from tilewright.compiler.bench.perf_tables import SEVERAL_USERS, plan_tables, render_results
 from tilewright.compiler.bench.record import (
     KINDS,
     ContractLine,
@@ -197,6 +197,28 @@ def test_long_context_and_batch_32() -> None:
     assert document.find("performance") is None
 
 
+def test_other_numbers_of_users_share_a_table() -> None:
+    """Of each configuration by the prompts' length and the users, the newest of each."""
+    results = [
+        make(batch=64, tps=640.0, day=1),
+        make(batch=64, tps=650.0, day=2),
+        make(batch=8, tps=80.0),
+        make(batch=4, prompt_length=1024, tps=40.0),
+        make("all-bfp8", batch=256, tps=2560.0),
+        make(batch=32),
+    ]
+    (plan,) = [each for each in plan_tables(results) if each.title == SEVERAL_USERS]
+    assert plan.table is not None
+    names = "Precision", "Batch x prompt", "Total (t/s)"
+    at = [plan.table.columns.index(name) for name in names]
+    assert [tuple(line[i] for i in at) for line in plan.table.rows] == [
+        ("all-bfp8", "256 x 128", "2560.0"),
+        ("performance", "8 x 128", "80.0"),
+        ("performance", "64 x 128", "650.0"),
+        ("performance", "4 x 1024", "40.0"),
+    ]
+
+
 def test_results_that_fit_no_table_are_told_apart() -> None:
     outside = [
         make(target="reference"),
@@ -204,13 +226,13 @@ def test_results_that_fit_no_table_are_told_apart() -> None:
         make(compute="exact"),
         make(prompt_length=100),
         make(num_generated=500),
-        make(batch=4),
         make(prompt_length=2047),
-        make(batch=32, prompt_length=2048),
+        make(batch=4, prompt_length=100),
         make(decode_tsu=None, ttft_ms=None),
         make(batch=32, num_generated=1, accuracy=accuracy()),
     ]
     inside = [make(), make(batch=32), make(prompt_length=1024), measured_accuracy()]
+    inside += [make(batch=4), make(batch=32, prompt_length=2048)]
     assert unplaced(outside + inside) == outside
     assert "No results yet." in render_results(outside)
     assert "No results yet." in render_results([])

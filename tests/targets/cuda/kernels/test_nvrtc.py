@@ -23,6 +23,7 @@ from tilewright.compiler.targets.cuda.kernels import (
     native_delta,
     native_delta_prompt,
     native_experts,
+    native_wide,
     nvrtc,
 )
 
@@ -33,6 +34,7 @@ SOURCES = [
     native_delta_prompt.SOURCE,
     native_experts.ROUTE,
     native_experts.PRODUCTS,
+    native_wide.SOURCE,
     exchange.SOURCE,
 ]
 HEAD = """
