@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tilewright.compiler.commands.options import read_options
@@ -24,7 +23,6 @@ def logits_of(executable: Executable) -> torch.Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.slow
 def test_processes_give_the_bits_of_ranks_in_one_process() -> None:
     argv = ["--model", "shape:tiny", "--target", "reference", "--no-results", "--no-cache"]
     options = read_options([*argv, "--tensor-parallel", "2", "--wire", "bf16"])

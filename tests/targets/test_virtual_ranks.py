@@ -12,9 +12,6 @@ from tilewright.compiler.driver import compile_virtual
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import CompileOptions
 
-OF_EIGHT = ("qwen3_moe",)
-"""Besides llama, dealt to more ranks than it has heads of keys; the others are dealt as these."""
-
 
 def layers_of(model_type: str) -> dict[str, int]:
     """One layer where all are alike."""
@@ -25,7 +22,7 @@ def layers_of(model_type: str) -> dict[str, int]:
 def test_ranks_together_are_one_device(model_type: str) -> None:
     model = make(model_type, **layers_of(model_type))
     expected = logits_of(model, ALONE)
-    for count in COUNTS if model_type == "llama" else (3, 8) if model_type in OF_EIGHT else (3,):
+    for count in COUNTS:
         assert_equal(logits_of(model, Parallel(count)), expected)
 
 
