@@ -83,6 +83,7 @@ class Stepper:
             yield self._timed(1, 1, step)
 
     def counted(self, text: str) -> Counted:
+        """What all steps took, and what nodes exchanged in predictions; ``text`` goes with it."""
         (bytes_now, seconds_now), (bytes_then, seconds_then) = self._exchanged(), self._then
         sent, seconds = bytes_now - bytes_then, seconds_now - seconds_then
         (evaluated, predicted), (first_s, rest_s) = self._counts, self._seconds
