@@ -17,6 +17,7 @@ from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.files import check_fresh
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.precision import AUTO, PrecisionConfig, choose_precision, load_precision
+from tilewright.compiler.targets.modes import COMPUTE_MODES
 from tilewright.models import FoundModel, check_header, find_model_or_shape, quantised_types
 
 _TARGETS = ("reference", "null", "cpu", "cuda", "n150", "n300", "t3k", "tg")
@@ -198,7 +199,7 @@ class ModelArguments:
     compute: str | None = option(
         "exact: float arithmetic everywhere, no speed claim (default: fast)",
         group="model",
-        choices=("fast", "exact"),
+        choices=COMPUTE_MODES,
     )
     dump: str | None = option("write the graph after every pass here", group="model", metavar="DIR")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tilewright.compiler.commands.arguments import integer, option, real
-from tilewright.compiler.targets.compiled import COPIES
+from tilewright.compiler.targets.modes import COPIES
 
 if TYPE_CHECKING:
     from tilewright.compiler.commands.arguments import ModelOptions

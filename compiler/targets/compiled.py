@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 from tilewright.compiler.errors import CompileError, ConfigError, allowed
 from tilewright.compiler.precision import PrecisionSummary
 from tilewright.compiler.targets.base import CompileOptions, Executable
+from tilewright.compiler.targets.modes import COMPUTE_MODES, COPIES
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
-
-COMPUTE_MODES = ("fast", "exact")
-COPIES = ("auto", "none", "codes", "all")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import pytest
 
 from tilewright.compiler.cli import main
 from tilewright.compiler.errors import CompileError
-from tilewright.compiler.targets.compiled import COMPUTE_MODES
+from tilewright.compiler.targets.modes import COMPUTE_MODES
 
 RUN = ["--prompt", "a", "--max-generated-tokens", "3", "--repeat-batches", "1", "--no-results"]
 SHOWN = {
