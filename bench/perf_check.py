@@ -141,8 +141,8 @@ def claims(results: Sequence[Result]) -> list[Claim]:
     speeds: dict[int, Result] = {}
     accuracies: dict[int, Result] = {}
     for group in group_results([r for r in results if r.kind == "measured" and is_placed(r)]):
-        tables: list[SpeedTable] = [SHORT, BATCH_32, *context_lengths([group])]
-        tables += several_users([group])
+        tables: list[SpeedTable] = [SHORT, BATCH_32]
+        tables += [*context_lengths([group]), *several_users([group])]
         speeds |= {id(r): r for table in tables if (r := group.speed(table)) is not None}
         if (of_accuracy := group.accuracy_result) is not None:
             accuracies[id(of_accuracy)] = of_accuracy

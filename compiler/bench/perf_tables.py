@@ -148,7 +148,12 @@ def _case_plans(groups: list[Group]) -> list[TablePlan]:
     )
     title = "Short-Context, Batch-32"
     plans.append(_speed_plan(groups, BATCH_32, columns=_BATCH_COLUMNS, title=title, intro=intro))
-    plans.append(_users_plan(groups))
+    intro = (
+        f"**Users (per DP group) x tokens of each one's prompt, {TABLE_GENERATED_TOKENS} "
+        "generated.** The average TTFT is the prefill of all users divided by their number."
+    )
+    tables, columns = several_users(groups), _USERS_COLUMNS
+    plans.append(_speed_plan(groups, *tables, columns=columns, title=SEVERAL_USERS, intro=intro))
     return [plan for plan in plans if plan is not None]
 
 
@@ -164,28 +169,16 @@ def _perf_plan(groups: list[Group], *, title: str, intro: str) -> TablePlan | No
     return TablePlan(2, title, intro, row.table_of(_PERF_COLUMNS, rows, *notes)) if rows else None
 
 
-def _users_plan(groups: list[Group]) -> TablePlan | None:
-    """Of each group the speeds with other numbers of users; None without any."""
-    tables = several_users(groups)
-    figures = [(g, found, None) for g in groups for t in tables if (found := g.speed(t))]
-    intro = (
-        f"**Users (per DP group) x tokens of each one's prompt, {TABLE_GENERATED_TOKENS} "
-        "generated.** The average TTFT is the prefill of all users divided by their number."
-    )
-    if not figures:
-        return None
-    return TablePlan(2, SEVERAL_USERS, intro, row.table_of(_USERS_COLUMNS, table_rows(figures)))
-
-
 def _has_perf_row(group: Group) -> bool:
     return group.speed(SHORT) is not None or group.accuracy_result is not None
 
 
 def _speed_plan(
-    groups: list[Group], table: SpeedTable, *, columns: Sequence[str], title: str, intro: str
+    groups: list[Group], *tables: SpeedTable, columns: Sequence[str], title: str, intro: str
 ) -> TablePlan | None:
-    """The groups' speeds of a table; None without any."""
-    rows = table_rows([(group, found, None) for group in groups if (found := group.speed(table))])
+    """The groups' speeds of some tables in one; None without any."""
+    figures = [(g, found, None) for g in groups for each in tables if (found := g.speed(each))]
+    rows = table_rows(figures)
     return TablePlan(2, title, intro, row.table_of(columns, rows)) if rows else None
 
 

@@ -67,17 +67,19 @@ class Group:
 
 def context_lengths(groups: Iterable[Group]) -> list[int]:
     """The K of every long-context table that the groups have results for, ascending."""
-    found = {speed_table(result) for group in groups for result in group.results}
-    return sorted(table for table in found if isinstance(table, int))
+    return sorted(table for table in _tables(groups) if isinstance(table, int))
 
 
 def several_users(groups: Iterable[Group]) -> list[tuple[int, int]]:
     """The numbers of users, other than those that have tables of their own, and the lengths of
     prompts that the groups have results for: shorter prompts first.
     """
-    found = {speed_table(result) for group in groups for result in group.results}
-    tables = (table for table in found if isinstance(table, tuple))
+    tables = (table for table in _tables(groups) if isinstance(table, tuple))
     return sorted(tables, key=lambda table: (table[1], table[0]))
+
+
+def _tables(groups: Iterable[Group]) -> set[SpeedTable | None]:
+    return {speed_table(result) for group in groups for result in group.results}
 
 
 def unplaced(results: Iterable[Result]) -> list[Result]:
