@@ -40,9 +40,9 @@ class Busy(Engine):
         return self._run(Step(decode=tuple(forced), prompts=(piece,), forced=forced))
 
 
-def main(shape: str, precision: str, seats: str) -> int:
+def main(shape: str, precision: str, seats: str, *more: str) -> int:
     asked = ["--model", f"shape:{shape}", "--target", "cuda", "--precision", precision]
-    run = read_options([*asked, "--no-results", "--no-cache"])
+    run = read_options([*asked, "--no-results", "--no-cache", *more])
     assert run is not None
     options = CompileOptions(max_batch=int(seats), max_context=4096, is_strict=True)
     source = open_source(run.model.path)

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.targets.cuda.test_invariance import run
 from tests.targets.cuda.test_ragged import check_alike, logits_beside, uncaptured
 from tests.targets.random_operations import random_operations
 from tests.test_child import gone
@@ -159,6 +160,11 @@ def test_rows_ride_along_with_pieces_of_prompts(
     assert torch.equal(again, apart)
     assert all(torch.equal(each, riding[0]) for each in riding)
     check_alike(apart, riding[0], most=most)
+
+
+def test_a_row_s_bits_do_not_depend_on_its_company_or_on_a_prompt_s_cuts() -> None:
+    """Strict steps of two ranks keep what one GPU promises."""
+    run("strict_steps", "llama-3.2-1b", "bf16", "64", "--tensor-parallel", "2")
 
 
 def test_two_machines_whose_gpus_are_hidden_from_each_other_exchange_by_nccl() -> None:
