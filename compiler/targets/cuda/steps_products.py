@@ -166,7 +166,13 @@ class Products:
         return self._strict or in_parts(held, num_rows)
 
     def _is_wide(self, held: HeldWeight, num_rows: int) -> bool:
-        return self._arranged.numel() > 0 and native_wide.takes(held, num_rows)
+        """A row's bits depend on the number of rows in any case, but for strict steps'."""
+        return self._arranged.numel() > 0 and native_wide.takes(
+            held, num_rows, same_bits=self._strict
+        )
+
+    def _way(self, held: HeldWeight, num_rows: int) -> native_wide.Way:
+        return native_wide.choose_way(held, num_rows, same_bits=self._strict)
 
     def _wide_product(
         self,
@@ -187,7 +193,8 @@ class Products:
                 self.copies.codes_for(reader, num_rows, decodes=decodes) is not None
             )
             if self._is_wide(other, num_rows) and not goes_elsewhere:
-                feeds, out, self._is_fed = native_wide.num_places(other, len(x)), self._fed, True
+                feeds = native_wide.num_places(self._way(other, num_rows), num_rows)
+                out, self._is_fed = self._fed, True
         native_wide.linear(
             out,
             x,
@@ -196,6 +203,7 @@ class Products:
             arranged=self._fed if is_there else self._arranged,
             bias=bias,
             norm=norm,
+            way=self._way(held, len(x)),
             is_there=is_there,
             feeds=feeds,
         )

@@ -163,7 +163,7 @@ def test_strict_steps_take_a_weight_by_one_order_of_sums(
     if is_wide:
         monkeypatch.setattr(native_wide, "why_not", lambda device: "")
         monkeypatch.setattr(
-            native_wide, "takes", lambda held, count: held.kind != "bf16" and count > 16
+            native_wide, "takes", lambda held, count, same_bits: held.kind != "bf16" and count > 16
         )
     plan, _, products = products_of(
         name, Trials(), is_native=True, max_rows=max_rows, strict=True, copies=Kinds(values=True)

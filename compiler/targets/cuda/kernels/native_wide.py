@@ -26,6 +26,7 @@ MAX_TOKENS = 512
 """The most tokens of a product here; with more, the library's of dequantised weights is as fast."""
 
 _MOST_CUT = 256
+_MOST_PLACES = 576  # MAX_TOKENS in whole blocks of any way
 _MANY_TILES = 300
 _TALL_TILES = range(1700, 4000)  # from where blocks of them fill the device, to where a head begins
 _CHUNK = 64
@@ -36,29 +37,31 @@ _MOST_DEPTH = 12
 class Way:
     """How a product lies on the device: ``eights`` of tokens and ``groups`` of four warps a block,
     ``resident`` blocks a multiprocessor. Groups have 64 rows each; of a weight whose K is cut, the
-    same 64 rows, and slices of their own, which ``joined`` blocks share out.
+    same 64 rows, and slices of their own, which ``joined`` blocks share out. ``is_whole``: no
+    slices, also of a weight whose K is cut elsewhere, which gives other bits.
     """
 
     eights: int
     groups: int
     resident: int = 1
     joined: int = 1
+    is_whole: bool = False
 
     def kernel(self, held: HeldWeight) -> str:
         """The name of the kernel that goes so over a weight."""
         if self.joined > 1:
             return f"joined_{held.kind}_{self.eights}_{self.joined}"
-        kind = "cut" if num_slices(held) > 1 else "wide"
+        kind = "cut" if self._is_cut(held) else "wide"
         return f"{kind}_{held.kind}_{self.eights}_{self.groups}"
 
     def row_tiles(self, held: HeldWeight) -> int:
         """Row tiles of a block."""
-        return 4 if num_slices(held) > 1 else 4 * self.groups
+        return 4 if self._is_cut(held) else 4 * self.groups
 
     def taken_tiles(self, held: HeldWeight) -> int:
         """Row tiles that a block takes: fewer than it has warps for where that fills the device."""
         most = self.row_tiles(held)
-        if num_slices(held) > 1 or self.groups < 4:
+        if self._is_cut(held) or self.groups < 4:
             return most
         count = num_processors(held.data.device)
         turns = -(-held.num_row_tiles // (most * count))
@@ -73,9 +76,12 @@ class Way:
         """Dynamic shared memory of a block: steps, which begin at a multiple of 1,024, or sums of
         slices.
         """
-        is_shared = num_slices(held) > 1 and self.groups > 1
+        is_shared = self._is_cut(held) and self.groups > 1
         sums = num_slices(held) // self.joined * self.eights * 2048 if is_shared else 0
         return max(self.depth(held) * self._step_bytes(held) + 1024, sums)
+
+    def _is_cut(self, held: HeldWeight) -> bool:
+        return num_slices(held) > 1 and not self.is_whole
 
     def _step_bytes(self, held: HeldWeight) -> int:
         rings = self.groups * 4 // self.row_tiles(held)
@@ -83,7 +89,7 @@ class Way:
 
 
 WAYS = {
-    "wide": ((4, 2), (8, 2), (16, 2)),
+    "wide": ((4, 2), (8, 2), (16, 2), (24, 2)),
     "cut": ((4, 4), (8, 4), (8, 1)),
 }
 """Eights of tokens and groups that there are kernels for: of a whole K and of slices."""
@@ -95,18 +101,46 @@ TALL = Way(4, 4)
 """The way of a whole K of bfp8 by blocks that take fewer row tiles than they have warps."""
 
 
-def choose_way(held: HeldWeight, num_tokens: int) -> Way:
-    """How a product with a weight goes: the fastest on an H200 of those in docs/cuda_designs.md."""
+_FEW_TOKENS = 64
+_STEP_US = {
+    Way(8, 2, 1, is_whole=True): 0.70,
+    Way(8, 2, 2, is_whole=True): 1.13,
+    Way(16, 2, 1, is_whole=True): 0.90,
+    Way(16, 2, 2, is_whole=True): 1.47,
+    Way(24, 2, is_whole=True): 1.10,
+    Way(8, 4): 1.45,
+}
+"""Microseconds that blocks which fill a device take for 128 columns, each group of them for its
+own: measured on an H100 by `bench/cuda/wide_rate.py`, of 4,096 to 28,672 rows.
+"""
+
+
+def choose_way(held: HeldWeight, num_tokens: int, *, same_bits: bool = True) -> Way:
+    """How a product with a weight goes, as was fastest where it was measured; ``same_bits``: a
+    token's result has the bits that it has among few tokens, whose kernels cut K.
+    """
+    is_cut = num_slices(held) > 1
+    if num_tokens > _FEW_TOKENS and not (is_cut and same_bits):
+        ways = (way for way in _STEP_US if is_cut or way.is_whole)
+        return min(ways, key=lambda way: _expected(way, held, num_tokens))
     many = held.num_row_tiles > _MANY_TILES
     if held.kind == "bfp8" and held.num_row_tiles in _TALL_TILES and num_tokens <= 32:
         return TALL
-    if num_slices(held) == 1:
-        return Way(4 if num_tokens <= 32 else 8 if num_tokens <= 64 else 16, 2, 2)
+    if not is_cut:
+        return Way(4 if num_tokens <= 32 else 8, 2, 2)
     if num_tokens <= 32:
         return Way(4, 4)
-    if num_tokens <= 64:
+    if num_tokens <= _FEW_TOKENS:
         return Way(8, 4) if many else JOINED
     return Way(8, 1, 3) if many and num_tokens > 128 else Way(8, 4)
+
+
+def _expected(way: Way, held: HeldWeight, num_tokens: int) -> float:
+    """Microseconds: blocks come in rounds, and a round takes as long for one block as for all."""
+    blocks = -(-held.num_row_tiles // way.row_tiles(held)) * -(-num_tokens // (8 * way.eights))
+    rounds = -(-blocks // (way.resident * num_processors(held.data.device)))
+    own = 1 if way.is_whole else way.groups
+    return rounds * held.num_column_tiles / own * _STEP_US[way]
 
 
 class _Arrange(ctypes.Structure):
@@ -166,19 +200,22 @@ def why_not(device: torch.device) -> str:
     return nvrtc.why_not(device, SOURCE)
 
 
-def takes(held: HeldWeight, num_tokens: int) -> bool:
-    """Whether a product with a weight is one of these: where it was measured faster on an H200."""
+def takes(held: HeldWeight, num_tokens: int, *, same_bits: bool = True) -> bool:
+    """Whether a product with a weight is one of these: where it was measured faster on an H200, or
+    without ``same_bits`` (:func:`choose_way`) on an H100.
+    """
     if held.kind not in TILE_BYTES or held.num_experts > 1 or held.num_columns % 4:
         return False
     if num_slices(held) == 1:
         return (16 if held.kind == "bfp8" else 32) < num_tokens <= MAX_TOKENS
-    return (16 if held.num_row_tiles > _MANY_TILES else 32) < num_tokens <= _MOST_CUT
+    most = _MOST_CUT if same_bits else MAX_TOKENS
+    return (16 if held.num_row_tiles > _MANY_TILES else 32) < num_tokens <= most
 
 
 def scratch(num_columns: int, device: torch.device) -> Tensor:
     """What :func:`linear` needs beside its operands, for weights of up to so many columns."""
     num_steps = -(-num_columns // 128)
-    return torch.empty(MAX_TOKENS * num_steps * 256, dtype=torch.uint8, device=device)
+    return torch.empty(_MOST_PLACES * num_steps * 256, dtype=torch.uint8, device=device)
 
 
 def linear(
@@ -195,7 +232,7 @@ def linear(
     feeds: int = 0,
 ) -> None:
     """What :func:`.native.linear` does, of ``x [M, K]`` bfloat16, or with ``norm`` (weight fp32,
-    eps) fp32, with M as :func:`takes` has it and with the same bits.
+    eps) fp32, with M as :func:`takes` has it, and with the same bits unless ``way`` gives others.
 
     ``arranged``: a :func:`scratch`, overwritten by x; with ``is_there`` x lies there already.
     ``feeds``: where ``out`` is the scratch of a product that follows, its :func:`num_places`: with
@@ -204,7 +241,7 @@ def linear(
     num_tokens = len(x)
     assert num_tokens <= MAX_TOKENS and x.stride(1) == 1 and held.data.data_ptr() % 16 == 0
     way = way or choose_way(held, num_tokens)
-    places = -(-num_tokens // (8 * way.eights)) * 8 * way.eights
+    places = num_places(way, num_tokens)
     steps = held.num_column_tiles
     assert arranged.data_ptr() % 16 == 0 and arranged.numel() >= places * steps * 256
     if is_there:
@@ -218,10 +255,9 @@ def linear(
     _launch(product, held, way, feeds)
 
 
-def num_places(held: HeldWeight, num_tokens: int) -> int:
+def num_places(way: Way, num_tokens: int) -> int:
     """Tokens that x is arranged for, those that nobody reads included."""
-    eights = choose_way(held, num_tokens).eights
-    return -(-num_tokens // (8 * eights)) * 8 * eights
+    return -(-num_tokens // (8 * way.eights)) * 8 * way.eights
 
 
 def _arrange(out: Tensor, x: Tensor, held: HeldWeight, num_places: int) -> None:

@@ -35,19 +35,47 @@ def test_what_it_takes() -> None:
         *(False, True, True, False)
     ]
     assert [native_wide.takes(shaped("bfp8", 4096, 4096), n) for n in (32, 33)] == [False, True]
+    large = [native_wide.takes(shaped("bfp8", 8192, 8192), n, same_bits=False) for n in (512, 513)]
+    assert large == [True, False], "of a whole K"
     assert not native_wide.takes(shaped("bfp8", 48, 202), 64)
     assert not native_wide.takes(shaped("bf16", 48, 200), 64)
 
 
+@pytest.mark.parametrize("same_bits", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [4096, 28672])
-def test_what_is_chosen_is_there_and_fits(kind: str, rows: int) -> None:
-    held = shaped(kind, rows, 4096)
+def test_what_is_chosen_is_there_and_fits(kind: str, rows: int, same_bits: bool) -> None:
+    held, room = shaped(kind, rows, 4096), native_wide.scratch(4096, torch.device("cpu")).numel()
     for count in range(17, native_wide.MAX_TOKENS + 1):
-        way = native_wide.choose_way(held, count)
+        way = native_wide.choose_way(held, count, same_bits=same_bits)
         assert way.kernel(held) in native_wide.SOURCE.names
         assert way.resident * (way.shared_bytes(held) + 2048) <= native.MOST_SHARED + 3072
         assert way.depth(held) >= 2
+        assert native_wide.num_places(way, count) * 4096 * 2 <= room
+        if same_bits and native.num_slices(held) > 1:
+            assert way.kernel(held).startswith(("cut", "joined"))
+
+
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        ((8192, 28672), ("wide_8_2", "wide_16_2", "wide_16_2", "wide_24_2", "wide_16_2")),
+        ((10240, 8192), ("wide_16_2", "wide_24_2", "wide_16_2", "wide_16_2", "wide_24_2")),
+        ((4096, 14336), ("cut_8_4", "wide_8_2", "wide_8_2", "wide_16_2", "wide_16_2")),
+        ((28672, 4096), ("wide_16_2", "wide_24_2", "wide_16_2", "wide_24_2", "wide_16_2")),
+    ],
+)
+def test_many_tokens_take_the_way_that_fills_the_device(
+    size: tuple[int, int], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fastest of those measured on an H100 where bits may differ, or nearly so."""
+    monkeypatch.setattr(native_wide, "num_processors", lambda device: 132)
+    held = shaped("bfp8", *size)
+    ways = [
+        native_wide.choose_way(held, n, same_bits=False).kernel(held)
+        for n in (128, 192, 256, 384, 512)
+    ]
+    assert tuple(name.replace("_bfp8", "") for name in ways) == names
 
 
 def test_every_header_is_named_once() -> None:
@@ -147,6 +175,24 @@ def test_every_way_gives_the_same_bits(kind: str, size: tuple[int, int], gpu: to
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
+def test_every_way_of_a_whole_k(kind: str, gpu: torch.device) -> None:
+    """Of a weight whose K is cut elsewhere: equal bits among them, near float64."""
+    held = weight(kind, (4096, 2176), gpu, paired=False)
+    x = torch.cat([tokens(held, gpu) for _ in range(8)])[:500]
+    want = x[:, : held.num_columns].double() @ unpack(held).double().T
+    found = []
+    for eights, groups in native_wide.WAYS["wide"]:
+        out = torch.full((500, 4096), NAN, device=gpu)
+        way = native_wide.Way(eights, groups, is_whole=True)
+        arranged = native_wide.scratch(held.num_columns, gpu).fill_(0xFF)
+        native_wide.linear(out, x, held, epilogue=native.STORE, arranged=arranged, way=way)
+        found.append(out)
+    torch.testing.assert_close(found[0].double(), want, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
 def test_swiglu(kind: str, gpu: torch.device) -> None:
     held = weight(kind, (16384, 2048), gpu, paired=True)
     x = torch.cat([tokens(held, gpu), tokens(held, gpu)])
@@ -162,7 +208,7 @@ def test_swiglu(kind: str, gpu: torch.device) -> None:
     how = {"epilogue": native.STORE, "arranged": behind}
     native_wide.linear(want, out, down, **how)
     behind.fill_(0xFF)
-    places = native_wide.num_places(down, 100)
+    places = native_wide.num_places(native_wide.choose_way(down, 100), 100)
     native_wide.linear(
         behind, x[:100], held, epilogue=native.SWIGLU, arranged=arranged, feeds=places
     )

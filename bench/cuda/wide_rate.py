@@ -1,0 +1,179 @@
+"""How long products with weights in blocks take on a GPU, by shape, number of tokens and way.
+
+``python -m bench.cuda.wide_rate`` prints a table of microseconds: of every way that `native_wide`
+has kernels for, of dequantising the weight for the library, and of the library alone, on values
+that are held. Launches are chained in a captured graph over weights of several times the L2; a
+figure is the median of its replays. Random values; knows no model.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.script import run_script
+from tilewright.compiler.bench.display import decimal
+from tilewright.compiler.bench.table import Table
+from tilewright.compiler.commands.arguments import integer, option, parse
+from tilewright.compiler.errors import ConfigError, TilewrightError
+from tilewright.compiler.targets.cuda.held import TILE_BYTES, HeldWeight
+from tilewright.compiler.targets.cuda.kernels import native, native_wide
+from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
+from tilewright.compiler.targets.cuda.library import store_product
+from tilewright.compiler.targets.cuda.packing import hold
+
+CHAIN_BYTES = 240_000_000
+_NUM_REPLAYS = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is measured: all of these with each other."""
+
+    shapes: tuple[str, ...] = option(
+        "rows x columns of weights",
+        default=("8192x28672", "8192x8192", "10240x8192", "28672x4096", "4096x14336"),
+        metavar="NxK",
+    )
+    kinds: tuple[str, ...] = option("formats", default=("bfp8",), choices=tuple(TILE_BYTES))
+    tokens: tuple[int, ...] = option(
+        "rows of x",
+        default=(128, 192, 256, 384, 512),
+        type=integer(17, native_wide.MAX_TOKENS),
+        metavar="N",
+    )
+
+
+def ways_of(held: HeldWeight) -> Iterator[native_wide.Way]:
+    """The ways of a weight's own K, and for one that is cut those of a whole K."""
+    is_cut = native.num_slices(held) > 1
+    for eights, groups in native_wide.WAYS["cut"] if is_cut else ():
+        yield native_wide.Way(eights, groups, 3 if groups == 1 else 1)
+    for eights, groups in native_wide.WAYS["wide"]:
+        for resident in (1, 2) if eights <= 16 else (1,):
+            yield native_wide.Way(eights, groups, resident, is_whole=True)
+
+
+def replayed(run: Callable[[int], None], count: int) -> float:
+    """Microseconds of one of ``count`` runs that a graph chains: the median of its replays."""
+    run(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(count):
+            run(index)
+    graph.replay()
+    found = []
+    for _ in range(_NUM_REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(1e3 * begin.elapsed_time(end) / count)
+    return statistics.median(found)
+
+
+class Products:
+    """Weights of one shape and format, several times the L2, and the products with them."""
+
+    def __init__(self, num_rows: int, num_columns: int, kind: str) -> None:
+        generator = torch.Generator(device="cuda").manual_seed(3)
+        dense = torch.randn(num_rows, num_columns, device="cuda", generator=generator)
+        self.dense = (0.02 * dense).bfloat16()
+        first = hold(self.dense, kind, paired=False)
+        count = max(2, CHAIN_BYTES // first.data.nbytes)
+        self.held = [hold(self.dense, kind, paired=False) for _ in range(count)]
+        self._values = torch.empty_like(self.dense)
+        self._arranged = native_wide.scratch(num_columns, self.dense.device)
+
+    def ways(self) -> list[native_wide.Way]:
+        """Those that there is room for."""
+        return [way for way in ways_of(self.held[0]) if way.depth(self.held[0]) > 1]
+
+    def by_way(self, out: Tensor, x: Tensor, way: native_wide.Way) -> float:
+        """A product by `wide.cu`, x put in order included."""
+
+        def run(index: int) -> None:
+            how = {"epilogue": native.STORE, "arranged": self._arranged, "way": way}
+            native_wide.linear(out, x, self.held[index], **how)  # type: ignore[arg-type]
+
+        return replayed(run, len(self.held))
+
+    def dequantised(self, out: Tensor, x: Tensor) -> float:
+        """The weight dequantised, and the library."""
+
+        def run(index: int) -> None:
+            dequantise(self._values, self.held[index])
+            store_product(out, x, self._values)
+
+        return replayed(run, len(self.held))
+
+    def library(self, out: Tensor, x: Tensor) -> float:
+        """The library alone, of copies that do not lie in the L2."""
+        copies = [self.dense.clone() for _ in range(max(2, CHAIN_BYTES // self.dense.nbytes))]
+        return replayed(lambda index: store_product(out, x, copies[index]), len(copies))
+
+
+def read_shape(text: str) -> tuple[int, int]:
+    """Rows and columns.
+
+    Raises:
+        ConfigError: for another text than two whole numbers above zero with an x between them.
+    """
+    if re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", text) is None:
+        raise ConfigError(f"--shapes {text!r}; allowed: as 8192x28672")
+    num_rows, num_columns = map(int, text.split("x"))
+    return num_rows, num_columns
+
+
+def measure(shape: str, kind: str, counts: Sequence[int]) -> Iterator[list[str]]:
+    """Lines of the table: a way, its microseconds by number of tokens."""
+    num_rows, num_columns = read_shape(shape)
+    products = Products(num_rows, num_columns, kind)
+    sizes = []
+    for count in counts:
+        x = torch.randn(count, num_columns, device="cuda").bfloat16()
+        sizes.append((torch.empty(count, num_rows, device="cuda"), x))
+    for way in products.ways():
+        taken = [products.by_way(out, x, way) for out, x in sizes]
+        name = f"{way.kernel(products.held[0])}, {way.resident} a multiprocessor"
+        yield [shape, kind, name, *(decimal(each, 1) for each in taken)]
+    for name, run in (("dequantised", products.dequantised), ("library", products.library)):
+        yield [shape, kind, name, *(decimal(run(out, x), 1) for out, x in sizes)]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; 2 for a mistake in the arguments, or where there is no GPU."""
+    return run_script(_measured, argv)
+
+
+def _measured(argv: Sequence[str]) -> str:
+    options = parse(
+        Options,
+        argv,
+        prog="python -m bench.cuda.wide_rate",
+        description="Measure products with weights in blocks.",
+    )
+    for shape in options.shapes:
+        read_shape(shape)
+    if not torch.cuda.is_available():
+        raise TilewrightError("no GPU: nothing is measured")
+    heads = ["weight", "format", "way", *(f"{count} tokens" for count in options.tokens)]
+    lines = [
+        line
+        for shape in options.shapes
+        for kind in options.kinds
+        for line in measure(shape, kind, options.tokens)
+    ]
+    return Table.of(heads, lines).markdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
