@@ -38,11 +38,11 @@ def mend() -> None:
     def with_bool_mask(name: str, position: int) -> None:
         access = getattr(interpreter.InterpreterBuilder, name)
 
-        def masked(self: Any, *args: Any) -> Any:
+        def masked(self: Any, *args: Any, **named: Any) -> Any:
             mask = args[position]
             if mask.data.dtype != np.bool_:
                 mask = interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
-            return access(self, *args[:position], mask, *args[position + 1 :])
+            return access(self, *args[:position], mask, *args[position + 1 :], **named)
 
         setattr(interpreter.InterpreterBuilder, name, masked)
 

@@ -18,6 +18,7 @@ from tilewright.compiler.targets.cuda.kernels import native_experts
 from tilewright.compiler.targets.cuda.kernels.expert_linear import (
     FEW_PAIRS,
     MANY_PAIRS,
+    MOST_PAIRS,
     expert_linear,
     sum_experts,
 )
@@ -108,6 +109,10 @@ class Experts:
         self.why_not_native = self._why_not_native(plan, device, most)
         self._shared = {} if self.why_not_native else self._find_shared(plan)
         self._along = {id(each) for each in self._shared.values()}
+        products = (
+            each for each in plan.instructions if isinstance(each, ExpertLinear | ExpertSum)
+        )
+        self._is_bf16 = all(product_of(each).kind == "bf16" for each in products)
 
     def _why_not_native(self, plan: Plan, device: torch.device, max_rows: int) -> str:
         """Why decode steps do not run in CUDA C++; empty where they do."""
@@ -220,9 +225,8 @@ class Experts:
         parts = []
         for first in range(0, num_tokens, PART_TOKENS):
             num_pairs = min(PART_TOKENS, num_tokens - first) * each.top_k
-            # In float32 there are no registers for large tiles.
             is_few = decodes and num_tokens <= native_experts.MAX_TOKENS
-            size = FEW_PAIRS if is_few or self._exact else MANY_PAIRS
+            size = FEW_PAIRS if is_few else self._tile_size(num_pairs, num_experts)
             parts.append(Groups.empty(num_pairs, num_experts, size, logits.device))
         alone = parts[0] if num_tokens == 1 else None
         route(
@@ -240,6 +244,13 @@ class Experts:
             for part, groups in routing.parts():
                 group(groups, experts[part])
         return routing
+
+    def _tile_size(self, num_pairs: int, num_experts: int) -> int:
+        """Pairs of a tile where there are many of them."""
+        if self._exact:  # in float32 there are no registers for large tiles
+            return FEW_PAIRS
+        is_most = self._is_bf16 and num_pairs >= MOST_PAIRS * num_experts
+        return MOST_PAIRS if is_most else MANY_PAIRS
 
     def _products(self, each: ExpertLinear, step: Buffers) -> None:
         routing, held = self._routing, self._weights.held(product_of(each))

@@ -8,9 +8,13 @@ Legend: T tokens, K experts of a token, C channels, O outputs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewright.compiler.targets.cuda.held import TILE_ROWS, HeldWeight
 from tilewright.compiler.targets.cuda.kernels.dequantise import words_of
@@ -28,7 +32,41 @@ FEW_PAIRS = 16
 """Pairs of a tile in decode steps: the least that tensor cores take well."""
 MANY_PAIRS = 64
 """Pairs of a tile in prompts: measured faster on an H200, however few an expert has."""
+MOST_PAIRS = 128
+"""Pairs of a tile in prompts where experts have more than that each, of bfloat16 weights."""
 _MAX_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What a program takes: rows of the weight, and columns a step where the copy engine fetches
+    them (0: it does not, and steps are whole tiles); its warps and its steps in flight.
+    """
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def _store_pairs(
+    out_ptr, sums, token, choice, is_pair, first_row, num_rows, out_stride, out_each,
+    ROWS: tl.constexpr, PAIRS: tl.constexpr, SWIGLU: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """``sums [ROWS, PAIRS]`` of rows from ``first_row`` on, or what gate and up among them make."""
+    if SWIGLU:
+        # Row 16 p + 8 s + g to [p, g, pair, s]: gate and up of a place side by side.
+        sides = tl.permute(sums.reshape(ROWS // 16, 2, 8, PAIRS), (0, 2, 3, 1))
+        gate, up = tl.split(sides)
+        y = (gate * tl.sigmoid(gate) * up).reshape(ROWS // 2, PAIRS)
+        place = first_row // 2 + tl.arange(0, ROWS // 2)
+    else:
+        y = sums
+        place = first_row + tl.arange(0, ROWS)
+    target = out_ptr + token[None, :] * out_stride + choice[None, :] * out_each + place[:, None]
+    y = rounded(y, out_ptr.dtype.element_ty, CHAINED)
+    tl.store(target, y, mask=(place < num_rows)[:, None] & is_pair[None, :])
 
 
 @triton.jit
@@ -64,23 +102,55 @@ def _expert_linear_kernel(
             x = tl.load(x_rows + column, mask=inside, other=0.0)
             weights = tile_weights(data_ptr, words_ptr, held_row, step, all_row_tiles, STEPS, KIND)
             sums = product(weights, x, sums, CHAINED)
-        sums *= scale
-        if SWIGLU:
-            # Row 16 p + 8 s + g to [p, g, pair, s]: gate and up of a place side by side.
-            sides = tl.permute(sums.reshape(ROWS // 16, 2, 8, PAIRS), (0, 2, 3, 1))
-            gate, up = tl.split(sides)
-            y = (gate * tl.sigmoid(gate) * up).reshape(ROWS // 2, PAIRS)
-            place = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
-        else:
-            y = sums
-            place = row
-        target = out_ptr + token[None, :] * out_stride + choice[None, :] * out_each + place[:, None]
-        y = rounded(y, out_ptr.dtype.element_ty, CHAINED)
-        tl.store(target, y, mask=(place < num_rows)[:, None] & is_pair[None, :])
+        _store_pairs(
+            out_ptr, sums * scale, token, choice, is_pair, tl.program_id(0) * ROWS,
+            num_rows, out_stride, out_each, ROWS, PAIRS, SWIGLU, CHAINED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _many_pairs_kernel(
+    out_ptr, x_ptr, weights, order_ptr, tiles_ptr,
+    num_rows, num_columns, held_rows, num_tiles, top_k,
+    out_stride, out_each, x_stride, x_each, scale,
+    STEPS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
+    SWIGLU: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """`_expert_linear_kernel` of bfloat16 weights, which the copy engine fetches: programs large
+    enough that the L2 keeps up with them. The same sums in the same order.
+    """
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    expert = tl.load(tiles_ptr + tl.program_id(1))
+    first = tl.load(tiles_ptr + num_tiles + tl.program_id(1))
+    last = tl.load(tiles_ptr + 2 * num_tiles + tl.program_id(1))
+    if expert >= 0:
+        place = first + tl.arange(0, PAIRS)
+        pair = tl.load(order_ptr + tl.minimum(place, last - 1))
+        token, choice = (pair // top_k).to(tl.int64), pair % top_k
+        x_rows = x_ptr + token[None, :] * x_stride + choice[None, :] * x_each
+        row = tl.program_id(0) * ROWS
+        column = tl.arange(0, COLUMNS)[:, None]
+        sums = tl.zeros((ROWS, PAIRS), tl.float32)
+        for step in range(STEPS):
+            at = step * COLUMNS
+            x = tl.load(x_rows + at + column, mask=at + column < num_columns, other=0.0)
+            sums = product(weights.load([expert * held_rows + row, at]), x, sums, CHAINED)
+        _store_pairs(
+            out_ptr, sums * scale, token, choice, place < last, row,
+            num_rows, out_stride, out_each, ROWS, PAIRS, SWIGLU, CHAINED,
+        )  # fmt: skip
 
 
 def expert_linear(
-    out: Tensor, x: Tensor, held: HeldWeight, groups: Groups, *, top_k: int, swiglu: bool = False
+    out: Tensor,
+    x: Tensor,
+    held: HeldWeight,
+    groups: Groups,
+    *,
+    top_k: int,
+    swiglu: bool = False,
+    way: Way | None = None,
 ) -> None:
     """``out [T, K O]``: K products of each token with its experts' weights, float32 sums.
 
@@ -88,7 +158,7 @@ def expert_linear(
     makes it float32 arithmetic. ``held``: C columns, O rows an expert; with ``swiglu`` paired, and
     what is written are O of silu(gate) * up: all but the rows (less than 8) that are padding.
     ``out`` is float32 or bfloat16; nothing is written for tokens that are padding. Rows may be
-    further apart than they are long.
+    further apart than they are long. ``way``: another than :func:`way_of` has, with the same bits.
     """
     num_tokens, num_columns = x.shape[0], held.num_columns
     num_rows, rest = divmod(out.shape[1], top_k)
@@ -97,27 +167,39 @@ def expert_linear(
     assert out.shape[0] == num_tokens and out.stride(1) == 1 == x.stride(1)
     own = x.shape[1] == top_k * num_columns and top_k > 1
     assert own or x.shape[1] >= num_columns
-    rows, launch = _launch(held, groups.tile_size)
-    grid = (triton.cdiv(held.num_row_tiles * TILE_ROWS, rows), groups.tiles.shape[1])
+    way = way or way_of(held, groups.tile_size, x.dtype)
+    num_tiles = groups.tiles.shape[1]
+    grid = (triton.cdiv(held.num_row_tiles * TILE_ROWS, way.rows), num_tiles)
+    strides = out.stride(0), num_rows, x.stride(0), num_columns if own else 0
+    sizes = {"ROWS": way.rows, "PAIRS": groups.tile_size, "SWIGLU": swiglu}
+    sizes |= {"num_warps": way.num_warps, "num_stages": way.num_stages, **chained(out)}
+    if way.columns:
+        block = [way.rows, way.columns]
+        _many_pairs_kernel[grid](
+            out, x, TensorDescriptor.from_tensor(held.data, block), groups.order, groups.tiles,
+            num_rows, num_columns, held.num_row_tiles * TILE_ROWS, num_tiles, top_k,
+            *strides, held.scale,
+            STEPS=held.data.shape[1] // way.columns, COLUMNS=way.columns, **sizes,
+        )  # fmt: skip
+        return
     _expert_linear_kernel[grid](
         out, x, held.data, None if held.kind == "bf16" else words_of(held),
         groups.order, groups.tiles,
         num_rows, num_columns, held.num_row_tiles, held.num_experts * held.num_row_tiles,
-        groups.tiles.shape[1], top_k,
-        out.stride(0), num_rows, x.stride(0), num_columns if own else 0, held.scale,
-        KIND=held.kind, STEPS=held.num_column_tiles, ROWS=rows, PAIRS=groups.tile_size,
-        SWIGLU=swiglu, **launch, **chained(out),
+        num_tiles, top_k, *strides, held.scale,
+        KIND=held.kind, STEPS=held.num_column_tiles, **sizes,
     )  # fmt: skip
 
 
-def _launch(held: HeldWeight, tile_size: int) -> tuple[int, dict[str, int]]:
-    """The rows that a program takes, its warps and its steps in flight: measured on an H200."""
+def way_of(held: HeldWeight, tile_size: int, operand: torch.dtype) -> Way:
+    """How a product with tiles of so many pairs goes: the fastest measured on an H200 or H100."""
     if tile_size == FEW_PAIRS:
-        return TILE_ROWS, {"num_warps": 4, "num_stages": 4}
+        return Way(TILE_ROWS, 0, 4, 4)
     if held.kind != "bf16":
-        return 4 * TILE_ROWS, {"num_warps": 4, "num_stages": 3}
-    is_long = held.num_column_tiles >= 8
-    return 8 * TILE_ROWS, {"num_warps": 8, "num_stages": 4 if is_long else 2}
+        return Way(4 * TILE_ROWS, 0, 4, 3)
+    if tile_size == MOST_PAIRS and operand == torch.bfloat16:
+        return Way(16 * TILE_ROWS, 64, 8, 4)
+    return Way(8 * TILE_ROWS, 0, 8, 4 if held.num_column_tiles >= 8 else 2)
 
 
 @triton.jit

@@ -62,6 +62,7 @@ def expected(x_TKC: torch.Tensor, held: HeldWeight, experts: torch.Tensor) -> to
         [
             *((1, 2, (40, 200), False, 16), (3, 3, (33, 130), True, 16)),
             *((7, 1, (16, 9), False, 16), (19, 4, (70, 64), True, 64)),
+            (90, 3, (300, 200), True, 128),
         ],
         KINDS,
     ),
@@ -91,15 +92,16 @@ def test_products(
     assert bool(out[:, top_k * size[0] :].isnan().all())
 
 
+@pytest.mark.parametrize("tile_size", [16, 128])
 @pytest.mark.parametrize("inner", [24, 13])
 @pytest.mark.parametrize("kind", KINDS)
 def test_swiglu_of_halves_that_need_not_be_whole_tiles(
-    kind: str, inner: int, device: torch.device
+    kind: str, inner: int, tile_size: int, device: torch.device
 ) -> None:
     held, experts = weight(kind, (2 * inner, 70), device, paired=True), choice(4, 2, device)
     x = torch.randn(4, 70, device=device).bfloat16()
     out = torch.full((4, 2 * inner), NAN, dtype=torch.bfloat16, device=device)
-    expert_linear(out, x, held, grouped(experts, 16), top_k=2, swiglu=True)
+    expert_linear(out, x, held, grouped(experts, tile_size), top_k=2, swiglu=True)
     y = expected(x[:, None].expand(-1, 2, -1), held, experts)
     sides = y.unflatten(-1, (-1, 2, 8))
     gate, up = (sides[..., side, :].flatten(2)[..., :inner] for side in (0, 1))

@@ -1,0 +1,152 @@
+"""How long products with experts take in prompts on a GPU, by tokens, tile of pairs and way.
+
+``python -m bench.cuda.expert_rate`` prints a table of microseconds of one layer's two products, of
+Qwen3.5-35B-A3B's experts in bfloat16 unless told otherwise, with experts chosen at random. A figure
+is the median of a captured graph's replays over several layers, more than the L2 holds. Ways of
+equal sums have equal bits: the last column says how many values differ from the first way's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.script import run_script
+from tilewright.compiler.bench.display import decimal
+from tilewright.compiler.bench.table import Table
+from tilewright.compiler.commands.arguments import integer, option, parse
+from tilewright.compiler.errors import TilewrightError
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.targets.cuda.experts import place_experts
+from tilewright.compiler.targets.cuda.held import HeldWeight
+from tilewright.compiler.targets.cuda.kernels.expert_linear import (
+    MANY_PAIRS,
+    MOST_PAIRS,
+    Way,
+    expert_linear,
+)
+from tilewright.compiler.targets.cuda.kernels.route import Groups, group
+
+_NUM_LAYERS, _NUM_REPLAYS = 2, 7
+WAYS = (
+    (MANY_PAIRS, None),
+    (MANY_PAIRS, Way(128, 64, 8, 6)),
+    (MANY_PAIRS, Way(256, 64, 8, 4)),
+    (MOST_PAIRS, Way(128, 64, 8, 3)),
+    (MOST_PAIRS, Way(128, 64, 8, 6)),
+    (MOST_PAIRS, Way(256, 64, 8, 4)),
+    (MOST_PAIRS, Way(256, 64, 8, 3)),
+)
+"""Tiles of pairs and ways; None: the way that is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Sizes of a layer, and numbers of tokens."""
+
+    tokens: tuple[int, ...] = option(
+        "of a prompt", default=(1024, 2048, 4096, 8192), type=integer(1), metavar="N"
+    )
+    experts: int = option("of a layer", default=256, type=integer(1), metavar="N")
+    top_k: int = option("of a token", default=8, type=integer(1), metavar="N")
+    hidden: int = option("columns of a token", default=2048, type=integer(16), metavar="N")
+    inner: int = option("columns of an expert", default=512, type=integer(16), metavar="N")
+
+
+class Layers:
+    """Weights of some layers of experts, random."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        hidden, inner = options.hidden, options.inner
+        self.up = [self._made((2 * inner, hidden), paired=True) for _ in range(_NUM_LAYERS)]
+        self.down = [self._made((hidden, inner), paired=False) for _ in range(_NUM_LAYERS)]
+
+    def _made(self, size: tuple[int, int], *, paired: bool) -> HeldWeight:
+        count = self._options.experts
+        dense = torch.randn(count, *size, device="cuda", dtype=torch.bfloat16) / size[1] ** 0.5
+        recipe = WeightRecipe((Segment("w", count * size[0]),), (count, *size), "bf16")
+        device = torch.device("cuda")
+        return place_experts(
+            recipe, "bf16", lambda name: dense, device, paired=paired, check=lambda *_: None
+        )
+
+    def measure(
+        self, x: Tensor, experts: Tensor, tile_size: int, way: Way | None
+    ) -> tuple[float, float, Tensor]:
+        """Microseconds of the first product and of the second, and what came out."""
+        options, count = self._options, len(x)
+        groups = Groups.empty(experts.numel(), options.experts, tile_size, x.device)
+        group(groups, experts)
+        inner = torch.empty(count, options.top_k * options.inner, device="cuda").bfloat16()
+        out = torch.empty(count, options.top_k * options.hidden, device="cuda").bfloat16()
+        how = {"top_k": options.top_k, "way": way}
+
+        def first(layer: int) -> None:
+            expert_linear(inner, x, self.up[layer], groups, swiglu=True, **how)  # type: ignore[arg-type]
+
+        def second(layer: int) -> None:
+            expert_linear(out, inner, self.down[layer], groups, **how)  # type: ignore[arg-type]
+
+        return replayed(first), replayed(second), out
+
+
+def replayed(run: Callable[[int], None]) -> float:
+    """Microseconds of one layer in a captured chain of some: the median of its replays."""
+    run(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(4 * _NUM_LAYERS):
+            run(index % _NUM_LAYERS)
+    found = []
+    for _ in range(_NUM_REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(1e3 * begin.elapsed_time(end) / (4 * _NUM_LAYERS))
+    return statistics.median(found)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; 2 for a mistake in the arguments, or where there is no GPU."""
+    return run_script(_measured, argv)
+
+
+def _measured(argv: Sequence[str]) -> str:
+    options = parse(
+        Options,
+        argv,
+        prog="python -m bench.cuda.expert_rate",
+        description="Measure products with experts in prompts.",
+    )
+    if not torch.cuda.is_available():
+        raise TilewrightError("no GPU: nothing is measured")
+    layers, lines = Layers(options), []
+    flops = 6 * options.hidden * options.inner * options.top_k
+    for count in options.tokens:
+        x = torch.randn(count, options.hidden, device="cuda").bfloat16()
+        scores = torch.rand(count, options.experts, device="cuda")
+        experts = scores.topk(options.top_k).indices.int()
+        expected = None
+        for tile_size, way in WAYS:
+            up, down, out = layers.measure(x, experts, tile_size, way)
+            expected = out if expected is None else expected
+            name = "as it is" if way is None else f"{way.rows} rows, {way.num_stages} steps"
+            rate = decimal(1e-6 * flops * count / (up + down))
+            values = f"{int((out != expected).sum()):,}"
+            lines.append([f"{count:,}", str(tile_size), name, decimal(up, 1), decimal(down, 1)])
+            lines[-1] += [rate, values]
+    heads = ["tokens", "pairs of a tile", "way", "gate and up", "down", "TFLOP/s", "other values"]
+    return Table.of(heads, lines).markdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
