@@ -249,7 +249,7 @@ class Experts:
         """Pairs of a tile where there are many of them."""
         if self._exact:  # in float32 there are no registers for large tiles
             return FEW_PAIRS
-        is_most = self._is_bf16 and num_pairs >= MOST_PAIRS * num_experts
+        is_most = self._is_bf16 and num_pairs >= MANY_PAIRS * num_experts
         return MOST_PAIRS if is_most else MANY_PAIRS
 
     def _products(self, each: ExpertLinear, step: Buffers) -> None:

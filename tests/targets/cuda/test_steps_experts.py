@@ -55,6 +55,14 @@ def experts_of(
     return plan, Experts(plan, weights, device, exact=exact, max_rows=4)
 
 
+def test_tiles_are_large_where_experts_have_many_pairs() -> None:
+    """And their weights are bfloat16, and so is arithmetic."""
+    (_, dense), (_, exact) = experts_of(BF16, CPU), experts_of(BF16, CPU, exact=True)
+    (_, blocks) = experts_of(precision_of("bfp8"), CPU)
+    sizes = [each._tile_size(64 * 12, 12) for each in (dense, exact, blocks)]
+    assert sizes == [128, 16, 64] and dense._tile_size(64 * 12 - 1, 12) == 64
+
+
 def test_why_not_in_cuda_c(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_experts, "why_not", lambda device: "")
     assert experts_of(BF16, CPU)[1].why_not_native == "no GPU"

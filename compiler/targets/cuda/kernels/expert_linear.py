@@ -33,7 +33,9 @@ FEW_PAIRS = 16
 MANY_PAIRS = 64
 """Pairs of a tile in prompts: measured faster on an H200, however few an expert has."""
 MOST_PAIRS = 128
-"""Pairs of a tile in prompts where experts have more than that each, of bfloat16 weights."""
+"""Pairs of a tile where experts have :data:`MANY_PAIRS` or more each, of bfloat16 weights: faster
+from there on, as programs are large enough for the L2 to keep up with them.
+"""
 _MAX_BLOCK = 1024
 
 
