@@ -102,7 +102,7 @@ def keeper(path: Path | None) -> Callable[[Mapping[str, Any]], None]:
     if path is None:
         return lambda row: None
     check_writable(path)
-    facts, host = environment(), describe_cpu().model_name
+    facts, host = environment(), describe_cpu().full_name
     taken = {"commit": facts.commit, "date": facts.timestamp, "host": host}
     return lambda row: append_lines(path, json.dumps({**row, **taken}).encode() + b"\n")
 

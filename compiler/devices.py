@@ -54,13 +54,19 @@ class CpuDescription:
 
     ``num_physical_cores`` are the machine's, hyper-threads counted once, or None where the system
     does not tell. ``isa`` lists the instruction sets that matter for a product, as Linux spells
-    them.
+    them. ``family`` tells processors apart whose name a virtual machine hides.
     """
 
     model_name: str
     num_cores: int
     num_physical_cores: int | None
     isa: tuple[str, ...]
+    family: str = ""
+
+    @property
+    def full_name(self) -> str:
+        """The name, with the family where it is known."""
+        return f"{self.model_name}, {self.family}" if self.family else self.model_name
 
 
 def _wormhole(
@@ -219,6 +225,7 @@ def describe_cpu(cpuinfo: Path = _CPUINFO) -> CpuDescription:
         num_cores=_usable_cores(),
         num_physical_cores=len(cores) or None,
         isa=tuple(flag for flag in _ISA_FLAGS if flag in flags),
+        family=f"family {fields['cpu family']}" if "cpu family" in fields else "",
     )
 
 

@@ -50,12 +50,12 @@ def main(argv: list[str]) -> int:
     )
     print(f"started in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     answer(engine, rows[:2])
+    longest = sorted(rows, key=lambda row: -row["max_tokens"])
+    prompts = sum(len(row["prompt"]) for row in rows)
+    count = sum(row["max_tokens"] for row in rows)
     for order in options.orders:
-        longest = sorted(rows, key=lambda row: -row["max_tokens"])
         seconds = answer(engine, longest if order == "longest" else rows)
         found = {"engine": "vLLM", "rows": len(rows), "seats": options.seats, "seconds": seconds}
-        prompts = sum(len(row["prompt"]) for row in rows)
-        count = sum(row["max_tokens"] for row in rows)
         rates = {"order": order, "prompt_tokens": prompts, "output_tokens": count}
         print(
             json.dumps({**found, **rates, "output_tokens_per_second": count / seconds}), flush=True

@@ -7,12 +7,11 @@ in a nucleus of 0.95, which is the hardest case. Knows no model.
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections.abc import Callable
 
 import torch
 
+from bench.cuda.replays import replayed
 from tilewright.compiler.targets.cuda.choice import Drawing, make_choice
 from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.step import Choosing, Seat
@@ -26,24 +25,6 @@ KINDS: dict[str, tuple[Choosing, Drawing | None]] = {
     "top-p": (Choosing(temperature=1.0, top_p=0.95), Drawing(False, True)),
     "all": (Choosing(temperature=0.7, top_k=20, top_p=0.8, min_p=0.01), Drawing(True, True)),
 }
-
-
-def replayed(run: Callable[[], object], *, num_replays: int = 20) -> float:
-    """Microseconds of a captured run: the median of so many replays."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    found = []
-    for _ in range(num_replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(1e3 * begin.elapsed_time(end))
-    return statistics.median(found)
 
 
 def measure(num_rows: int, vocabulary: int) -> list[float]:

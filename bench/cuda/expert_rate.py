@@ -1,14 +1,13 @@
-"""How long products with experts take in prompts on a GPU, by tokens, tile of pairs and way.
+"""How long products with experts take in prompts on a GPU, by tokens, pairs of a tile and tiling.
 
 ``python -m bench.cuda.expert_rate`` prints a table of microseconds of one layer's two products, of
 Qwen3.5-35B-A3B's experts in bfloat16 unless told otherwise, with experts chosen at random. A figure
-is the median of a captured graph's replays over several layers, more than the L2 holds. Ways of
-equal sums have equal bits: the last column says how many values differ from the first way's.
+is the median of a captured graph's replays over several layers, more than the L2 holds. All have
+the same bits: the last column says how many values differ from the first tiling's.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,33 +15,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bench.cuda.replays import replayed
 from bench.script import run_script
 from tilewright.compiler.bench.display import decimal
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands.arguments import integer, option, parse
-from tilewright.compiler.errors import TilewrightError
+from tilewright.compiler.errors import ConfigError, TilewrightError
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.cuda.experts import place_experts
 from tilewright.compiler.targets.cuda.held import HeldWeight
 from tilewright.compiler.targets.cuda.kernels.expert_linear import (
     MANY_PAIRS,
     MOST_PAIRS,
-    Way,
+    Tiling,
     expert_linear,
 )
 from tilewright.compiler.targets.cuda.kernels.route import Groups, group
 
-_NUM_LAYERS, _NUM_REPLAYS = 2, 7
-WAYS = (
+_NUM_LAYERS, _CHAIN = 2, 8
+TILINGS = (
     (MANY_PAIRS, None),
-    (MANY_PAIRS, Way(128, 64, 8, 6)),
-    (MANY_PAIRS, Way(256, 64, 8, 4)),
-    (MOST_PAIRS, Way(128, 64, 8, 3)),
-    (MOST_PAIRS, Way(128, 64, 8, 6)),
-    (MOST_PAIRS, Way(256, 64, 8, 4)),
-    (MOST_PAIRS, Way(256, 64, 8, 3)),
+    (MANY_PAIRS, Tiling(128, 64, 8, 6)),
+    (MANY_PAIRS, Tiling(256, 64, 8, 4)),
+    (MOST_PAIRS, Tiling(128, 64, 8, 3)),
+    (MOST_PAIRS, Tiling(128, 64, 8, 6)),
+    (MOST_PAIRS, Tiling(256, 64, 8, 4)),
+    (MOST_PAIRS, Tiling(256, 64, 8, 3)),
 )
-"""Tiles of pairs and ways; None: the way that is taken."""
+"""Pairs of a tile and the rest of a tiling; None: that which is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Layers:
         )
 
     def measure(
-        self, x: Tensor, experts: Tensor, tile_size: int, way: Way | None
+        self, x: Tensor, experts: Tensor, tile_size: int, tiling: Tiling | None
     ) -> tuple[float, float, Tensor]:
         """Microseconds of the first product and of the second, and what came out."""
         options, count = self._options, len(x)
@@ -85,7 +85,7 @@ class Layers:
         group(groups, experts)
         inner = torch.empty(count, options.top_k * options.inner, device="cuda").bfloat16()
         out = torch.empty(count, options.top_k * options.hidden, device="cuda").bfloat16()
-        how = {"top_k": options.top_k, "way": way}
+        how = {"top_k": options.top_k, "tiling": tiling}
 
         def first(layer: int) -> None:
             expert_linear(inner, x, self.up[layer], groups, swiglu=True, **how)  # type: ignore[arg-type]
@@ -93,26 +93,17 @@ class Layers:
         def second(layer: int) -> None:
             expert_linear(out, inner, self.down[layer], groups, **how)  # type: ignore[arg-type]
 
-        return replayed(first), replayed(second), out
+        return _each(first), _each(second), out
 
 
-def replayed(run: Callable[[int], None]) -> float:
-    """Microseconds of one layer in a captured chain of some: the median of its replays."""
-    run(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(4 * _NUM_LAYERS):
+def _each(run: Callable[[int], None]) -> float:
+    """Microseconds of one layer in a captured chain of some."""
+
+    def chain() -> None:
+        for index in range(_CHAIN):
             run(index % _NUM_LAYERS)
-    found = []
-    for _ in range(_NUM_REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(1e3 * begin.elapsed_time(end) / (4 * _NUM_LAYERS))
-    return statistics.median(found)
+
+    return replayed(chain, count=_CHAIN)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -127,6 +118,8 @@ def _measured(argv: Sequence[str]) -> str:
         prog="python -m bench.cuda.expert_rate",
         description="Measure products with experts in prompts.",
     )
+    if options.top_k > options.experts:
+        raise ConfigError(f"--top-k {options.top_k}; allowed: up to --experts {options.experts}")
     if not torch.cuda.is_available():
         raise TilewrightError("no GPU: nothing is measured")
     layers, lines = Layers(options), []
@@ -136,15 +129,16 @@ def _measured(argv: Sequence[str]) -> str:
         scores = torch.rand(count, options.experts, device="cuda")
         experts = scores.topk(options.top_k).indices.int()
         expected = None
-        for tile_size, way in WAYS:
-            up, down, out = layers.measure(x, experts, tile_size, way)
+        for tile_size, tiling in TILINGS:
+            up, down, out = layers.measure(x, experts, tile_size, tiling)
             expected = out if expected is None else expected
-            name = "as it is" if way is None else f"{way.rows} rows, {way.num_stages} steps"
+            name = f"{tiling.rows} rows, {tiling.num_stages} steps" if tiling else "as it is"
             rate = decimal(1e-6 * flops * count / (up + down))
             values = f"{int((out != expected).sum()):,}"
             lines.append([f"{count:,}", str(tile_size), name, decimal(up, 1), decimal(down, 1)])
             lines[-1] += [rate, values]
-    heads = ["tokens", "pairs of a tile", "way", "gate and up", "down", "TFLOP/s", "other values"]
+    heads = ["tokens", "pairs of a tile", "tiling", "gate and up", "down", "TFLOP/s"]
+    heads.append("other values")
     return Table.of(heads, lines).markdown()
 
 

@@ -1,15 +1,14 @@
 """How long products with weights in blocks take on a GPU, by shape, number of tokens and way.
 
-``python -m bench.cuda.wide_rate`` prints a table of microseconds: of every way that `native_wide`
-has kernels for, of dequantising the weight for the library, and of the library alone, on values
-that are held. Launches are chained in a captured graph over weights of several times the L2; a
-figure is the median of its replays. Random values; knows no model.
+``python -m bench.cuda.wide_rate`` prints a table of microseconds: of the ways that `native_wide`
+has for many tokens (the one it chooses has a star), of dequantising the weight for the library, and
+of the library alone, on values that are held. Launches are chained in a captured graph over weights
+of several times the L2; a figure is the median of its replays. Random values; knows no model.
 """
 
 from __future__ import annotations
 
 import re
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bench.cuda.replays import replayed
 from bench.script import run_script
 from tilewright.compiler.bench.display import decimal
 from tilewright.compiler.bench.table import Table
@@ -29,7 +29,6 @@ from tilewright.compiler.targets.cuda.library import store_product
 from tilewright.compiler.targets.cuda.packing import hold
 
 CHAIN_BYTES = 240_000_000
-_NUM_REPLAYS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,24 +59,14 @@ def ways_of(held: HeldWeight) -> Iterator[native_wide.Way]:
             yield native_wide.Way(eights, groups, resident, is_whole=True)
 
 
-def replayed(run: Callable[[int], None], count: int) -> float:
-    """Microseconds of one of ``count`` runs that a graph chains: the median of its replays."""
-    run(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+def _each(run: Callable[[int], None], count: int) -> float:
+    """Microseconds of one of ``count`` runs that a graph chains."""
+
+    def chain() -> None:
         for index in range(count):
             run(index)
-    graph.replay()
-    found = []
-    for _ in range(_NUM_REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(1e3 * begin.elapsed_time(end) / count)
-    return statistics.median(found)
+
+    return replayed(chain, count=count)
 
 
 class Products:
@@ -104,7 +93,7 @@ class Products:
             how = {"epilogue": native.STORE, "arranged": self._arranged, "way": way}
             native_wide.linear(out, x, self.held[index], **how)  # type: ignore[arg-type]
 
-        return replayed(run, len(self.held))
+        return _each(run, len(self.held))
 
     def dequantised(self, out: Tensor, x: Tensor) -> float:
         """The weight dequantised, and the library."""
@@ -113,24 +102,25 @@ class Products:
             dequantise(self._values, self.held[index])
             store_product(out, x, self._values)
 
-        return replayed(run, len(self.held))
+        return _each(run, len(self.held))
 
     def library(self, out: Tensor, x: Tensor) -> float:
         """The library alone, of copies that do not lie in the L2."""
         copies = [self.dense.clone() for _ in range(max(2, CHAIN_BYTES // self.dense.nbytes))]
-        return replayed(lambda index: store_product(out, x, copies[index]), len(copies))
+        return _each(lambda index: store_product(out, x, copies[index]), len(copies))
 
 
 def read_shape(text: str) -> tuple[int, int]:
     """Rows and columns.
 
     Raises:
-        ConfigError: for another text than two whole numbers above zero with an x between them.
+        ConfigError: for another text than two whole numbers above zero with an x between them, the
+            second a multiple of 4.
     """
-    if re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", text) is None:
-        raise ConfigError(f"--shapes {text!r}; allowed: as 8192x28672")
-    num_rows, num_columns = map(int, text.split("x"))
-    return num_rows, num_columns
+    found = re.fullmatch("([1-9][0-9]*)x([1-9][0-9]*)", text)
+    if found is None or int(found[2]) % 4:
+        raise ConfigError(f"--shapes {text!r}; allowed: as 8192x28672, columns by fours")
+    return int(found[1]), int(found[2])
 
 
 def measure(shape: str, kind: str, counts: Sequence[int]) -> Iterator[list[str]]:
@@ -142,9 +132,11 @@ def measure(shape: str, kind: str, counts: Sequence[int]) -> Iterator[list[str]]
         x = torch.randn(count, num_columns, device="cuda").bfloat16()
         sizes.append((torch.empty(count, num_rows, device="cuda"), x))
     for way in products.ways():
-        taken = [products.by_way(out, x, way) for out, x in sizes]
-        name = f"{way.kernel(products.held[0])}, {way.resident} a multiprocessor"
-        yield [shape, kind, name, *(decimal(each, 1) for each in taken)]
+        held, cells = products.held[0], []
+        for out, x in sizes:
+            star = " *" if native_wide.choose_way(held, len(x), same_bits=False) == way else ""
+            cells.append(decimal(products.by_way(out, x, way), 1) + star)
+        yield [shape, kind, f"{way.kernel(held)}, {way.resident} a multiprocessor", *cells]
     for name, run in (("dequantised", products.dequantised), ("library", products.library)):
         yield [shape, kind, name, *(decimal(run(out, x), 1) for out, x in sizes)]
 

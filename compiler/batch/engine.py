@@ -42,11 +42,13 @@ class Ended:
     Attributes:
         first_s: seconds from its seat to its first token; None where there was none.
         total_s: seconds from its seat to its last token.
+        ignored: keys of its body that nothing came of.
     """
 
     record: Record
     first_s: float | None = None
     total_s: float | None = None
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -251,7 +253,8 @@ def _ended(live: _Live) -> Ended:
         completion_tokens=usage["completion_tokens"],
         body=msgspec.Raw(msgspec.json.encode(live.job.whole())),
     )
-    return Ended(record=record, first_s=_first(live.done), total_s=_total(live.done))
+    times = {"first_s": _first(live.done), "total_s": _total(live.done)}
+    return Ended(record=record, ignored=live.job.ignored, **times)
 
 
 def _first(done: Sequence[_Asked]) -> float | None:

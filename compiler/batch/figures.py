@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -36,6 +37,7 @@ class Meter:
 
     Attributes:
         num_prompt, num_output: tokens of the rows that were answered.
+        ignored: keys of their bodies that nothing came of, with how many rows had each.
     """
 
     began: float = field(default_factory=time.perf_counter)
@@ -43,6 +45,7 @@ class Meter:
     num_failed: int = 0
     num_prompt: int = 0
     num_output: int = 0
+    ignored: Counter[str] = field(default_factory=Counter)
     first_s: list[float] = field(default_factory=list)
     total_s: list[float] = field(default_factory=list)
     _marks: list[_Mark] = field(default_factory=list)
@@ -57,6 +60,7 @@ class Meter:
             self.num_failed += not record.is_ok
             self.num_prompt += record.prompt_tokens
             self.num_output += record.completion_tokens
+            self.ignored.update(each.ignored)
             if each.first_s is not None and each.total_s is not None:
                 self.first_s.append(each.first_s)
                 self.total_s.append(each.total_s)

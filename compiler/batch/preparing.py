@@ -84,11 +84,11 @@ class Preparer:
         Raises:
             ApiError: 400 for what the server would refuse.
         """
-        if item.is_chat:
-            job = self._chat(self._with_defaults(decode(item.body, ChatRequest)[0], item))
-        else:
-            asked = self._with_defaults(decode(item.body, CompletionRequest)[0], item)
-            job = self._completion(asked)
+        request: Common
+        request, ignored = decode(item.body, ChatRequest if item.is_chat else CompletionRequest)
+        asked = self._with_defaults(request, item)
+        job = self._chat(asked) if item.is_chat else self._completion(asked)
+        job.ignored = (*ignored, *(["stream"] if request.stream else []))
         kind = "chatcmpl" if item.is_chat else "cmpl"
         job.request_id, job.created = f"{kind}-{item.row}", self.created
         return job

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tilewright.compiler.commands.source import Source
 
 EXIT_ROWS_FAILED = 1
+_MOST_IGNORED = 10
 
 
 def main(argv: list[str]) -> int:
@@ -62,6 +63,8 @@ def _run(options: BatchOptions, path: Path, sign: PulsingSign) -> int:
         return _exit_code(options, data.num_failed(path), len(_chosen(options, len(data))))
     source = source or open_batch_source(options)
     rows = _chosen(options, len(data))
+    if options.num_samples is not None and options.num_samples > len(data):
+        sign.note(f"{len(data):,} rows are all there are: --num-samples {options.num_samples:,}")
     facts = {"data set": data.content_hash, "samples": f"{len(rows)} of {len(data)}"}
     journal = output.begin({**facts, **batch_facts(options, source)})
     with closing(journal):
@@ -201,7 +204,19 @@ def _end(
     output.finish(data, journal, journal.rows if options.unordered else rows)
     if meter is not None:
         print(json.dumps(meter.values()) if options.as_json else "\n".join(meter.lines()))
+        _say_ignored(meter)
     return _exit_code(options, journal.num_failed, len(rows))
+
+
+def _say_ignored(meter: Meter) -> None:
+    """What rows asked for and nothing came of: the server tells that with each answer."""
+    if not meter.ignored:
+        return
+    most = meter.ignored.most_common(_MOST_IGNORED)
+    found = [f"{ascii(key)[1:-1][:40]} ({count:,})" for key, count in most]
+    if len(meter.ignored) > len(most):
+        found.append("...")
+    print(f"tilewright: ignored in rows' bodies: {', '.join(found)}", file=sys.stderr)
 
 
 def _exit_code(options: BatchOptions, num_failed: int, num_rows: int) -> int:

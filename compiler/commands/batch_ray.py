@@ -55,6 +55,7 @@ class Actor:
             "record": [msgspec.json.encode(each.record) for each in ended],
             "first_s": [each.first_s for each in ended],
             "total_s": [each.total_s for each in ended],
+            "ignored": [msgspec.json.encode(each.ignored) for each in ended],
         }
 
 
@@ -115,12 +116,14 @@ def _blocks(options: BatchOptions, items: list[Item], journal: Journal) -> Itera
         num_gpus=num_ranks if is_gpu else 0,
     )
     for block in answers.iter_batches(batch_size=None, prefetch_batches=0):
-        found = zip(block["record"], block["first_s"], block["total_s"], strict=True)
-        yield [_ended(bytes(record), first, total) for record, first, total in found]
+        columns = (block[name] for name in ("record", "first_s", "total_s", "ignored"))
+        yield [_ended(*row) for row in zip(*columns, strict=True)]
 
 
-def _ended(record: bytes, first: float | None, total: float | None) -> Ended:
-    decoded = msgspec.json.decode(record, type=Record)
+def _ended(record: bytes, first: float | None, total: float | None, ignored: bytes) -> Ended:
+    decoded = msgspec.json.decode(bytes(record), type=Record)
+    known = msgspec.json.decode(bytes(ignored), type=tuple[str, ...])
     times = {"first_s": first, "total_s": total}
     # a block of numbers holds NaN where there is none
-    return Ended(record=decoded, **{k: v for k, v in times.items() if v is not None and v == v})
+    told = {name: value for name, value in times.items() if value is not None and value == value}
+    return Ended(record=decoded, ignored=known, **told)

@@ -23,6 +23,7 @@ class Job:
 
     ``asked`` and ``choices`` are in order of their index: ``n`` for each prompt. ``client``: which
     of the server's keys was shown. ``unheld``: why calls of tools are not held to their schemas.
+    ``ignored``: what a batch's row asked for and nobody looks at.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class Job:
     timings: bool = False
     return_token_ids: bool = False
     unheld: str = ""
+    ignored: tuple[str, ...] = ()
     opened: set[int] = field(default_factory=set)
     _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
 

@@ -75,13 +75,20 @@ def test_unordered_rows_are_the_same_in_the_order_of_their_ends(
 
 
 def test_samples_are_drawn_by_the_seed_and_made_rows_need_no_file(
-    tiny_gguf: Path, triples: Path, tmp_path: Path, run: Run
+    tiny_gguf: Path,
+    triples: Path,
+    tmp_path: Path,
+    run: Run,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     names = [tmp_path / f"{name}.jsonl" for name in "abc"]
     for out, seed in zip(names, ("1", "1", "2"), strict=True):
         run("batch", *command(triples, out, tiny_gguf, "--num-samples", "7", "--seed", seed))
     a, b, c = ([each["prompt"] for each in lines_of(out)] for out in names)
     assert len(a) == 7 and a == b != c
+    more = command(triples, tmp_path / "d.jsonl", tiny_gguf, "--num-samples", "31")
+    assert main(["batch", *more]) == 0
+    assert "30 rows are all there are: --num-samples 31\n" in capfd.readouterr().err
     made = ("--input-len", "9", "--output-len", "5", "--num-samples", "6", "--ignore-eos")
     said = run("batch", "--model", tiny_gguf, *FAST, *made, "--json")
     figures = json.loads(said)
@@ -93,13 +100,15 @@ def test_rows_that_fail_have_their_line_and_the_exit_code_tells(
     tiny_gguf: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data, out = tmp_path / "set.jsonl", tmp_path / "out.jsonl"
-    body = {"prompt": "a", "max_tokens": 2}
+    body = {"prompt": "a", "max_tokens": 2, "stream": True, "top_x": 1}
     good = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
-    bad = {**good, "custom_id": "b", "body": {"prompt": "a", "max_tokens": 0}}
+    bad = {**good, "custom_id": "b", "body": {"prompt": "a", "max_tokens": 0, "top_y": 2}}
     cut = json.dumps(good)[:-10]
     data.write_text("\n".join([json.dumps(good), json.dumps(bad), json.dumps(good), cut]))
     assert main(["batch", *command(data, out, tiny_gguf)]) == 1
-    assert "3 of 4 rows could not be answered; their lines in" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "3 of 4 rows could not be answered; their lines in" in said
+    assert "ignored in rows' bodies: top_x (1), stream (1)\n" in said, "of answers"
     found = lines_of(out)
     assert [each["custom_id"] for each in found] == ["a", "b", "a", None]
     assert [each["response"]["status_code"] for each in found] == [200, 400, 400, 400]

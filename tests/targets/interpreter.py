@@ -20,6 +20,7 @@ def mend() -> None:
     refuses from numpy 2.4 on. And float32 is rounded to bfloat16, not truncated. And a condition
     joined with a scalar one is held as integers, which 3.9 refuses as a mask.
     """
+    import triton.language as tl
     from triton.runtime import interpreter
 
     patch, convert = interpreter._patch_lang_tensor, interpreter._convert_float
@@ -40,6 +41,8 @@ def mend() -> None:
 
         def masked(self: Any, *args: Any, **named: Any) -> Any:
             mask = args[position]
+            if isinstance(mask, np.ndarray):  # 3.6, of a descriptor's load
+                mask = interpreter.TensorHandle(mask, tl.int1)
             if mask.data.dtype != np.bool_:
                 mask = interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
             return access(self, *args[:position], mask, *args[position + 1 :], **named)

@@ -20,6 +20,7 @@ from tilewright.compiler.targets.cuda.kernels.expert_linear import (
     MANY_PAIRS,
     MOST_PAIRS,
     expert_linear,
+    has_copy_engine,
     sum_experts,
 )
 from tilewright.compiler.targets.cuda.kernels.route import Groups, group, route
@@ -100,7 +101,7 @@ class Experts:
         max_rows: int,
         trials: Trials | None = None,
     ) -> None:
-        self._weights, self._exact = weights, exact
+        self._weights, self._exact, self._device = weights, exact, device
         self._is_together = (trials or Trials()).experts == TOGETHER
         self._routing: _Routing | None = None  # the last `Route`'s
         self._launched: _Routing | None = None  # that of the last products
@@ -226,7 +227,7 @@ class Experts:
         for first in range(0, num_tokens, PART_TOKENS):
             num_pairs = min(PART_TOKENS, num_tokens - first) * each.top_k
             is_few = decodes and num_tokens <= native_experts.MAX_TOKENS
-            size = FEW_PAIRS if is_few else self._tile_size(num_pairs, num_experts)
+            size = FEW_PAIRS if is_few else self._tile_size(num_pairs, each.logits.width)
             parts.append(Groups.empty(num_pairs, num_experts, size, logits.device))
         alone = parts[0] if num_tokens == 1 else None
         route(
@@ -246,11 +247,11 @@ class Experts:
         return routing
 
     def _tile_size(self, num_pairs: int, num_experts: int) -> int:
-        """Pairs of a tile where there are many of them."""
+        """Pairs of a prompt's tile, where these are with so many experts, other ranks' included."""
         if self._exact:  # in float32 there are no registers for large tiles
             return FEW_PAIRS
         is_most = self._is_bf16 and num_pairs >= MANY_PAIRS * num_experts
-        return MOST_PAIRS if is_most else MANY_PAIRS
+        return MOST_PAIRS if is_most and has_copy_engine(self._device) else MANY_PAIRS
 
     def _products(self, each: ExpertLinear, step: Buffers) -> None:
         routing, held = self._routing, self._weights.held(product_of(each))

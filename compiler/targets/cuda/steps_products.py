@@ -114,7 +114,7 @@ class Products:
 
     def run(self, each: Linear, out: Tensor, x: Tensor, *, decodes: bool) -> None:
         """A product with all that is fused with it, of ``x [M, K]`` into ``out``; ``decodes``: rows
-        are of a decode step, where a row's bits do not depend on how many there are.
+        are of a decode step, where in strict ones a row's bits do not depend on how many there are.
         """
         held = self._weights.held(product_of(each))
         bias = None
@@ -166,7 +166,9 @@ class Products:
         return self._strict or in_parts(held, num_rows)
 
     def _is_wide(self, held: HeldWeight, num_rows: int) -> bool:
-        """A row's bits depend on the number of rows in any case, but for strict steps'."""
+        """Whether `wide.cu` takes a product. Only in strict steps have its sums to be those of few
+        rows: else a row's bits depend on how many there are in any case.
+        """
         return self._arranged.numel() > 0 and native_wide.takes(
             held, num_rows, same_bits=self._strict
         )

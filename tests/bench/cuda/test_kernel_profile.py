@@ -41,6 +41,7 @@ SPLIT_K = "void cublasLt::splitKreduce_kernel<32, 16, int, float>(cublasSplitKPa
         ("gemm_bfp8_4_1_3", PRODUCT, "gemm_bfp8_4_1_3"),
         ("_linear_kernel", PRODUCT, "_linear_kernel"),
         ("expert_linear_bf16_4", PRODUCT, "expert_linear_bf16_4"),
+        ("_expert_linear_large_kernel", PRODUCT, "_expert_linear_large_kernel"),
         ("expert_sum_bfp8_3", PRODUCT, "expert_sum_bfp8_3"),
         ("nvjet_tst_128x8_64x12_4x1_v_bz_TNT", PRODUCT, "nvjet_tst_128x8_64x12_4x1_v_bz_TNT"),
         ("void cutlass::Kernel2<cutlass_80_wmma>(Params)", PRODUCT, "Kernel2"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,7 +30,7 @@ from tilewright.compiler.targets.cuda.kernels import native_experts, nvrtc
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps_experts import Experts
 from tilewright.compiler.targets.cuda.weights import load_weights
-from tilewright.compiler.targets.program.instructions import Linear, Plan
+from tilewright.compiler.targets.program.instructions import Linear, Plan, Route
 from tilewright.models.config import DeltaShape
 
 BF16 = precision_of("bf16")
@@ -61,6 +62,19 @@ def test_tiles_are_large_where_experts_have_many_pairs() -> None:
     (_, blocks) = experts_of(precision_of("bfp8"), CPU)
     sizes = [each._tile_size(64 * 12, 12) for each in (dense, exact, blocks)]
     assert sizes == [128, 16, 64] and dense._tile_size(64 * 12 - 1, 12) == 64
+
+
+def test_tiles_go_by_the_pairs_of_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that holds half of the experts computes about half of the pairs."""
+    plan, experts = experts_of(BF16, CPU)
+    route = next(each for each in plan.instructions if isinstance(each, Route))
+    asked: list[tuple[int, int]] = []
+    take = experts._tile_size
+    monkeypatch.setattr(experts, "_tile_size", lambda *sizes: asked.append(sizes) or take(*sizes))
+    some = dataclasses.replace(route, first=1, count=2)
+    logits, positions = torch.randn(9, route.logits.width), torch.arange(9)
+    experts._route(some, logits, positions, decodes=False)
+    assert asked == [(9 * route.top_k, route.logits.width)]
 
 
 def test_why_not_in_cuda_c(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,30 @@ def test_strict_steps_take_a_weight_by_one_order_of_sums(
         assert seen == [f"library {max(count, LEAST_STRICT)}"]
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_only_strict_steps_keep_the_bits_of_few_rows(
+    strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a weight whose K is cut; others' rows of prompts are not dequantised up to 512."""
+    monkeypatch.setattr(native_wide, "why_not", lambda device: "")
+    monkeypatch.setattr(native_wide, "_LEAST_WHOLE", 1)
+    plan, _, products = products_of("bfp8", Trials(), is_native=True, strict=strict)
+    each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
+    ways: list[Any] = []
+
+    def choose(held: Any, num_tokens: int, *, same_bits: bool) -> Any:
+        return native_wide.Way(8, 4, is_whole=not same_bits)
+
+    monkeypatch.setattr(native_wide, "choose_way", choose)
+    monkeypatch.setattr(native_wide, "linear", lambda *_, way, **__: ways.append(way.is_whole))
+    monkeypatch.setattr(products, "_library_product", lambda *_: ways.append("library"))
+    rows, columns = each.weight.shape
+    x = torch.zeros(300, columns, dtype=torch.bfloat16)
+    for count in (128, 300):
+        products.run(each, torch.zeros(count, rows), x[:count], decodes=not strict or count == 128)
+    assert ways == ([False, "library"] if strict else [True, True])
+
+
 @pytest.mark.parametrize("decodes", [True, False])
 def test_few_rows_of_a_strict_step_are_the_library_s_of_more(decodes: bool) -> None:
     """It is given those behind them, too, which nobody reads, and no others."""

@@ -31,16 +31,16 @@ from tilewright.compiler.targets.cuda.kernels.route import Groups
 FEW_PAIRS = 16
 """Pairs of a tile in decode steps: the least that tensor cores take well."""
 MANY_PAIRS = 64
-"""Pairs of a tile in prompts: measured faster on an H200, however few an expert has."""
+"""Pairs of a tile in prompts: measured faster on an H200 than fewer, however few an expert has."""
 MOST_PAIRS = 128
-"""Pairs of a tile where experts have :data:`MANY_PAIRS` or more each, of bfloat16 weights: faster
-from there on, as programs are large enough for the L2 to keep up with them.
+"""Pairs of a tile of bfloat16 weights where experts have :data:`MANY_PAIRS` or more each in the
+mean, padding included: faster from there on, as the L2 keeps up with programs of that size.
 """
 _MAX_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Tiling:
     """What a program takes: rows of the weight, and columns a step where the copy engine fetches
     them (0: it does not, and steps are whole tiles); its warps and its steps in flight.
     """
@@ -49,6 +49,13 @@ class Way:
     columns: int
     num_warps: int
     num_stages: int
+
+
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether large tiles run on a device: a GPU without one has no memory for them on the chip
+    either. A CPU interprets them.
+    """
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @triton.jit
@@ -111,7 +118,7 @@ def _expert_linear_kernel(
 
 
 @triton.jit
-def _many_pairs_kernel(
+def _expert_linear_large_kernel(
     out_ptr, x_ptr, weights, order_ptr, tiles_ptr,
     num_rows, num_columns, held_rows, num_tiles, top_k,
     out_stride, out_each, x_stride, x_each, scale,
@@ -152,7 +159,7 @@ def expert_linear(
     *,
     top_k: int,
     swiglu: bool = False,
-    way: Way | None = None,
+    tiling: Tiling | None = None,
 ) -> None:
     """``out [T, K O]``: K products of each token with its experts' weights, float32 sums.
 
@@ -160,7 +167,8 @@ def expert_linear(
     makes it float32 arithmetic. ``held``: C columns, O rows an expert; with ``swiglu`` paired, and
     what is written are O of silu(gate) * up: all but the rows (less than 8) that are padding.
     ``out`` is float32 or bfloat16; nothing is written for tokens that are padding. Rows may be
-    further apart than they are long. ``way``: another than :func:`way_of` has, with the same bits.
+    further apart than they are long. ``tiling``: another than :func:`tiling_of` has, of the same
+    bits.
     """
     num_tokens, num_columns = x.shape[0], held.num_columns
     num_rows, rest = divmod(out.shape[1], top_k)
@@ -169,19 +177,20 @@ def expert_linear(
     assert out.shape[0] == num_tokens and out.stride(1) == 1 == x.stride(1)
     own = x.shape[1] == top_k * num_columns and top_k > 1
     assert own or x.shape[1] >= num_columns
-    way = way or way_of(held, groups.tile_size, x.dtype)
+    tiling = tiling or tiling_of(held, groups.tile_size, x.dtype)
     num_tiles = groups.tiles.shape[1]
-    grid = (triton.cdiv(held.num_row_tiles * TILE_ROWS, way.rows), num_tiles)
+    grid = (triton.cdiv(held.num_row_tiles * TILE_ROWS, tiling.rows), num_tiles)
     strides = out.stride(0), num_rows, x.stride(0), num_columns if own else 0
-    sizes = {"ROWS": way.rows, "PAIRS": groups.tile_size, "SWIGLU": swiglu}
-    sizes |= {"num_warps": way.num_warps, "num_stages": way.num_stages, **chained(out)}
-    if way.columns:
-        block = [way.rows, way.columns]
-        _many_pairs_kernel[grid](
+    sizes = {"ROWS": tiling.rows, "PAIRS": groups.tile_size, "SWIGLU": swiglu}
+    sizes |= {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages, **chained(out)}
+    if tiling.columns:
+        assert held.kind == "bf16"
+        block = [tiling.rows, tiling.columns]
+        _expert_linear_large_kernel[grid](
             out, x, TensorDescriptor.from_tensor(held.data, block), groups.order, groups.tiles,
             num_rows, num_columns, held.num_row_tiles * TILE_ROWS, num_tiles, top_k,
             *strides, held.scale,
-            STEPS=held.data.shape[1] // way.columns, COLUMNS=way.columns, **sizes,
+            STEPS=held.data.shape[1] // tiling.columns, COLUMNS=tiling.columns, **sizes,
         )  # fmt: skip
         return
     _expert_linear_kernel[grid](
@@ -193,15 +202,15 @@ def expert_linear(
     )  # fmt: skip
 
 
-def way_of(held: HeldWeight, tile_size: int, operand: torch.dtype) -> Way:
+def tiling_of(held: HeldWeight, tile_size: int, operand: torch.dtype) -> Tiling:
     """How a product with tiles of so many pairs goes: the fastest measured on an H200 or H100."""
     if tile_size == FEW_PAIRS:
-        return Way(TILE_ROWS, 0, 4, 4)
+        return Tiling(TILE_ROWS, 0, 4, 4)
     if held.kind != "bf16":
-        return Way(4 * TILE_ROWS, 0, 4, 3)
+        return Tiling(4 * TILE_ROWS, 0, 4, 3)
     if tile_size == MOST_PAIRS and operand == torch.bfloat16:
-        return Way(16 * TILE_ROWS, 64, 8, 4)
-    return Way(8 * TILE_ROWS, 0, 8, 4 if held.num_column_tiles >= 8 else 2)
+        return Tiling(16 * TILE_ROWS, 64, 8, 4)
+    return Tiling(8 * TILE_ROWS, 0, 8, 4 if held.num_column_tiles >= 8 else 2)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ Knows nothing of where its operands come from.
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ MAX_TOKENS = 512
 """The most tokens of a product here; with more, the library's of dequantised weights is as fast."""
 
 _MOST_CUT = 256
+_LEAST_WHOLE = 256  # row tiles of a cut weight that is walked over whole above that: as measured
 _MOST_PLACES = 576  # MAX_TOKENS in whole blocks of any way
 _MANY_TILES = 300
 _TALL_TILES = range(1700, 4000)  # from where blocks of them fill the device, to where a head begins
@@ -111,18 +113,20 @@ _STEP_US = {
     Way(8, 4): 1.45,
 }
 """Microseconds that blocks which fill a device take for 128 columns, each group of them for its
-own: measured on an H100 by `bench/cuda/wide_rate.py`, of 4,096 to 28,672 rows.
+own: measured with bfp8 on an H100 by `bench/cuda/wide_rate.py`, of 4,096 to 28,672 rows.
 """
 
 
 def choose_way(held: HeldWeight, num_tokens: int, *, same_bits: bool = True) -> Way:
-    """How a product with a weight goes, as was fastest where it was measured; ``same_bits``: a
-    token's result has the bits that it has among few tokens, whose kernels cut K.
+    """How a product with a weight goes, as was measured or is expected to be fastest;
+    ``same_bits``: a token's result has the bits that it has among few tokens, whose kernels cut K.
     """
     is_cut = num_slices(held) > 1
     if num_tokens > _FEW_TOKENS and not (is_cut and same_bits):
-        ways = (way for way in _STEP_US if is_cut or way.is_whole)
-        return min(ways, key=lambda way: _expected(way, held, num_tokens))
+        if not is_cut and held.kind == "bfp4":
+            return Way(16, 2, 2, is_whole=True)
+        tiles = held.num_row_tiles, held.num_column_tiles
+        return _fastest(*tiles, num_tokens, is_cut, num_processors(held.data.device))
     many = held.num_row_tiles > _MANY_TILES
     if held.kind == "bfp8" and held.num_row_tiles in _TALL_TILES and num_tokens <= 32:
         return TALL
@@ -135,12 +139,19 @@ def choose_way(held: HeldWeight, num_tokens: int, *, same_bits: bool = True) -> 
     return Way(8, 1, 3) if many and num_tokens > 128 else Way(8, 4)
 
 
-def _expected(way: Way, held: HeldWeight, num_tokens: int) -> float:
-    """Microseconds: blocks come in rounds, and a round takes as long for one block as for all."""
-    blocks = -(-held.num_row_tiles // way.row_tiles(held)) * -(-num_tokens // (8 * way.eights))
-    rounds = -(-blocks // (way.resident * num_processors(held.data.device)))
-    own = 1 if way.is_whole else way.groups
-    return rounds * held.num_column_tiles / own * _STEP_US[way]
+@functools.lru_cache(maxsize=4096)
+def _fastest(
+    row_tiles: int, column_tiles: int, num_tokens: int, is_cut: bool, num_processors: int
+) -> Way:
+    """By what is expected: blocks come in rounds, and a round takes as long for one as for all."""
+
+    def expected(way: Way) -> float:
+        tiles, own = (4 * way.groups, 1) if way.is_whole else (4, way.groups)
+        blocks = -(-row_tiles // tiles) * -(-num_tokens // (8 * way.eights))
+        rounds = -(-blocks // (way.resident * num_processors))
+        return rounds * column_tiles / own * _STEP_US[way]
+
+    return min((way for way in _STEP_US if is_cut or way.is_whole), key=expected)
 
 
 class _Arrange(ctypes.Structure):
@@ -208,7 +219,8 @@ def takes(held: HeldWeight, num_tokens: int, *, same_bits: bool = True) -> bool:
         return False
     if num_slices(held) == 1:
         return (16 if held.kind == "bfp8" else 32) < num_tokens <= MAX_TOKENS
-    most = _MOST_CUT if same_bits else MAX_TOKENS
+    is_large = held.num_row_tiles >= _LEAST_WHOLE and not same_bits
+    most = MAX_TOKENS if is_large else _MOST_CUT
     return (16 if held.num_row_tiles > _MANY_TILES else 32) < num_tokens <= most
 
 

@@ -1,6 +1,7 @@
 // Products of 17 to 512 tokens with a weight in blocks, and how their x is laid out for them.
 // Compiled by NVRTC; held.py says how weights lie. A token's result has the bits that linear.cu
-// gives it: the same chains over K, slices added in the same order.
+// gives it: the same chains over K, slices added in the same order. But for a weight of slices that
+// is walked over whole.
 
 #include "norm.cuh"
 #include "wide.cuh"

@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.cuda.expert_rate import TILINGS
 from tests.grids import grid
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.cuda.experts import place_experts
 from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.kernels.expert_linear import expert_linear, sum_experts
+from tilewright.compiler.targets.cuda.kernels.expert_linear import (
+    MOST_PAIRS,
+    expert_linear,
+    sum_experts,
+)
 from tilewright.compiler.targets.cuda.kernels.route import Groups, group
 from tilewright.compiler.targets.cuda.packing import unpack
 
@@ -62,7 +67,6 @@ def expected(x_TKC: torch.Tensor, held: HeldWeight, experts: torch.Tensor) -> to
         [
             *((1, 2, (40, 200), False, 16), (3, 3, (33, 130), True, 16)),
             *((7, 1, (16, 9), False, 16), (19, 4, (70, 64), True, 64)),
-            (90, 3, (300, 200), True, 128),
         ],
         KINDS,
     ),
@@ -90,6 +94,35 @@ def test_products(
         view.unflatten(1, (top_k, -1)).double(), want, rtol=2e-6, atol=4e-6, equal_nan=True
     )
     assert bool(out[:, top_k * size[0] :].isnan().all())
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_large_tiles(own: bool, device: torch.device) -> None:
+    """Of 128 pairs, full and not, by programs of 256 rows, the last of which is cut; of a width
+    that is no whole step.
+    """
+    held, experts = weight("bf16", (300, 200), device), choice(170, 4, device)
+    x = torch.randn(170, 800 if own else 200, device=device).bfloat16()
+    out = torch.full((170, 4 * 300), NAN, device=device)
+    expert_linear(out, x, held, grouped(experts, MOST_PAIRS), top_k=4)
+    want = expected(x.view(170, -1, 200).expand(-1, 4, -1), held, experts)
+    got = out.unflatten(1, (4, -1)).double()
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=8e-6, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_tilings_give_the_same_bits(swiglu: bool) -> None:
+    device = torch.device("cuda")
+    held, experts = weight("bf16", (1024, 512), device, paired=swiglu), choice(700, 3, device)
+    x = torch.randn(700, 512, device=device).bfloat16()
+    found = []
+    for tile_size, tiling in ((16, None), *TILINGS):
+        out = torch.zeros(700, 3 * (512 if swiglu else 1024), device=device)
+        groups = grouped(experts, tile_size)
+        expert_linear(out, x, held, groups, top_k=3, swiglu=swiglu, tiling=tiling)
+        found.append(out)
+    assert all(torch.equal(each, found[0]) for each in found)
 
 
 @pytest.mark.parametrize("tile_size", [16, 128])

@@ -22,7 +22,7 @@ from tilewright.compiler.targets.cuda.kernels import native, native_wide
 from tilewright.compiler.targets.cuda.packing import unpack
 
 KINDS = ["bfp8", "bfp4"]
-BATCHES = [17, 33, 64, 65, 128, 200, 512]
+BATCHES = [17, 33, 64, 65, 128, 192, 200, 384, 512]
 
 
 def test_what_it_takes() -> None:
@@ -68,7 +68,7 @@ def test_what_is_chosen_is_there_and_fits(kind: str, rows: int, same_bits: bool)
 def test_many_tokens_take_the_way_that_fills_the_device(
     size: tuple[int, int], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fastest of those measured on an H100 where bits may differ, or nearly so."""
+    """Where bits may differ: the fastest on an H100 of those that were measured, or nearly so."""
     monkeypatch.setattr(native_wide, "num_processors", lambda device: 132)
     held = shaped("bfp8", *size)
     ways = [
@@ -180,12 +180,18 @@ def test_every_way_of_a_whole_k(kind: str, gpu: torch.device) -> None:
     held = weight(kind, (4096, 2176), gpu, paired=False)
     x = torch.cat([tokens(held, gpu) for _ in range(8)])[:500]
     want = x[:, : held.num_columns].double() @ unpack(held).double().T
-    found = []
-    for eights, groups in native_wide.WAYS["wide"]:
+    bias, found = torch.randn(4096, device=gpu), []
+    ways = [native_wide.Way(4, 2, is_whole=True), native_wide.Way(8, 2, is_whole=True)]
+    for way in (*ways, *(each for each in native_wide._STEP_US if each.is_whole)):
         out = torch.full((500, 4096), NAN, device=gpu)
-        way = native_wide.Way(eights, groups, is_whole=True)
         arranged = native_wide.scratch(held.num_columns, gpu).fill_(0xFF)
-        native_wide.linear(out, x, held, epilogue=native.STORE, arranged=arranged, way=way)
+        how = {"arranged": arranged, "way": way}
+        native_wide.linear(out, x, held, epilogue=native.STORE, **how)
+        total = torch.ones(500, 4096, device=gpu)
+        native_wide.linear(total, x, held, epilogue=native.ADD, **how)
+        assert torch.equal(total, 1 + out)
+        native_wide.linear(total, x, held, epilogue=native.STORE, bias=bias, **how)
+        assert torch.equal(total, out + bias)
         found.append(out)
     torch.testing.assert_close(found[0].double(), want, rtol=1e-4, atol=1e-4)
     assert all(torch.equal(each, found[0]) for each in found)
@@ -214,3 +220,29 @@ def test_swiglu(kind: str, gpu: torch.device) -> None:
     )
     native_wide.linear(fed, out, down, is_there=True, **how)
     assert torch.equal(fed, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [190, 380, 500])
+def test_a_product_feeds_one_that_is_walked_over_whole(count: int, gpu: torch.device) -> None:
+    """In blocks of other numbers of tokens than its own."""
+    held, down = weight("bfp8", (16384, 2048), gpu, paired=True), weight("bfp8", (4096, 8192), gpu)
+    x = torch.cat([tokens(held, gpu) for _ in range(8)])[:count]
+    out = torch.zeros(count, 8192, dtype=torch.bfloat16, device=gpu)
+    arranged, behind = (native_wide.scratch(each, gpu) for each in (2048, 8192))
+    native_wide.linear(out, x, held, epilogue=native.SWIGLU, arranged=arranged)
+    for way in (each for each in native_wide._STEP_US if each.is_whole):
+        want, fed = torch.zeros(2, count, 4096, device=gpu)
+        how = {"epilogue": native.STORE, "arranged": behind, "way": way}
+        native_wide.linear(want, out, down, **how)
+        behind.fill_(0xFF)
+        native_wide.linear(
+            behind,
+            x,
+            held,
+            epilogue=native.SWIGLU,
+            arranged=arranged,
+            feeds=native_wide.num_places(way, count),
+        )
+        native_wide.linear(fed, out, down, is_there=True, **how)
+        assert torch.equal(fed, want), way

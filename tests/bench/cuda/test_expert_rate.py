@@ -1,0 +1,36 @@
+"""What measures products with experts, without a GPU: its mistakes, and that its tilings exist."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.cuda import expert_rate
+from tilewright.compiler.targets.cuda.held import HeldWeight
+from tilewright.compiler.targets.cuda.kernels.expert_linear import MOST_PAIRS, tiling_of
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--tokens 0", "--tokens: '0'; allowed: integers, 1 or more"),
+        ("--top-k 9 --experts 8", "--top-k 9; allowed: up to --experts 8"),
+        ("", "no GPU"),
+    ],
+)
+def test_mistakes_are_one_line_and_2(
+    words: str,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert expert_rate.main(words.split()) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+
+
+def test_what_runs_is_among_what_is_measured() -> None:
+    held = HeldWeight("bf16", 1024, 2048, torch.empty(0), num_experts=256)
+    large = tiling_of(held, MOST_PAIRS, torch.bfloat16)
+    assert (MOST_PAIRS, large) in expert_rate.TILINGS
