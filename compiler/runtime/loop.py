@@ -162,7 +162,8 @@ class EngineLoop:
     def warm_up(self) -> None:
         """Run what is run for the first time, and learn what steps take, before anybody waits.
 
-        Twice, for what a first run costs is no measure of a second one.
+        Twice, for what a first run costs is no measure of a second one. Nothing of it is counted in
+        the tallies.
         """
         self.executable.prepare()
         limits = self.executable.capabilities
@@ -176,6 +177,7 @@ class EngineLoop:
                 self.generate([Request(-1, (0,) * length, sampling, is_private=True)])
             if limits.passes and limits.max_seats > 1:
                 self._run_beside_streams(min(_BESIDE * limits.cell, most))
+        self.tallies.found.clear()
 
     def _run_beside_streams(self, length: int) -> None:
         """A prompt while others decode, who are still there when its last piece has run."""
