@@ -203,7 +203,7 @@ def expert_linear(
 
 
 def tiling_of(held: HeldWeight, tile_size: int, operand: torch.dtype) -> Tiling:
-    """How a product with tiles of so many pairs goes: the fastest measured on an H200 or H100."""
+    """How a product with tiles of so many pairs goes: as it was measured fast on an H200."""
     if tile_size == FEW_PAIRS:
         return Tiling(TILE_ROWS, 0, 4, 4)
     if held.kind != "bf16":
