@@ -107,17 +107,19 @@ def start_server(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture(scope="session")
 def server(start_server: Start) -> Server:
     """One that all tests share which leave it as it was."""
-    return _shared(start_server, "cpu")
+    return _shared(start_server, "cpu", max_context=512)
 
 
 @pytest.fixture(scope="session")
 def slow_server(start_server: Start) -> Server:
-    """The same on the reference target, whose answers last until somebody stops them."""
-    return _shared(start_server, "reference")
+    """The same on the reference target, whose answers last until somebody stops them: for more than
+    the second behind which an engine says again what it holds.
+    """
+    return _shared(start_server, "reference", max_context=1536)
 
 
-def _shared(start_server: Start, target: str) -> Server:
-    options = ("--max-seats", "4", "--max-context", "512", "--tool-format", "hermes")
+def _shared(start_server: Start, target: str, *, max_context: int) -> Server:
+    options = ("--max-seats", "4", "--max-context", str(max_context), "--tool-format", "hermes")
     started = start_server("--target", target, *options)
     assert started.process.poll() is None, started.log.read_text()
     return started
