@@ -8,12 +8,12 @@ model, and compares nothing: what another tree takes, that tree's own command sa
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bench.cuda.replays import need_gpu, replayed
 from bench.script import run_script
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands.arguments import integer, option, parse
@@ -34,8 +34,6 @@ SPREAD = 10
 CHAIN_BYTES = 240_000_000
 """What the caches of a chain hold together, about: several times the L2."""
 
-_NUM_REPLAYS = 9
-_WARM_UP = 2
 _LEAST_CACHES, _MOST_CACHES, _LEAST_LAUNCHES = 4, 128, 32
 
 
@@ -177,28 +175,9 @@ def _random_pages(kind: str, count: int, generator: torch.Generator) -> KVPages:
 
 def measure(case: Case, generator: torch.Generator) -> float:
     """Microseconds of a launch in a captured chain: the median of its replays."""
-    import torch
-
     launches = Launches(case, generator)
     count = max(case.num_caches, _LEAST_LAUNCHES)
-    launches.run()
-    torch.cuda.synchronize()
-    stream, found = torch.cuda.Stream(), []
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for index in range(count):
-                launches.run(index % case.num_caches)
-        for _ in range(_WARM_UP):
-            graph.replay()
-        for _ in range(_NUM_REPLAYS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            found.append(1e3 * begin.elapsed_time(end) / count)
-    return statistics.median(found)
+    return replayed(launches.run, [index % case.num_caches for index in range(count)])
 
 
 def show(options: Options, found: Mapping[Case, Sequence[float]]) -> str:
@@ -227,10 +206,9 @@ def _measured(argv: Sequence[str]) -> str:
         description="Measure decode attention on a GPU by itself.",
     )
     cases = choose_cases(options)
+    need_gpu()
     import torch
 
-    if not torch.cuda.is_available():
-        raise TilewrightError("no GPU: nothing is measured")
     generator = torch.Generator(device="cuda").manual_seed(7)
     found: dict[Case, list[float]] = {case: [] for case in cases}
     try:

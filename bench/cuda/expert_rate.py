@@ -9,18 +9,18 @@ the same bits: the last column says how many values differ from the first tiling
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bench.cuda.replays import replayed
+from bench.cuda.replays import need_gpu, replayed
 from bench.script import run_script
 from tilewright.compiler.bench.display import decimal
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands.arguments import integer, option, parse
-from tilewright.compiler.errors import ConfigError, TilewrightError
+from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.cuda.experts import place_experts
 from tilewright.compiler.targets.cuda.held import HeldWeight
@@ -32,7 +32,8 @@ from tilewright.compiler.targets.cuda.kernels.expert_linear import (
 )
 from tilewright.compiler.targets.cuda.kernels.route import Groups, group
 
-_NUM_LAYERS, _CHAIN = 2, 8
+_NUM_LAYERS = 2
+_CHAIN = tuple(range(_NUM_LAYERS)) * 4
 TILINGS = (
     (MANY_PAIRS, None),
     (MANY_PAIRS, Tiling(128, 64, 8, 6)),
@@ -93,17 +94,7 @@ class Layers:
         def second(layer: int) -> None:
             expert_linear(out, inner, self.down[layer], groups, **how)  # type: ignore[arg-type]
 
-        return _each(first), _each(second), out
-
-
-def _each(run: Callable[[int], None]) -> float:
-    """Microseconds of one layer in a captured chain of some."""
-
-    def chain() -> None:
-        for index in range(_CHAIN):
-            run(index % _NUM_LAYERS)
-
-    return replayed(chain, count=_CHAIN)
+        return replayed(first, _CHAIN), replayed(second, _CHAIN), out
 
 
 def main(argv: Sequence[str]) -> int:
@@ -120,8 +111,7 @@ def _measured(argv: Sequence[str]) -> str:
     )
     if options.top_k > options.experts:
         raise ConfigError(f"--top-k {options.top_k}; allowed: up to --experts {options.experts}")
-    if not torch.cuda.is_available():
-        raise TilewrightError("no GPU: nothing is measured")
+    need_gpu()
     layers, lines = Layers(options), []
     flops = 6 * options.hidden * options.inner * options.top_k
     for count in options.tokens:

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bench.cuda.replays import replayed
+from bench.cuda.replays import need_gpu, replayed
 from bench.script import run_script
 from tilewright.compiler.bench.display import decimal
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands.arguments import integer, option, parse
-from tilewright.compiler.errors import ConfigError, TilewrightError
+from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.targets.cuda.held import TILE_BYTES, HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native, native_wide
 from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
@@ -59,16 +59,6 @@ def ways_of(held: HeldWeight) -> Iterator[native_wide.Way]:
             yield native_wide.Way(eights, groups, resident, is_whole=True)
 
 
-def _each(run: Callable[[int], None], count: int) -> float:
-    """Microseconds of one of ``count`` runs that a graph chains."""
-
-    def chain() -> None:
-        for index in range(count):
-            run(index)
-
-    return replayed(chain, count=count)
-
-
 class Products:
     """Weights of one shape and format, several times the L2, and the products with them."""
 
@@ -93,7 +83,7 @@ class Products:
             how = {"epilogue": native.STORE, "arranged": self._arranged, "way": way}
             native_wide.linear(out, x, self.held[index], **how)  # type: ignore[arg-type]
 
-        return _each(run, len(self.held))
+        return replayed(run, range(len(self.held)))
 
     def dequantised(self, out: Tensor, x: Tensor) -> float:
         """The weight dequantised, and the library."""
@@ -102,12 +92,12 @@ class Products:
             dequantise(self._values, self.held[index])
             store_product(out, x, self._values)
 
-        return _each(run, len(self.held))
+        return replayed(run, range(len(self.held)))
 
     def library(self, out: Tensor, x: Tensor) -> float:
         """The library alone, of copies that do not lie in the L2."""
         copies = [self.dense.clone() for _ in range(max(2, CHAIN_BYTES // self.dense.nbytes))]
-        return _each(lambda index: store_product(out, x, copies[index]), len(copies))
+        return replayed(lambda index: store_product(out, x, copies[index]), range(len(copies)))
 
 
 def read_shape(text: str) -> tuple[int, int]:
@@ -155,8 +145,7 @@ def _measured(argv: Sequence[str]) -> str:
     )
     for shape in options.shapes:
         read_shape(shape)
-    if not torch.cuda.is_available():
-        raise TilewrightError("no GPU: nothing is measured")
+    need_gpu()
     heads = ["weight", "format", "way", *(f"{count} tokens" for count in options.tokens)]
     lines = [
         line
