@@ -64,9 +64,15 @@ def write_table(folder: Path, *cores: tuple[int, int]) -> Path:
 
 def test_cpu_from_the_systems_table(tmp_path: Path) -> None:
     cpu = describe_cpu(write_table(tmp_path, (0, 0), (0, 1), (0, 0), (1, 0)))
-    assert cpu.model_name == "Some CPU: 3 GHz"
+    assert cpu.model_name == cpu.full_name == "Some CPU: 3 GHz"
     assert cpu.num_physical_cores == 3
     assert cpu.isa == ("avx2", "avx512f", "avx512_vnni")
+
+
+def test_processors_of_one_name_differ_by_family(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("cpu family\t: 26\nmodel name\t: Some CPU\ncpu family\t: 26\n")
+    assert describe_cpu(path).full_name == "Some CPU, family 26"
 
 
 def test_arm_names_its_instructions_otherwise(tmp_path: Path) -> None:

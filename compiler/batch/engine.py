@@ -253,8 +253,12 @@ def _ended(live: _Live) -> Ended:
         completion_tokens=usage["completion_tokens"],
         body=msgspec.Raw(msgspec.json.encode(live.job.whole())),
     )
-    times = {"first_s": _first(live.done), "total_s": _total(live.done)}
-    return Ended(record=record, ignored=live.job.ignored, **times)
+    return Ended(
+        record=record,
+        first_s=_first(live.done),
+        total_s=_total(live.done),
+        ignored=live.job.ignored,
+    )
 
 
 def _first(done: Sequence[_Asked]) -> float | None:

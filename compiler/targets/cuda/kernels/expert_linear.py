@@ -59,6 +59,16 @@ def has_copy_engine(device: torch.device) -> bool:
 
 
 @triton.jit
+def _tile(tiles_ptr, num_tiles):
+    """A program's expert and its first pair and last, in the order of pairs."""
+    # All three at once: each would be a way to memory and back before a weight is asked for.
+    expert = tl.load(tiles_ptr + tl.program_id(1))
+    first = tl.load(tiles_ptr + num_tiles + tl.program_id(1))
+    last = tl.load(tiles_ptr + 2 * num_tiles + tl.program_id(1))
+    return expert, first, last
+
+
+@triton.jit
 def _store_pairs(
     out_ptr, sums, token, choice, is_pair, first_row, num_rows, out_stride, out_each,
     ROWS: tl.constexpr, PAIRS: tl.constexpr, SWIGLU: tl.constexpr, CHAINED: tl.constexpr,
@@ -91,10 +101,7 @@ def _expert_linear_kernel(
     """
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
-    # All three at once: each would be a way to memory and back before a weight is asked for.
-    expert = tl.load(tiles_ptr + tl.program_id(1))
-    first = tl.load(tiles_ptr + num_tiles + tl.program_id(1))
-    last = tl.load(tiles_ptr + 2 * num_tiles + tl.program_id(1))
+    expert, first, last = _tile(tiles_ptr, num_tiles)
     if expert >= 0:
         place = first + tl.arange(0, PAIRS)
         is_pair = place < last
@@ -130,9 +137,7 @@ def _expert_linear_large_kernel(
     """
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
-    expert = tl.load(tiles_ptr + tl.program_id(1))
-    first = tl.load(tiles_ptr + num_tiles + tl.program_id(1))
-    last = tl.load(tiles_ptr + 2 * num_tiles + tl.program_id(1))
+    expert, first, last = _tile(tiles_ptr, num_tiles)
     if expert >= 0:
         place = first + tl.arange(0, PAIRS)
         pair = tl.load(order_ptr + tl.minimum(place, last - 1))
