@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.group import Group
-from tilewright.compiler.targets.cuda.kernels import sample
+from tilewright.compiler.targets.cuda.kernels import sample, search
 from tilewright.compiler.targets.cuda.kernels.choose import choose, num_keys
 from tilewright.compiler.targets.cuda.seats import Parameters, SeatTable
 from tilewright.compiler.targets.step import Choosing
@@ -48,7 +48,7 @@ class Choice:
     parameters: Parameters
     positions: Tensor
     keys: Tensor
-    scratch: sample.Scratch
+    scratch: search.Scratch
     width: int
     group: Group | None = None
 
@@ -118,7 +118,7 @@ def make_choice(
         parameters=Parameters(num_rows, num_ends, device),
         positions=torch.zeros_like(tokens) if positions is None else positions,
         keys=torch.empty(num_rows, num_keys(width), dtype=torch.int64, device=device),
-        scratch=sample.Scratch.empty(num_rows, width, device),
+        scratch=search.Scratch.empty(num_rows, width, device),
         width=width,
         group=group,
     )

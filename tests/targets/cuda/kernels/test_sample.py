@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tilewright.compiler.choosing.choose import Row, choose_tokens
 from tilewright.compiler.choosing.draw import uniform
 from tilewright.compiler.targets.cuda.choice import Choice, Drawing, drawing_of, make_choice
-from tilewright.compiler.targets.cuda.kernels import sample
+from tilewright.compiler.targets.cuda.kernels import sample, search
 from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.step import END_TOKEN, GOES_ON, NOT_A_NUMBER, Choosing, Seat
 
@@ -37,7 +37,7 @@ def choice_of(
     table.open(dict(zip(seats, rows, strict=True)))
     tokens = torch.full((len(rows),), -7, device=device)
     made = make_choice(len(rows), vocabulary, 3, tokens)
-    scratch = sample.Scratch.empty(len(rows), vocabulary, device, chunk=chunk)
+    scratch = search.Scratch.empty(len(rows), vocabulary, device, chunk=chunk)
     for poisoned in (scratch.numbers, scratch.sums, scratch.weights):
         poisoned.fill_(NAN)
     for poisoned in (scratch.keys, scratch.counts, scratch.ties):
@@ -135,7 +135,7 @@ def test_a_number_on_the_edge_takes_the_next_token(
         def __getitem__(self, grid: tuple[int]) -> Any:
             def run(keys: torch.Tensor, numbers: torch.Tensor, *rest: Any, **options: Any) -> None:
                 begin[grid](keys, numbers, *rest, **options)
-                numbers[:, sample._RANDOM.value] = number
+                numbers[:, search.RANDOM.value] = number
 
             return run
 
@@ -186,7 +186,7 @@ def test_rows_of_real_vocabularies(vocabulary: int, device: torch.device) -> Non
             for row in range(count)
         ]
         positions = [17 * row for row in range(count)]
-        choice = choice_of(rows, positions, vocabulary, chunk=sample.CHUNK, device=device)
+        choice = choice_of(rows, positions, vocabulary, chunk=search.CHUNK, device=device)
         choice.apply(logits, drawing)
         found = choice.tokens.clone()
         graph = torch.cuda.CUDAGraph()
@@ -195,7 +195,7 @@ def test_rows_of_real_vocabularies(vocabulary: int, device: torch.device) -> Non
         choice.tokens.zero_()
         graph.replay()
         assert torch.equal(choice.tokens, found)
-        alone = drawn(logits[5:6], rows[5:6], positions[5:6], chunk=sample.CHUNK)[0]
+        alone = drawn(logits[5:6], rows[5:6], positions[5:6], chunk=search.CHUNK)[0]
         assert alone == found[5:6].tolist()
         wanted = expected(logits, rows, positions)[0]
         differ += int((np.array(wanted) != np.array(found.tolist())).sum())
@@ -210,5 +210,5 @@ def test_random_numbers_are_the_operators() -> None:
     rows = [Choosing(temperature=1.0, seed=seed) for seed, _ in pairs]
     choice = choice_of(rows, [position for _, position in pairs], 2)
     choice.apply(torch.zeros(len(pairs), 2), Drawing(False, False))
-    numbers = choice.scratch.numbers[:, sample._RANDOM.value].tolist()
+    numbers = choice.scratch.numbers[:, search.RANDOM.value].tolist()
     assert numbers == [uniform(seed, position) for seed, position in pairs]
