@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda.buffers import padded
-from tilewright.compiler.targets.cuda.e4m3 import LEAST_LOFI, LEAST_LOFI_UNCUT, exact_rows
+from tilewright.compiler.targets.cuda.e4m3 import LEAST_LOFI, exact_rows
 from tilewright.compiler.targets.cuda.held import TILE_BYTES, TILE_ROWS, HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native
 from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
@@ -147,8 +147,7 @@ class Copies:
 
     def codes_for(self, each: Linear, num_rows: int, *, decodes: bool) -> Copy | None:
         """The codes that a product of so many rows takes; None where it takes none."""
-        least = LEAST_LOFI_UNCUT if _is_uncut(each) else LEAST_LOFI
-        if num_rows < least or not is_lofi(each, decodes=decodes):
+        if num_rows < LEAST_LOFI or not is_lofi(each, decodes=decodes):
             return None
         copy = self._copies.get(product_of(each))
         return copy if copy is not None and copy.scales is not None else None

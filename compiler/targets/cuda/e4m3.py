@@ -13,9 +13,9 @@ from torch import Tensor
 
 CODES = torch.float8_e4m3fn
 
-LEAST_LOFI, LEAST_LOFI_UNCUT = 33, 65
-"""Rows from which on a lofi product takes e4m3 operands, of most weights and of those with many
-rows (gate and up, a head), as measured on an H200: fewer are bound by the weight's bytes.
+LEAST_LOFI = 17
+"""Rows from which on a lofi product takes e4m3 operands, as measured on an H200: with fewer a
+weight's bytes count, of which blocks are half as many.
 """
 
 _X_EXPONENT = 7

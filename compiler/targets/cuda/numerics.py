@@ -13,7 +13,7 @@ from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.targets.base import Holding
 from tilewright.compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED, Meaning, Meanings
-from tilewright.compiler.targets.cuda.e4m3 import LEAST_LOFI, LEAST_LOFI_UNCUT
+from tilewright.compiler.targets.cuda.e4m3 import LEAST_LOFI
 from tilewright.compiler.targets.cuda.held import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 
 BLOCK_KINDS = tuple(TILE_BYTES)
@@ -23,8 +23,8 @@ _EXACT_IN_BF16 = ("bf16", "bfp8", "bfp4", "bfp2")
 CACHE_KINDS = ("bf16", "bfp8")
 TABLES = ("embedding",)
 _LOFI = (
-    f"e4m3 x e4m3 from {LEAST_LOFI} rows on (large weights: {LEAST_LOFI_UNCUT}) where the weight "
-    "is exact in it, else bf16 x bf16; fp32 sums"
+    f"e4m3 x e4m3 from {LEAST_LOFI} rows on where the weight is exact in it, else bf16 x bf16; "
+    "fp32 sums"
 )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.buffers import padded
 from tilewright.compiler.targets.cuda.copies import Copies, Copy, Kinds
 from tilewright.compiler.targets.cuda.held import TILE_COLUMNS, HeldWeight
-from tilewright.compiler.targets.cuda.kernels import native, native_wide
+from tilewright.compiler.targets.cuda.kernels import native, native_dense, native_wide
 from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
 from tilewright.compiler.targets.cuda.kernels.e4m3 import round_rows, scale_rows
 from tilewright.compiler.targets.cuda.kernels.linear import linear as triton_linear
@@ -24,13 +24,15 @@ from tilewright.compiler.targets.cuda.library import (
     scaled_product,
     store_product,
 )
-from tilewright.compiler.targets.cuda.trials import WIDE, Trials
+from tilewright.compiler.targets.cuda.trials import DENSE, WIDE, Trials
 from tilewright.compiler.targets.cuda.weights import Weights, product_of, vector_of
-from tilewright.compiler.targets.program.instructions import Linear, Plan
+from tilewright.compiler.targets.program.instructions import Attend, DeltaRule, Linear, Plan
 
 _FEW_PARTS = 128
 _SHORT_COLUMNS = 8192
 _MOST_DENSE = 65_536
+
+_LEAST_ALONE, _LEAST_ALONE_SHORT = 5, 33
 
 LEAST_STRICT = 16
 """Rows that the library is given at least in strict steps: for a single one it may take kernels of
@@ -62,6 +64,17 @@ def _readers(plan: Plan) -> dict[int, Linear]:
             width = each.weight.shape[0] // 2
             if reader.x == each.out and reader.norm is None and width % TILE_COLUMNS == 0:
                 found[id(each)] = reader
+    return found
+
+
+def _before_mixers(plan: Plan) -> dict[int, Attend | DeltaRule]:
+    """By identity, the last products before attention or linear attention, with that."""
+    found, last = {}, None
+    for each in plan.instructions:
+        if isinstance(each, Linear):
+            last = each
+        elif isinstance(each, Attend | DeltaRule) and last is not None:
+            found[id(last)] = each
     return found
 
 
@@ -106,8 +119,11 @@ class Products:
         room = native.room_for(max_rows) if is_native else max_rows
         self._normed = torch.zeros(room * padded(widest), dtype=self._operand, device=device)
         self._arranged, self._fed = torch.empty(2, 0, device=device)
+        self._before_mixers = _before_mixers(plan)
         self._readers: dict[int, Linear] = {}
         self._is_fed = False  # the next product finds its x arranged
+        has_dense = is_native and not exact and trials.products == DENSE
+        self._has_dense = has_dense and not strict and not native_dense.why_not(device)
         if is_native and trials.blocks == WIDE and not native_wide.why_not(device):
             self._arranged, self._fed = (native_wide.scratch(widest, device) for _ in range(2))
             self._readers = _readers(plan)
@@ -127,7 +143,9 @@ class Products:
         most = native.most_tokens(held) if is_native else native.MAX_TOKENS
         codes = self.copies.codes_for(each, num_rows, decodes=decodes)
         if codes is not None:
-            self._lofi_product(each, out, self._norm(x, norm, decodes), held, bias, codes)
+            self._lofi_product(each, out, x, held, bias, norm, codes, decodes)
+        elif self._is_dense(held, x, norm):
+            self._dense_product(each, out, self._norm(x, norm, decodes), held, bias, decodes)
         elif self._takes_library(each, held, num_rows, decodes):
             if self._strict:
                 out, x = _at_least(out, LEAST_STRICT), _at_least(x, LEAST_STRICT)
@@ -155,12 +173,26 @@ class Products:
             return not (decodes and self._has_one_order(held))
         return self.copies.is_library_faster(each, num_rows)
 
+    def _is_dense(self, held: HeldWeight, x: Tensor, norm: object) -> bool:
+        """Whether `dense.cu` takes a product of x, or of its norm, which lies in whole tiles."""
+        if not self._has_dense or not self._is_ours(held):
+            return False
+        return native_dense.takes(held, len(x), None if norm is not None else x)
+
     def _has_one_order(self, held: HeldWeight) -> bool:
         """Whether our kernels take a weight in all decode steps, where they give a row the same
         bits in any number of rows. Bfloat16 of more rows than one launch takes is the library's.
         """
         in_blocks = held.kind != "bf16"
         return self._is_ours(held) and (in_blocks or self._max_rows <= native.most_tokens(held))
+
+    def _is_alone(self, each: Linear, held: HeldWeight, num_rows: int) -> bool:
+        """Whether the kernel behind a product begins when that has ended: where it mixes positions,
+        and where that was measured faster on an H200.
+        """
+        mixer = self._before_mixers.get(id(each))
+        is_short = held.kind == "bf16" and isinstance(mixer, Attend)
+        return mixer is not None and num_rows >= (_LEAST_ALONE_SHORT if is_short else _LEAST_ALONE)
 
     def _in_parts(self, held: HeldWeight, num_rows: int) -> bool:
         return self._strict or in_parts(held, num_rows)
@@ -188,15 +220,7 @@ class Products:
     ) -> None:
         """One for all rows; where the next product alone reads what comes out, as that reads it."""
         is_there, self._is_fed = self._is_fed, False
-        feeds, reader = 0, self._readers.get(id(each))
-        if reader is not None:
-            other, num_rows = self._weights.held(product_of(reader)), len(x)
-            goes_elsewhere = self._takes_library(reader, other, num_rows, decodes) or (
-                self.copies.codes_for(reader, num_rows, decodes=decodes) is not None
-            )
-            if self._is_wide(other, num_rows) and not goes_elsewhere:
-                feeds = native_wide.num_places(self._way(other, num_rows), num_rows)
-                out, self._is_fed = self._fed, True
+        out, feeds = self._fed_by(each, out, len(x), decodes)
         native_wide.linear(
             out,
             x,
@@ -208,7 +232,26 @@ class Products:
             way=self._way(held, len(x)),
             is_there=is_there,
             feeds=feeds,
+            alone=self._is_alone(each, held, len(x)),
         )
+
+    def _fed_by(
+        self, each: Linear, out: Tensor, num_rows: int, decodes: bool
+    ) -> tuple[Tensor, int]:
+        """Where a product's result goes and for how many places: into ``out``, or where the next
+        product alone reads it, by `wide.cu`, as that does.
+        """
+        reader = self._readers.get(id(each))
+        if reader is None:
+            return out, 0
+        held = self._weights.held(product_of(reader))
+        goes_elsewhere = self._takes_library(reader, held, num_rows, decodes) or (
+            self.copies.codes_for(reader, num_rows, decodes=decodes) is not None
+        )
+        if goes_elsewhere or not self._is_wide(held, num_rows):
+            return out, 0
+        self._is_fed = True
+        return self._fed, native_wide.num_places(self._way(held, num_rows), num_rows)
 
     def _native_product(
         self,
@@ -237,6 +280,7 @@ class Products:
                 num_tokens=part.stop - first,
                 bias=bias,
                 norm=norm,
+                alone=self._is_alone(each, held, num_rows),
             )
 
     def _norm(self, x: Tensor, norm: tuple[Tensor, float] | None, decodes: bool) -> Tensor:
@@ -263,11 +307,17 @@ class Products:
         x: Tensor,
         held: HeldWeight,
         bias: Tensor | None,
+        norm: tuple[Tensor, float] | None,
         copy: Copy,
+        decodes: bool,
     ) -> None:
         """One of e4m3 operands."""
         assert copy.scales is not None
-        codes, scales = round_rows(x)
+        codes, scales = self._codes(x, norm, decodes)
+        if self._has_dense and native_dense.takes_codes(held, len(x)):
+            operands = native_dense.Codes(copy.values, copy.scales, codes, scales)
+            self._dense_product(each, out, operands, held, bias, decodes)
+            return
         if not each.swiglu:
             found = codes_product(codes, copy.values, self._one)
             scale_rows(out, found, scales, copy.scales, bias=bias, adds=each.residual)
@@ -276,6 +326,29 @@ class Products:
         if bias is not None:
             gate_up += bias
         swiglu(out, gate_up, paired=held.is_paired)
+
+    def _dense_product(
+        self,
+        each: Linear,
+        out: Tensor,
+        x: Tensor | native_dense.Codes,
+        held: HeldWeight,
+        bias: Tensor | None,
+        decodes: bool,
+    ) -> None:
+        out, feeds = self._fed_by(each, out, len(x), decodes)
+        alone = self._is_alone(each, held, len(x))
+        native_dense.linear(
+            out, x, held, epilogue=_epilogue(each), bias=bias, feeds=feeds, alone=alone
+        )
+
+    def _codes(
+        self, x: Tensor, norm: tuple[Tensor, float] | None, decodes: bool
+    ) -> tuple[Tensor, Tensor]:
+        """x, or its norm, in e4m3, and what multiplies its rows."""
+        if norm is not None and self._has_dense and native.takes_norm(norm[0].numel()):
+            return native_dense.norm_codes(x, *norm)
+        return round_rows(self._norm(x, norm, decodes))
 
     def _library_product(
         self, each: Linear, out: Tensor, x: Tensor, held: HeldWeight, bias: Tensor | None

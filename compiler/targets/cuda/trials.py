@@ -11,12 +11,14 @@ from tilewright.compiler.errors import ConfigError, allowed
 
 VARIABLE = "TILEWRIGHT_CUDA_TRIALS"
 PARTS, WIDE, TOGETHER = "parts", "wide", "together"
+LIBRARY, DENSE = "library", "dense"
 APART, RIDING, SEVERAL = "apart", "riding", "several"
 CUT, INSIDE = "cut", "inside"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
     "blocks": (PARTS, WIDE),
+    "products": (LIBRARY, DENSE),
     "experts": (PARTS, TOGETHER),
     "prompts": ("1", "8", "64"),
     "hybrids": (APART, RIDING, SEVERAL),
@@ -35,6 +37,9 @@ class Trials:
         blocks: of weights in block formats, ``wide``: up to 512 rows of steps and prompts by one
             kernel that decodes in registers, where it is faster than ``parts``: 64 rows at a time
             by the kernels of few rows, or by the library on dequantised weights where that is.
+        products: of bfloat16 rows or e4m3 codes, ``dense``: up to 64 or 128 rows of steps and
+            prompts by kernels of our own that begin early, where these are faster; ``library``: by
+            kernels of few rows and the library's.
         prompts: pieces of prompts that one batch takes; more come one after another, and of 1 rows
             that decode share no pass with it. 0: as
             :func:`.device.most_pieces` finds best.
@@ -52,6 +57,7 @@ class Trials:
 
     rows: int = 256
     blocks: str = WIDE
+    products: str = DENSE
     experts: str = TOGETHER
     prompts: int = 0
     hybrids: str = SEVERAL
@@ -78,6 +84,7 @@ def read_trials() -> Trials:
     return Trials(
         rows=int(found.get("rows", default.rows)),
         blocks=found.get("blocks", default.blocks),
+        products=found.get("products", default.products),
         experts=found.get("experts", default.experts),
         prompts=int(found.get("prompts", default.prompts)),
         hybrids=found.get("hybrids", default.hybrids),

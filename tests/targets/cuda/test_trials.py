@@ -26,7 +26,12 @@ from tilewright.compiler.targets.cuda import steps_products
 from tilewright.compiler.targets.cuda.capture import decode_buckets
 from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds
 from tilewright.compiler.targets.cuda.device import work_bytes
-from tilewright.compiler.targets.cuda.kernels import native, native_experts, native_wide
+from tilewright.compiler.targets.cuda.kernels import (
+    native,
+    native_dense,
+    native_experts,
+    native_wide,
+)
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps_products import LEAST_STRICT, Products, in_parts
 from tilewright.compiler.targets.cuda.trials import VARIABLE, Trials, read_trials
@@ -51,7 +56,7 @@ def test_nothing_is_switched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPa
     [
         (
             "row=256",
-            "'row'; allowed: rows, blocks, experts, prompts, hybrids, totals, ranks, "
+            "'row'; allowed: rows, blocks, products, experts, prompts, hybrids, totals, ranks, "
             "snapshots; did you mean 'rows'?",
         ),
         ("rows=100", "rows='100'; allowed: 64, 128, 256, 512"),
@@ -187,6 +192,52 @@ def test_strict_steps_take_a_weight_by_one_order_of_sums(
         seen.clear()
         products.run(each, out[:count], x[:count], decodes=False)
         assert seen == [f"library {max(count, LEAST_STRICT)}"]
+
+
+@pytest.mark.parametrize(
+    ("trials", "strict", "expected"),
+    [
+        (Trials(), False, {4: "native 4", 5: "dense 5", 64: "dense 64", 65: "library 65"}),
+        (Trials(products="library"), False, {5: "native 5", 16: "native 16", 64: "library 64"}),
+        (Trials(), True, {5: "library 16", 64: "library 64"}),
+    ],
+)
+def test_rows_of_bfloat16_go_through_our_own_kernels_where_no_bits_are_promised(
+    trials: Trials, strict: bool, expected: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_dense, "why_not", lambda device: "")
+    plan, _, products = products_of("bf16", trials, is_native=True, strict=strict)
+    each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
+    seen: list[str] = []
+
+    def ran(kernel: str) -> Callable[..., None]:
+        return lambda out, x, *_, **__: seen.append(f"{kernel} {len(x)}")
+
+    monkeypatch.setattr(native, "linear", ran("native"))
+    monkeypatch.setattr(native_dense, "linear", ran("dense"))
+    monkeypatch.setattr(products, "_library_product", lambda each, *rest: ran("library")(*rest))
+    rows, columns = each.weight.shape
+    x = torch.zeros(max(expected), columns, dtype=torch.bfloat16)
+    for count in expected:
+        products.run(each, torch.zeros(max(expected), rows)[:count], x[:count], decodes=True)
+    assert seen == list(expected.values())
+
+
+def test_only_attention_and_the_delta_rule_wait_for_a_product_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With several rows: the product before them, no other."""
+    plan, _, products = products_of("bfp8", Trials(), is_native=True)
+    seen: list[bool] = []
+    monkeypatch.setattr(native, "linear", lambda *_, alone, **__: seen.append(alone))
+    for count in (1, 8):
+        seen.clear()
+        for each in plan.products:
+            x = torch.zeros(count, each.weight.shape[1], dtype=torch.bfloat16)
+            out = torch.zeros(count, each.weight.shape[0])
+            monkeypatch.setattr(products, "_norm", lambda x, norm, decodes: x)
+            products.run(each, out, x, decodes=True)
+        assert seen == [count == 8, False, False, False, False]
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -44,7 +44,7 @@ template <int F, int MT, int R, int DEPTH> __device__ __forceinline__ void gemm(
     }
   };
   const int num_steps = last - first;
-  release_dependents();
+  release_beside(p);
 #pragma unroll
   for (int i = 0; i < DEPTH - 1; ++i)
     if (i < num_steps) fetch_w(i);

@@ -38,7 +38,7 @@ template <int F, int MT, int DEPTH> __device__ __forceinline__ void gemv(const P
     }
     commit();
   };
-  release_dependents();
+  release_beside(p);
 #pragma unroll
   for (int slot = 0; slot < DEPTH; ++slot) fetch(slot);
   if (p.norm) {

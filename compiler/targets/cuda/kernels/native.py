@@ -43,6 +43,7 @@ class Product(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("num_tokens", "num_rows", "num_columns")),
         *((name, ctypes.c_int) for name in ("num_tiles", "num_steps", "num_slices")),
         *((name, ctypes.c_int) for name in ("x_stride", "out_stride", "epilogue")),
+        *((name, ctypes.c_int) for name in ("places", "alone")),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
     )
@@ -223,19 +224,21 @@ def linear(
     norm: tuple[Tensor, float] | None = None,
     grid: Grid | None = None,
     walk: Walk | None = None,
+    alone: bool = False,
 ) -> None:
     """``y = x W^T (+ bias)``, then ``epilogue``: STORE y in ``out`` fp32, ADD it there, or SWIGLU
     of paired rows into ``out`` bf16 [., N / 2].
 
     ``x`` bf16, columns padded to whole tiles with zeros, of which a grid reads 8, 16, 32 or 64
     rows; with ``norm`` (weight fp32, eps), which takes one token of at most 8,192 columns, fp32
-    [1, K]. Rows of ``x`` and the weight begin at multiples of 16 bytes.
+    [1, K]. Rows of ``x`` and the weight begin at multiples of 16 bytes. ``alone``: the next kernel
+    begins when this one has ended.
     """
     assert 1 <= num_tokens <= most_tokens(held) and held.num_columns % 4 == 0
     assert x.data_ptr() % 16 == 0 == held.data.data_ptr() % 16
     assert num_tokens == 1 or x.stride(0) % 8 == 0
     product = product_arguments(out, held, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
-    product.x, product.x_stride = x.data_ptr(), x.stride(0)
+    product.x, product.x_stride, product.alone = x.data_ptr(), x.stride(0), alone
     if norm is not None:
         product.norm, product.eps = norm[0].data_ptr(), norm[1]
     assert norm is None or num_tokens == 1

@@ -178,7 +178,7 @@ class Wide(ctypes.Structure):
 
     _fields_ = (
         ("product", Product),
-        *((name, ctypes.c_int) for name in ("depth", "tiles", "places")),
+        *((name, ctypes.c_int) for name in ("depth", "tiles")),
     )
 
 
@@ -196,7 +196,7 @@ SOURCE = nvrtc.Source(
         *(f"joined_{kind}_{JOINED.eights}_{JOINED.joined}" for kind in TILE_BYTES),
         f"wide_bfp8_{TALL.eights}_{TALL.groups}",
     ),
-    headers=("primitives.cuh", "tiles.cuh", "norm.cuh", "wide.cuh"),
+    headers=("primitives.cuh", "matrix_unit.cuh", "tiles.cuh", "norm.cuh", "wide.cuh"),
     structures=(
         ("Arrange", _Arrange),
         ("ArrangeNorm", _ArrangeNorm),
@@ -242,6 +242,7 @@ def linear(
     way: Way | None = None,
     is_there: bool = False,
     feeds: int = 0,
+    alone: bool = False,
 ) -> None:
     """What :func:`.native.linear` does, of ``x [M, K]`` bfloat16, or with ``norm`` (weight fp32,
     eps) fp32, with M as :func:`takes` has it, and with the same bits unless ``way`` gives others.
@@ -264,7 +265,8 @@ def linear(
         _arrange_norm(arranged, x, held, places, norm)
     product = product_arguments(out, held, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
     product.x, product.x_stride = arranged.data_ptr(), places
-    _launch(product, held, way, feeds)
+    product.places, product.alone = feeds, alone
+    _launch(product, held, way)
 
 
 def num_places(way: Way, num_tokens: int) -> int:
@@ -303,7 +305,7 @@ def _arrange_norm(
     nvrtc.launch(SOURCE, "arrange_norm", at=nvrtc.Launch((len(x), 1, 1), 256), arguments=arguments)
 
 
-def _launch(product: Product, held: HeldWeight, way: Way, feeds: int) -> None:
+def _launch(product: Product, held: HeldWeight, way: Way) -> None:
     """Blocks of all tokens beside each other: they read the same rows of the weight."""
     shared, depth = way.shared_bytes(held), way.depth(held)
     assert shared <= MOST_SHARED and depth > 1
@@ -311,5 +313,5 @@ def _launch(product: Product, held: HeldWeight, way: Way, feeds: int) -> None:
     row_blocks = -(-held.num_row_tiles // tiles)
     blocks = product.x_stride // (8 * way.eights), row_blocks, way.joined
     at = nvrtc.Launch(blocks, 128 * way.groups, shared, cluster=(1, 1, way.joined))
-    arguments = Wide(product=product, depth=depth, tiles=tiles, places=feeds)
+    arguments = Wide(product=product, depth=depth, tiles=tiles)
     nvrtc.launch(SOURCE, way.kernel(held), at=at, arguments=arguments)

@@ -2,29 +2,9 @@
 // has the layout of the matrix unit's first operand; x whole rows of tokens from shared memory.
 #pragma once
 
+#include "matrix_unit.cuh"
 #include "tiles.cuh"
 
-typedef unsigned long long u64;
-
-constexpr int CHUNK = 64, CHUNK_BYTES = 128;  // columns of x that lie together, and a token's bytes
-
-__device__ __forceinline__ void make_barrier(u32 at, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-__device__ __forceinline__ void arrive_for(u32 at, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void wait_turn(u32 at, u32 parity) {
-  asm volatile("{\n"
-               ".reg .pred done;\n"
-               "again:\n"
-               "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-               "@done bra there;\n"
-               "bra again;\n"
-               "there:\n"
-               "}" ::"r"(at), "r"(parity) : "memory");
-}
 // Whole 16 bytes, counted by a barrier of this block.
 __device__ __forceinline__ void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -37,23 +17,7 @@ __device__ __forceinline__ u32 count_here(u32 at) {
   asm volatile("atom.relaxed.cta.shared::cta.add.u32 %0, [%1], 1;" : "=r"(old) : "r"(at) : "memory");
   return old;
 }
-__device__ __forceinline__ void group_fence() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void group_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-template <int N> __device__ __forceinline__ void group_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
-}
-// Rows of 128 bytes, eight of them 1,024 apart, 16-byte pieces exchanged by row.
-__device__ __forceinline__ u64 operand_at(u32 address) {
-  return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
-
 // `adds` is a predicate: the product is added to c.
-#define ACC4(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
-#define ACC16(i) ACC4(i), ACC4(i + 1), ACC4(i + 2), ACC4(i + 3)
 // c += 64 rows x 16 columns of a group's four row tiles times the columns of MT * 8 tokens.
 __device__ __forceinline__ void multiply_group(float (&c)[4][4], u32 a0, u32 a1, u32 a2, u32 a3,
                                                u64 x) {
@@ -138,7 +102,6 @@ struct Wide {
   Product product;  // x: what `arrange` made of it, `x_stride` tokens in all
   int depth;        // steps in flight
   int tiles;        // row tiles of a block of four groups
-  int places;       // of a product of pairs: tokens of the x that it writes as `arrange` does, or 0
 };
 constexpr int MOST_DEPTH = 12;
 
@@ -192,60 +155,6 @@ template <int F, int MT, int G> struct Ring {
     __syncwarp();
   }
 };
-
-// What becomes of a lane's sums: rows g and g + 8 of a tile, tokens `token` + 8 m and one on. What is
-// added to is read before anything is written.
-template <int MT>
-__device__ __forceinline__ void finish_tile(const Wide &wide, int token, int tile, int g,
-                                            float (&sums)[MT][4]) {
-  constexpr int FEW = MT < 4 ? MT : 4;
-  Product p = wide.product;
-  if (tile >= p.num_tiles) return;
-  if (wide.places) {
-    const int column = tile * 8 + g, piece = (column >> 1) & 7;
-    u8 *out = (u8 *)p.out + (size_t)(column / CHUNK) * wide.places * CHUNK_BYTES +
-              (column >> 4 & 3) * 4 + (column & 1) * 2;
-    p.out_stride = 0;
-#pragma unroll
-    for (int i = 0; i < 2 * MT; ++i) {
-      const int place = token + (i >> 1) * 8 + (i & 1);
-      p.out = out + (size_t)place * CHUNK_BYTES + ((piece ^ place) & 7) * 16 - (tile * 8 + g) * 2;
-      finish(p, place, tile, g, sums[i >> 1][i & 1], sums[i >> 1][2 + (i & 1)]);
-    }
-    return;
-  }
-  if (p.epilogue == ADD && !p.bias) {
-    const int row = tile * 16 + g;
-    float *out = (float *)p.out + (size_t)token * p.out_stride + row;
-    auto is_there = [&](int m, int i) {
-      return token + 8 * m + (i & 1) < p.num_tokens && row + (i >> 1) * 8 < p.num_rows;
-    };
-    auto place = [&](int m, int i) {
-      return out + (size_t)(8 * m + (i & 1)) * p.out_stride + (i >> 1) * 8;
-    };
-#pragma unroll
-    for (int first = 0; first < MT; first += FEW) {
-      float old[FEW][4];
-#pragma unroll
-      for (int m = 0; m < FEW; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (is_there(first + m, i)) old[m][i] = *place(first + m, i);
-#pragma unroll
-      for (int m = 0; m < FEW; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (is_there(first + m, i))
-            *place(first + m, i) = old[m][i] + sums[first + m][i] * p.scale;
-    }
-    return;
-  }
-#pragma unroll
-  for (int m = 0; m < MT; ++m) {
-    finish(p, token + m * 8, tile, g, sums[m][0], sums[m][2]);
-    finish(p, token + m * 8 + 1, tile, g, sums[m][1], sums[m][3]);
-  }
-}
 
 // A lane's words and exponents of a step. bfp8: of half `j` of the tile; bfp4: of all of it.
 template <int F> struct Codes {
@@ -311,7 +220,7 @@ __device__ __forceinline__ void wide(const Wide &wide) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async;" ::: "memory");
   }
-  release_dependents();
+  release_beside(p);
   __syncthreads();
   ring.begin(warp == 0);
   float acc[MT][4] = {}, total[MT][4] = {};
@@ -369,7 +278,7 @@ __device__ __forceinline__ void wide(const Wide &wide) {
   }
   wait_for_inputs();  // what is added to may be what the kernel before writes
   if (CUT <= 1) {
-    finish_tile<MT>(wide, blockIdx.x * TOKENS + 2 * t, tile, g, CUT ? total : acc);
+    finish_tile<MT>(p, blockIdx.x * TOKENS + 2 * t, tile, g, CUT ? total : acc);
     return;
   }
   // A slice's sums after the other, value by value, a place for each thread of a group.
@@ -400,7 +309,7 @@ __device__ __forceinline__ void wide(const Wide &wide) {
           all[m][i] = s ? all[m][i] + value : value;
         }
       }
-    finish_tile<EACH>(wide, blockIdx.x * TOKENS + first * 8 + 2 * t, tile, g, all);
+    finish_tile<EACH>(p, blockIdx.x * TOKENS + first * 8 + 2 * t, tile, g, all);
   }
   if (C > 1) cluster_barrier();  // nobody's memory goes while another reads it
 }

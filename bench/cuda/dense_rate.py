@@ -1,0 +1,200 @@
+"""How long products with weights whose rows lie as they are take on a GPU, by shape and way.
+
+``python -m bench.cuda.dense_rate`` prints a table of microseconds: of the ways that `native_dense`
+has (the one it chooses has a star), of the kernels of few tokens, and of the library with all that
+is fused behind it here. ``--kinds e4m3``: of codes, x rounded before. Launches are chained in a
+captured graph over weights of several times the L2; a figure is the median of its replays. Random
+values; knows no model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.cuda.replays import need_gpu, replayed
+from bench.cuda.wide_rate import read_shape
+from bench.script import run_script
+from tilewright.compiler.bench.display import decimal
+from tilewright.compiler.bench.table import Table
+from tilewright.compiler.commands.arguments import integer, option, parse
+from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.targets.cuda.e4m3 import exact_rows
+from tilewright.compiler.targets.cuda.held import HeldWeight
+from tilewright.compiler.targets.cuda.kernels import native, native_dense
+from tilewright.compiler.targets.cuda.kernels.e4m3 import round_rows, scale_rows
+from tilewright.compiler.targets.cuda.kernels.native_dense import Codes, Way
+from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu
+from tilewright.compiler.targets.cuda.library import (
+    add_product,
+    codes_product,
+    scaled_product,
+    store_product,
+)
+from tilewright.compiler.targets.cuda.packing import hold
+
+CHAIN_BYTES = 1_000_000_000
+EPILOGUES = {"store": native.STORE, "add": native.ADD, "swiglu": native.SWIGLU}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is measured: all of these with each other."""
+
+    shapes: tuple[str, ...] = option(
+        "rows x columns of weights, and what becomes of the product",
+        default=("28672x4096:swiglu", "4096x14336:add", "6144x4096:store", "4096x4096:add"),
+        metavar="NxK:END",
+    )
+    kinds: tuple[str, ...] = option("operands", default=("bf16",), choices=("bf16", "e4m3"))
+    tokens: tuple[int, ...] = option(
+        "rows of x",
+        default=(16, 32, 64, 128),
+        type=integer(1, native_dense.MAX_TOKENS),
+        metavar="N",
+    )
+
+
+class Products:
+    """Weights of one shape and kind, several times the L2, and the products with them."""
+
+    def __init__(self, num_rows: int, num_columns: int, kind: str, end: str) -> None:
+        self.is_codes, self.end, self.is_paired = kind == "e4m3", end, end == "swiglu"
+        size = num_rows, num_columns
+        self._one = torch.ones((), device="cuda")
+        if self.is_codes:
+            exact = exact_rows(torch.randint(-7, 8, size, device="cuda").float() / 256)
+            assert exact is not None
+            each = num_rows * num_columns
+            self._codes = [(exact[0].clone(), exact[1]) for _ in range(max(2, CHAIN_BYTES // each))]
+            self.held = [HeldWeight("bfp4", *size, torch.empty(0, device="cuda"), self.is_paired)]
+            self.chain = range(len(self._codes))
+            return
+        dense = (0.02 * torch.randn(size, device="cuda")).bfloat16()
+        count = max(2, CHAIN_BYTES // dense.nbytes)
+        self.held = [hold(dense, "bf16", paired=self.is_paired) for _ in range(count)]
+        self.chain = range(count)
+
+    def operands(self, count: int) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor]]:
+        """Where a product of so many tokens goes, and x, or its codes."""
+        rows, columns = self.held[0].num_rows, self.held[0].num_columns
+        width, kind = (rows // 2, torch.bfloat16) if self.is_paired else (rows, torch.float32)
+        x = torch.randn(count, columns, device="cuda").bfloat16()
+        out = torch.zeros(count, width, dtype=kind, device="cuda")
+        return out, round_rows(x) if self.is_codes else x
+
+    def ways(self, count: int) -> Iterator[Way]:
+        """Those that there are kernels for, whose blocks are on the device at once or walk on."""
+        kind = "e4m3" if self.is_codes else "bf16"
+        for name in native_dense.SOURCE.names:
+            if not name.startswith(f"dense_{kind}"):
+                continue
+            eights, groups = map(int, name.split("_")[2:])
+            tiles = -(-self.held[0].num_rows // (64 * groups))
+            for resident, slices in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (2, 4), (1, 8)):
+                way = Way(eights, groups, slices, resident)
+                is_one_turn = slices == 1 or tiles * slices <= 132 * resident
+                if count <= 8 * eights <= max(32, 2 * count) and way.depth > 1 and is_one_turn:
+                    yield way
+
+    def by_way(
+        self, out: Tensor, x: Tensor | tuple[Tensor, Tensor], way: Way
+    ) -> Callable[[int], None]:
+        """A product by `dense.cu`."""
+
+        end = EPILOGUES[self.end]
+
+        def run(index: int) -> None:
+            if isinstance(x, Tensor):
+                native_dense.linear(out, x, self.held[index], epilogue=end, way=way)
+            else:
+                codes = Codes(*self._codes[index], *x)
+                native_dense.linear(out, codes, self.held[0], epilogue=end, way=way)
+
+        return run
+
+    def few(self, out: Tensor, x: Tensor) -> Callable[[int], None]:
+        """One by the kernels of few tokens."""
+        end, count = EPILOGUES[self.end], len(x)
+        return lambda index: native.linear(out, x, self.held[index], epilogue=end, num_tokens=count)
+
+    def library(self, out: Tensor, x: Tensor | tuple[Tensor, Tensor]) -> Callable[[int], None]:
+        """The library's, with what is fused behind ours."""
+
+        def of_codes(index: int) -> None:
+            assert isinstance(x, tuple)
+            weight, scales = self._codes[index]
+            if self.is_paired:
+                swiglu(out, scaled_product(x, (weight, scales)), paired=True)
+            else:
+                found = codes_product(x[0], weight, self._one)
+                scale_rows(out, found, x[1], scales, adds=self.end == "add")
+
+        def of_values(index: int) -> None:
+            assert isinstance(x, Tensor)
+            weight = self.held[index].data[: self.held[index].num_rows]
+            if self.is_paired:
+                swiglu(out, torch.mm(x, weight.T), paired=True)
+            else:
+                (add_product if self.end == "add" else store_product)(out, x, weight)
+
+        return of_codes if self.is_codes else of_values
+
+
+def measure(text: str, kind: str, counts: Sequence[int]) -> Iterator[list[str]]:
+    """Lines of the table: a way, its microseconds by number of tokens."""
+    shape, _, end = text.partition(":")
+    products = Products(*read_shape(shape), kind, end)
+    sizes = {count: products.operands(count) for count in counts}
+    held = products.held[0]
+    lines: dict[str, dict[int, str]] = {}
+    for count, (out, x) in sizes.items():
+        chosen = native_dense.choose_way(held, count, is_codes=products.is_codes)
+        for way in products.ways(count):
+            star = " *" if way == chosen else ""
+            figure = replayed(products.by_way(out, x, way), products.chain)
+            name = f"{way.kernel(kind)}, {way.slices} slices, {way.resident} a multiprocessor"
+            lines.setdefault(name, {})[count] = decimal(figure, 1) + star
+        figure = replayed(products.library(out, x), products.chain)
+        lines.setdefault("library", {})[count] = decimal(figure, 1)
+        if isinstance(x, Tensor) and count <= native.most_tokens(held):
+            figure = replayed(products.few(out, x), products.chain)
+            lines.setdefault("few tokens", {})[count] = decimal(figure, 1)
+    for name, cells in lines.items():
+        yield [text, kind, name, *(cells.get(count, "") for count in counts)]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; 2 for a mistake in the arguments, or where there is no GPU."""
+    return run_script(_measured, argv)
+
+
+def _measured(argv: Sequence[str]) -> str:
+    options = parse(
+        Options,
+        argv,
+        prog="python -m bench.cuda.dense_rate",
+        description="Measure products with weights whose rows lie as they are.",
+    )
+    for text in options.shapes:
+        shape, _, end = text.partition(":")
+        read_shape(shape)
+        if end not in EPILOGUES:
+            raise ConfigError(f"--shapes {text!r}: {end!r}; {allowed(EPILOGUES)}")
+    need_gpu()
+    heads = ["weight", "operands", "way", *(f"{count} tokens" for count in options.tokens)]
+    lines = [
+        line
+        for shape in options.shapes
+        for kind in options.kinds
+        for line in measure(shape, kind, options.tokens)
+    ]
+    return Table.of(heads, lines).markdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

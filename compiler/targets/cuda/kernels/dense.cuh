@@ -1,0 +1,238 @@
+// The product of 5 to 128 tokens with rows of a weight, both by the tensor copy engine into shared
+// memory, from where the matrix unit reads them.
+#pragma once
+
+#include "matrix_unit.cuh"
+#include "tiles.cuh"
+
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+struct Dense {
+  TensorMap weight, x;  // [N, K] and [M, K], in boxes of 128 bytes of K
+  Product product;      // its operands are not read
+  const float *row_scales, *token_scales;  // of e4m3 codes: [N] and [M], powers of two
+  int num_chunks;                          // of 128 bytes of K
+  int depth;                               // chunks in flight
+  int num_blocks;                          // of rows
+  int spare;
+};
+constexpr int E4M3 = 3;  // of tiles.cuh's kinds: codes, whose products are exact
+constexpr int MOST_CHUNKS = 12;
+
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap &map, int column, int row,
+                                         u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(&map), "r"(barrier), "r"(column), "r"(row),
+      "l"(policy) : "memory");
+}
+// Two e4m3 codes, to nearest even.
+__device__ __forceinline__ u32 codes2(float low, float high) {
+  u16 d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(high), "f"(low));
+  return d;
+}
+__device__ __forceinline__ void arrive_at(u32 at) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+}
+__device__ __forceinline__ float4 read4_of_rank(u32 address, int rank) {
+  u32 there;
+  float4 v;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(there) : "memory");
+  return v;
+}
+
+#define LIST8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define LIST16 LIST8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define LIST32                                                                                    \
+  LIST16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define LIST64                                                                                    \
+  LIST32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "     \
+         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+// c = 64 rows x 32 bytes of K times those of N tokens, both from shared memory, `adds`: on top of c.
+#define MULTIPLY_ROWS(MT, N, LIST, W, X, A, ...)                                                  \
+  template <int T>                                                                                \
+  __device__ __forceinline__ void multiply_rows(float (&c)[MT][4], u64 w, u64 x, u32 adds) {      \
+    if (T == BF16)                                                                                \
+      asm volatile("{.reg .pred adds;\nsetp.ne.u32 adds, %" #A ", 0;\n"                           \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, %" #W    \
+                   ", %" #X ", adds, 1, 1, 0, 0;}"                                                \
+                   : __VA_ARGS__ : "l"(w), "l"(x), "r"(adds));                                    \
+    else                                                                                          \
+      asm volatile("{.reg .pred adds;\nsetp.ne.u32 adds, %" #A ", 0;\n"                           \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" LIST "}, %" #W    \
+                   ", %" #X ", adds, 1, 1;}"                                                      \
+                   : __VA_ARGS__ : "l"(w), "l"(x), "r"(adds));                                    \
+  }
+MULTIPLY_ROWS(2, 16, LIST8, 8, 9, 10, ACC4(0), ACC4(1))
+MULTIPLY_ROWS(4, 32, LIST16, 16, 17, 18, ACC16(0))
+MULTIPLY_ROWS(8, 64, LIST32, 32, 33, 34, ACC16(0), ACC16(4))
+MULTIPLY_ROWS(16, 128, LIST64, 64, 65, 66, ACC16(0), ACC16(4), ACC16(8), ACC16(12))
+
+// What becomes of a lane's sums, of codes after what multiplies their rows and tokens: 32 tokens at a
+// time or 16, for which registers suffice.
+template <int T, int MT>
+__device__ __forceinline__ void finish_sums(const Dense &dense, int token, int tile, int g,
+                                            const float (&sums)[MT][4]) {
+  const Product &p = dense.product;
+  constexpr int FEW = MT < 4 ? MT : MT < 16 ? 4 : 2;
+  float top = 1.0f, low = 1.0f;
+  if (T == E4M3) {
+    const int row = tile * 16 + g;
+    top = row < p.num_rows ? dense.row_scales[row] : 0.0f;
+    low = row + 8 < p.num_rows ? dense.row_scales[row + 8] : 0.0f;
+  }
+#pragma unroll
+  for (int first = 0; first < MT; first += FEW) {
+    float part[FEW][4];
+#pragma unroll
+    for (int m = 0; m < FEW; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        part[m][i] = sums[first + m][i];
+        if (T == BF16) continue;
+        const int own = min(token + 8 * (first + m) + (i & 1), p.num_tokens - 1);
+        part[m][i] *= (i < 2 ? top : low) * dense.token_scales[own];
+      }
+    finish_tile<FEW>(p, token + 8 * first, tile, g, part);
+    asm volatile("" ::: "memory");
+  }
+}
+
+// MT * 8 tokens by G groups of four warps with 64 rows each, and a warp that asks for what they
+// read. A block walks over blocks of rows without a gap; or K is shared out between blocks along z,
+// a cluster, whose sums are added in order.
+template <int T, int MT, int G> __device__ __forceinline__ void dense(const Dense &dense) {
+  constexpr u32 W_BYTES = G * 64 * 128, X_BYTES = MT * 8 * 128, BYTES = W_BYTES + X_BYTES;
+  constexpr int TOKENS = MT * 8, UNITS = G * MT, COLUMNS = T == BF16 ? 64 : 128;
+  constexpr u64 ONCE = 0x12F0000000000000ull, OFTEN = 0x14F0000000000000ull;  // of the L2
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ __align__(8) u64 full[MOST_CHUNKS], empty[MOST_CHUNKS];
+  const int lane = threadIdx.x & 31, group = threadIdx.x >> 7, g = lane >> 2, t = lane & 3;
+  const u32 ring = (shared_address(memory) + 1023) & ~1023u, depth = dense.depth;
+  const u32 at_full = shared_address(full), at_empty = shared_address(empty);
+  const u32 begins = blockIdx.z * dense.num_chunks / gridDim.z;
+  const u32 num_steps = (blockIdx.z + 1) * dense.num_chunks / gridDim.z - begins;
+  const int token = blockIdx.x * TOKENS + 2 * t;
+  auto tile_of = [&](u32 block) { return (int)(block * G + group) * 4 + (threadIdx.x >> 5 & 3); };
+  if (threadIdx.x == 0) {
+    for (u32 i = 0; i < depth; ++i) {
+      make_barrier(at_full + 8 * i, 1);
+      make_barrier(at_empty + 8 * i, 4 * G);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async;" ::: "memory");
+  }
+  release_beside(dense.product);
+  __syncthreads();
+  float acc[MT][4] = {};
+  if (group == G) {
+    if (lane == 0) {
+      const u32 turns = (dense.num_blocks - blockIdx.y + gridDim.y - 1) / gridDim.y;
+      const u32 count = turns * num_steps;
+      auto weights = [&](u32 i, u32 slot) {
+        const u32 turn = i / num_steps, column = begins + i - turn * num_steps;
+        arrive_for(at_full + 8 * slot, BYTES);
+        copy_box(ring + slot * BYTES, dense.weight, column * COLUMNS,
+                 (blockIdx.y + turn * gridDim.y) * G * 64, at_full + 8 * slot, ONCE);
+      };
+      auto tokens = [&](u32 i, u32 slot) {
+        copy_box(ring + slot * BYTES + W_BYTES, dense.x, (begins + i % num_steps) * COLUMNS,
+                 blockIdx.x * TOKENS, at_full + 8 * slot, OFTEN);
+      };
+      const u32 ahead = min(depth, count);
+      for (u32 i = 0; i < ahead; ++i) weights(i, i);  // which never change
+      wait_for_inputs();
+      for (u32 i = 0; i < ahead; ++i) tokens(i, i);
+      u32 slot = 0, parity = 0;
+      for (u32 i = depth; i < count; ++i) {
+        wait_turn(at_empty + 8 * slot, parity);
+        weights(i, slot);
+        tokens(i, slot);
+        if (++slot == depth) slot = 0, parity ^= 1;
+      }
+    }
+    __syncwarp();
+  } else {
+    u32 slot = 0, parity = 0;
+#pragma unroll 1
+    for (u32 block = blockIdx.y; block < dense.num_blocks; block += gridDim.y) {
+      u32 before = slot;
+#pragma unroll 1
+      for (u32 step = 0; step < num_steps; ++step) {
+        wait_turn(at_full + 8 * slot, parity);
+        __syncwarp();
+        const u64 w = operand_at(ring + slot * BYTES + group * 8192);
+        const u64 x = operand_at(ring + slot * BYTES + W_BYTES);
+        if (T == BF16) {
+          group_fence();
+#pragma unroll
+          for (int k = 0; k < 4; ++k) multiply_rows<T>(acc, w + 2 * k, x + 2 * k, k > 0 || step > 0);
+          group_commit();
+          group_wait<1>();
+          if (step && lane == 0) arrive_at(at_empty + 8 * before);
+          before = slot;
+        } else {  // the unit's own sums have some 14 bits: 128 columns, and on in float32
+          float part[MT][4];
+          group_fence();
+#pragma unroll
+          for (int k = 0; k < 4; ++k) multiply_rows<T>(part, w + 2 * k, x + 2 * k, k > 0);
+          group_commit();
+          group_wait<0>();
+          if (lane == 0) arrive_at(at_empty + 8 * slot);
+#pragma unroll
+          for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              asm volatile("" : "+f"(part[m][i])::"memory");
+              acc[m][i] += part[m][i];
+            }
+        }
+        if (++slot == depth) slot = 0, parity ^= 1;
+      }
+      if (T == BF16) {
+        group_wait<0>();
+        if (lane == 0) arrive_at(at_empty + 8 * before);
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(acc[m][i])::"memory");
+      }
+      if (gridDim.z > 1) break;
+      wait_for_inputs();  // what is added to may be what the kernel before writes
+      finish_sums<T, MT>(dense, token, tile_of(block), g, acc);
+      if (T == E4M3) {
+#pragma unroll
+        for (int i = 0; i < MT * 4; ++i) acc[i >> 2][i & 3] = 0.0f;
+      }
+    }
+  }
+  if (gridDim.z == 1) return;
+  wait_for_inputs();
+  __syncthreads();
+  float4 *sums = (float4 *)memory;
+  if (group < G) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+      sums[(group * MT + m) * 128 + (threadIdx.x & 127)] =
+          make_float4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
+  }
+  cluster_barrier();
+  if (group < G) {
+    const int last = (blockIdx.z + 1) * UNITS / gridDim.z;
+    for (int unit = blockIdx.z * UNITS / gridDim.z + group; unit < last; unit += G) {
+      const u32 from = shared_address(sums + unit * 128 + (threadIdx.x & 127));
+      float all[1][4] = {};
+      for (int s = 0; s < gridDim.z; ++s) {
+        const float4 v = read4_of_rank(from, s);
+        all[0][0] += v.x, all[0][1] += v.y, all[0][2] += v.z, all[0][3] += v.w;
+      }
+      const int to = token + unit % MT * 8, of = tile_of(blockIdx.y) + (unit / MT - group) * 4;
+      finish_sums<T, 1>(dense, to, of, g, all);
+    }
+  }
+  cluster_barrier();  // nobody's memory goes while another reads it
+}

@@ -1,0 +1,40 @@
+// PTX of what several warps share: barriers that count bytes, and products of four warps.
+#pragma once
+
+#include "primitives.cuh"
+
+typedef unsigned long long u64;
+
+__device__ __forceinline__ void make_barrier(u32 at, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
+}
+__device__ __forceinline__ void arrive_for(u32 at, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void wait_turn(u32 at, u32 parity) {
+  asm volatile("{\n"
+               ".reg .pred done;\n"
+               "again:\n"
+               "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+               "@done bra there;\n"
+               "bra again;\n"
+               "there:\n"
+               "}" ::"r"(at), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void group_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void group_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int N> __device__ __forceinline__ void group_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+// Rows of 128 bytes, eight of them 1,024 apart, 16-byte pieces exchanged by row.
+__device__ __forceinline__ u64 operand_at(u32 address) {
+  return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+#define ACC4(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
+#define ACC16(i) ACC4(i), ACC4(i + 1), ACC4(i + 2), ACC4(i + 3)

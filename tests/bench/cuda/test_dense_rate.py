@@ -1,0 +1,44 @@
+"""What measures products with rows as they lie, without a GPU: its ways and its mistakes."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.cuda import dense_rate
+from tests.targets.cuda.kernels.test_native import shaped
+from tilewright.compiler.targets.cuda.kernels import native_dense
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--tokens 129", "--tokens: '129'; allowed: integers, 1 to 128"),
+        ("--kinds bfp8", "--kinds: invalid choice: 'bfp8'"),
+        ("--shapes 8192x4096", "--shapes '8192x4096': ''; allowed: store, add, swiglu"),
+        ("--shapes 0x64:add", "--shapes '0x64'; allowed: as 8192x28672"),
+        ("", "no GPU"),
+    ],
+)
+def test_mistakes_are_one_line_and_2(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dense_rate.main(words.split()) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+
+
+@pytest.mark.parametrize("kind", ["bf16", "e4m3"])
+@pytest.mark.parametrize("size", [(28672, 4096), (4096, 14336), (6144, 4096), (12352, 2048)])
+def test_what_is_chosen_is_measured(
+    size: tuple[int, int], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_dense, "num_processors", lambda device: 132)
+    products = object.__new__(dense_rate.Products)
+    products.held, products.is_codes = [shaped("bf16", *size)], kind == "e4m3"
+    for count in (16, 32, 64):
+        if products.is_codes and (
+            count < 17 or not native_dense.takes_codes(products.held[0], count)
+        ):
+            continue
+        chosen = native_dense.choose_way(products.held[0], count, is_codes=products.is_codes)
+        assert chosen in list(products.ways(count))

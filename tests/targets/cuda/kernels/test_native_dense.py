@@ -1,0 +1,237 @@
+"""dense.cu: how it is launched, and on a GPU what it computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.targets.cuda.kernels.test_native import (
+    NAN,
+    check_headers,
+    gpu_of,
+    shaped,
+    tokens,
+    weight,
+)
+from tests.targets.cuda.lofi_bounds import check_sums
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.targets.cuda.e4m3 import exact_rows, values
+from tilewright.compiler.targets.cuda.held import HeldWeight
+from tilewright.compiler.targets.cuda.kernels import e4m3, native, native_dense
+from tilewright.compiler.targets.cuda.kernels.native_dense import Codes, Way
+from tilewright.compiler.targets.cuda.packing import unpack
+
+SIZES = [
+    (4096, 4096),
+    (4096, 14336),
+    (28672, 4096),
+    (12352, 2048),
+    (960, 576),
+    (48, 200),
+    (35, 520),
+]
+BATCHES = [1, 9, 16, 17, 33, 64, 65, 128]
+
+
+@pytest.fixture(autouse=True)
+def _processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_dense, "num_processors", lambda device: 132)
+
+
+def test_what_it_takes() -> None:
+    """More rows of large weights and of long ones; rows of x that the copy engine can find."""
+    taken = [native_dense.takes(shaped("bf16", 6144, 4096), n) for n in (4, 5, 64, 65)]
+    assert taken == [False, True, True, False]
+    for size in ((28672, 4096), (4096, 14336)):
+        assert [native_dense.takes(shaped("bf16", *size), n) for n in (128, 129)] == [True, False]
+    assert not native_dense.takes(shaped("bfp8", 6144, 4096), 32)
+    held, x = shaped("bf16", 64, 96), torch.zeros(16, 104, dtype=torch.bfloat16)
+    assert native_dense.takes(held, 16, x[:, :96])
+    assert not native_dense.takes(held, 16, torch.zeros(16, 100, dtype=torch.bfloat16)[:, :96])
+    assert not native_dense.takes(held, 16, x[:, 1:97])
+
+
+@given(
+    rows=st.integers(1, 300_000),
+    columns=st.integers(1, 32_768),
+    count=st.integers(1, native_dense.MAX_TOKENS),
+    is_codes=st.booleans(),
+)
+def test_what_is_chosen_is_there_and_fits(
+    rows: int, columns: int, count: int, is_codes: bool
+) -> None:
+    held = shaped("bfp4" if is_codes else "bf16", rows, columns)
+    if is_codes and not native_dense.takes_codes(held, count):
+        return
+    way = native_dense.choose_way(held, count, is_codes=is_codes)
+    assert way.kernel("e4m3" if is_codes else "bf16") in native_dense.SOURCE.names
+    assert count <= 8 * way.eights and way.depth >= 2
+    assert way.resident * (way.shared_bytes + 2048) <= native.MOST_SHARED + 3072
+    assert way.slices == 1 or way.slices * -(-rows // (64 * way.groups)) <= 132
+
+
+def test_every_kernel_has_a_product() -> None:
+    """The machine code is compiled where a model starts: it holds nothing that is never launched"""
+    chosen = {"norm_codes"}
+    for size in (*SIZES, (16384, 14336), (128256, 4096)):
+        held = shaped("bf16", *size)
+        for count in range(9, native_dense.MAX_TOKENS + 1):
+            if native_dense.takes(held, count):
+                chosen.add(native_dense.choose_way(held, count).kernel("bf16"))
+            if native_dense.takes_codes(held, count) and count >= 17:
+                chosen.add(native_dense.choose_way(held, count, is_codes=True).kernel("e4m3"))
+    assert set(native_dense.SOURCE.names) == chosen
+
+
+@pytest.mark.parametrize(
+    ("size", "ways"),
+    [
+        ((28672, 4096), [Way(2, 1, 1, 2), Way(4, 1, 1, 2), Way(8, 4), Way(16, 4)]),
+        ((128256, 4096), [Way(2, 1, 1, 2), Way(4, 1, 1, 2), Way(8, 2), Way(16, 4)]),
+        ((12352, 2048), [Way(2, 1, 1, 2), Way(4, 1, 1, 2), Way(8, 2), Way(16, 2)]),
+        ((6144, 4096), [Way(2, 1), Way(4, 1), Way(8, 1), Way(16, 1)]),
+        ((4096, 14336), [Way(2, 1, 2), Way(4, 1, 2), Way(8, 1, 2), Way(16, 1, 2)]),
+        ((2048, 4096), [Way(2, 1, 4), Way(4, 1, 4), Way(8, 1, 4), Way(16, 1, 4)]),
+        ((48, 200), [Way(2, 1), Way(4, 1), Way(8, 1), Way(16, 1)]),
+    ],
+)
+def test_ways_of_usual_shapes(size: tuple[int, int], ways: list[Way]) -> None:
+    held = shaped("bf16", *size)
+    assert [native_dense.choose_way(held, count) for count in (16, 32, 64, 128)] == ways
+
+
+def test_every_header_is_named_once() -> None:
+    check_headers(native_dense.SOURCE)
+
+
+@pytest.fixture
+def gpu(device: torch.device) -> torch.device:
+    """A GPU on which dense.cu runs."""
+    return gpu_of(device, native_dense.why_not)
+
+
+def ways_of(kind: str, held: HeldWeight, count: int) -> list[Way]:
+    """All that there are kernels for, with as many slices as fit."""
+    found = []
+    for name in native_dense.SOURCE.names[:-1]:
+        _, of, eights, groups = name.split("_")
+        for slices in (1, 2, 4, 8):
+            way = Way(int(eights), int(groups), slices)
+            chunks = -(-2 * held.num_columns // 128)
+            if of == kind and 8 * way.eights >= count and slices <= max(1, chunks // 2):
+                found.append(way)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", SIZES)
+def test_products(size: tuple[int, int], gpu: torch.device) -> None:
+    """Against float64, by what is chosen; nothing else is written; the same again, bit by bit."""
+    held = weight("bf16", size, gpu, paired=False)
+    x = torch.cat([tokens(held, gpu) for _ in range(2)])[:, : size[1]]
+    bias = torch.randn(size[0], device=gpu)
+    want = x.double() @ unpack(held).double().T + bias
+    for count in BATCHES:
+        around = torch.full((130, size[0] + 8), NAN, device=gpu)
+        out = around[:count, : size[0]]
+        native_dense.linear(out, x[:count], held, epilogue=native.STORE, bias=bias)
+        torch.testing.assert_close(out.double(), want[:count], rtol=1e-4, atol=1e-4)
+        assert bool(around[count:].isnan().all()) and bool(around[:, size[0] :].isnan().all())
+        for _ in range(3):
+            total = torch.ones(count, size[0], device=gpu)
+            native_dense.linear(total, x[:count], held, epilogue=native.ADD, bias=bias)
+            assert torch.equal(total, 1 + out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(17000, 640), (200, 2176)])
+@pytest.mark.parametrize("count", [5, 30, 60, 100])
+def test_every_way(size: tuple[int, int], count: int, gpu: torch.device) -> None:
+    """Near float64, with one turn of blocks of rows and with more."""
+    held = weight("bf16", size, gpu, paired=False)
+    x = torch.cat([tokens(held, gpu) for _ in range(2)])[:count, : size[1]]
+    want = x.double() @ unpack(held).double().T
+    for way in ways_of("bf16", held, count):
+        out = torch.full((count, size[0]), NAN, device=gpu)
+        native_dense.linear(out, x, held, epilogue=native.STORE, way=way)
+        torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(57344, 640), (1536, 576)])
+def test_swiglu(size: tuple[int, int], gpu: torch.device) -> None:
+    held = weight("bf16", size, gpu, paired=True)
+    x = tokens(held, gpu)[:, : size[1]]
+    gates, ups = (x.double() @ unpack(held).double().T).view(64, -1, 2, 8).unbind(2)
+    want = (torch.nn.functional.silu(gates) * ups).flatten(1)
+    for count in (16, 64):
+        out = torch.full((count, size[0] // 2), NAN, dtype=torch.bfloat16, device=gpu)
+        native_dense.linear(out, x[:count], held, epilogue=native.SWIGLU)
+        torch.testing.assert_close(out.double(), want[:count], rtol=2**-7, atol=1e-3)
+
+
+def codes_of(size: tuple[int, int], count: int, gpu: torch.device) -> Codes:
+    """Rows of the weight lie 47 octaves apart."""
+    dense = torch.randn(size, device=gpu)
+    dense *= torch.exp2(torch.arange(float(size[0]), device=gpu) % 48)[:, None]
+    exact = exact_rows(get_format("bfp4").round_trip(dense))
+    assert exact is not None
+    return Codes(*exact, *e4m3.round_rows(torch.randn(count, size[1], device=gpu)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(48, 1040), (200, 96), (35, 2048)])
+def test_products_of_codes(size: tuple[int, int], gpu: torch.device) -> None:
+    """Within what the matrix unit may lose, in every way."""
+    held = HeldWeight("bfp4", *size, torch.empty(0, device=gpu))
+    for count in (17, 33, 64):
+        codes, bias = codes_of(size, count, gpu), torch.randn(size[0], device=gpu)
+        x, dense = values(codes.x, codes.token_scales), values(codes.weight, codes.row_scales)
+        for way in ways_of("e4m3", held, count):
+            out = torch.full((count, size[0] + 3), NAN, device=gpu)[:, : size[0]]
+            native_dense.linear(out, codes, held, epilogue=native.STORE, way=way)
+            check_sums(out, x, dense)
+            total = torch.ones_like(out)
+            native_dense.linear(total, codes, held, epilogue=native.ADD, bias=bias, way=way)
+            torch.testing.assert_close(total, out + bias + 1, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 576, 4096, 8192])
+def test_codes_of_a_norm_are_those_of_its_rows(width: int, gpu: torch.device) -> None:
+    x = torch.randn(33, width + 4, device=gpu)[:, :width] * 3
+    x[1], x[2] = 0.0, x[2] * 2.0**-100
+    norm = torch.rand(width, device=gpu) + 0.5
+    normed = torch.empty(33, width, dtype=torch.bfloat16, device=gpu)
+    native.rms_norm(normed, x, norm, eps=1e-5, num_tokens=33)
+    found, wanted = native_dense.norm_codes(x, norm, 1e-5), e4m3.round_rows(normed)
+    assert torch.equal(found[0].view(torch.uint8), wanted[0].view(torch.uint8))
+    assert torch.equal(found[1], wanted[1])
+
+
+@pytest.mark.gpu
+def test_what_feeds_a_product_of_blocks(gpu: torch.device) -> None:
+    """As `wide.cu` reads it, of bfloat16 and of codes."""
+    from tilewright.compiler.targets.cuda.kernels import native_wide
+
+    held = weight("bf16", (16384, 2048), gpu, paired=True)
+    down = weight("bfp8", (4096, 8192), gpu, paired=False)
+    x = tokens(held, gpu)[:60]
+    codes = codes_of((16384, 2048), 60, gpu)
+    way = native_wide.choose_way(down, 60)
+    for operands in (x, codes):
+        out = torch.zeros(60, 8192, dtype=torch.bfloat16, device=gpu)
+        native_dense.linear(out, operands, held, epilogue=native.SWIGLU)
+        if operands is codes:
+            assert bool(out.isfinite().all())
+        want, fed = torch.zeros(2, 60, 4096, device=gpu)
+        behind = native_wide.scratch(8192, gpu)
+        how = {"epilogue": native.STORE, "arranged": behind, "way": way}
+        native_wide.linear(want, out, down, **how)
+        behind.fill_(0xFF)
+        places = native_wide.num_places(way, 60)
+        native_dense.linear(behind, operands, held, epilogue=native.SWIGLU, feeds=places)
+        native_wide.linear(fed, out, down, is_there=True, **how)
+        assert torch.equal(fed, want)
