@@ -27,7 +27,7 @@ IDLE, WAITING = 10_000, 400
 CHAT = "/v1/chat/completions"
 LIVE = b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"
 MAX_CONNECTION = 10_000
-MAX_OURS, MAX_WITH_HTTP = 6_500, 12_500
+MAX_OURS, MAX_WITH_HTTP = 7_000, 12_500  # ours differ by some hundred bytes from run to run
 ROOT = Path(__file__).resolve().parents[2]
 
 
