@@ -27,6 +27,7 @@ from tilewright.compiler.targets.cuda.e4m3 import exact_rows
 from tilewright.compiler.targets.cuda.held import HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native, native_dense
 from tilewright.compiler.targets.cuda.kernels.e4m3 import round_rows, scale_rows
+from tilewright.compiler.targets.cuda.kernels.launch import num_processors
 from tilewright.compiler.targets.cuda.kernels.native_dense import Codes, Way
 from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu
 from tilewright.compiler.targets.cuda.library import (
@@ -90,6 +91,7 @@ class Products:
     def ways(self, count: int) -> Iterator[Way]:
         """Those that there are kernels for, whose blocks are on the device at once or walk on."""
         kind = "e4m3" if self.is_codes else "bf16"
+        processors = num_processors(self.held[0].data.device)
         for name in native_dense.SOURCE.names:
             if not name.startswith(f"dense_{kind}"):
                 continue
@@ -97,7 +99,7 @@ class Products:
             tiles = -(-self.held[0].num_rows // (64 * groups))
             for resident, slices in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (2, 4), (1, 8)):
                 way = Way(eights, groups, slices, resident)
-                is_one_turn = slices == 1 or tiles * slices <= 132 * resident
+                is_one_turn = slices == 1 or tiles * slices <= resident * processors
                 if count <= 8 * eights <= max(32, 2 * count) and way.depth > 1 and is_one_turn:
                     yield way
 

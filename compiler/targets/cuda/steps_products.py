@@ -1,5 +1,6 @@
-"""Runs a plan's dense products: few rows on the kernels that read a weight once, many on the
-library's, or where weights lie in blocks on kernels that decode them.
+"""Runs a plan's dense products: few rows on the kernels that read a weight once, more of bfloat16
+or of e4m3 codes on one that the copy engine feeds, or where weights lie in blocks on kernels that
+decode them, and many on the library's.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _FEW_PARTS = 128
 _SHORT_COLUMNS = 8192
 _MOST_DENSE = 65_536
 
-_LEAST_ALONE, _LEAST_ALONE_SHORT = 5, 33
+_LEAST_ALONE, _LEAST_ALONE_BF16 = 5, 33
 
 LEAST_STRICT = 16
 """Rows that the library is given at least in strict steps: for a single one it may take kernels of
@@ -122,8 +123,8 @@ class Products:
         self._before_mixers = _before_mixers(plan)
         self._readers: dict[int, Linear] = {}
         self._is_fed = False  # the next product finds its x arranged
-        has_dense = is_native and not exact and trials.products == DENSE
-        self._has_dense = has_dense and not strict and not native_dense.why_not(device)
+        has_dense = is_native and not exact and not strict and trials.products == DENSE
+        self._has_dense = has_dense and not native_dense.why_not(device)
         if is_native and trials.blocks == WIDE and not native_wide.why_not(device):
             self._arranged, self._fed = (native_wide.scratch(widest, device) for _ in range(2))
             self._readers = _readers(plan)
@@ -191,8 +192,8 @@ class Products:
         and where that was measured faster on an H200.
         """
         mixer = self._before_mixers.get(id(each))
-        is_short = held.kind == "bf16" and isinstance(mixer, Attend)
-        return mixer is not None and num_rows >= (_LEAST_ALONE_SHORT if is_short else _LEAST_ALONE)
+        is_late = held.kind == "bf16" and isinstance(mixer, Attend)
+        return mixer is not None and num_rows >= (_LEAST_ALONE_BF16 if is_late else _LEAST_ALONE)
 
     def _in_parts(self, held: HeldWeight, num_rows: int) -> bool:
         return self._strict or in_parts(held, num_rows)
@@ -280,7 +281,7 @@ class Products:
                 num_tokens=part.stop - first,
                 bias=bias,
                 norm=norm,
-                alone=self._is_alone(each, held, num_rows),
+                alone=part.stop == num_rows and self._is_alone(each, held, num_rows),
             )
 
     def _norm(self, x: Tensor, norm: tuple[Tensor, float] | None, decodes: bool) -> Tensor:
@@ -346,7 +347,8 @@ class Products:
         self, x: Tensor, norm: tuple[Tensor, float] | None, decodes: bool
     ) -> tuple[Tensor, Tensor]:
         """x, or its norm, in e4m3, and what multiplies its rows."""
-        if norm is not None and self._has_dense and native.takes_norm(norm[0].numel()):
+        is_native = self._has_dense and norm is not None and native_dense.has_room(x)
+        if norm is not None and is_native and native.takes_norm(norm[0].numel()):
             return native_dense.norm_codes(x, *norm)
         return round_rows(self._norm(x, norm, decodes))
 

@@ -39,7 +39,7 @@ class Trials:
             by the kernels of few rows, or by the library on dequantised weights where that is.
         products: of bfloat16 rows or e4m3 codes, ``dense``: up to 64 or 128 rows of steps and
             prompts by kernels of our own that begin early, where these are faster; ``library``: by
-            kernels of few rows and the library's.
+            kernels of few rows and the library's, which takes codes from 17 rows on, too.
         prompts: pieces of prompts that one batch takes; more come one after another, and of 1 rows
             that decode share no pass with it. 0: as
             :func:`.device.most_pieces` finds best.

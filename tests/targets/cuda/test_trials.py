@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.models import test_qwen3_5_moe
 from tests.targets.cuda.kernels.test_native import shaped
 from tests.tiny import (
     compiled,
@@ -35,8 +36,8 @@ from tilewright.compiler.targets.cuda.kernels import (
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps_products import LEAST_STRICT, Products, in_parts
 from tilewright.compiler.targets.cuda.trials import VARIABLE, Trials, read_trials
-from tilewright.compiler.targets.cuda.weights import Weights, load_weights
-from tilewright.compiler.targets.program.instructions import Linear, Plan
+from tilewright.compiler.targets.cuda.weights import Weights, load_weights, product_of
+from tilewright.compiler.targets.program.instructions import Attend, DeltaRule, Linear, Plan
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "num_kv_heads": 1}
@@ -104,10 +105,17 @@ def test_rows_above_the_few_are_those_of_smaller_steps(monkeypatch: pytest.Monke
 
 
 def products_of(
-    name: str, trials: Trials, *, is_native: bool, max_rows: int = 256, **changes: Any
+    name: str,
+    trials: Trials,
+    *,
+    is_native: bool,
+    max_rows: int = 256,
+    fidelity: str = "hifi4",
+    make: Callable[[], Any] = lambda: tiny_model(**SMALL),
+    **changes: Any,
 ) -> tuple[Plan, Weights, Products]:
-    model = tiny_model(**SMALL)
-    plan = make_plan(lowered(model, target="cuda", precision=precision_of(name))[0])
+    model, precision = make(), precision_of(name, fidelity)
+    plan = make_plan(lowered(model, target="cuda", precision=precision)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
     kept: dict[str, Any] = {"max_rows": max_rows, "is_native": is_native, "exact": False}
     kept |= {"copies": NO_COPIES, **changes}
@@ -218,26 +226,89 @@ def test_rows_of_bfloat16_go_through_our_own_kernels_where_no_bits_are_promised(
     monkeypatch.setattr(products, "_library_product", lambda each, *rest: ran("library")(*rest))
     rows, columns = each.weight.shape
     x = torch.zeros(max(expected), columns, dtype=torch.bfloat16)
+    out = torch.zeros(max(expected), rows)
     for count in expected:
-        products.run(each, torch.zeros(max(expected), rows)[:count], x[:count], decodes=True)
+        products.run(each, out[:count], x[:count], decodes=True)
     assert seen == list(expected.values())
+    apart = torch.zeros(16, columns + 4, dtype=torch.bfloat16)[:8, :columns]
+    products.run(each, out[:8], apart, decodes=True)
+    assert "dense" not in seen[-1], "rows that the copy engine does not find"
+    monkeypatch.setattr(products, "_norm", lambda x, norm, decodes: x.bfloat16())
+    first = plan.products[0]
+    x = torch.zeros(16, first.weight.shape[1] + 4)[:8, : first.weight.shape[1]]
+    products.run(first, torch.zeros(16, first.weight.shape[0])[:8], x, decodes=True)
+    is_ours = trials.products == "dense" and not strict
+    assert ("dense" in seen[-1]) == is_ours, "a norm lies in whole tiles"
 
 
-def test_only_attention_and_the_delta_rule_wait_for_a_product_to_end(
+def test_codes_go_through_our_own_kernels_up_to_32_rows_and_of_large_weights_64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With several rows: the product before them, no other."""
-    plan, _, products = products_of("bfp8", Trials(), is_native=True)
-    seen: list[bool] = []
-    monkeypatch.setattr(native, "linear", lambda *_, alone, **__: seen.append(alone))
-    for count in (1, 8):
+    monkeypatch.setattr(native_dense, "why_not", lambda device: "")
+    monkeypatch.setattr(native_dense, "num_processors", lambda device: 132)
+    plan, _, products = products_of(
+        "bfp4", Trials(), is_native=True, copies=Kinds(codes=True), fidelity="lofi"
+    )
+    each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
+    seen: list[str] = []
+    monkeypatch.setattr(
+        native_dense, "linear", lambda out, x, *_, **__: seen.append(f"{type(x).__name__} {len(x)}")
+    )
+    monkeypatch.setattr(native, "linear", lambda *_, num_tokens, **__: seen.append(f"{num_tokens}"))
+    monkeypatch.setattr(steps_products, "codes_product", lambda x, *_: seen.append("library") or x)
+    monkeypatch.setattr(steps_products, "scale_rows", lambda *_, **__: None)
+    rows, columns = each.weight.shape
+    x = torch.zeros(65, columns, dtype=torch.bfloat16)
+
+    def kernels_of(*counts: int) -> list[str]:
         seen.clear()
-        for each in plan.products:
-            x = torch.zeros(count, each.weight.shape[1], dtype=torch.bfloat16)
-            out = torch.zeros(count, each.weight.shape[0])
-            monkeypatch.setattr(products, "_norm", lambda x, norm, decodes: x)
-            products.run(each, out, x, decodes=True)
-        assert seen == [count == 8, False, False, False, False]
+        for count in counts:
+            products.run(each, torch.zeros(65, rows)[:count], x[:count], decodes=True)
+        return list(seen)
+
+    assert kernels_of(16, 17, 32, 33) == ["16", "Codes 17", "Codes 32", "library"]
+    monkeypatch.setattr(native_dense, "_MANY_TURNS", 0)  # as if the weight were large
+    assert kernels_of(33, 64, 65) == ["Codes 33", "Codes 64", "library"]
+
+
+@pytest.mark.parametrize(
+    ("make", "precision", "least"),
+    [
+        (lambda: tiny_model(**SMALL), "bfp8", 5),
+        (lambda: tiny_model(**SMALL), "bf16", 33),
+        (test_qwen3_5_moe.make, "bf16", 5),
+    ],
+    ids=["blocks", "bf16", "linear attention"],
+)
+def test_only_attention_and_the_delta_rule_wait_for_a_product_to_end(
+    make: Callable[[], Any], precision: str, least: int
+) -> None:
+    """With so many rows: the product before them, no other."""
+    plan, weights, products = products_of(precision, Trials(), is_native=True, make=make)
+    mixers = [one for one in plan.instructions if isinstance(one, Attend | DeltaRule)]
+    held = [weights.held(product_of(one)) for one in plan.products]
+
+    def alone(num_rows: int) -> list[bool]:
+        pairs = zip(plan.products, held, strict=True)
+        return [products._is_alone(one, kept, num_rows) for one, kept in pairs]
+
+    before = [products._before_mixers.get(id(one)) for one in plan.products]
+    assert [one for one in before if one is not None] == mixers
+    assert not any(alone(least - 1))
+    first = next(at for at, one in enumerate(before) if one is mixers[0])
+    assert alone(least)[first] and alone(33) == [one is not None for one in before]
+
+
+def test_of_a_product_in_parts_the_last_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _, products = products_of("bfp8", Trials(), is_native=True)
+    first, seen = plan.products[0], []
+    monkeypatch.setattr(native, "linear", lambda *_, alone, **__: seen.append(alone))
+    monkeypatch.setattr(products, "_norm", lambda x, norm, decodes: x)
+    monkeypatch.setattr(products, "_in_parts", lambda *_: True)
+    rows, columns = first.weight.shape
+    x = torch.zeros(100, columns, dtype=torch.bfloat16)
+    products.run(first, torch.zeros(100, rows), x, decodes=True)
+    assert seen == [False, True]
 
 
 @pytest.mark.parametrize("strict", [False, True])

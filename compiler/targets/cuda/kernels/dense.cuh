@@ -15,7 +15,6 @@ struct Dense {
   int num_chunks;                          // of 128 bytes of K
   int depth;                               // chunks in flight
   int num_blocks;                          // of rows
-  int spare;
 };
 constexpr int E4M3 = 3;  // of tiles.cuh's kinds: codes, whose products are exact
 constexpr int MOST_CHUNKS = 12;

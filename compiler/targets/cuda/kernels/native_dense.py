@@ -34,7 +34,7 @@ _MOST_DEPTH = 12
 _GROUP_ROWS = 64
 _MOST_SLICES = 8
 _LEAST_SLICE = 512  # bytes of a row
-_MANY_TURNS = 3  # of blocks of 64 rows over the device, from which on some have 256
+_MANY_TURNS, _MOST_TURNS = 3, 4  # of blocks of 64 rows over the device, where they may have 256
 _FEW_TOKENS, _SOME_TOKENS = 4, 64
 _LONG_COLUMNS = 8192
 
@@ -52,7 +52,7 @@ class Dense(ctypes.Structure):
         *((name, TensorMap) for name in ("weight", "x")),
         ("product", Product),
         *((name, ctypes.c_void_p) for name in ("row_scales", "token_scales")),
-        *((name, ctypes.c_int) for name in ("num_chunks", "depth", "num_blocks", "spare")),
+        *((name, ctypes.c_int) for name in ("num_chunks", "depth", "num_blocks")),
     )
 
 
@@ -122,14 +122,14 @@ def choose_way(held: HeldWeight, num_tokens: int, *, is_codes: bool = False) -> 
     eights = next(each for each in _EIGHTS if num_tokens <= 8 * each)
     if is_codes:
         eights = max(eights, 4)
-    count = num_processors(held.data.device)
-    tiles = -(-held.num_rows // _GROUP_ROWS)
-    if tiles > count:
+    count, turns = num_processors(held.data.device), _turns(held)
+    if turns > 1:
         groups = 2 if eights >= 8 else 1
-        is_tall = eights == 16 or tiles <= 4 * count or (is_codes and eights == 4)
-        if tiles >= _MANY_TURNS * count and (eights >= 8 or is_codes) and is_tall:
+        is_tall = eights == 16 or turns <= _MOST_TURNS or (is_codes and eights == 4)
+        if turns >= _MANY_TURNS and (eights >= 8 or is_codes) and is_tall:
             groups = 4
         return Way(eights, groups, resident=2 if groups == 1 else 1)
+    tiles = -(-held.num_rows // _GROUP_ROWS)
     num_bytes = (1 if is_codes else 2) * held.num_columns
     slices = 1
     while 2 * slices * tiles <= count and num_bytes >= 2 * slices * _LEAST_SLICE:
@@ -139,15 +139,17 @@ def choose_way(held: HeldWeight, num_tokens: int, *, is_codes: bool = False) -> 
 
 def takes(held: HeldWeight, num_tokens: int, x: Tensor | None = None) -> bool:
     """Whether a product with bfloat16 rows is one of these, of ``x [M, K]`` where it is given:
-    where it was measured faster on an H200 than the kernels of few tokens and the library.
+    where whole models, or above 64 tokens chains of products, were measured faster on an H200 than
+    with the kernels of few tokens and the library.
     """
     if held.kind != "bf16" or held.num_experts > 1:
         return False
-    if x is not None and (x.stride(0) % 8 or x.data_ptr() % 16):
+    if x is not None and not has_room(x):
         return False
     if num_tokens <= _SOME_TOKENS:
         return num_tokens > _FEW_TOKENS
-    is_large = held.num_rows >= _MANY_TURNS * _GROUP_ROWS * num_processors(held.data.device)
+    turns = _turns(held)
+    is_large = _MANY_TURNS <= turns <= _MOST_TURNS
     return num_tokens <= MAX_TOKENS and (is_large or held.num_columns > _LONG_COLUMNS)
 
 
@@ -155,8 +157,18 @@ def takes_codes(held: HeldWeight, num_tokens: int) -> bool:
     """Whether a product of codes is one of these: where it was measured faster on an H200 than the
     library, of large weights up to 64 tokens, of others up to 32.
     """
-    is_large = held.num_rows >= _MANY_TURNS * _GROUP_ROWS * num_processors(held.data.device)
+    is_large = _turns(held) >= _MANY_TURNS
     return num_tokens <= (_SOME_TOKENS if is_large else _SOME_TOKENS // 2)
+
+
+def has_room(x: Tensor) -> bool:
+    """Whether rows begin where the copy engine, and reads of 16 bytes, find them."""
+    return x.data_ptr() % 16 == 0 == x.stride(0) * x.element_size() % 16
+
+
+def _turns(held: HeldWeight) -> float:
+    """Of blocks of 64 rows over the device."""
+    return -(-held.num_rows // _GROUP_ROWS) / num_processors(held.data.device)
 
 
 _PATH = Path(__file__).with_name("dense.cu")
@@ -233,7 +245,7 @@ def norm_codes(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     of ``x [M, K]`` float32 in bfloat16, in fresh memory; K as :func:`.native.takes_norm` has it.
     """
     num_tokens, width = x.shape
-    assert x.dtype == torch.float32 and x.stride(0) % 4 == 0 == x.data_ptr() % 16
+    assert x.dtype == torch.float32 and has_room(x)
     codes = torch.empty(num_tokens, width, dtype=CODES, device=x.device)
     scales = torch.empty(num_tokens, 1, dtype=torch.float32, device=x.device)
     arguments = _NormCodes(
@@ -253,7 +265,7 @@ def norm_codes(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def _map_of(rows: Tensor, box_rows: int) -> TensorMap:
     size = rows.element_size()
-    assert rows.stride(1) == 1 and rows.data_ptr() % 16 == 0 == rows.stride(0) * size % 16
+    assert rows.stride(1) == 1 and has_room(rows)
     return _map(rows.data_ptr(), *rows.shape, rows.stride(0) * size, box_rows, size == 1)
 
 
