@@ -18,7 +18,8 @@
 #
 # PYTHON: the interpreter; TARGET: cuda; OPTIONS: more of `serve`; OUR_PORT: 18200; THEIRS: a command
 # that starts another server of OpenAI's API on port 18201, which `streams` and `contest` load behind
-# ours.
+# ours. WORDS and THEIR_WORDS: of a prompt of the contest, which shapes have as many tokens of (1,010
+# of 305 words, for their tokens are bytes; a made-up tokenizer may have one a word).
 set -u
 [ $# -ge 2 ] || { sed -n '2,/^set -u/s/^# \{0,1\}//p' "$0" | sed '$d' >&2; exit 2; }
 PYTHON=${PYTHON:-python} TARGET=${TARGET:-cuda} OPTIONS=${OPTIONS:-} THEIRS=${THEIRS:-}
@@ -26,6 +27,7 @@ SHAPE=${SHAPE:-llama-3.1-8b} STREAMS=${STREAMS:-1:4 32:128 64:256} INPUT=${INPUT
 OUTPUT=${OUTPUT:-256} LEVELS=${LEVELS:-1 2 4 8 16 32 64} LONG=${LONG:-64000} SOAK=${SOAK:-2000}
 ROUNDS=${ROUNDS:-1} BATCH=${BATCH:-2000} ROWS=${ROWS:-8b-*} WORKERS=${WORKERS:-10}
 VOCABULARY=${VOCABULARY:-100000} SEATS=${SEATS:-256} CONTEXT=${CONTEXT:-4096} FLUSH=${FLUSH:-}
+WORDS=${WORDS:-305} THEIR_WORDS=${THEIR_WORDS:-1010} DRAWN=
 OURS=${OUR_PORT:-18200}
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
 shift
@@ -60,14 +62,14 @@ both() { # a function: with our server, then with theirs
     wait "$server"
     [ -n "$THEIRS" ] || return 0
     $THEIRS &
-    server=$! port=18201
+    server=$! port=18201 WORDS=$THEIR_WORDS FLUSH= DRAWN=1
     ready $port && "$1"
 }
 
 tests() {
     "$PYTHON" -P -m pytest -v -m 'gpu or multigpu' -n "$WORKERS" --dist worksteal -rfE
 }
-rows() { tilewright bench-cuda --rows $ROWS --repeats 2 --results "$out/rows.jsonl"; }
+rows() { tilewright bench-cuda --rows $ROWS --repeats "${REPEATS:-5}" --results "$out/rows.jsonl"; }
 each_stream() {
     for one in $STREAMS; do
         load streams --concurrency "${one%:*}" --requests "${one#*:}" --input-tokens "$INPUT" \
@@ -75,9 +77,10 @@ each_stream() {
     done
 }
 streams() { both each_stream --no-prefix-cache; }
-all_levels() { # 305 words are about 1,010 tokens of a shape, whose tokens are bytes
+all_levels() { # answers are as long on both sides; only ours says that its weights are random
     # shellcheck disable=SC2086
-    load contest ${FLUSH:+--flush} --levels $LEVELS --input-tokens 305 --output-tokens 1024
+    load contest ${FLUSH:+--flush} ${DRAWN:+--drawn-lengths} --levels $LEVELS --input-tokens "$WORDS" \
+        --output-tokens 1024
 }
 contest() { both all_levels --step-ms 0; }
 intruder() {
@@ -104,7 +107,7 @@ sanitize() { bash bench/cuda/sanitize.sh; }
 export -f tilewright ready serve load both tests rows each_stream streams all_levels contest \
     intruder chat invariant soak batch generate sanitize
 export CLI PYTHON TARGET OPTIONS THEIRS SHAPE STREAMS INPUT OUTPUT LEVELS LONG SOAK ROUNDS BATCH ROWS \
-    WORKERS VOCABULARY SEATS CONTEXT FLUSH OURS out template
+    WORKERS VOCABULARY SEATS CONTEXT FLUSH WORDS THEIR_WORDS DRAWN OURS out template
 status=0
 for part in "$@"; do
     name=${part%%=*} seconds=${part#*=}
