@@ -2,8 +2,8 @@
 // memory, from where the matrix unit reads them.
 #pragma once
 
+#include "finish.cuh"
 #include "matrix_unit.cuh"
-#include "tiles.cuh"
 
 struct alignas(64) TensorMap {
   u64 words[16];

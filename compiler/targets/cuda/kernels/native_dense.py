@@ -182,7 +182,14 @@ def _names(text: str) -> tuple[str, ...]:
 SOURCE = nvrtc.Source(
     _PATH,
     (*_names(_PATH.read_text()), "norm_codes"),
-    headers=("primitives.cuh", "matrix_unit.cuh", "tiles.cuh", "norm.cuh", "dense.cuh"),
+    headers=(
+        "primitives.cuh",
+        "matrix_unit.cuh",
+        "tiles.cuh",
+        "finish.cuh",
+        "norm.cuh",
+        "dense.cuh",
+    ),
     structures=(
         ("TensorMap", TensorMap),
         ("Product", Product),

@@ -196,7 +196,14 @@ SOURCE = nvrtc.Source(
         *(f"joined_{kind}_{JOINED.eights}_{JOINED.joined}" for kind in TILE_BYTES),
         f"wide_bfp8_{TALL.eights}_{TALL.groups}",
     ),
-    headers=("primitives.cuh", "matrix_unit.cuh", "tiles.cuh", "norm.cuh", "wide.cuh"),
+    headers=(
+        "primitives.cuh",
+        "matrix_unit.cuh",
+        "tiles.cuh",
+        "finish.cuh",
+        "norm.cuh",
+        "wide.cuh",
+    ),
     structures=(
         ("Arrange", _Arrange),
         ("ArrangeNorm", _ArrangeNorm),

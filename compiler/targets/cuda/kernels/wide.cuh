@@ -2,8 +2,8 @@
 // has the layout of the matrix unit's first operand; x whole rows of tokens from shared memory.
 #pragma once
 
+#include "finish.cuh"
 #include "matrix_unit.cuh"
-#include "tiles.cuh"
 
 // Whole 16 bytes, counted by a barrier of this block.
 __device__ __forceinline__ void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier) {
