@@ -16,11 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bench.cuda.product_tables import read_shape, table_of
 from bench.cuda.replays import need_gpu, replayed
-from bench.cuda.wide_rate import read_shape
 from bench.script import run_script
 from tilewright.compiler.bench.display import decimal
-from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.targets.cuda.e4m3 import exact_rows
@@ -60,6 +59,19 @@ class Options:
     )
 
 
+def ways_of(held: HeldWeight, kind: str, count: int) -> Iterator[Way]:
+    """Those that there are kernels for, whose blocks are on the device at once or walk on."""
+    processors = num_processors(held.data.device)
+    for of, eights, groups in native_dense.MADE:
+        tiles = -(-held.num_rows // (64 * groups))
+        for resident, slices in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (2, 4), (1, 8)):
+            way = Way(eights, groups, slices, resident)
+            is_one_turn = slices == 1 or tiles * slices <= resident * processors
+            fits = count <= 8 * eights <= max(32, 2 * count) and way.depth > 1
+            if of == kind and fits and is_one_turn:
+                yield way
+
+
 class Products:
     """Weights of one shape and kind, several times the L2, and the products with them."""
 
@@ -88,26 +100,10 @@ class Products:
         out = torch.zeros(count, width, dtype=kind, device="cuda")
         return out, round_rows(x) if self.is_codes else x
 
-    def ways(self, count: int) -> Iterator[Way]:
-        """Those that there are kernels for, whose blocks are on the device at once or walk on."""
-        kind = "e4m3" if self.is_codes else "bf16"
-        processors = num_processors(self.held[0].data.device)
-        for name in native_dense.SOURCE.names:
-            if not name.startswith(f"dense_{kind}"):
-                continue
-            eights, groups = map(int, name.split("_")[2:])
-            tiles = -(-self.held[0].num_rows // (64 * groups))
-            for resident, slices in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (2, 4), (1, 8)):
-                way = Way(eights, groups, slices, resident)
-                is_one_turn = slices == 1 or tiles * slices <= resident * processors
-                if count <= 8 * eights <= max(32, 2 * count) and way.depth > 1 and is_one_turn:
-                    yield way
-
     def by_way(
         self, out: Tensor, x: Tensor | tuple[Tensor, Tensor], way: Way
     ) -> Callable[[int], None]:
         """A product by `dense.cu`."""
-
         end = EPILOGUES[self.end]
 
         def run(index: int) -> None:
@@ -156,7 +152,7 @@ def measure(text: str, kind: str, counts: Sequence[int]) -> Iterator[list[str]]:
     lines: dict[str, dict[int, str]] = {}
     for count, (out, x) in sizes.items():
         chosen = native_dense.choose_way(held, count, is_codes=products.is_codes)
-        for way in products.ways(count):
+        for way in ways_of(held, kind, count):
             star = " *" if way == chosen else ""
             figure = replayed(products.by_way(out, x, way), products.chain)
             name = f"{way.kernel(kind)}, {way.slices} slices, {way.resident} a multiprocessor"
@@ -188,14 +184,7 @@ def _measured(argv: Sequence[str]) -> str:
         if end not in EPILOGUES:
             raise ConfigError(f"--shapes {text!r}: {end!r}; {allowed(EPILOGUES)}")
     need_gpu()
-    heads = ["weight", "operands", "way", *(f"{count} tokens" for count in options.tokens)]
-    lines = [
-        line
-        for shape in options.shapes
-        for kind in options.kinds
-        for line in measure(shape, kind, options.tokens)
-    ]
-    return Table.of(heads, lines).markdown()
+    return table_of(measure, "operands", options.shapes, options.kinds, options.tokens)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ of several times the L2; a figure is the median of its replays. Random values; k
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bench.cuda.product_tables import read_shape, table_of
 from bench.cuda.replays import need_gpu, replayed
 from bench.script import run_script
 from tilewright.compiler.bench.display import decimal
-from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands.arguments import integer, option, parse
-from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.targets.cuda.held import TILE_BYTES, HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native, native_wide
 from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
@@ -100,19 +98,6 @@ class Products:
         return replayed(lambda index: store_product(out, x, copies[index]), range(len(copies)))
 
 
-def read_shape(text: str) -> tuple[int, int]:
-    """Rows and columns.
-
-    Raises:
-        ConfigError: for another text than two whole numbers above zero with an x between them, the
-            second a multiple of 4.
-    """
-    found = re.fullmatch("([1-9][0-9]*)x([1-9][0-9]*)", text)
-    if found is None or int(found[2]) % 4:
-        raise ConfigError(f"--shapes {text!r}; allowed: as 8192x28672, columns by fours")
-    return int(found[1]), int(found[2])
-
-
 def measure(shape: str, kind: str, counts: Sequence[int]) -> Iterator[list[str]]:
     """Lines of the table: a way, its microseconds by number of tokens."""
     num_rows, num_columns = read_shape(shape)
@@ -146,14 +131,7 @@ def _measured(argv: Sequence[str]) -> str:
     for shape in options.shapes:
         read_shape(shape)
     need_gpu()
-    heads = ["weight", "format", "way", *(f"{count} tokens" for count in options.tokens)]
-    lines = [
-        line
-        for shape in options.shapes
-        for kind in options.kinds
-        for line in measure(shape, kind, options.tokens)
-    ]
-    return Table.of(heads, lines).markdown()
+    return table_of(measure, "format", options.shapes, options.kinds, options.tokens)
 
 
 if __name__ == "__main__":

@@ -347,8 +347,9 @@ class Products:
         self, x: Tensor, norm: tuple[Tensor, float] | None, decodes: bool
     ) -> tuple[Tensor, Tensor]:
         """x, or its norm, in e4m3, and what multiplies its rows."""
-        is_native = self._has_dense and norm is not None and native_dense.has_room(x)
-        if norm is not None and is_native and native.takes_norm(norm[0].numel()):
+        if norm is None:
+            return round_rows(x)
+        if self._has_dense and native.takes_norm(norm[0].numel()) and native_dense.has_room(x):
             return native_dense.norm_codes(x, *norm)
         return round_rows(self._norm(x, norm, decodes))
 

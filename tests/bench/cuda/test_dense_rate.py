@@ -34,12 +34,9 @@ def test_what_is_chosen_is_measured(
 ) -> None:
     for module in (native_dense, dense_rate):
         monkeypatch.setattr(module, "num_processors", lambda device: 132)
-    products = object.__new__(dense_rate.Products)
-    products.held, products.is_codes = [shaped("bf16", *size)], kind == "e4m3"
+    held, is_codes = shaped("bf16", *size), kind == "e4m3"
     for count in (16, 32, 64):
-        if products.is_codes and (
-            count < 17 or not native_dense.takes_codes(products.held[0], count)
-        ):
+        if is_codes and (count < 17 or not native_dense.takes_codes(held, count)):
             continue
-        chosen = native_dense.choose_way(products.held[0], count, is_codes=products.is_codes)
-        assert chosen in list(products.ways(count))
+        chosen = native_dense.choose_way(held, count, is_codes=is_codes)
+        assert chosen in list(dense_rate.ways_of(held, kind, count))

@@ -122,6 +122,19 @@ def products_of(
     return plan, weights, Products(plan, weights, CPU, trials=trials, **kept)
 
 
+def watched(products: Products, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What takes a product from now on, and of how many rows; nothing is computed."""
+    seen: list[str] = []
+
+    def ran(kernel: str) -> Callable[..., None]:
+        return lambda out, x, *_, **__: seen.append(f"{kernel} {len(x)}")
+
+    for module, kernel in ((native, "native"), (native_wide, "wide"), (native_dense, "dense")):
+        monkeypatch.setattr(module, "linear", ran(kernel))
+    monkeypatch.setattr(products, "_library_product", lambda each, *rest: ran("library")(*rest))
+    return seen
+
+
 @pytest.mark.parametrize(
     ("name", "decodes", "num_rows", "expected"),
     [
@@ -182,14 +195,7 @@ def test_strict_steps_take_a_weight_by_one_order_of_sums(
         name, Trials(), is_native=True, max_rows=max_rows, strict=True, copies=Kinds(values=True)
     )
     each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
-    seen: list[str] = []
-
-    def ran(kernel: str) -> Callable[..., None]:
-        return lambda out, x, *_, **__: seen.append(f"{kernel} {len(x)}")
-
-    monkeypatch.setattr(native, "linear", ran("native"))
-    monkeypatch.setattr(native_wide, "linear", ran("wide"))
-    monkeypatch.setattr(products, "_library_product", lambda each, *rest: ran("library")(*rest))
+    seen = watched(products, monkeypatch)
     rows, columns = each.weight.shape
     x = torch.zeros(max_rows, columns, dtype=torch.bfloat16)
     out = torch.zeros(max_rows, rows)
@@ -216,14 +222,7 @@ def test_rows_of_bfloat16_go_through_our_own_kernels_where_no_bits_are_promised(
     monkeypatch.setattr(native_dense, "why_not", lambda device: "")
     plan, _, products = products_of("bf16", trials, is_native=True, strict=strict)
     each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
-    seen: list[str] = []
-
-    def ran(kernel: str) -> Callable[..., None]:
-        return lambda out, x, *_, **__: seen.append(f"{kernel} {len(x)}")
-
-    monkeypatch.setattr(native, "linear", ran("native"))
-    monkeypatch.setattr(native_dense, "linear", ran("dense"))
-    monkeypatch.setattr(products, "_library_product", lambda each, *rest: ran("library")(*rest))
+    seen = watched(products, monkeypatch)
     rows, columns = each.weight.shape
     x = torch.zeros(max(expected), columns, dtype=torch.bfloat16)
     out = torch.zeros(max(expected), rows)

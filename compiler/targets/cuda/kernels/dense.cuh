@@ -122,8 +122,7 @@ template <int T, int MT, int G> __device__ __forceinline__ void dense(const Dens
       make_barrier(at_full + 8 * i, 1);
       make_barrier(at_empty + 8 * i, 4 * G);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async;" ::: "memory");
+    show_barriers();
   }
   release_beside(dense.product);
   __syncthreads();

@@ -25,6 +25,8 @@ STORE, ADD, SWIGLU = 0, 1, 2
 MOST_SHARED = nvrtc.MOST_SHARED - 2048
 """Bytes of dynamic shared memory that a block takes at most: what kernels fix is less."""
 
+_KEPT = 3072  # bytes a block: what the device and kernels keep
+
 UNCUT_TILES = 1024
 """Row tiles from which on a weight's K is not cut."""
 
@@ -101,6 +103,11 @@ class Grid:
         shared = self.depth * (x_bytes + self.tiles_per_block * STEP_BYTES[held.kind])
         partials = groups * 8 * (self.tiles_per_block * 16 + 8) * 4
         return max(shared, partials if num_slices(held) > 1 else 0)
+
+
+def room_of(num_resident: int) -> int:
+    """Bytes of dynamic shared memory of each of so many blocks of a multiprocessor."""
+    return (MOST_SHARED + 2048) // num_resident - _KEPT
 
 
 def takes_norm(num_columns: int) -> bool:

@@ -23,6 +23,7 @@ from tilewright.compiler.targets.cuda.kernels.native import (
     MOST_SHARED,
     Product,
     product_arguments,
+    room_of,
 )
 
 MAX_TOKENS = 128
@@ -84,8 +85,7 @@ class Way:
     @property
     def depth(self) -> int:
         """Chunks of 128 bytes of K in flight."""
-        room = (MOST_SHARED + 2048) // self.resident - 3072
-        return min(_MOST_DEPTH, room // self._chunk_bytes)
+        return min(_MOST_DEPTH, room_of(self.resident) // self._chunk_bytes)
 
     @property
     def shared_bytes(self) -> int:
@@ -124,10 +124,11 @@ def choose_way(held: HeldWeight, num_tokens: int, *, is_codes: bool = False) -> 
         eights = max(eights, 4)
     count, turns = num_processors(held.data.device), _turns(held)
     if turns > 1:
-        groups = 2 if eights >= 8 else 1
-        is_tall = eights == 16 or turns <= _MOST_TURNS or (is_codes and eights == 4)
-        if turns >= _MANY_TURNS and (eights >= 8 or is_codes) and is_tall:
-            groups = 4
+        if eights < 8:
+            groups = 4 if is_codes and turns >= _MANY_TURNS else 1
+        else:
+            most = _MOST_TURNS if eights == 8 else turns
+            groups = 4 if _MANY_TURNS <= turns <= most else 2
         return Way(eights, groups, resident=2 if groups == 1 else 1)
     tiles = -(-held.num_rows // _GROUP_ROWS)
     num_bytes = (1 if is_codes else 2) * held.num_columns
@@ -173,15 +174,17 @@ def _turns(held: HeldWeight) -> float:
 
 _PATH = Path(__file__).with_name("dense.cu")
 
-
-def _names(text: str) -> tuple[str, ...]:
-    found = re.findall(r"^DENSE\((\w+), \w+, (\d+), (\d+)\)", text, re.M)
-    return tuple(f"dense_{kind}_{eights}_{groups}" for kind, eights, groups in found)
-
+MADE = tuple(
+    (kind, int(eights), int(groups))
+    for kind, eights, groups in re.findall(
+        r"^DENSE\((\w+), \w+, (\d+), (\d+)\)", _PATH.read_text(), re.M
+    )
+)
+"""Operands (``bf16``, ``e4m3``), eights of tokens and groups that dense.cu's last lines ask for."""
 
 SOURCE = nvrtc.Source(
     _PATH,
-    (*_names(_PATH.read_text()), "norm_codes"),
+    (*(Way(eights, groups).kernel(kind) for kind, eights, groups in MADE), "norm_codes"),
     headers=(
         "primitives.cuh",
         "matrix_unit.cuh",

@@ -21,6 +21,7 @@ from tilewright.compiler.targets.cuda.kernels.native import (
     Product,
     num_slices,
     product_arguments,
+    room_of,
 )
 
 MAX_TOKENS = 512
@@ -71,8 +72,7 @@ class Way:
 
     def depth(self, held: HeldWeight) -> int:
         """Steps of 128 columns in flight."""
-        room = (MOST_SHARED + 2048) // self.resident - 3072
-        return min(_MOST_DEPTH, room // self._step_bytes(held))
+        return min(_MOST_DEPTH, room_of(self.resident) // self._step_bytes(held))
 
     def shared_bytes(self, held: HeldWeight) -> int:
         """Dynamic shared memory of a block: steps, which begin at a multiple of 1,024, or sums of

@@ -217,8 +217,7 @@ __device__ __forceinline__ void wide(const Wide &wide) {
         make_barrier(shared_address(full + i + j), R::ARRIVALS);
         left[i + j] = 0;
       }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async;" ::: "memory");
+    show_barriers();
   }
   release_beside(p);
   __syncthreads();

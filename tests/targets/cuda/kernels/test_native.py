@@ -199,6 +199,12 @@ def tokens(held: HeldWeight, gpu: torch.device) -> torch.Tensor:
     return x
 
 
+def swiglu_of(x: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    """float64 of ``x [M, K]`` and paired rows of gate and up ``[N, K]``."""
+    gates, ups = (x.double() @ dense.double().T).unflatten(1, (-1, 2, 8)).unbind(2)
+    return (torch.nn.functional.silu(gates) * ups).flatten(1)
+
+
 def poisoned(width: int, gpu: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.full((66, width + 8), NAN, dtype=dtype, device=gpu)
 
@@ -284,8 +290,7 @@ def test_every_kernel_gives_the_same_bits(
 def test_swiglu(kind: str, size: tuple[int, int], gpu: torch.device) -> None:
     held = weight(kind, size, gpu, paired=True)
     x = tokens(held, gpu)
-    product = (x[:, : size[1]].double() @ unpack(held).double().T).unflatten(1, (-1, 2, 8))
-    want = (torch.nn.functional.silu(product[:, :, 0]) * product[:, :, 1]).flatten(1)
+    want = swiglu_of(x[:, : size[1]], unpack(held))
     first = None
     for num_tokens in batches(held):
         around = poisoned(size[0] // 2, gpu, torch.bfloat16)

@@ -12,6 +12,7 @@ from tests.targets.cuda.kernels.test_native import (
     check_headers,
     gpu_of,
     shaped,
+    swiglu_of,
     tokens,
     weight,
 )
@@ -120,11 +121,10 @@ def gpu(device: torch.device) -> torch.device:
 def ways_of(kind: str, held: HeldWeight, count: int) -> list[Way]:
     """All that there are kernels for, with as many slices as fit."""
     found = []
-    for name in native_dense.SOURCE.names[:-1]:
-        _, of, eights, groups = name.split("_")
+    chunks = -(-2 * held.num_columns // 128)
+    for of, eights, groups in native_dense.MADE:
         for slices in (1, 2, 4, 8):
-            way = Way(int(eights), int(groups), slices)
-            chunks = -(-2 * held.num_columns // 128)
+            way = Way(eights, groups, slices)
             if of == kind and 8 * way.eights >= count and slices <= max(1, chunks // 2):
                 found.append(way)
     return found
@@ -169,8 +169,7 @@ def test_every_way(size: tuple[int, int], count: int, gpu: torch.device) -> None
 def test_swiglu(size: tuple[int, int], gpu: torch.device) -> None:
     held = weight("bf16", size, gpu, paired=True)
     x = tokens(held, gpu)[:, : size[1]]
-    gates, ups = (x.double() @ unpack(held).double().T).view(64, -1, 2, 8).unbind(2)
-    want = (torch.nn.functional.silu(gates) * ups).flatten(1)
+    want = swiglu_of(x, unpack(held))
     for count in (16, 64):
         out = torch.full((count, size[0] // 2), NAN, dtype=torch.bfloat16, device=gpu)
         native_dense.linear(out, x[:count], held, epilogue=native.SWIGLU)
@@ -230,10 +229,8 @@ def test_what_feeds_a_product_of_blocks(gpu: torch.device) -> None:
         out = torch.zeros(60, 8192, dtype=torch.bfloat16, device=gpu)
         native_dense.linear(out, operands, held, epilogue=native.SWIGLU)
         if operands is codes:
-            dense = values(codes.weight, codes.row_scales).double()
-            products = values(codes.x, codes.token_scales).double() @ dense.T
-            gates, ups = products.view(60, -1, 2, 8).unbind(2)
-            wanted = (torch.nn.functional.silu(gates) * ups).flatten(1)
+            dense = values(codes.weight, codes.row_scales)
+            wanted = swiglu_of(values(codes.x, codes.token_scales), dense)
             torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
         want, fed = torch.zeros(2, 60, 4096, device=gpu)
         behind = native_wide.scratch(8192, gpu)
