@@ -89,7 +89,7 @@ intruder() {
         --long-tokens "$LONG"
 }
 chat() { # 300 words are about 1,000 tokens of a shape, whose answers come back as five times as many
-    CONTEXT=8192 serve &&
+    CONTEXT=12288 serve &&
         port=$OURS load chat --flush --concurrency 64 --long-tokens 300 --input-tokens 20
 }
 invariant() { serve --arithmetic strict && port=$OURS load invariant --concurrency 64 --requests 500; }

@@ -208,7 +208,7 @@ def test_a_graph_is_the_step_bit_for_bit(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        *(("bf16", count) for count in (1, 2, 8, 16)),  # more go through the library
+        *(("bf16", count) for count in (1, 2, 4)),  # more rows have a kernel that promises no bits
         *((name, count) for name in ("bfp8", "bfp4") for count in (1, 2, 8, 16, 33)),
     ],
 )

@@ -4,16 +4,19 @@
 // position and the table's width alone. A block walks over neighbouring splits of one row and
 // key/value head; the blocks of a group, a cluster, share them out evenly; its first receives the
 // splits' sums and combines them in order; groups, where there are several, are combined in order
-// by the last to arrive. Where a block has a whole group it may walk over others too: a long table
-// costs short rows no blocks. So a row has the same bits however many blocks share its splits.
+// by the last to arrive. A cluster may walk over several groups: a long table costs short rows no
+// blocks. So a row has the same bits however many blocks share its splits.
 //
 // Four warps of a block take 16 positions each of every page. Of 256 channels eight warps do, two
-// of them the same positions and half the channels each. Compiled by NVRTC.
+// of them the same positions and half the channels each, and leave their sums in two turns, half
+// of the heads each: what shared memory does not take is the first-level cache's, which pages come
+// through. Compiled by NVRTC.
 
 #include "attention_pages.cuh"
 
 constexpr int PAGE = 64, WARPS = 4, GROUP = 8;  // WARPS: with positions of their own
 template <int D> constexpr int THREADS = WARPS * 32 * PARTS<D>;
+template <int D> constexpr int TURNS = PARTS<D>;  // in which warps leave their sums
 
 struct Attend {
   const Value *qkv;          // [B, (H + 2 G) D]
@@ -40,8 +43,8 @@ template <int F, int D, int NH> struct Shared {
   unsigned long long received;       // mbarrier
   int is_last;
 };
-// Behind it lie, where there are parts, scores [2 by turn, WARPS, PARTS, NH, 32] float4; and
-// warp_sums [WARPS, R, D] and sums [GROUP, R, D] fp32.
+// Behind it lie, where there are parts, scores [2 by page, WARPS, PARTS, NH, 32] float4; and
+// warp_sums [WARPS, R of a turn, D] and sums [GROUP, R, D] fp32.
 
 // Rotate the new token: q into `s.q`, and where the block `stores`, its key and value.
 template <int F, int D, int NH>
@@ -181,12 +184,17 @@ __device__ __forceinline__ void combine_groups(const Attend &p, int used, int nu
   }
 }
 
-// A split's sums of the four warps, in order, into place `j` of the cluster's first block.
+// A split's sums of the four warps, in order, into place `j` of the cluster's first block: of the
+// heads of a `turn`, `turn` and every TURNS-th behind it.
 template <int F, int D, int NH>
 __device__ __forceinline__ void combine_warps(Shared<F, D, NH> &s, const float *warp_sums,
-                                              float *sums, int j, int num_heads, bool is_first) {
-  for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS<D>) {
-    const int head = i / (D / 4);
+                                              float *sums, int j, int num_heads, bool is_first,
+                                              int turn) {
+  const int most = (num_heads + TURNS<D> - 1) / TURNS<D>;
+  const int count = TURNS<D> == 1 ? num_heads : (num_heads - turn + TURNS<D> - 1) / TURNS<D>;
+  for (int i = threadIdx.x; i < count * (D / 4); i += THREADS<D>) {
+    const int head = i / (D / 4) * TURNS<D> + turn;
+    const int to_head = TURNS<D> == 1 ? i : head * (D / 4) + i % (D / 4);
     float2 all = make_float2(nothing(), 0.0f);
     float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
@@ -196,9 +204,9 @@ __device__ __forceinline__ void combine_warps(Shared<F, D, NH> &s, const float *
       const float2 own = s.warp_stats[0][w][head];
       const float weight = power_of_2(own.x - all.x);
       all.y += weight * own.y;
-      add(acc, weight, *(const float4 *)(warp_sums + (w * num_heads * (D / 4) + i) * 4));
+      add(acc, weight, *(const float4 *)(warp_sums + (w * most * (D / 4) + i) * 4));
     }
-    float4 *to = (float4 *)(sums + (j * num_heads * (D / 4) + i) * 4);
+    float4 *to = (float4 *)(sums + (j * num_heads * (D / 4) + to_head) * 4);
     if (is_first) *to = acc;
     else send(to, acc, &s.received);
     if (i % (D / 4)) continue;
@@ -216,7 +224,8 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
   const int num_heads = p.group_heads;
   float4 *traded = (float4 *)(memory + (sizeof(Shared<F, D, NH>) + 15) / 16 * 16);
   float *warp_sums = (float *)(traded + (PARTS<D> == 1 ? 0 : 2 * WARPS * PARTS<D> * NH * 32));
-  float *sums = warp_sums + WARPS * num_heads * D;
+  const int most = (num_heads + TURNS<D> - 1) / TURNS<D>;  // heads of a turn
+  float *sums = warp_sums + WARPS * most * D;
   const int warp = (threadIdx.x >> 5) / PARTS<D>;
   const int part = PARTS<D> == 1 ? 0 : (threadIdx.x >> 5) % PARTS<D>;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -345,11 +354,14 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
       if (next < plan.stop) ask_values(next);
       page = next;
     } while (page < split_stop);
-    leave<D, NH>(run, s.warp_stats[part][warp], warp_sums + warp * num_heads * D + first_channel,
-                 num_heads, g, t);
-    __syncthreads();
-    combine_warps<F, D, NH>(s, warp_sums, sums, split % GROUP, num_heads, is_first);
-    __syncthreads();
+#pragma unroll
+    for (int turn = 0; turn < TURNS<D>; ++turn) {
+      leave<D, NH, TURNS<D>>(run, s.warp_stats[part][warp],
+                             warp_sums + warp * most * D + first_channel, num_heads, g, t, turn);
+      __syncthreads();
+      combine_warps<F, D, NH>(s, warp_sums, sums, split % GROUP, num_heads, is_first, turn);
+      __syncthreads();
+    }
   }
   const bool more = plan.in_group < plan.used;
   if (!is_first) return more;
@@ -360,13 +372,18 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
   return more;
 }
 
-// A block's other groups; only blocks without a cluster have several. Apart from the first, which
-// would keep what it works out in fewer registers.
+template <int F, int D, int NH> __device__ __forceinline__ void close_barrier() {
+  extern __shared__ __align__(128) u8 memory[];
+  close_barrier(&((Shared<F, D, NH> *)memory)->received);
+}
+// A cluster's other groups. Apart from the first, which would keep what it works out in fewer
+// registers. All of its blocks have splits of a group that others follow, so none ends before.
 template <int F, int D, int NH> __device__ __noinline__ void walk_on(const Attend &p) {
   const int num_begun = gridDim.z / p.num_kv_heads;
   for (int group = blockIdx.z / p.num_kv_heads + num_begun; group < p.num_groups;
        group += num_begun) {
     __syncthreads();  // nobody reads what the last part left
+    if (p.num_joined > 1 && blockIdx.x == 0 && threadIdx.x == 0) close_barrier<F, D, NH>();
     if (!attend<F, D, NH, false>(p, group)) return;
   }
 }

@@ -306,15 +306,18 @@ __device__ __forceinline__ void add_values(Running<D, NH> &run, const Values<F, 
     for (int h = 0; h < NH; ++h) mma(run.sums[h][j], a, weights[h][0], weights[h][1]);
   }
 }
-// A warp's sums into shared memory: `stats` [NH * 8], `sums` its channels of [num_heads, D].
-template <int D, int NH>
+// A warp's sums into shared memory: `stats` [NH * 8], `sums` its channels of [heads, D]: all heads,
+// or of two turns the even ones and the odd ones.
+template <int D, int NH, int TURNS>
 __device__ __forceinline__ void leave(const Running<D, NH> &run, float2 *stats, float *sums,
-                                      int num_heads, int g, int t) {
+                                      int num_heads, int g, int t, int turn) {
+  static_assert(TURNS <= 2, "a lane has two heads of eight");
   constexpr int WIDTH = D == 96 ? 4 : 8, HALF = CHANNELS<D> / 16;
 #pragma unroll
   for (int h = 0; h < NH; ++h)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+      if (TURNS == 2 && i != turn) continue;
       const int head = h * 8 + 2 * t + i;
       float total = run.total[h][i];
 #pragma unroll
@@ -329,7 +332,7 @@ __device__ __forceinline__ void leave(const Running<D, NH> &run, float2 *stats, 
         for (int j = 0; j < 4; ++j)
           c[j] = first + j < HALF ? run.sums[h][(first + j) % HALF][i]
                                   : run.sums[h][(first + j) % HALF][2 + i];
-        *(float4 *)(sums + head * D + (first / WIDTH * 8 + g) * WIDTH + first % WIDTH) =
+        *(float4 *)(sums + head / TURNS * D + (first / WIDTH * 8 + g) * WIDTH + first % WIDTH) =
             make_float4(c[0], c[1], c[2], c[3]);
       }
     }

@@ -17,6 +17,13 @@ __device__ __forceinline__ void open_barrier(void *barrier) {
                    shared_address(barrier))
                : "memory");
 }
+// Behind all that this block has read of what others sent, so that they may send again once it has
+// arrived at the cluster's barrier.
+__device__ __forceinline__ void close_barrier(void *barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];\nfence.acq_rel.cluster;" ::"r"(
+                   shared_address(barrier))
+               : "memory");
+}
 __device__ __forceinline__ void expect_bytes(void *barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
                    shared_address(barrier)), "r"(bytes)

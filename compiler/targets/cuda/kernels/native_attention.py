@@ -25,22 +25,26 @@ SHORT_PAGES = 32
 """Pages in sight, up to which one group of splits takes a row."""
 
 MANY_BLOCKS = 768
-"""Blocks of a launch of one row over a long table, about: four a multiprocessor."""
+"""Blocks of a launch of one row over a long table, about, of which its groups are the most: all of
+a row's splits have a block of their own then.
+"""
 
 ENOUGH_BLOCKS = 512
-"""Blocks from which on a launch of several rows gives a block more splits instead; half as many
-where a block has twice the threads.
+"""Blocks from which on a launch gives a block more splits instead; half as many where a block has
+twice the threads. Rows are taken to have one group, whatever their table has room for.
 """
 
-SEVERAL_ROWS = 8
-"""Rows of a launch from which on each is taken to have one group, whatever its table has room for:
-blocks of groups that a row does not have end at once. Measured faster on an H200 with 8 to 32 rows
-of 1,150 positions in tables of 4,096, and equal with 64.
-"""
+ENOUGH_EIGHTS = 128
+"""The same of clusters of eight over a long table, where further groups may work beside them."""
 
 MOST_BLOCKS = 2048
-"""Blocks of a launch of many rows over a long table, about: beyond, a block walks over several
-groups, most of which rows that are short do not have; of `WALKED_PAGES` pages at most.
+"""Blocks of a launch over a long table, about: beyond, blocks walk over several groups, most of
+which rows that are short do not have; of `WALKED_PAGES` pages at most.
+"""
+
+MOST_JOINED_BLOCKS = 3072
+"""The same where blocks are clusters. These four were measured on an H200: at 230 positions of a
+table of 4,096 fewer blocks are faster, at 3,900 more.
 """
 
 WALKED_PAGES = 64
@@ -97,21 +101,29 @@ class Share:
 
 def choose_share(num_rows: int, num_kv_heads: int, num_pages: int, head_dim: int = 128) -> Share:
     """Choose how a launch over tables of ``num_pages`` shares out its splits."""
-    enough = ENOUGH_BLOCKS // _num_parts(head_dim)
     num_groups = 1
     if num_pages > SHORT_PAGES:
         most = MANY_BLOCKS // (_GROUP * num_kv_heads)
         num_groups = max(2, min(MAX_GROUPS, most))
     splits = _GROUP if num_groups > 1 else _splits_of_one_group(num_pages)
-    num_joined = splits
-    working = 1 if num_rows >= SEVERAL_ROWS else num_groups
-    while num_joined > 1 and num_rows * num_kv_heads * working * num_joined > enough:
-        num_joined //= 2
-    num_begun = num_groups
-    if num_joined == 1:
-        wanted = -(-MOST_BLOCKS // (_num_parts(head_dim) * num_rows * num_kv_heads))
-        num_begun = min(num_groups, max(wanted, -(-num_pages // WALKED_PAGES)))
+    num_blocks, parts = num_rows * num_kv_heads, _num_parts(head_dim)
+    num_joined = _choose_joined(num_blocks, splits, num_groups, ENOUGH_BLOCKS // parts)
+    most = MOST_JOINED_BLOCKS if num_joined > 1 else MOST_BLOCKS
+    wanted = -(-most // (parts * num_blocks * num_joined))
+    num_begun = min(num_groups, max(wanted, -(-num_pages // WALKED_PAGES)))
     return Share(num_groups, num_joined, splits // num_joined, num_begun)
+
+
+def _choose_joined(num_blocks: int, splits: int, num_groups: int, enough: int) -> int:
+    """Blocks of a group, of launches of so many with one a group. Of one group clusters of four are
+    left out where it has eight splits: 18 pages are six, of which one block would have none.
+    """
+    if num_groups > 1:
+        most = {8: ENOUGH_EIGHTS, 4: enough // 2, 2: enough}
+    else:
+        most = {8: enough, 4: enough if splits == 4 else 0, 2: enough}
+    found = (each for each, at_most in most.items() if num_blocks * each <= at_most)
+    return next((each for each in found if each <= splits), 1)
 
 
 def _splits_of_one_group(num_pages: int) -> int:
@@ -204,7 +216,6 @@ def _launch(pages: KVPages, arguments: _Attend, num_rows: int, share: Share) -> 
     way = "attend" if share.num_begun == share.num_groups else "walk"
     kind = "bf16" if pages.exponents is None else "bfp8"
     heads, joined = arguments.group_heads, share.num_joined
-    assert joined == 1 or way == "attend"
     nvrtc.launch(
         SOURCE,
         f"{way}_{kind}_{pages.head_dim}_{1 if heads <= 8 else 2}",
@@ -241,11 +252,12 @@ def _num_parts(head_dim: int) -> int:
 
 def _shared_bytes(head_dim: int, group_heads: int, num_splits: int) -> int:
     """`Shared` of attention.cu, with some to spare, and behind it the scores that two warps trade
-    and the sums of warps and splits.
+    and the sums of warps, of a turn's heads, and of splits.
     """
     eights, parts = 1 if group_heads <= 8 else 2, _num_parts(head_dim)
     queries = eights * 8 * (2 * head_dim + 64)
     stats = (_WARPS * parts + _GROUP) * eights * 8 * 8
     scores = 2 * _WARPS * parts * eights * 32 * 16 if parts > 1 else 0
     fixed = 8 * head_dim + queries + 4 * head_dim + 16 * parts + stats + 64 + scores
-    return fixed + (_WARPS + num_splits) * group_heads * head_dim * 4
+    of_a_turn = -(-group_heads // parts)
+    return fixed + (_WARPS * of_a_turn + num_splits * group_heads) * head_dim * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -203,8 +204,8 @@ def test_large(
     for num_joined in (1, 2, 4, 8):
         share = Share(groups, num_joined, 8 // num_joined, groups)
         assert torch.equal(got, step.run(share=share))
-    for num_begun in {1, 2, groups - 1}:
-        share = Share(groups, 1, 8, num_begun)
+    for num_begun, num_joined in itertools.product({1, 2, groups - 1}, (1, 2, 4, 8)):
+        share = Share(groups, num_joined, 8 // num_joined, num_begun)
         assert torch.equal(got, step.run(share=share)) and torch.equal(got, step.run(share=share))
 
 
@@ -273,17 +274,17 @@ def test_groups_do_not_depend_on_the_batch() -> None:
                 splits = share.num_joined * share.each_block
                 assert share.num_joined in (1, 2, 4, 8)
                 assert splits == 8 or (share.num_groups == 1 and splits >= num_pages)
-                assert share.num_begun == share.num_groups or share.num_joined == 1
                 walked = -(-share.num_groups // share.num_begun)
                 assert share.num_begun >= 1 and (walked == 1 or num_pages <= 64 * share.num_begun)
     assert choose_share(1, 8, 8) == Share(1, 8, 1)
     assert choose_share(64, 8, 8) == Share(1, 1, 8)
+    assert [choose_share(rows, 8, 20).num_joined for rows in (4, 8, 16, 32)] == [8, 8, 2, 2]
     joined = [choose_share(rows, 8, 96).num_joined for rows in (1, 4, 7, 8, 16, 32, 64)]
-    assert joined == [4, 1, 1, 8, 4, 2, 1], "several rows are taken to be short"
+    assert joined == [8, 4, 4, 4, 2, 2, 1], "rows are taken to be short"
     begun = [choose_share(rows, 8, pages).num_begun for rows, pages in LARGE]
-    assert begun == [12, 12, 4, 1, 1, 2, 12]
+    assert begun == [12, 6, 4, 1, 1, 2, 12]
     assert (choose_share(64, 2, 20, 128), choose_share(64, 2, 20, 256)) == (
-        Share(1, 4, 2),
+        Share(1, 2, 4),
         Share(1, 2, 4),
     )
 
