@@ -1,9 +1,10 @@
 """How long decode attention takes on a GPU, by rows, what pages hold, position and table.
 
 ``python -m bench.cuda.attention_rate`` prints a table of microseconds a launch of Llama-3.1-8B's
-heads. Launches are chained in a captured graph, each over a cache of its own, so that nothing lies
-in the L2 that a model would not have there; a figure is the median of a round's replays. Knows no
-model, and compares nothing: what another tree takes, that tree's own command says.
+heads, or of Qwen3.5-35B-A3B's. Launches are chained in a captured graph, each over a cache of its
+own, so that nothing lies in the L2 that a model would not have there; a figure is the median of a
+round's replays. Knows no model, and compares nothing but shares: what another tree takes, that
+tree's own command says.
 """
 
 from __future__ import annotations
@@ -25,8 +26,14 @@ if TYPE_CHECKING:
     from tilewright.compiler.targets.cuda.pages import KVPages
 
 KINDS = "bf16", "bfp8"
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE, BLOCK = 32, 8, 128, 64, 16
-"""Of Llama-3.1-8B, of a page and of bfp8: what arguments are checked by, without torch."""
+PAGE, BLOCK = 64, 16
+"""Of a page and of bfp8: what arguments are checked by, without torch."""
+
+HEADS = {"8b": (32, 8, 128), "35b-a3b": (16, 2, 256)}
+"""Query heads, key/value heads and channels of models."""
+
+FREE, SAME = "free", "same"
+BITS = FREE, SAME
 
 SPREAD = 10
 """Positions that the first row is before the middle one, and the last behind it."""
@@ -45,6 +52,13 @@ class Options:
         "rows of a launch", default=(1, 8, 16, 32, 64, 128, 256), type=integer(1, 1024), metavar="N"
     )
     formats: tuple[str, ...] = option("what pages hold", default=KINDS, choices=KINDS)
+    heads: tuple[str, ...] = option("whose heads", default=("8b",), choices=tuple(HEADS))
+    bits: tuple[str, ...] = option(
+        "blocks shared out freely, as steps of more than 4 rows are, or so that a row has the same "
+        "bits among any rows",
+        default=(FREE,),
+        choices=BITS,
+    )
     positions: tuple[int, ...] = option(
         f"where the rows are, {SPREAD} before to {SPREAD} behind",
         default=(230,),
@@ -65,6 +79,8 @@ class Case:
     kind: str
     position: int
     width: int
+    heads: str = "8b"
+    bits: str = FREE
 
     @property
     def positions(self) -> list[int]:
@@ -82,8 +98,9 @@ class Case:
     @property
     def num_caches(self) -> int:
         """The caches that launches take in turn."""
-        row = HEAD_DIM * 2 if self.kind == "bf16" else HEAD_DIM + HEAD_DIM // BLOCK
-        num_bytes = self.num_rows * self.num_pages * 2 * NUM_KV_HEADS * PAGE * row
+        _, num_kv_heads, head_dim = HEADS[self.heads]
+        row = head_dim * 2 if self.kind == "bf16" else head_dim + head_dim // BLOCK
+        num_bytes = self.num_rows * self.num_pages * 2 * num_kv_heads * PAGE * row
         return max(_LEAST_CACHES, min(_MOST_CACHES, CHAIN_BYTES // num_bytes + 1))
 
 
@@ -94,7 +111,9 @@ def choose_cases(options: Options) -> list[Case]:
         ConfigError: where a table does not reach a position.
     """
     cases = [
-        Case(num_rows, kind, position, width)
+        Case(num_rows, kind, position, width, heads, bits)
+        for heads in dict.fromkeys(options.heads)
+        for bits in dict.fromkeys(options.bits)
         for width in options.pages
         for position in options.positions
         for num_rows in options.rows
@@ -120,24 +139,29 @@ class Launches:
         from tilewright.compiler.targets.cuda.kernels.attention_decode import decode_scratch
 
         device, rows, need = generator.device, case.num_rows, case.num_pages
+        num_heads, num_kv_heads, head_dim = HEADS[case.heads]
         count = rows * need
-        self.caches = [_random_pages(case.kind, count, generator) for _ in range(case.num_caches)]
+        self.caches = [_random_pages(case, count, generator) for _ in range(case.num_caches)]
         order = torch.randperm(count, generator=generator, device=device).to(torch.int32)
         self.tables = torch.zeros(rows, case.width, dtype=torch.int32, device=device)
         self.tables[:, :need] = order.view(rows, need)
         self.positions = torch.tensor(case.positions, device=device, dtype=torch.int64)
         self.slots = torch.arange(rows - 1, -1, -1, device=device)
-        width = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+        width = (num_heads + 2 * num_kv_heads) * head_dim
         self.qkv = torch.randn(rows, width, device=device, generator=generator)
-        half = HEAD_DIM // 2
+        half = head_dim // 2
         self.inv_freq = 1.0 / 500000.0 ** (torch.arange(half, device=device) / half)
-        self.out = torch.empty(rows, NUM_HEADS * HEAD_DIM, dtype=torch.bfloat16, device=device)
+        self.out = torch.empty(rows, num_heads * head_dim, dtype=torch.bfloat16, device=device)
         num_splits = max(case.width, native_attention.MAX_GROUPS)
-        self.scratch = decode_scratch(rows, NUM_HEADS, HEAD_DIM, num_splits, device)
+        self.scratch = decode_scratch(rows, num_heads, head_dim, num_splits, device)
         if why := native_attention.why_not(
-            self.caches[0], num_heads=NUM_HEADS, num_frequencies=half
+            self.caches[0], num_heads=num_heads, num_frequencies=half
         ):
             raise TilewrightError(f"attention.cu cannot run here: {why}")
+        self._num_heads, self._scale = num_heads, head_dim**-0.5
+        self._share = native_attention.choose_share(
+            rows, num_kv_heads, case.width, head_dim, same_bits=case.bits == SAME
+        )
         self._attend = native_attention.attend_decode
 
     def run(self, index: int = 0) -> None:
@@ -150,23 +174,25 @@ class Launches:
             slots=self.slots,
             block_tables=self.tables,
             inv_freq=self.inv_freq,
-            num_heads=NUM_HEADS,
-            scale=HEAD_DIM**-0.5,
+            num_heads=self._num_heads,
+            scale=self._scale,
             scratch=self.scratch,
             early=True,
+            share=self._share,
         )
 
 
-def _random_pages(kind: str, count: int, generator: torch.Generator) -> KVPages:
+def _random_pages(case: Case, count: int, generator: torch.Generator) -> KVPages:
     import torch
 
     from tilewright.compiler.targets.cuda.pages import KVPages
 
-    shape, device = (count, 2, NUM_KV_HEADS, PAGE, HEAD_DIM), generator.device
-    if kind == "bf16":
+    _, num_kv_heads, head_dim = HEADS[case.heads]
+    shape, device = (count, 2, num_kv_heads, PAGE, head_dim), generator.device
+    if case.kind == "bf16":
         values = torch.empty(shape, device=device, dtype=torch.bfloat16)
         return KVPages(values.normal_(generator=generator))
-    blocks = (*shape[:-1], HEAD_DIM // BLOCK)
+    blocks = (*shape[:-1], head_dim // BLOCK)
     return KVPages(
         torch.randint(-127, 128, shape, device=device, dtype=torch.int8, generator=generator),
         torch.randint(124, 128, blocks, device=device, dtype=torch.uint8, generator=generator),
@@ -183,11 +209,13 @@ def measure(case: Case, generator: torch.Generator) -> float:
 def show(options: Options, found: Mapping[Case, Sequence[float]]) -> str:
     """The figures of all rounds, a column for what pages hold."""
     kinds = dict.fromkeys(options.formats)
-    heads = ["rows", "position", "table, pages", *(f"{kind}, us" for kind in kinds)]
-    lines: dict[tuple[int, int, int], list[str]] = {}
+    heads = ["heads", "bits", "rows", "position", "table, pages"]
+    heads += [f"{kind}, us" for kind in kinds]
+    lines: dict[tuple[object, ...], list[str]] = {}
     for case, figures in found.items():
-        key = case.num_rows, case.position, case.width
-        lines.setdefault(key, [f"{each:,}" for each in key]).append(
+        sizes = case.num_rows, case.position, case.width
+        key = case.heads, case.bits, *sizes
+        lines.setdefault(key, [*key[:2], *(f"{each:,}" for each in sizes)]).append(
             ", ".join(f"{each:.2f}" for each in figures)
         )
     return Table.of(heads, lines.values()).markdown()

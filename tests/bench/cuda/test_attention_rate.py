@@ -47,11 +47,13 @@ def test_the_table_has_every_case() -> None:
     assert len(set(cases)) == 8
     text = show(options, {case: [case.width, case.num_rows / 3] for case in cases})
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]] == [
-        ["1", "230", "7", "7.00, 0.33", "7.00, 0.33"],
-        ["64", "230", "7", "7.00, 21.33", "7.00, 21.33"],
-        ["1", "230", "34", "34.00, 0.33", "34.00, 0.33"],
-        ["64", "230", "34", "34.00, 21.33", "34.00, 21.33"],
+        ["8b", "free", "1", "230", "7", "7.00, 0.33", "7.00, 0.33"],
+        ["8b", "free", "64", "230", "7", "7.00, 21.33", "7.00, 21.33"],
+        ["8b", "free", "1", "230", "34", "34.00, 0.33", "34.00, 0.33"],
+        ["8b", "free", "64", "230", "34", "34.00, 21.33", "34.00, 21.33"],
     ]
+    both = Options(rows=(1,), pages=(7,), heads=("8b", "35b-a3b"), bits=("same", "free"))
+    assert len(choose_cases(both)) == 8 and len(set(choose_cases(both))) == 8
 
 
 @pytest.mark.parametrize("kind", attention_rate.KINDS)
@@ -63,11 +65,14 @@ def test_operands_are_of_the_case(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     assert (attention_rate.PAGE, attention_rate.BLOCK) == (pages.PAGE, BLOCK_SIZE)
     monkeypatch.setattr(native_attention, "why_not", lambda *a, **k: "")
     monkeypatch.setattr(attention_rate, "CHAIN_BYTES", 1)
-    case = Case(3, kind, 246, 7)
+    case = Case(3, kind, 246, 7, bits="same")
     launches = attention_rate.Launches(case, torch.Generator().manual_seed(7))
     assert len(launches.caches) == 4 and {each.values.shape[0] for each in launches.caches} == {15}
     assert launches.tables[:, :5].flatten().sort().values.tolist() == list(range(15))
     assert launches.tables[:, 5:].eq(0).all() and launches.slots.tolist() == [2, 1, 0]
+    wide = attention_rate.Launches(Case(3, kind, 246, 7, "35b-a3b"), torch.Generator())
+    assert wide.caches[0].values.shape == (15, 2, 2, 64, 256) and wide.qkv.shape == (3, 20 * 256)
+    assert launches._share.each_block == 1 and wide._share.group_splits == 8
     assert launches.qkv.shape == (3, 48 * 128) and (kind == "bfp8") == (
         launches.caches[0].exponents is not None
     )

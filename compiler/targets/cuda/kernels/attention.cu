@@ -1,11 +1,11 @@
 // Attention of one new token a row over the paged cache, rotation and cache write inside.
 //
-// A row's pages in sight are cut into splits of equal runs, eight splits make a group: by its
-// position and the table's width alone. A block walks over neighbouring splits of one row and
-// key/value head; the blocks of a group, a cluster, share them out evenly; its first receives the
-// splits' sums and combines them in order; groups, where there are several, are combined in order
-// by the last to arrive. A cluster may walk over several groups: a long table costs short rows no
-// blocks. So a row has the same bits however many blocks share its splits.
+// A row's pages in sight are cut into splits of equal runs, up to eight splits make a group. A
+// block walks over neighbouring splits of one row and key/value head; the blocks of a group, a
+// cluster, share them out evenly; its first receives the splits' sums and combines them in order;
+// groups, where there are several, are combined in order by the last to arrive. A cluster may walk
+// over several groups: a long table costs short rows no blocks. A row's bits depend on how many
+// splits a group has, not on how many blocks share them; of one a block fewer sums are combined.
 //
 // Four warps of a block take 16 positions each of every page. Of 256 channels eight warps do, two
 // of them the same positions and half the channels each, and leave their sums in two turns, half
@@ -14,7 +14,8 @@
 
 #include "attention_pages.cuh"
 
-constexpr int PAGE = 64, WARPS = 4, GROUP = 8;  // WARPS: with positions of their own
+constexpr int PAGE = 64, WARPS = 4;  // WARPS: with positions of their own
+constexpr int MOST_SPLITS = 8;       // of a group
 template <int D> constexpr int THREADS = WARPS * 32 * PARTS<D>;
 template <int D> constexpr int TURNS = PARTS<D>;  // in which warps leave their sums
 
@@ -29,6 +30,7 @@ struct Attend {
   u32 *arrived;              // [B, G], zeros between launches
   int table_width, out_stride, group_heads, num_kv_heads, half, window, interleaved, early;
   int num_groups, num_joined;  // num_joined: blocks of a cluster, a power of two
+  int group_splits;          // at most; as many as a cluster has blocks, or a multiple
   int short_pages;           // pages that one group takes alone
   float scale;               // times log2(e)
 };
@@ -36,15 +38,16 @@ struct Attend {
 template <int F, int D, int NH> struct Shared {
   float cos[D], sin[D];
   u8 q[NH * 8 * Shape<F, D>::Q_ROW];
+  float q_units[PARTS<D>][NH * 8];  // of bfp8: what float16 q is to be multiplied by
   u8 fresh[2][D * 2];        // the new token's key and value as a row of a page
   u32 fresh_exponents[2][2 * PARTS<D>];
   float2 warp_stats[PARTS<D>][WARPS][NH * 8];  // peak, total; of all parts alike
-  float2 stats[GROUP][NH * 8];
+  float2 stats[MOST_SPLITS][NH * 8];
   unsigned long long received;       // mbarrier
   int is_last;
 };
 // Behind it lie, where there are parts, scores [2 by page, WARPS, PARTS, NH, 32] float4; and
-// warp_sums [WARPS, R of a turn, D] and sums [GROUP, R, D] fp32.
+// warp_sums [WARPS, R of a turn, D] and sums [splits of a group, R, D] fp32.
 
 // Rotate the new token: q into `s.q`, and where the block `stores`, its key and value.
 template <int F, int D, int NH>
@@ -79,8 +82,13 @@ __device__ __forceinline__ void enter(const Attend &p, Shared<F, D, NH> &s, cons
                       x.z * cos.z + o.z * sin.z, x.w * cos.w + o.w * sin.w);
     }
     if (of < 0) {
+      if (F == BFP8) {
+        const float unit = scale_to_float16(x);
+        if (lane == 0) s.q_units[part][r] = unit;
+      }
       if (lane < C / 4)
-        *(uint2 *)(s.q + r * S::Q_ROW + c * 2) = make_uint2(pack2(x.x, x.y), pack2(x.z, x.w));
+        *(uint2 *)(s.q + r * S::Q_ROW + c * 2) =
+            make_uint2(pack2<F>(x.x, x.y), pack2<F>(x.z, x.w));
     } else {
       const i64 at = row + of * (i64)p.num_kv_heads * PAGE;
       const int first = part * C * S::BYTES, block = part * (C / 16);
@@ -94,21 +102,28 @@ __device__ __forceinline__ void enter(const Attend &p, Shared<F, D, NH> &s, cons
 // Which of a row's pages a block reads: of `table`, [first, stop), in splits of `each` pages.
 struct Plan {
   int newest, first, stop, each, used;  // the new token's page; `used`: splits of the row
-  int split, last_split, group, in_group;  // this block's splits; the group's end, in splits
+  int split, last_split;  // this block's splits
+  int group, in_group;    // the group's end, in splits
 };
 __device__ __forceinline__ Plan plan_of(const Attend &p, int position, int group) {
   Plan plan;
   const int seen = p.window > 0 ? max(position - p.window + 1, 0) / PAGE : 0;
   plan.newest = position / PAGE;
   const int end = plan.newest + 1, num_pages = end - seen;
-  const int num_splits = GROUP * (num_pages <= p.short_pages ? 1 : p.num_groups);
-  plan.each = (num_pages + num_splits - 1) / num_splits;
-  plan.used = position < 0 ? 0 : (num_pages + plan.each - 1) / plan.each;
+  const int num_splits = p.group_splits * (num_pages <= p.short_pages ? 1 : p.num_groups);
+  plan.each = num_splits == 1 ? num_pages : 1;  // without dividing
+  plan.used = num_splits == 1 ? 1 : num_pages;
+  if (num_splits > 1 && num_pages > num_splits) {
+    plan.each = (num_pages + num_splits - 1) / num_splits;
+    plan.used = (num_pages + plan.each - 1) / plan.each;
+  }
+  if (position < 0) plan.used = 0;
   plan.group = group;
-  plan.in_group = min(plan.used, (group + 1) * GROUP);
-  const int left = max(plan.in_group - group * GROUP, 0);
+  const int first_split = group * p.group_splits;
+  plan.in_group = min(plan.used, first_split + p.group_splits);
+  const int left = max(plan.in_group - first_split, 0);
   const int own = (left + p.num_joined - 1) >> (__ffs(p.num_joined) - 1);
-  plan.split = group * GROUP + blockIdx.x * own;
+  plan.split = first_split + blockIdx.x * own;
   plan.last_split = min(plan.split + own, plan.in_group);
   plan.first = seen + plan.split * plan.each;
   plan.stop = min(seen + plan.last_split * plan.each, end);
@@ -127,26 +142,30 @@ template <int F, int D, int NH>
 __device__ __forceinline__ bool combine_splits(const Attend &p, Shared<F, D, NH> &s,
                                                const float *sums, const Plan &plan, int num_heads,
                                                u16 *out, i64 place) {
-  const int num_splits = plan.in_group - plan.group * GROUP;
+  const int num_splits = plan.in_group - plan.group * p.group_splits;
+  const bool is_whole = plan.used <= p.group_splits;
   for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS<D>) {
     const int head = i / (D / 4);
-    float2 own[GROUP];
-    float4 parts[GROUP], acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float peak = nothing(), total = 0.0f;
+    float2 own[MOST_SPLITS];
+    float4 parts[MOST_SPLITS], acc = *(const float4 *)(sums + i * 4);
+    float peak = s.stats[0][head].x, total = s.stats[0][head].y;
+    if (num_splits > 1) {
+      acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f), total = 0.0f;
 #pragma unroll
-    for (int j = 0; j < GROUP; ++j) {  // all at once; places beyond the last repeat it
-      const int there = min(j, num_splits - 1);
-      own[j] = s.stats[there][head];
-      parts[j] = *(const float4 *)(sums + (there * num_heads * (D / 4) + i) * 4);
-      peak = fmaxf(peak, own[j].x);
-    }
+      for (int j = 0; j < MOST_SPLITS; ++j) {  // all at once; places beyond the last repeat it
+        const int there = min(j, num_splits - 1);
+        own[j] = s.stats[there][head];
+        parts[j] = *(const float4 *)(sums + (there * num_heads * (D / 4) + i) * 4);
+        peak = fmaxf(peak, own[j].x);
+      }
 #pragma unroll
-    for (int j = 0; j < GROUP; ++j) {
-      const float weight = j < num_splits ? power_of_2(own[j].x - peak) : 0.0f;
-      total += weight * own[j].y;
-      add(acc, weight, parts[j]);
+      for (int j = 0; j < MOST_SPLITS; ++j) {
+        const float weight = j < num_splits ? power_of_2(own[j].x - peak) : 0.0f;
+        total += weight * own[j].y;
+        add(acc, weight, parts[j]);
+      }
     }
-    if (plan.used <= GROUP) {
+    if (is_whole) {
       finish(out + i * 4, acc, total);
       continue;
     }
@@ -154,10 +173,10 @@ __device__ __forceinline__ bool combine_splits(const Attend &p, Shared<F, D, NH>
     *(float4 *)(p.partial + at * D + i * 4) = acc;
     if (i % (D / 4) == 0) p.peaks[at + head] = peak, p.totals[at + head] = total;
   }
-  if (plan.used <= GROUP) return false;
+  if (is_whole) return false;
   __syncthreads();
   if (threadIdx.x == 0) {
-    const u32 num_groups = (plan.used + GROUP - 1) / GROUP;
+    const u32 num_groups = (plan.used + p.group_splits - 1) / p.group_splits;
     s.is_last = count_arrival(p.arrived + place) == num_groups - 1;
     if (s.is_last) p.arrived[place] = 0;
   }
@@ -167,7 +186,7 @@ __device__ __forceinline__ bool combine_splits(const Attend &p, Shared<F, D, NH>
 template <int D>
 __device__ __forceinline__ void combine_groups(const Attend &p, int used, int num_heads, u16 *out,
                                                i64 place) {
-  const int num_groups = (used + GROUP - 1) / GROUP;
+  const int num_groups = (used + p.group_splits - 1) / p.group_splits;
   for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS<D>) {
     const i64 first = place * p.num_groups * num_heads;
     const float *peaks = p.peaks + first + i / (D / 4), *totals = p.totals + first + i / (D / 4);
@@ -184,17 +203,20 @@ __device__ __forceinline__ void combine_groups(const Attend &p, int used, int nu
   }
 }
 
+template <int D> __device__ __forceinline__ int heads_of_a_turn(int num_heads) {  // at most
+  return (num_heads + TURNS<D> - 1) / TURNS<D>;
+}
 // A split's sums of the four warps, in order, into place `j` of the cluster's first block: of the
 // heads of a `turn`, `turn` and every TURNS-th behind it.
 template <int F, int D, int NH>
 __device__ __forceinline__ void combine_warps(Shared<F, D, NH> &s, const float *warp_sums,
                                               float *sums, int j, int num_heads, bool is_first,
                                               int turn) {
-  const int most = (num_heads + TURNS<D> - 1) / TURNS<D>;
-  const int count = TURNS<D> == 1 ? num_heads : (num_heads - turn + TURNS<D> - 1) / TURNS<D>;
+  const int most = heads_of_a_turn<D>(num_heads);
+  const int count = (num_heads - turn + TURNS<D> - 1) / TURNS<D>;
   for (int i = threadIdx.x; i < count * (D / 4); i += THREADS<D>) {
     const int head = i / (D / 4) * TURNS<D> + turn;
-    const int to_head = TURNS<D> == 1 ? i : head * (D / 4) + i % (D / 4);
+    const int place = TURNS<D> == 1 ? i : head * (D / 4) + i % (D / 4);
     float2 all = make_float2(nothing(), 0.0f);
     float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
@@ -206,7 +228,7 @@ __device__ __forceinline__ void combine_warps(Shared<F, D, NH> &s, const float *
       all.y += weight * own.y;
       add(acc, weight, *(const float4 *)(warp_sums + (w * most * (D / 4) + i) * 4));
     }
-    float4 *to = (float4 *)(sums + (j * num_heads * (D / 4) + to_head) * 4);
+    float4 *to = (float4 *)(sums + (j * num_heads * (D / 4) + place) * 4);
     if (is_first) *to = acc;
     else send(to, acc, &s.received);
     if (i % (D / 4)) continue;
@@ -224,7 +246,7 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
   const int num_heads = p.group_heads;
   float4 *traded = (float4 *)(memory + (sizeof(Shared<F, D, NH>) + 15) / 16 * 16);
   float *warp_sums = (float *)(traded + (PARTS<D> == 1 ? 0 : 2 * WARPS * PARTS<D> * NH * 32));
-  const int most = (num_heads + TURNS<D> - 1) / TURNS<D>;  // heads of a turn
+  const int most = heads_of_a_turn<D>(num_heads);
   float *sums = warp_sums + WARPS * most * D;
   const int warp = (threadIdx.x >> 5) / PARTS<D>;
   const int part = PARTS<D> == 1 ? 0 : (threadIdx.x >> 5) % PARTS<D>;
@@ -265,8 +287,8 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
   read<PAGE_BYTES / 4>((u32 *)&newest_number, table + (i64)plan.newest * PAGE_BYTES, stores);
   // Rows of a lane that the page holds: below `position`, and inside the window.
   const int oldest = p.window > 0 ? position - p.window : -1;
-  Keys<F, D> keys;
-  Values<F, D> values;
+  Keys<F, D> keys{};      // where a position is not seen, what was there stays: its weight is 0
+  Values<F, D> values{};
   auto ask_keys = [&](int page) {
     const int at = page * PAGE + warp * 16 + g;
     const i64 row = FIRST_ROW(number) + key_row;
@@ -289,6 +311,8 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
   };
   ask_keys(plan.first);
   ask_values(plan.first);
+  // Bytes that no block's exponent fills, which are read with those that are.
+  if (D % 128 && threadIdx.x < 4) s.fresh_exponents[threadIdx.x >> 1][threadIdx.x & 1] = 0;
   if ((int)threadIdx.x < D) {
     const int c = threadIdx.x;
     const bool second = p.interleaved ? c & 1 : c >= p.half;
@@ -329,9 +353,9 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
         if (g == fresh) take_key<F, D>(keys, 0, fresh_key, exponents, t);
         if (g + 8 == fresh) take_key<F, D>(keys, 1, fresh_key, exponents, t);
       }
-      float scores[NH][4];
+      float scores[NH][4], fade[NH][2];
       u32 weights[NH][2];
-      score<F, D, NH>(scores, keys, s.q + first_channel * 2, num_heads, g, t);
+      score<F, D, NH>(scores, keys, s.q + first_channel * 2, s.q_units[part], num_heads, g, t);
       const int next = page + 1;
       float4 *pair_scores = traded + ((page & 1) * WARPS + warp) * PARTS<D> * NH * 32;
       if (PARTS<D> > 1) leave_scores<NH>(scores, pair_scores + part * NH * 32, lane);
@@ -342,24 +366,25 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
         ask_keys(next);
       }
       if (PARTS<D> > 1) take_scores<NH>(scores, pair_scores + (1 - part) * NH * 32, warp, lane);
-      weigh<D, NH>(weights, run, scores, p.scale, at + g <= position && at + g > oldest,
-                   at + g + 8 <= position && at + g + 8 > oldest);
+      weigh<F, D, NH>(weights, fade, run, scores, p.scale, at + g <= position && at + g > oldest,
+                      at + g + 8 <= position && at + g + 8 > oldest);
       if (is_fresh) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (2 * t + (i & 1) + (i >> 1) * 8 == fresh)
             take_value<F, D>(values, i, fresh_value, s.fresh_exponents[1] + 2 * part, g);
       }
-      add_values<F, D, NH>(run, values, weights, g);
+      add_values<F, D, NH>(run, values, weights, fade, g);
       if (next < plan.stop) ask_values(next);
       page = next;
     } while (page < split_stop);
 #pragma unroll
     for (int turn = 0; turn < TURNS<D>; ++turn) {
-      leave<D, NH, TURNS<D>>(run, s.warp_stats[part][warp],
-                             warp_sums + warp * most * D + first_channel, num_heads, g, t, turn);
+      leave<F, D, NH, TURNS<D>>(run, s.warp_stats[part][warp],
+                                warp_sums + warp * most * D + first_channel, num_heads, g, t, turn);
       __syncthreads();
-      combine_warps<F, D, NH>(s, warp_sums, sums, split % GROUP, num_heads, is_first, turn);
+      combine_warps<F, D, NH>(s, warp_sums, sums, split - plan.group * p.group_splits, num_heads,
+                              is_first, turn);
       __syncthreads();
     }
   }
@@ -372,18 +397,17 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
   return more;
 }
 
-template <int F, int D, int NH> __device__ __forceinline__ void close_barrier() {
-  extern __shared__ __align__(128) u8 memory[];
-  close_barrier(&((Shared<F, D, NH> *)memory)->received);
-}
 // A cluster's other groups. Apart from the first, which would keep what it works out in fewer
-// registers. All of its blocks have splits of a group that others follow, so none ends before.
+// registers. A group that others follow has all its splits, a multiple of the cluster's blocks: so
+// each has some, and none ends before the others.
 template <int F, int D, int NH> __device__ __noinline__ void walk_on(const Attend &p) {
+  extern __shared__ __align__(128) u8 memory[];
+  Shared<F, D, NH> &s = *(Shared<F, D, NH> *)memory;
   const int num_begun = gridDim.z / p.num_kv_heads;
   for (int group = blockIdx.z / p.num_kv_heads + num_begun; group < p.num_groups;
        group += num_begun) {
     __syncthreads();  // nobody reads what the last part left
-    if (p.num_joined > 1 && blockIdx.x == 0 && threadIdx.x == 0) close_barrier<F, D, NH>();
+    if (p.num_joined > 1 && blockIdx.x == 0 && threadIdx.x == 0) close_barrier(&s.received);
     if (!attend<F, D, NH, false>(p, group)) return;
   }
 }
@@ -394,7 +418,8 @@ template <int F, int D, int NH> __device__ __forceinline__ void walk(const Atten
   if (attend<F, D, NH, false>(p, group) && group + num_begun < p.num_groups) walk_on<F, D, NH>(p);
 }
 
-// A kernel that can walk has a stack, and a row alone takes 0.3 us longer in it: so there are two.
+// A kernel that can walk calls, which needs a stack, and a row alone takes 0.3 us longer in it: so
+// there are two.
 #define KERNEL(kind, F, D, NH, parameter, body)                                                    \
   extern "C" __global__ void __launch_bounds__(THREADS<D>, (NH == 1 ? 4 : 2) / PARTS<D>)           \
   kind##_##D##_##NH(parameter Attend p) { body; }

@@ -21,7 +21,15 @@ typedef float Turn;
 #define FIRST_ROW(page) (i64)(page) * page_rows
 #endif
 
-constexpr int BF16 = 0, BFP8 = 1;  // how the pages are held
+constexpr int BF16 = 0, BFP8 = 1;  // how the pages are held; of bfp8 products are of float16
+template <int F> __device__ __forceinline__ u32 pack2(float low, float high) {
+  return F == BF16 ? pack2(low, high) : half_pack2(low, high);
+}
+template <int F>
+__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if (F == BF16) mma(c, a, b0, b1);
+  else half_mma(c, a, b0, b1);
+}
 
 template <int D> constexpr int CHANNELS = D > 128 ? D / 2 : D;  // of a warp
 template <int D> constexpr int PARTS = D / CHANNELS<D>;         // warps that share positions
@@ -51,12 +59,11 @@ template <int F, int D> struct Values {
 
 template <int D> __device__ __forceinline__ void read_exponents(u32 (&v)[2], const u8 *from,
                                                                 bool wanted) {
-  v[1] = 0;
   if (CHANNELS<D> == 128) {
-    read<2>(v, from, wanted);
+    read_over<2>(v, from, wanted);
   } else if (D == 64) {
-    read<1>(v, from, wanted);
-  } else {
+    read_over<1>(v, from, wanted);
+  } else {  // six blocks lie two bytes from a word
     v[0] = read2(from, wanted) | read2(from + 2, wanted) << 16;
     v[1] = read2(from + 4, wanted);
   }
@@ -67,8 +74,9 @@ __device__ __forceinline__ void read_keys(Keys<F, D> &k, const u8 *values, const
   using S = Shape<F, D>;
 #pragma unroll
   for (int i = 0; i < S::K_PIECES; ++i) {
-    read<S::K_WORDS>(k.words[0] + i * S::K_WORDS, values + i * 32 * S::BYTES, wanted);
-    read<S::K_WORDS>(k.words[1] + i * S::K_WORDS, values + 8 * S::ROW + i * 32 * S::BYTES, wanted8);
+    read_over<S::K_WORDS>(k.words[0] + i * S::K_WORDS, values + i * 32 * S::BYTES, wanted);
+    read_over<S::K_WORDS>(k.words[1] + i * S::K_WORDS, values + 8 * S::ROW + i * 32 * S::BYTES,
+                          wanted8);
   }
   if (F == BFP8) {
     read_exponents<D>(k.exponents[0], exponents, wanted);
@@ -86,8 +94,8 @@ __device__ __forceinline__ void read_values(Values<F, D> &v, const u8 *values, c
     const bool here = wanted >> row & 1;
 #pragma unroll
     for (int i = 0; i < S::V_PIECES; ++i)
-      read<S::V_WORDS>(v.words[row] + i * S::V_WORDS,
-                       values + line * S::ROW + i * 8 * S::V_WIDTH * S::BYTES, here);
+      read_over<S::V_WORDS>(v.words[row] + i * S::V_WORDS,
+                            values + line * S::ROW + i * 8 * S::V_WIDTH * S::BYTES, here);
     if (F == BFP8) read_exponents<D>(v.exponents[row], exponents + line * S::BLOCKS, here);
   }
 }
@@ -147,56 +155,104 @@ __device__ __forceinline__ void take_value(Values<F, D> &v, int row, const u8 *f
   if (F == BFP8) v.exponents[row][0] = exponents[0], v.exponents[row][1] = exponents[1];
 }
 
-// Two bytes of mantissas, in the low bytes of both halves of v, times a pair of powers of two.
-// 0x4300 + (m & 127) is the bfloat16 128 + (m & 127); 0x4300 + (m & 128) is 128, or 256 below 0.
-__device__ __forceinline__ u32 widen(u32 v, u32 scales) {
-  const u32 low = mask_or(v, 0x007F007Fu, 0x43004300u), sign = mask_or(v, 0x00800080u, 0x43004300u);
-  return multiply2(fma2(sign, 0xBF80BF80u, low), scales);
+// bfp8 becomes float16: mantissas times what a block's power of two is of the largest one of a
+// warp's 16 positions, which is 2^5 here and follows in float32. A block whose power is 2^20 times
+// smaller, or less, becomes 0.
+constexpr int LARGEST = 15 + 5;  // as the exponent of a float16
+
+// The largest exponent of a warp's. Lanes that hold the same rows take a word of these each.
+template <int ROWS>
+__device__ __forceinline__ int largest_exponent(const u32 (&exponents)[ROWS][2], int place) {
+  u32 words[ROWS];
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) words[i] = place & 1 ? exponents[i][1] : exponents[i][0];
+#pragma unroll
+  for (int step = 1; step < ROWS; step <<= 1)
+#pragma unroll
+    for (int i = 0; i < ROWS; i += 2 * step)
+      if (place & 2 * step) words[i] = words[i + step];
+  const u32 all = max2(words[0], words[0] << 8);  // of halves, whose upper bytes decide
+  return __reduce_max_sync(~0u, max(all >> 24, all >> 8 & 0xFF));
 }
-// bfloat16 2^(e - 133) of the exponent at `shift`; 0 where e is under 7, as in Triton's kernels.
-__device__ __forceinline__ u32 scale_of(u32 exponents, int shift) {
-  return (max((int)(exponents >> shift & 0xFF), 6) - 6) << 7;
+// What to add to exponents in both halves of a word.
+__device__ __forceinline__ u32 shift_of(int largest) {
+  return (u32)(LARGEST - largest & 0xFFFF) * 0x10001u;
+}
+// Powers of two of the exponents in the low bytes of both halves, and -1152 times them.
+struct Powers {
+  u32 powers, below;
+};
+__device__ __forceinline__ Powers powers_of(u32 exponents, u32 shift) {
+  const u32 powers = add_above_zero2(exponents, shift) << 10;
+  return {powers, half_multiply2(powers, 0xE480E480u)};
+}
+// 0x6400 + (m ^ 128) is the float16 1152 + m of a mantissa m.
+__device__ __forceinline__ u32 widen(u32 magic, Powers scale) {
+  return half_fma2(magic, scale.powers, scale.below);
+}
+// A query's channels, four a lane, so that the largest lies in [2^14, 2^15); by what they are to be
+// multiplied to be as before. Called by whole warps.
+__device__ __forceinline__ float scale_to_float16(float4 &x) {
+  const float peak = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
+  const int exponent = __reduce_max_sync(~0u, __float_as_uint(peak)) >> 23;
+  const int field = min(127 + 14 + 127 - exponent, 253);
+  const float by = __int_as_float(field << 23);
+  x = make_float4(x.x * by, x.y * by, x.z * by, x.w * by);
+  return __int_as_float(254 - field << 23);
+}
+// float32 2^(e - 133) of the largest exponent, over 2^5; 0 where it is small.
+__device__ __forceinline__ float unit_of(int largest) {
+  return __int_as_float(max(largest + 127 - 133 - (LARGEST - 15), 0) << 23);
 }
 // Piece i of a key's row as four pairs of channels.
 template <int F, int D>
 __device__ __forceinline__ void key_piece(u32 (&out)[4], const Keys<F, D> &k, int row, int i,
-                                          int t) {
+                                          int t, u32 shift) {
   using S = Shape<F, D>;
   const u32 *words = k.words[row] + i * S::K_WORDS;
   if (F == BF16) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) out[j] = words[j];
   } else {
-    const u32 scale = scale_of(k.exponents[row][i >> 1], 16 * (i & 1) + 8 * (t >> 1)) * 0x10001u;
+    const u32 place = 0x4040 + (2 * (i & 1) + (t >> 1)) * 0x0101;
+    const u32 exponents = __byte_perm(k.exponents[row][i >> 1], 0, place);
+    const Powers scale = powers_of(exponents, shift);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      out[j] = widen(__byte_perm(words[j >> 1], 0, j & 1 ? 0x4342 : 0x4140), scale);
+      out[j] = widen(__byte_perm(words[j >> 1] ^ 0x80808080u, 0x64646464u, j & 1 ? 0x4342 : 0x4140),
+                     scale);
   }
 }
-// Channel `i` of a lane's, of its rows 2 `pair` and 2 `pair` + 1; their scales, of its piece.
+// Channel `i` of a lane's, of its rows 2 `pair` and 2 `pair` + 1; their powers, of its piece.
 template <int F, int D>
-__device__ __forceinline__ u32 value_pair(const Values<F, D> &v, int pair, int i, u32 scales) {
+__device__ __forceinline__ u32 value_pair(const Values<F, D> &v, int pair, int i, Powers scale) {
   if (F == BF16)
     return __byte_perm(v.words[2 * pair][i >> 1], v.words[2 * pair + 1][i >> 1],
                        i & 1 ? 0x7632 : 0x5410);
-  return widen(__byte_perm(v.words[2 * pair][i >> 2], v.words[2 * pair + 1][i >> 2],
-                           (i & 3) * 0x0011 + (4 + (i & 3)) * 0x1100), scales);
+  const u32 bytes = __byte_perm(v.words[2 * pair][i >> 2], v.words[2 * pair + 1][i >> 2],
+                                (i & 3) * 0x0011 + (4 + (i & 3)) * 0x1100);
+  return widen(mask_flip(bytes, 0x00FF00FFu, 0x64806480u), scale);
 }
 template <int F, int D>
-__device__ __forceinline__ u32 value_scales(const Values<F, D> &v, int pair, int piece, int g) {
-  if (F == BF16) return 0;
+__device__ __forceinline__ Powers value_powers(const Values<F, D> &v, int pair, int piece, int g,
+                                               u32 shift) {
+  if (F == BF16) return {0, 0};
   const int word = D == 96 ? piece >> 1 : piece;
-  const int shift = D == 96 ? 16 * (piece & 1) + 8 * (g >> 2) : 8 * (g >> 1);
-  return scale_of(v.exponents[2 * pair][word], shift) |
-         scale_of(v.exponents[2 * pair + 1][word], shift) << 16;
+  const u32 place = D == 96 ? 2 * (piece & 1) + (g >> 2) : g >> 1;
+  const u32 bytes = __byte_perm(v.exponents[2 * pair][word], v.exponents[2 * pair + 1][word],
+                                place * 0x1111 + 0x4400);
+  return powers_of(bytes & 0x00FF00FFu, shift);
 }
 
 // The running softmax, base 2, of a warp over its positions. A lane has heads 8 h + 2 t + {0, 1}:
 // `sums` of its channels i: [h][i][{0, 1}] below HALF, [h][i - HALF][{2, 3}] from there on.
+// Of bfp8 sums are of float16 values: `largest` is the exponent that these are relative to.
 template <int D, int NH> struct Running {
   static constexpr int HALF = CHANNELS<D> / 16;
   float peak[NH][2], total[NH][2], sums[NH][HALF][4];
+  int largest;
   __device__ __forceinline__ void clear() {
+    largest = 0;
 #pragma unroll
     for (int h = 0; h < NH; ++h) {
       peak[h][0] = peak[h][1] = nothing();
@@ -210,8 +266,10 @@ template <int D, int NH> struct Running {
 };
 template <int F, int D, int NH>
 __device__ __forceinline__ void score(float (&scores)[NH][4], const Keys<F, D> &k, const u8 *q,
-                                      int num_heads, int g, int t) {
+                                      const float *q_units, int num_heads, int g, int t) {
   using S = Shape<F, D>;
+  const int largest = F == BF16 ? 0 : largest_exponent(k.exponents, t);
+  const u32 shift = shift_of(largest);
   float odd[NH][4];
 #pragma unroll
   for (int h = 0; h < NH; ++h)
@@ -220,21 +278,28 @@ __device__ __forceinline__ void score(float (&scores)[NH][4], const Keys<F, D> &
 #pragma unroll
   for (int i = 0; i < S::K_PIECES; ++i) {
     u32 top[4], low[4];
-    key_piece(top, k, 0, i, t);
-    key_piece(low, k, 1, i, t);
+    key_piece(top, k, 0, i, t, shift);
+    key_piece(low, k, 1, i, t, shift);
     const u32 a[4] = {top[0], low[0], top[1], low[1]}, a_odd[4] = {top[2], low[2], top[3], low[3]};
 #pragma unroll
     for (int h = 0; h < NH; ++h) {
       uint4 b = make_uint4(0, 0, 0, 0);
-      if (h * 8 + g < num_heads) b = *(const uint4 *)(q + (h * 8 + g) * S::Q_ROW + i * 64 + t * 16);
-      mma(scores[h], a, b.x, b.y);
-      mma(odd[h], a_odd, b.z, b.w);
+      if (h * 8 + g < num_heads)
+        b = *(const uint4 *)(q + (h * 8 + g) * S::Q_ROW + i * 64 + t * 16);
+      multiply<F>(scores[h], a, b.x, b.y);
+      multiply<F>(odd[h], a_odd, b.z, b.w);
     }
   }
 #pragma unroll
-  for (int h = 0; h < NH; ++h)
+  for (int h = 0; h < NH; ++h) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) scores[h][i] += odd[h][i];
+    if (F == BF16) continue;
+    const float2 of_heads = *(const float2 *)(q_units + h * 8 + 2 * t);
+    const float unit = unit_of(largest);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[h][i] *= unit * (i & 1 ? of_heads.y : of_heads.x);
+  }
 }
 // Scores of half the channels, left for the warp of the other half, to which `theirs` belongs; and
 // the sums of both. `own` and `theirs` [NH, 32]; a later page's must not be left there before these
@@ -256,14 +321,14 @@ __device__ __forceinline__ void take_scores(float (&scores)[NH][4], const float4
     scores[h][2] += other.z, scores[h][3] += other.w;
   }
 }
-// Scores become weights: `weights[h]` are P^T as B fragments.
-template <int D, int NH>
-__device__ __forceinline__ void weigh(u32 (&weights)[NH][2], Running<D, NH> &run,
-                                      const float (&scores)[NH][4], float scale, bool valid,
-                                      bool valid8) {
+// Scores become weights: `weights[h]` are P^T as B fragments; `fade`: what sums so far lose.
+template <int F, int D, int NH>
+__device__ __forceinline__ void weigh(u32 (&weights)[NH][2], float (&fade)[NH][2],
+                                      Running<D, NH> &run, const float (&scores)[NH][4],
+                                      float scale, bool valid, bool valid8) {
 #pragma unroll
   for (int h = 0; h < NH; ++h) {
-    float w[4], fade[2];
+    float w[4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       w[i] = valid ? scores[h][i] * scale : nothing();
@@ -274,45 +339,61 @@ __device__ __forceinline__ void weigh(u32 (&weights)[NH][2], Running<D, NH> &run
         peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, offset));
       peak = fmaxf(peak, run.peak[h][i]);
       const float base = finite(peak);
-      fade[i] = power_of_2(run.peak[h][i] - base);
+      fade[h][i] = power_of_2(run.peak[h][i] - base);
       run.peak[h][i] = peak;
       w[i] = power_of_2(w[i] - base);
       w[2 + i] = power_of_2(w[2 + i] - base);
-      run.total[h][i] = run.total[h][i] * fade[i] + (w[i] + w[2 + i]);
+      run.total[h][i] = run.total[h][i] * fade[h][i] + (w[i] + w[2 + i]);
     }
-    weights[h][0] = transpose(pack2(w[0], w[1]));
-    weights[h][1] = transpose(pack2(w[2], w[3]));
-#pragma unroll
-    for (int j = 0; j < CHANNELS<D> / 16; ++j) {
-      run.sums[h][j][0] *= fade[0], run.sums[h][j][1] *= fade[1];
-      run.sums[h][j][2] *= fade[0], run.sums[h][j][3] *= fade[1];
-    }
+    weights[h][0] = transpose(pack2<F>(w[0], w[1]));
+    weights[h][1] = transpose(pack2<F>(w[2], w[3]));
   }
 }
+// Sums of bfp8 fade, too, where these values have a larger exponent than all before.
 template <int F, int D, int NH>
 __device__ __forceinline__ void add_values(Running<D, NH> &run, const Values<F, D> &v,
-                                           const u32 (&weights)[NH][2], int g) {
+                                           const u32 (&weights)[NH][2], float (&fade)[NH][2],
+                                           int g) {
   using S = Shape<F, D>;
-  u32 scales[2][S::V_PIECES];
+  Powers scales[2][S::V_PIECES];
+  float smaller = 1.0f;
+  if (F == BFP8) {
+    const int before = run.largest;
+    run.largest = max(before, largest_exponent(v.exponents, g));
+    smaller = __int_as_float(max(127 + before - run.largest, 0) << 23);
+  }
+  const u32 shift = shift_of(run.largest);
 #pragma unroll
-  for (int i = 0; i < S::V_PIECES; ++i)
-    scales[0][i] = value_scales(v, 0, i, g), scales[1][i] = value_scales(v, 1, i, g);
+  for (int i = 0; i < S::V_PIECES; ++i) {
+    scales[0][i] = value_powers(v, 0, i, g, shift);
+    scales[1][i] = value_powers(v, 1, i, g, shift);
+  }
+#pragma unroll
+  for (int h = 0; h < NH; ++h) {
+    if (F == BFP8) fade[h][0] *= smaller, fade[h][1] *= smaller;
+#pragma unroll
+    for (int j = 0; j < CHANNELS<D> / 16; ++j) {
+      run.sums[h][j][0] *= fade[h][0], run.sums[h][j][1] *= fade[h][1];
+      run.sums[h][j][2] *= fade[h][0], run.sums[h][j][3] *= fade[h][1];
+    }
+  }
 #pragma unroll
   for (int j = 0; j < CHANNELS<D> / 16; ++j) {
     const int low = j + CHANNELS<D> / 16, p0 = j / S::V_WIDTH, p1 = low / S::V_WIDTH;
     const u32 a[4] = {value_pair(v, 0, j, scales[0][p0]), value_pair(v, 0, low, scales[0][p1]),
                       value_pair(v, 1, j, scales[1][p0]), value_pair(v, 1, low, scales[1][p1])};
 #pragma unroll
-    for (int h = 0; h < NH; ++h) mma(run.sums[h][j], a, weights[h][0], weights[h][1]);
+    for (int h = 0; h < NH; ++h) multiply<F>(run.sums[h][j], a, weights[h][0], weights[h][1]);
   }
 }
 // A warp's sums into shared memory: `stats` [NH * 8], `sums` its channels of [heads, D]: all heads,
 // or of two turns the even ones and the odd ones.
-template <int D, int NH, int TURNS>
+template <int F, int D, int NH, int TURNS>
 __device__ __forceinline__ void leave(const Running<D, NH> &run, float2 *stats, float *sums,
                                       int num_heads, int g, int t, int turn) {
   static_assert(TURNS <= 2, "a lane has two heads of eight");
   constexpr int WIDTH = D == 96 ? 4 : 8, HALF = CHANNELS<D> / 16;
+  const float unit = unit_of(run.largest);
 #pragma unroll
   for (int h = 0; h < NH; ++h)
 #pragma unroll
@@ -332,6 +413,9 @@ __device__ __forceinline__ void leave(const Running<D, NH> &run, float2 *stats, 
         for (int j = 0; j < 4; ++j)
           c[j] = first + j < HALF ? run.sums[h][(first + j) % HALF][i]
                                   : run.sums[h][(first + j) % HALF][2 + i];
+        if (F == BFP8)
+#pragma unroll
+          for (int j = 0; j < 4; ++j) c[j] *= unit;
         *(float4 *)(sums + head / TURNS * D + (first / WIDTH * 8 + g) * WIDTH + first % WIDTH) =
             make_float4(c[0], c[1], c[2], c[3]);
       }

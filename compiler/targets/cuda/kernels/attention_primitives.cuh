@@ -17,8 +17,8 @@ __device__ __forceinline__ void open_barrier(void *barrier) {
                    shared_address(barrier))
                : "memory");
 }
-// Behind all that this block has read of what others sent, so that they may send again once it has
-// arrived at the cluster's barrier.
+// Ends what `open_barrier` began, so that it can begin anew: behind all that this block has read of
+// what others sent, who may send again once it has arrived at the cluster's barrier.
 __device__ __forceinline__ void close_barrier(void *barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];\nfence.acq_rel.cluster;" ::"r"(
                    shared_address(barrier))
@@ -57,22 +57,27 @@ __device__ __forceinline__ void send(float2 *to, float2 v, void *barrier) {
 __device__ __forceinline__ void pair_barrier(int pair) {
   asm volatile("barrier.sync.aligned %0, 64;" ::"r"(pair + 1) : "memory");
 }
-// Past the first-level cache; zeros where not wanted.
-template <int WORDS> __device__ __forceinline__ void read(u32 *v, const u8 *from, bool wanted) {
+// Past the first-level cache, over what `v` holds, which stays where nothing is wanted.
+template <int WORDS>
+__device__ __forceinline__ void read_over(u32 *v, const u8 *from, bool wanted) {
   if (WORDS == 4)
-    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
-                 "mov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\n"
                  "@p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-                 : "=&r"(v[0]), "=&r"(v[1]), "=&r"(v[2]), "=&r"(v[3])
+                 : "+r"(v[0]), "+r"(v[1]), "+r"(v[2]), "+r"(v[3])
                  : "l"(from), "r"((int)wanted) : "memory");
   else if (WORDS == 2)
-    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\n"
                  "@p ld.global.cg.v2.u32 {%0, %1}, [%2];\n}"
-                 : "=&r"(v[0]), "=&r"(v[1]) : "l"(from), "r"((int)wanted) : "memory");
+                 : "+r"(v[0]), "+r"(v[1]) : "l"(from), "r"((int)wanted) : "memory");
   else
-    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\nmov.b32 %0, 0;\n"
-                 "@p ld.global.cg.u32 %0, [%1];\n}"
-                 : "=&r"(v[0]) : "l"(from), "r"((int)wanted) : "memory");
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p ld.global.cg.u32 %0, [%1];\n}"
+                 : "+r"(v[0]) : "l"(from), "r"((int)wanted) : "memory");
+}
+// The same, zeros where nothing is wanted.
+template <int WORDS> __device__ __forceinline__ void read(u32 *v, const u8 *from, bool wanted) {
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) v[i] = 0;
+  read_over<WORDS>(v, from, wanted);
 }
 __device__ __forceinline__ u32 read2(const u8 *from, bool wanted) {
   u16 v;
@@ -124,6 +129,46 @@ __device__ __forceinline__ float power_of_2(float x) {
 __device__ __forceinline__ u32 transpose(u32 v) {  // of 8 x 8 bfloat16
   u32 d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(v));
+  return d;
+}
+// Of pairs of float16.
+__device__ __forceinline__ u32 half_multiply2(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ u32 half_fma2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+__device__ __forceinline__ u32 half_pack2(float low, float high) {
+  u32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+__device__ __forceinline__ void half_mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Of both halves: the larger one, and a sum or 0 where that is negative.
+__device__ __forceinline__ u32 max2(u32 a, u32 b) {
+  u32 d;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ u32 add_above_zero2(u32 a, u32 b) {
+  u32 d;
+  asm("{\n.reg .b32 sum;\nadd.s16x2 sum, %1, %2;\nmax.s16x2 %0, sum, %3;\n}"
+      : "=r"(d) : "r"(a), "r"(b), "r"(0));
+  return d;
+}
+// (v & mask) ^ bits in one instruction.
+__device__ __forceinline__ u32 mask_flip(u32 v, u32 mask, u32 bits) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(d) : "r"(v), "r"(mask), "r"(bits));
   return d;
 }
 // Cosine and sine within 1e-7 for angles to 2^30: the reduction is in fp64.

@@ -25,17 +25,20 @@ SHORT_PAGES = 32
 """Pages in sight, up to which one group of splits takes a row."""
 
 MANY_BLOCKS = 768
-"""Blocks of a launch of one row over a long table, about, of which its groups are the most: all of
-a row's splits have a block of their own then.
+"""Blocks of a launch of one row over a long table, about, by which its groups are counted, with a
+block for each split.
 """
 
 ENOUGH_BLOCKS = 512
-"""Blocks from which on a launch gives a block more splits instead; half as many where a block has
-twice the threads. Rows are taken to have one group, whatever their table has room for.
+"""Blocks from which on a launch has fewer blocks a group instead; half as many where a block has
+twice the threads, and half of either over a long table for more than two blocks a group. Rows are
+taken to have one group, whatever their table has room for.
 """
 
 ENOUGH_EIGHTS = 128
-"""The same of clusters of eight over a long table, where further groups may work beside them."""
+"""The same of eight blocks a group over a long table, however many threads a block has: further
+groups may work beside them.
+"""
 
 MOST_BLOCKS = 2048
 """Blocks of a launch over a long table, about: beyond, blocks walk over several groups, most of
@@ -43,8 +46,8 @@ which rows that are short do not have; of `WALKED_PAGES` pages at most.
 """
 
 MOST_JOINED_BLOCKS = 3072
-"""The same where blocks are clusters. These four were measured on an H200: at 230 positions of a
-table of 4,096 fewer blocks are faster, at 3,900 more.
+"""The same where blocks are clusters. These were measured on an H200: at 230 positions of a table
+of 4,096 fewer blocks are faster, at 3,900 more.
 """
 
 WALKED_PAGES = 64
@@ -67,7 +70,7 @@ class _Attend(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("table_width", "out_stride", "group_heads")),
         *((name, ctypes.c_int) for name in ("num_kv_heads", "half", "window", "interleaved")),
         *((name, ctypes.c_int) for name in ("early", "num_groups", "num_joined")),
-        ("short_pages", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("group_splits", "short_pages")),
         ("scale", ctypes.c_float),
     )
 
@@ -90,7 +93,7 @@ SOURCE = nvrtc.Source(
 class Share:
     """How a launch shares out the splits of a row: groups of up to eight splits, blocks of a group,
     splits of a block, and of how many groups there are blocks, which walk over the others. The
-    first is a property of the table, and so are the bits of a row.
+    bits of a row depend on the groups and on how many splits each has.
     """
 
     num_groups: int
@@ -98,31 +101,51 @@ class Share:
     each_block: int
     num_begun: int = 1
 
+    @property
+    def group_splits(self) -> int:
+        """The splits of a group."""
+        return self.num_joined * self.each_block
 
-def choose_share(num_rows: int, num_kv_heads: int, num_pages: int, head_dim: int = 128) -> Share:
-    """Choose how a launch over tables of ``num_pages`` shares out its splits."""
+
+def choose_share(
+    num_rows: int,
+    num_kv_heads: int,
+    num_pages: int,
+    head_dim: int = 128,
+    *,
+    same_bits: bool = True,
+) -> Share:
+    """Choose how a launch over tables of ``num_pages`` shares out its splits.
+
+    ``same_bits``: of a row however many rows there are. Else a block has one split of a group, and
+    fewer sums are combined.
+    """
     num_groups = 1
     if num_pages > SHORT_PAGES:
-        most = MANY_BLOCKS // (_GROUP * num_kv_heads)
-        num_groups = max(2, min(MAX_GROUPS, most))
+        of_a_row = MANY_BLOCKS // (_GROUP * num_kv_heads)
+        num_groups = max(2, min(MAX_GROUPS, of_a_row))
     splits = _GROUP if num_groups > 1 else _splits_of_one_group(num_pages)
     num_blocks, parts = num_rows * num_kv_heads, _num_parts(head_dim)
-    num_joined = _choose_joined(num_blocks, splits, num_groups, ENOUGH_BLOCKS // parts)
+    skips_fours = same_bits and splits == _GROUP and num_groups == 1
+    enough = ENOUGH_BLOCKS // parts
+    num_joined = _choose_joined(num_blocks, splits, num_groups, enough, skips_fours)
     most = MOST_JOINED_BLOCKS if num_joined > 1 else MOST_BLOCKS
     wanted = -(-most // (parts * num_blocks * num_joined))
     num_begun = min(num_groups, max(wanted, -(-num_pages // WALKED_PAGES)))
-    return Share(num_groups, num_joined, splits // num_joined, num_begun)
+    return Share(num_groups, num_joined, splits // num_joined if same_bits else 1, num_begun)
 
 
-def _choose_joined(num_blocks: int, splits: int, num_groups: int, enough: int) -> int:
-    """Blocks of a group, of launches of so many with one a group. Of one group clusters of four are
-    left out where it has eight splits: 18 pages are six, of which one block would have none.
+def _choose_joined(
+    num_blocks: int, splits: int, num_groups: int, enough: int, skips_fours: bool
+) -> int:
+    """Blocks of a group, of launches of so many with one a group. Clusters of four of eight splits
+    were measured slower than those of two: 18 pages are six splits, of which one block has none.
     """
     if num_groups > 1:
-        most = {8: ENOUGH_EIGHTS, 4: enough // 2, 2: enough}
+        at_most = {8: ENOUGH_EIGHTS, 4: enough // 2, 2: enough}
     else:
-        most = {8: enough, 4: enough if splits == 4 else 0, 2: enough}
-    found = (each for each, at_most in most.items() if num_blocks * each <= at_most)
+        at_most = {8: enough, 4: 0 if skips_fours else enough, 2: enough}
+    found = (each for each, most in at_most.items() if num_blocks * each <= most)
     return next((each for each in found if each <= splits), 1)
 
 
@@ -187,6 +210,7 @@ def attend_decode(
         early=early,
         num_groups=share.num_groups,
         num_joined=share.num_joined,
+        group_splits=share.group_splits,
         short_pages=SHORT_PAGES,
         scale=scale * LOG2_E,
     )
@@ -215,15 +239,15 @@ def _launch(pages: KVPages, arguments: _Attend, num_rows: int, share: Share) -> 
     """The kernel of these pages and so many heads, its splits shared out so."""
     way = "attend" if share.num_begun == share.num_groups else "walk"
     kind = "bf16" if pages.exponents is None else "bfp8"
-    heads, joined = arguments.group_heads, share.num_joined
+    heads = arguments.group_heads
     nvrtc.launch(
         SOURCE,
         f"{way}_{kind}_{pages.head_dim}_{1 if heads <= 8 else 2}",
         at=nvrtc.Launch(
-            blocks=(joined, num_rows, pages.num_kv_heads * share.num_begun),
+            blocks=(share.num_joined, num_rows, pages.num_kv_heads * share.num_begun),
             num_threads=32 * _WARPS * _num_parts(pages.head_dim),
-            shared=_shared_bytes(pages.head_dim, heads, joined * share.each_block),
-            cluster=(joined, 1, 1),
+            shared=_shared_bytes(pages.head_dim, heads, share.group_splits),
+            cluster=(share.num_joined, 1, 1),
         ),
         arguments=arguments,
     )
@@ -256,7 +280,7 @@ def _shared_bytes(head_dim: int, group_heads: int, num_splits: int) -> int:
     """
     eights, parts = 1 if group_heads <= 8 else 2, _num_parts(head_dim)
     queries = eights * 8 * (2 * head_dim + 64)
-    stats = (_WARPS * parts + _GROUP) * eights * 8 * 8
+    stats = (_WARPS * parts + _GROUP) * eights * 8 * 8 + parts * eights * 8 * 4
     scores = 2 * _WARPS * parts * eights * 32 * 16 if parts > 1 else 0
     fixed = 8 * head_dim + queries + 4 * head_dim + 16 * parts + stats + 64 + scores
     of_a_turn = -(-group_heads // parts)

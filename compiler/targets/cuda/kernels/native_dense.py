@@ -29,6 +29,9 @@ from tilewright.compiler.targets.cuda.kernels.native import (
 MAX_TOKENS = 128
 """The most tokens of a product here; with more, the library's is as fast."""
 
+FEW_TOKENS = 4
+"""Up to so many, products of bfloat16 are those of few tokens, and rows the same in any step."""
+
 _EIGHTS = (2, 4, 8, 16)
 _CHUNK_BYTES = 128
 _MOST_DEPTH = 12
@@ -36,7 +39,7 @@ _GROUP_ROWS = 64
 _MOST_SLICES = 8
 _LEAST_SLICE = 512  # bytes of a row
 _MANY_TURNS, _MOST_TURNS = 3, 4  # of blocks of 64 rows over the device, where they may have 256
-_FEW_TOKENS, _SOME_TOKENS = 4, 64
+_SOME_TOKENS = 64
 _LONG_COLUMNS = 8192
 
 
@@ -148,7 +151,7 @@ def takes(held: HeldWeight, num_tokens: int, x: Tensor | None = None) -> bool:
     if x is not None and not has_room(x):
         return False
     if num_tokens <= _SOME_TOKENS:
-        return num_tokens > _FEW_TOKENS
+        return num_tokens > FEW_TOKENS
     turns = _turns(held)
     is_large = _MANY_TURNS <= turns <= _MOST_TURNS
     return num_tokens <= MAX_TOKENS and (is_large or held.num_columns > _LONG_COLUMNS)

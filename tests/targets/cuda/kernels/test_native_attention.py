@@ -170,6 +170,7 @@ def test_a_row_does_not_depend_on_its_batch(
     assert torch.equal(together, torch.cat([step.run([row]) for row in range(4)]))
     for num_joined in (1, 2, 4, 8):
         assert torch.equal(together, step.run(share=Share(1, num_joined, 8 // num_joined)))
+        step.check(step.run(share=Share(1, num_joined, 1)))
 
 
 @pytest.mark.gpu
@@ -206,7 +207,58 @@ def test_large(
         assert torch.equal(got, step.run(share=share))
     for num_begun, num_joined in itertools.product({1, 2, groups - 1}, (1, 2, 4, 8)):
         share = Share(groups, num_joined, 8 // num_joined, num_begun)
-        assert torch.equal(got, step.run(share=share)) and torch.equal(got, step.run(share=share))
+        assert torch.equal(got, step.run(share=share))
+        assert torch.equal(got, step.run(share=share, early=True))
+        free = step.run(share=Share(groups, num_joined, 1, num_begun))
+        step.check(free)
+        assert torch.equal(free, step.run(share=Share(groups, num_joined, 1, groups), early=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_a_window_over_several_groups(
+    head_dim: int, paged: Callable[..., Any], device: torch.device
+) -> None:
+    step = Step(
+        paged, device, kind="bfp8", heads=(8, 1), head_dim=head_dim,
+        positions=[8191, 330, 5000], num_pages=130, window=3000,
+    )  # fmt: skip
+    got = step.run()
+    step.check(got)
+    assert torch.equal(got, step.run(early=True, share=Share(16, 2, 4, 3)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("query", "key", "value"), [(40, -47, -60), (-60, 50, 60), (0, 0, 90)])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_bfp8_of_any_size(
+    head_dim: int,
+    query: int,
+    key: int,
+    value: int,
+    paged: Callable[..., Any],
+    device: torch.device,
+) -> None:
+    """Powers of two that float16 does not have, and some positions' 2 ** 30 times smaller."""
+    step = Step(
+        paged, device, kind="bfp8", heads=(4, 1), head_dim=head_dim, positions=[999, 64, 0]
+    )  # fmt: skip
+    cache, exponents = step.cache, step.cache.pages.exponents
+    assert exponents is not None
+    is_small = torch.arange(cache.keys.shape[1]) % 64 < 8
+    held = exponents.int()
+    held[:, :, :, :8] -= 30
+    for of, (copy, power) in enumerate(((cache.keys, key), (cache.values, value))):
+        copy[:, is_small] *= 2.0**-30
+        copy *= 2.0**power
+        held[:, of] += power
+    exponents.copy_(held.clamp(0, 255))
+    for part, power in zip(step.qkv.split((4 * head_dim, head_dim, head_dim), 1),
+                           (query, key, value), strict=True):  # fmt: skip
+        part *= 2.0**power
+    got, wanted = step.run().double(), step.all_expected()
+    for row, expected in zip(got, wanted, strict=True):
+        assert (row - expected).abs().max() < 1e-2 * expected.abs().max()
 
 
 @pytest.mark.gpu
@@ -283,10 +335,22 @@ def test_groups_do_not_depend_on_the_batch() -> None:
     assert joined == [8, 4, 4, 4, 2, 2, 1], "rows are taken to be short"
     begun = [choose_share(rows, 8, pages).num_begun for rows, pages in LARGE]
     assert begun == [12, 6, 4, 1, 1, 2, 12]
-    assert (choose_share(64, 2, 20, 128), choose_share(64, 2, 20, 256)) == (
-        Share(1, 2, 4),
-        Share(1, 2, 4),
-    )
+    assert choose_share(32, 2, 20, 128) == Share(1, 8, 1)
+    assert choose_share(32, 2, 20, 256) == Share(1, 2, 4), "half as many of twice the threads"
+    assert choose_share(128, 1, 4) == Share(1, 4, 1)
+    assert choose_share(2, 8, 64) == Share(12, 8, 1, 12)
+    assert choose_share(16, 2, 64, 256) == Share(16, 4, 2, 12)
+    assert choose_share(64, 2, 64, 256) == Share(16, 2, 4, 6)
+
+
+def test_without_bits_a_block_has_one_split() -> None:
+    for rows, num_kv_heads, pages in itertools.product((1, 5, 16, 64, 256), (1, 8), (3, 8, 20, 96)):
+        same = choose_share(rows, num_kv_heads, pages)
+        free = choose_share(rows, num_kv_heads, pages, same_bits=False)
+        assert free.each_block == 1 and free.num_groups == same.num_groups
+        assert free.num_joined == same.num_joined or (pages <= 32 and free.num_joined == 4)
+    assert choose_share(16, 8, 20, same_bits=False) == Share(1, 4, 1)
+    assert choose_share(256, 8, 64, same_bits=False) == Share(12, 1, 1, 1)
 
 
 def test_every_kernel_is_asked_for() -> None:

@@ -56,6 +56,7 @@ class NativeAttention(CudaKernels):
             early=self.chained,
             num_groups=share.num_groups,
             num_joined=share.num_joined,
+            group_splits=share.group_splits,
             short_pages=SHORT_PAGES,
             scale=s.scale / math.log(2),
         )
@@ -69,7 +70,7 @@ class NativeAttention(CudaKernels):
             arguments,
             blocks=(share.num_joined, len(qkv), s.num_kv_heads),
             threads=32 * _WARPS * _num_parts(s.head_dim),
-            shared=_shared_bytes(s.head_dim, heads, share.num_joined * share.each_block),
+            shared=_shared_bytes(s.head_dim, heads, share.group_splits),
             cluster=(share.num_joined, 1, 1),
             chained=self.chained,
         )
