@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.errors import CompileError, allowed
-from tilewright.compiler.ir.info import NodeInfo
+from tilewright.compiler.ir.info import NodeInfo, info
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import PER_TOKEN, StateSpec
 from tilewright.compiler.passes.fuse_all_reduce_add import fuse_all_reduce_add
@@ -99,8 +99,12 @@ class CudaTarget(Target):
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         from tilewright.compiler.targets.cuda.copies import kinds_for
 
-        fp8 = kinds_for(options).codes
-        return build_contract(graph_module, meanings(exact=options.compute == "exact", fp8=fp8))
+        states = [info(node).state for node in graph_module.graph.nodes]
+        has_bfp8 = any(each is not None and each.format == "bfp8" for each in states)
+        answers = meanings(
+            exact=options.compute == "exact", fp8=kinds_for(options).codes, bfp8_pages=has_bfp8
+        )
+        return build_contract(graph_module, answers)
 
     def holding(
         self,

@@ -80,9 +80,10 @@ def format_values(dense: Tensor, recipe: WeightRecipe) -> Tensor:
     return get_format(recipe.format).round_trip(dense, axis=axis)
 
 
-def meanings(*, exact: bool, fp8: bool = False) -> Meanings:
+def meanings(*, exact: bool, fp8: bool = False, bfp8_pages: bool = False) -> Meanings:
     """Make the target's answers to the numeric contract; ``exact`` is ``--compute exact``, ``fp8``:
-    lofi products of bfp4 weights take e4m3 operands where there are rows enough.
+    lofi products of bfp4 weights take e4m3 operands where there are rows enough; ``bfp8_pages``:
+    some layers' caches are bfp8.
     """
 
     def weight(name: str, axis: str) -> Meaning:
@@ -102,7 +103,8 @@ def meanings(*, exact: bool, fp8: bool = False) -> Meanings:
     def attention(asked: str, phase: str) -> Meaning:
         if exact:
             return Meaning(NOT_HONOURED, "fp32")
-        return Meaning(EMULATED, "bf16 x bf16, fp32 sums and softmax")
+        of_bfp8 = " (bfp8 pages: fp16 x fp16)" if bfp8_pages and phase == "decode" else ""
+        return Meaning(EMULATED, f"bf16 x bf16{of_bfp8}, fp32 sums and softmax")
 
     def kv_cache(name: str) -> Meaning:
         used = cache_kind(name, exact=exact)

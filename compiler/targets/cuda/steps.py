@@ -295,6 +295,7 @@ class Steps:
         if not self._why_no_native_attention(each):
             share = native_attention.choose_share(
                 len(qkv), pages.num_kv_heads, self._state.tables.shape[1], pages.head_dim,
+                # of more rows products of bfloat16 promise no bits either
                 same_bits=self._strict or len(qkv) <= FEW_TOKENS,
             )  # fmt: skip
             attend = partial(native_attention.attend_decode, share=share)

@@ -65,14 +65,18 @@ def test_operands_are_of_the_case(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     assert (attention_rate.PAGE, attention_rate.BLOCK) == (pages.PAGE, BLOCK_SIZE)
     monkeypatch.setattr(native_attention, "why_not", lambda *a, **k: "")
     monkeypatch.setattr(attention_rate, "CHAIN_BYTES", 1)
-    case = Case(3, kind, 246, 7, bits="same")
+    case = Case(3, kind, 246, 7)
     launches = attention_rate.Launches(case, torch.Generator().manual_seed(7))
     assert len(launches.caches) == 4 and {each.values.shape[0] for each in launches.caches} == {15}
     assert launches.tables[:, :5].flatten().sort().values.tolist() == list(range(15))
     assert launches.tables[:, 5:].eq(0).all() and launches.slots.tolist() == [2, 1, 0]
     wide = attention_rate.Launches(Case(3, kind, 246, 7, "35b-a3b"), torch.Generator())
     assert wide.caches[0].values.shape == (15, 2, 2, 64, 256) and wide.qkv.shape == (3, 20 * 256)
-    assert launches._share.each_block == 1 and wide._share.group_splits == 8
+    shares = [
+        attention_rate.Launches(Case(rows, kind, 246, 34, bits=bits), torch.Generator())._share
+        for rows, bits in ((4, "free"), (5, "same"), (5, "free"))
+    ]
+    assert [each.group_splits for each in shares] == [8, 8, 4]
     assert launches.qkv.shape == (3, 48 * 128) and (kind == "bfp8") == (
         launches.caches[0].exponents is not None
     )

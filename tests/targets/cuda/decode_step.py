@@ -17,6 +17,9 @@ SCALE = 0.11
 class DecodeStep:
     """One decode step over fresh pages: the token at position p of each slot, slots reversed."""
 
+    rounds_queries = True
+    """Whether a kernel's queries are bfloat16."""
+
     def __init__(
         self,
         paged: Callable[..., Any],
@@ -72,7 +75,7 @@ class DecodeStep:
         if position < 0:
             return torch.zeros(self.heads[0], self.head_dim, dtype=torch.float64)
         q, k, v = self.new(row)
-        if self.kind != "fp32":
+        if self.rounds_queries and self.kind != "fp32":
             q = q.bfloat16()
         start = max(0, position - self.window + 1) if self.window else 0
         kept = slice(start, position)

@@ -94,6 +94,16 @@ def test_a_fidelity_is_the_same_in_both_phases_and_none_is_lower_than_asked_in_e
         assert meanings(exact=True).fidelity("bfp8", "in", asked, "prefill").effective == "fp32"
 
 
+@pytest.mark.parametrize("name", ["bfp8", "bf16"])
+def test_attention_over_bfp8_pages_is_named(name: str) -> None:
+    precision = precision_of("bf16", "hifi4", kv_cache=name)
+    graph_module, _ = lowered(tiny_model(), target="cuda", precision=precision)
+    found = get_target("cuda").contract(graph_module, CompileOptions(compute="fast")).entries
+    of = {entry.field: entry.meaning.effective for entry in found}
+    assert of["sdpa_prefill"] == "bf16 x bf16, fp32 sums and softmax"
+    assert ("fp16 x fp16" in of["sdpa_decode"]) == (name == "bfp8")
+
+
 def test_the_contract_names_every_part_of_a_graph() -> None:
     graph_module, _ = lowered(tiny_model(), target="cuda", precision=precision_of("bfp8", "hifi2"))
     fast, exact = (

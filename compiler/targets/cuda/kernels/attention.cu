@@ -5,7 +5,7 @@
 // cluster, share them out evenly; its first receives the splits' sums and combines them in order;
 // groups, where there are several, are combined in order by the last to arrive. A cluster may walk
 // over several groups: a long table costs short rows no blocks. A row's bits depend on how many
-// splits a group has, not on how many blocks share them; of one a block fewer sums are combined.
+// splits a group has, not on how many blocks share them; with one a block, fewer sums are combined.
 //
 // Four warps of a block take 16 positions each of every page. Of 256 channels eight warps do, two
 // of them the same positions and half the channels each, and leave their sums in two turns, half
@@ -287,7 +287,7 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
   read<PAGE_BYTES / 4>((u32 *)&newest_number, table + (i64)plan.newest * PAGE_BYTES, stores);
   // Rows of a lane that the page holds: below `position`, and inside the window.
   const int oldest = p.window > 0 ? position - p.window : -1;
-  Keys<F, D> keys{};      // where a position is not seen, what was there stays: its weight is 0
+  Keys<F, D> keys{};
   Values<F, D> values{};
   auto ask_keys = [&](int page) {
     const int at = page * PAGE + warp * 16 + g;

@@ -50,6 +50,8 @@ __device__ __forceinline__ float finite(float peak) { return peak == nothing() ?
 // What a lane holds of a page: of keys rows g and g + 8 of its warp's, piece i from channel
 // 32 i + 8 t; of values rows 2 t + {0, 1, 8, 9}, piece i from channel (8 i + g) V_WIDTH; and all
 // exponents of these rows. Channels count from the first of its warp's, as the pointers below do.
+// Of positions out of sight exponents are 0, and keys and values what was there before: their
+// weights are 0.
 template <int F, int D> struct Keys {
   u32 words[2][CHANNELS<D> * Shape<F, D>::BYTES / 16], exponents[2][2];
 };
@@ -60,10 +62,10 @@ template <int F, int D> struct Values {
 template <int D> __device__ __forceinline__ void read_exponents(u32 (&v)[2], const u8 *from,
                                                                 bool wanted) {
   if (CHANNELS<D> == 128) {
-    read_over<2>(v, from, wanted);
+    read<2>(v, from, wanted);
   } else if (D == 64) {
-    read_over<1>(v, from, wanted);
-  } else {  // six blocks lie two bytes from a word
+    read<1>(v, from, wanted);
+  } else {
     v[0] = read2(from, wanted) | read2(from + 2, wanted) << 16;
     v[1] = read2(from + 4, wanted);
   }
@@ -155,9 +157,9 @@ __device__ __forceinline__ void take_value(Values<F, D> &v, int row, const u8 *f
   if (F == BFP8) v.exponents[row][0] = exponents[0], v.exponents[row][1] = exponents[1];
 }
 
-// bfp8 becomes float16: mantissas times what a block's power of two is of the largest one of a
-// warp's 16 positions, which is 2^5 here and follows in float32. A block whose power is 2^20 times
-// smaller, or less, becomes 0.
+// bfp8 becomes float16: mantissas times what a block's power of two is of the largest one, which is
+// 2^5 here and follows in float32. That is the largest of a warp's 16 positions, for values also of
+// its positions before in this split. A block whose power is 2^20 times smaller, or less, becomes 0.
 constexpr int LARGEST = 15 + 5;  // as the exponent of a float16
 
 // The largest exponent of a warp's. Lanes that hold the same rows take a word of these each.
@@ -190,8 +192,8 @@ __device__ __forceinline__ Powers powers_of(u32 exponents, u32 shift) {
 __device__ __forceinline__ u32 widen(u32 magic, Powers scale) {
   return half_fma2(magic, scale.powers, scale.below);
 }
-// A query's channels, four a lane, so that the largest lies in [2^14, 2^15); by what they are to be
-// multiplied to be as before. Called by whole warps.
+// A query's channels, four a lane, so that the largest lies in [2^14, 2^15), or below that where it
+// is under 2^-112; by what they are to be multiplied to be as before. Called by whole warps.
 __device__ __forceinline__ float scale_to_float16(float4 &x) {
   const float peak = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
   const int exponent = __reduce_max_sync(~0u, __float_as_uint(peak)) >> 23;
@@ -200,7 +202,7 @@ __device__ __forceinline__ float scale_to_float16(float4 &x) {
   x = make_float4(x.x * by, x.y * by, x.z * by, x.w * by);
   return __int_as_float(254 - field << 23);
 }
-// float32 2^(e - 133) of the largest exponent, over 2^5; 0 where it is small.
+// float32 2^(e - 133) of the largest exponent, over 2^5; 0 where it is under 12.
 __device__ __forceinline__ float unit_of(int largest) {
   return __int_as_float(max(largest + 127 - 133 - (LARGEST - 15), 0) << 23);
 }

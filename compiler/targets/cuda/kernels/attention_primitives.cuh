@@ -1,5 +1,5 @@
 // PTX by name, of attention: barriers and stores between the blocks of a cluster, barriers between
-// two warps, reads past the first-level cache. It knows nothing of pages.
+// two warps, reads past the first-level cache, float16. It knows nothing of pages.
 #pragma once
 
 #include "primitives.cuh"
@@ -126,7 +126,7 @@ __device__ __forceinline__ float power_of_2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(x));
   return d;
 }
-__device__ __forceinline__ u32 transpose(u32 v) {  // of 8 x 8 bfloat16
+__device__ __forceinline__ u32 transpose(u32 v) {  // of 8 x 8 values of 16 bits
   u32 d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(v));
   return d;

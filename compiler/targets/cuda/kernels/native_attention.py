@@ -117,8 +117,8 @@ def choose_share(
 ) -> Share:
     """Choose how a launch over tables of ``num_pages`` shares out its splits.
 
-    ``same_bits``: of a row however many rows there are. Else a block has one split of a group, and
-    fewer sums are combined.
+    ``same_bits``: of a row however many rows there are. Else a group has as many splits as blocks,
+    and fewer sums are combined.
     """
     num_groups = 1
     if num_pages > SHORT_PAGES:
@@ -138,8 +138,8 @@ def choose_share(
 def _choose_joined(
     num_blocks: int, splits: int, num_groups: int, enough: int, skips_fours: bool
 ) -> int:
-    """Blocks of a group, of launches of so many with one a group. Clusters of four of eight splits
-    were measured slower than those of two: 18 pages are six splits, of which one block has none.
+    """Blocks of a group, of launches of so many with one a group. ``skips_fours``: none has four
+    blocks: of one group of eight splits these were measured slower than two, at 4 and at 18 pages.
     """
     if num_groups > 1:
         at_most = {8: ENOUGH_EIGHTS, 4: enough // 2, 2: enough}

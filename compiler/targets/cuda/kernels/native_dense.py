@@ -30,7 +30,9 @@ MAX_TOKENS = 128
 """The most tokens of a product here; with more, the library's is as fast."""
 
 FEW_TOKENS = 4
-"""Up to so many, products of bfloat16 are those of few tokens, and rows the same in any step."""
+"""Tokens up to which the kernels of few tokens take a product, with the same bits of a row in all
+products of so few.
+"""
 
 _EIGHTS = (2, 4, 8, 16)
 _CHUNK_BYTES = 128

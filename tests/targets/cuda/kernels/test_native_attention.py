@@ -20,7 +20,7 @@ CONTEXTS = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 200, 330, 511, 512, 700, 999
 
 
 class Step(DecodeStep):
-    """Through attention.cu."""
+    """Through attention.cu, whose queries are more than bfloat16 over pages of bfp8."""
 
     def __init__(
         self,
@@ -31,6 +31,7 @@ class Step(DecodeStep):
         **settings: Any,
     ) -> None:
         super().__init__(paged, device, num_pages=num_pages, **settings)
+        self.rounds_queries = self.kind == "bf16"
 
     def run(
         self, rows: list[int] | None = None, *, early: bool = False, share: Share | None = None
@@ -52,7 +53,8 @@ class Step(DecodeStep):
         return out[:, :width].cpu().view(len(chosen), self.heads[0], self.head_dim)
 
     def check(self, got: torch.Tensor) -> None:
-        torch.testing.assert_close(got.double(), self.all_expected(), rtol=1e-2, atol=1e-2)
+        near = 1e-2 if self.kind == "bf16" else 5e-3
+        torch.testing.assert_close(got.double(), self.all_expected(), rtol=near, atol=near)
 
 
 @pytest.mark.gpu
@@ -174,6 +176,23 @@ def test_a_row_does_not_depend_on_its_batch(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_what_a_page_before_holds_changes_no_bits(
+    head_dim: int, paged: Callable[..., Any], device: torch.device
+) -> None:
+    """The last page's exponents are 25 below the others': alone in a block or behind these."""
+    step = Step(
+        paged, device, kind="bfp8", heads=(4, 1), head_dim=head_dim, positions=[5 * 64 + 20]
+    )
+    exponents = step.cache.pages.exponents
+    assert exponents is not None
+    exponents[int(step.cache.tables[0, 5])] -= 25
+    step.qkv[:, 4 * head_dim :] *= 2.0**-25
+    alone = step.run(share=Share(1, 8, 1))
+    assert torch.equal(alone, step.run(share=Share(1, 1, 8)))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bf16", "bfp8"])
 @pytest.mark.parametrize(
     ("heads", "head_dim"),
@@ -229,7 +248,7 @@ def test_a_window_over_several_groups(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("query", "key", "value"), [(40, -47, -60), (-60, 50, 60), (0, 0, 90)])
+@pytest.mark.parametrize(("query", "key", "value"), [(47, -47, -60), (-55, 55, 60), (0, 0, 90)])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_bfp8_of_any_size(
     head_dim: int,
