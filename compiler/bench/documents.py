@@ -90,7 +90,7 @@ def _readme(results: Sequence[Result]) -> str:
             if (group.any.device, group.any.model) == (device, model) and name in group.names:
                 one, many = group.speed(table), group.speed(selection.BATCH_32)
                 lines.append(_Line(name, one, many, group.accuracy_result))
-    return _table(_README, lines)
+    return _table(_README, [line for line in lines if line.records])
 
 
 def _cpu(results: Sequence[Result]) -> str:

@@ -67,6 +67,19 @@ def test_other_documents_get_their_tables(
     assert str(other) in refused(*argv, str(other), verb="perf")
 
 
+def test_a_configuration_without_its_rows_is_left_out(tmp_path: Path, recorded: Path) -> None:
+    """README has rows for one user and for 32: a record of 64 is a row of PERF.md alone."""
+    (page := tmp_path / "page.md").write_text(
+        "<!-- tilewright:begin figures -->\n<!-- tilewright:end figures -->\n"
+    )
+    names = {"precision_name": "bf16", "precision_id": "b", "effective_id": "b"}
+    append(recorded, make(**names, batch=64, decode_tsu=7.0, tps=448.0))
+    argv = ["--results", str(recorded), "--output", str(tmp_path / "PERF.md"), "--also", str(page)]
+    assert main(["perf", *argv]) == 0
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| CPU")]
+    assert len(rows) == 1 and "64 x 128" in (tmp_path / "PERF.md").read_text()
+
+
 def test_what_other_machines_recorded_beside_it_is_rendered_too(tmp_path: Path) -> None:
     repeats = (Repeat(ttft_ms=5.0, prefill_tps=2560.0, decode_tsu=777.0, tps=777.0),)
     append(tmp_path / "cpu.jsonl", make(decode_tsu=5.0))
