@@ -57,7 +57,7 @@ MAX_GROUPS = 16
 
 _WARPS = 4
 _WARP_CHANNELS = 128
-_GROUP = 8
+_MOST_SPLITS = 8
 
 
 class _Attend(ctypes.Structure):
@@ -122,11 +122,11 @@ def choose_share(
     """
     num_groups = 1
     if num_pages > SHORT_PAGES:
-        of_a_row = MANY_BLOCKS // (_GROUP * num_kv_heads)
+        of_a_row = MANY_BLOCKS // (_MOST_SPLITS * num_kv_heads)
         num_groups = max(2, min(MAX_GROUPS, of_a_row))
-    splits = _GROUP if num_groups > 1 else _splits_of_one_group(num_pages)
+    splits = _MOST_SPLITS if num_groups > 1 else _splits_of_one_group(num_pages)
     num_blocks, parts = num_rows * num_kv_heads, _num_parts(head_dim)
-    skips_fours = same_bits and splits == _GROUP and num_groups == 1
+    skips_fours = same_bits and splits == _MOST_SPLITS and num_groups == 1
     enough = ENOUGH_BLOCKS // parts
     num_joined = _choose_joined(num_blocks, splits, num_groups, enough, skips_fours)
     most = MOST_JOINED_BLOCKS if num_joined > 1 else MOST_BLOCKS
@@ -151,7 +151,7 @@ def _choose_joined(
 
 def _splits_of_one_group(num_pages: int) -> int:
     """A power of two, as the blocks of a group are."""
-    return next(count for count in (1, 2, 4, 8) if count == _GROUP or count >= num_pages)
+    return next(count for count in (1, 2, 4, 8) if count == _MOST_SPLITS or count >= num_pages)
 
 
 def why_not(pages: KVPages, *, num_heads: int, num_frequencies: int) -> str:
@@ -280,7 +280,7 @@ def _shared_bytes(head_dim: int, group_heads: int, num_splits: int) -> int:
     """
     eights, parts = 1 if group_heads <= 8 else 2, _num_parts(head_dim)
     queries = eights * 8 * (2 * head_dim + 64)
-    stats = (_WARPS * parts + _GROUP) * eights * 8 * 8 + parts * eights * 8 * 4
+    stats = (_WARPS * parts + _MOST_SPLITS) * eights * 8 * 8 + parts * eights * 8 * 4
     scores = 2 * _WARPS * parts * eights * 32 * 16 if parts > 1 else 0
     fixed = 8 * head_dim + queries + 4 * head_dim + 16 * parts + stats + 64 + scores
     of_a_turn = -(-group_heads // parts)

@@ -13,7 +13,7 @@ import torch
 from tests.targets.cuda.decode_step import SCALE, DecodeStep, rounded
 from tilewright.compiler.targets.cuda.kernels import native_attention
 from tilewright.compiler.targets.cuda.kernels.native_attention import Share, choose_share
-from tilewright.compiler.targets.cuda.pages import KVPages, allocate_pages
+from tilewright.compiler.targets.cuda.pages import PAGE, KVPages, allocate_pages
 
 NAN = float("nan")
 CONTEXTS = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 200, 330, 511, 512, 700, 999]
@@ -389,6 +389,11 @@ def test_arguments_are_in_the_kernel_s_order() -> None:
     text = re.sub(r"//.*", "", _source().split("struct Attend {")[1].split("};")[0])
     names = [re.findall(r"\w+$", part.strip())[0] for part in re.split(r"[,;]", text)[:-1]]
     assert names == [field[0] for field in native_attention._Attend._fields_]
+
+
+def test_sizes_of_both_sides_agree() -> None:
+    assert f"constexpr int MOST_SPLITS = {native_attention._MOST_SPLITS};" in _source()
+    assert f"constexpr int PAGE = {PAGE}, WARPS = {native_attention._WARPS};" in _source()
 
 
 def _source() -> str:
