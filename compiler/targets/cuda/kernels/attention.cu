@@ -13,6 +13,9 @@
 // through. Compiled by NVRTC.
 
 #include "attention_pages.cuh"
+#ifndef GENERATED  // engines have pages of bfloat16 alone
+#include "attention_bfp8.cuh"
+#endif
 
 constexpr int PAGE = 64, WARPS = 4;  // WARPS: with positions of their own
 constexpr int MOST_SPLITS = 8;       // of a group
@@ -82,13 +85,13 @@ __device__ __forceinline__ void enter(const Attend &p, Shared<F, D, NH> &s, cons
                       x.z * cos.z + o.z * sin.z, x.w * cos.w + o.w * sin.w);
     }
     if (of < 0) {
-      if (F == BFP8) {
-        const float unit = scale_to_float16(x);
+      if constexpr (F == BFP8) {
+        const float unit = Form<F>::scale_query(x);
         if (lane == 0) s.q_units[part][r] = unit;
       }
       if (lane < C / 4)
         *(uint2 *)(s.q + r * S::Q_ROW + c * 2) =
-            make_uint2(pack2<F>(x.x, x.y), pack2<F>(x.z, x.w));
+            make_uint2(Form<F>::pack(x.x, x.y), Form<F>::pack(x.z, x.w));
     } else {
       const i64 at = row + of * (i64)p.num_kv_heads * PAGE;
       const int first = part * C * S::BYTES, block = part * (C / 16);

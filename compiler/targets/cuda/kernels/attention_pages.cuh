@@ -21,15 +21,15 @@ typedef float Turn;
 #define FIRST_ROW(page) (i64)(page) * page_rows
 #endif
 
-constexpr int BF16 = 0, BFP8 = 1;  // how the pages are held; of bfp8 products are of float16
-template <int F> __device__ __forceinline__ u32 pack2(float low, float high) {
-  return F == BF16 ? pack2(low, high) : half_pack2(low, high);
-}
-template <int F>
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  if (F == BF16) mma(c, a, b0, b1);
-  else half_mma(c, a, b0, b1);
-}
+constexpr int BF16 = 0, BFP8 = 1;  // how the pages are held
+// What products take; of bfp8, and what else it needs: attention_bfp8.cuh.
+template <int F> struct Form {
+  static __device__ __forceinline__ u32 pack(float low, float high) { return pack2(low, high); }
+  static __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0,
+                                                  u32 b1) {
+    mma(c, a, b0, b1);
+  }
+};
 
 template <int D> constexpr int CHANNELS = D > 128 ? D / 2 : D;  // of a warp
 template <int D> constexpr int PARTS = D / CHANNELS<D>;         // warps that share positions
@@ -59,17 +59,6 @@ template <int F, int D> struct Values {
   u32 words[4][CHANNELS<D> * Shape<F, D>::BYTES / 32], exponents[4][2];
 };
 
-template <int D> __device__ __forceinline__ void read_exponents(u32 (&v)[2], const u8 *from,
-                                                                bool wanted) {
-  if (CHANNELS<D> == 128) {
-    read<2>(v, from, wanted);
-  } else if (D == 64) {
-    read<1>(v, from, wanted);
-  } else {
-    v[0] = read2(from, wanted) | read2(from + 2, wanted) << 16;
-    v[1] = read2(from + 4, wanted);
-  }
-}
 template <int F, int D>
 __device__ __forceinline__ void read_keys(Keys<F, D> &k, const u8 *values, const u8 *exponents,
                                           bool wanted, bool wanted8) {
@@ -80,9 +69,9 @@ __device__ __forceinline__ void read_keys(Keys<F, D> &k, const u8 *values, const
     read_over<S::K_WORDS>(k.words[1] + i * S::K_WORDS, values + 8 * S::ROW + i * 32 * S::BYTES,
                           wanted8);
   }
-  if (F == BFP8) {
-    read_exponents<D>(k.exponents[0], exponents, wanted);
-    read_exponents<D>(k.exponents[1], exponents + 8 * S::BLOCKS, wanted8);
+  if constexpr (F == BFP8) {
+    Form<F>::template read_exponents<D>(k.exponents[0], exponents, wanted);
+    Form<F>::template read_exponents<D>(k.exponents[1], exponents + 8 * S::BLOCKS, wanted8);
   }
 }
 // `wanted`: bit i for the i-th of a lane's rows.
@@ -98,7 +87,8 @@ __device__ __forceinline__ void read_values(Values<F, D> &v, const u8 *values, c
     for (int i = 0; i < S::V_PIECES; ++i)
       read_over<S::V_WORDS>(v.words[row] + i * S::V_WORDS,
                             values + line * S::ROW + i * 8 * S::V_WIDTH * S::BYTES, here);
-    if (F == BFP8) read_exponents<D>(v.exponents[row], exponents + line * S::BLOCKS, here);
+    if constexpr (F == BFP8)
+      Form<F>::template read_exponents<D>(v.exponents[row], exponents + line * S::BLOCKS, here);
   }
 }
 // Four channels of a new key or value, rounded as the cache holds them, into the page and `fresh`.
@@ -106,33 +96,13 @@ __device__ __forceinline__ void read_values(Values<F, D> &v, const u8 *values, c
 template <int F, int C>
 __device__ __forceinline__ void store_fresh(float4 x, int lane, u8 *fresh, u8 *fresh_exponents,
                                             u8 *row, u8 *exponents) {
-  if (F == BF16) {
+  if constexpr (F == BFP8) {
+    Form<F>::template store<C>(x, lane, fresh, fresh_exponents, row, exponents);
+  } else {
     const uint2 words = make_uint2(pack2(x.x, x.y), pack2(x.z, x.w));
-    if (lane < C / 4) {
-      *(uint2 *)(fresh + lane * 8) = words;
-      *(uint2 *)(row + lane * 8) = words;
-    }
-    return;
-  }
-  const float values[4] = {x.x, x.y, x.z, x.w};
-  int shared = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) shared = max(shared, __float_as_int(values[i]) >> 23 & 0xFF);
-  shared = max(shared, __shfl_xor_sync(~0u, shared, 1));
-  shared = max(shared, __shfl_xor_sync(~0u, shared, 2));
-  u32 word = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int bits = __float_as_int(values[i]), own = bits >> 23 & 0xFF;
-    int magnitude = own == 0 ? 0 : (bits & 0x7FFFFF) | 0x800000;
-    magnitude >>= min(shared - own, 31);
-    magnitude = min((magnitude + (magnitude >> 17 & 1) + 0xFFFF) >> 17, 127);
-    word |= (u32)((bits < 0 ? -magnitude : magnitude) & 0xFF) << 8 * i;
-  }
-  if (lane < C / 4) {
-    *(u32 *)(fresh + lane * 4) = word;
-    *(u32 *)(row + lane * 4) = word;
-    if ((lane & 3) == 0) fresh_exponents[lane >> 2] = exponents[lane >> 2] = (u8)shared;
+    if (lane >= C / 4) return;
+    *(uint2 *)(fresh + lane * 8) = words;
+    *(uint2 *)(row + lane * 8) = words;
   }
 }
 // The same lane's parts of the new token's row, which lies in shared memory as a page holds it.
@@ -157,94 +127,27 @@ __device__ __forceinline__ void take_value(Values<F, D> &v, int row, const u8 *f
   if (F == BFP8) v.exponents[row][0] = exponents[0], v.exponents[row][1] = exponents[1];
 }
 
-// bfp8 becomes float16: mantissas times what a block's power of two is of the largest one, which is
-// 2^5 here and follows in float32. That is the largest of a warp's 16 positions, for values also of
-// its positions before in this split. A block whose power is 2^20 times smaller, or less, becomes 0.
-constexpr int LARGEST = 15 + 5;  // as the exponent of a float16
-
-// The largest exponent of a warp's. Lanes that hold the same rows take a word of these each.
-template <int ROWS>
-__device__ __forceinline__ int largest_exponent(const u32 (&exponents)[ROWS][2], int place) {
-  u32 words[ROWS];
-#pragma unroll
-  for (int i = 0; i < ROWS; ++i) words[i] = place & 1 ? exponents[i][1] : exponents[i][0];
-#pragma unroll
-  for (int step = 1; step < ROWS; step <<= 1)
-#pragma unroll
-    for (int i = 0; i < ROWS; i += 2 * step)
-      if (place & 2 * step) words[i] = words[i + step];
-  const u32 all = max2(words[0], words[0] << 8);  // of halves, whose upper bytes decide
-  return __reduce_max_sync(~0u, max(all >> 24, all >> 8 & 0xFF));
-}
-// What to add to exponents in both halves of a word.
-__device__ __forceinline__ u32 shift_of(int largest) {
-  return (u32)(LARGEST - largest & 0xFFFF) * 0x10001u;
-}
-// Powers of two of the exponents in the low bytes of both halves, and -1152 times them.
-struct Powers {
-  u32 powers, below;
-};
-__device__ __forceinline__ Powers powers_of(u32 exponents, u32 shift) {
-  const u32 powers = add_above_zero2(exponents, shift) << 10;
-  return {powers, half_multiply2(powers, 0xE480E480u)};
-}
-// 0x6400 + (m ^ 128) is the float16 1152 + m of a mantissa m.
-__device__ __forceinline__ u32 widen(u32 magic, Powers scale) {
-  return half_fma2(magic, scale.powers, scale.below);
-}
-// A query's channels, four a lane, so that the largest lies in [2^14, 2^15), or below that where it
-// is under 2^-112; by what they are to be multiplied to be as before. Called by whole warps.
-__device__ __forceinline__ float scale_to_float16(float4 &x) {
-  const float peak = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
-  const int exponent = __reduce_max_sync(~0u, __float_as_uint(peak)) >> 23;
-  const int field = min(127 + 14 + 127 - exponent, 253);
-  const float by = __int_as_float(field << 23);
-  x = make_float4(x.x * by, x.y * by, x.z * by, x.w * by);
-  return __int_as_float(254 - field << 23);
-}
-// float32 2^(e - 133) of the largest exponent, over 2^5; 0 where it is under 12.
-__device__ __forceinline__ float unit_of(int largest) {
-  return __int_as_float(max(largest + 127 - 133 - (LARGEST - 15), 0) << 23);
-}
 // Piece i of a key's row as four pairs of channels.
 template <int F, int D>
 __device__ __forceinline__ void key_piece(u32 (&out)[4], const Keys<F, D> &k, int row, int i,
                                           int t, u32 shift) {
-  using S = Shape<F, D>;
-  const u32 *words = k.words[row] + i * S::K_WORDS;
-  if (F == BF16) {
+  const u32 *words = k.words[row] + i * Shape<F, D>::K_WORDS;
+  if constexpr (F == BFP8) {
+    Form<F>::widen_key(out, words, k.exponents[row][i >> 1], i, t, shift);
+  } else {
 #pragma unroll
     for (int j = 0; j < 4; ++j) out[j] = words[j];
-  } else {
-    const u32 place = 0x4040 + (2 * (i & 1) + (t >> 1)) * 0x0101;
-    const u32 exponents = __byte_perm(k.exponents[row][i >> 1], 0, place);
-    const Powers scale = powers_of(exponents, shift);
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      out[j] = widen(__byte_perm(words[j >> 1] ^ 0x80808080u, 0x64646464u, j & 1 ? 0x4342 : 0x4140),
-                     scale);
   }
 }
-// Channel `i` of a lane's, of its rows 2 `pair` and 2 `pair` + 1; their powers, of its piece.
-template <int F, int D>
-__device__ __forceinline__ u32 value_pair(const Values<F, D> &v, int pair, int i, Powers scale) {
-  if (F == BF16)
+// A lane's values as pairs of its rows 2 `pair` and 2 `pair` + 1, of its channel i.
+template <int F, int D> struct Pairs {
+  const Values<F, D> &v;
+  __device__ __forceinline__ Pairs(const Values<F, D> &v, int, int) : v(v) {}
+  __device__ __forceinline__ u32 of(int pair, int i) const {
     return __byte_perm(v.words[2 * pair][i >> 1], v.words[2 * pair + 1][i >> 1],
                        i & 1 ? 0x7632 : 0x5410);
-  const u32 bytes = __byte_perm(v.words[2 * pair][i >> 2], v.words[2 * pair + 1][i >> 2],
-                                (i & 3) * 0x0011 + (4 + (i & 3)) * 0x1100);
-  return widen(mask_flip(bytes, 0x00FF00FFu, 0x64806480u), scale);
-}
-template <int F, int D>
-__device__ __forceinline__ Powers value_powers(const Values<F, D> &v, int pair, int piece, int g,
-                                               u32 shift) {
-  if (F == BF16) return {0, 0};
-  const int word = D == 96 ? piece >> 1 : piece;
-  const u32 place = D == 96 ? 2 * (piece & 1) + (g >> 2) : g >> 1;
-  const u32 bytes = __byte_perm(v.exponents[2 * pair][word], v.exponents[2 * pair + 1][word],
-                                place * 0x1111 + 0x4400);
-  return powers_of(bytes & 0x00FF00FFu, shift);
-}
+  }
+};
 
 // The running softmax, base 2, of a warp over its positions. A lane has heads 8 h + 2 t + {0, 1}:
 // `sums` of its channels i: [h][i][{0, 1}] below HALF, [h][i - HALF][{2, 3}] from there on.
@@ -270,8 +173,12 @@ template <int F, int D, int NH>
 __device__ __forceinline__ void score(float (&scores)[NH][4], const Keys<F, D> &k, const u8 *q,
                                       const float *q_units, int num_heads, int g, int t) {
   using S = Shape<F, D>;
-  const int largest = F == BF16 ? 0 : largest_exponent(k.exponents, t);
-  const u32 shift = shift_of(largest);
+  int largest = 0;
+  u32 shift = 0;
+  if constexpr (F == BFP8) {
+    largest = Form<F>::largest_exponent(k.exponents, t);
+    shift = Form<F>::shift_of(largest);
+  }
   float odd[NH][4];
 #pragma unroll
   for (int h = 0; h < NH; ++h)
@@ -288,19 +195,20 @@ __device__ __forceinline__ void score(float (&scores)[NH][4], const Keys<F, D> &
       uint4 b = make_uint4(0, 0, 0, 0);
       if (h * 8 + g < num_heads)
         b = *(const uint4 *)(q + (h * 8 + g) * S::Q_ROW + i * 64 + t * 16);
-      multiply<F>(scores[h], a, b.x, b.y);
-      multiply<F>(odd[h], a_odd, b.z, b.w);
+      Form<F>::multiply(scores[h], a, b.x, b.y);
+      Form<F>::multiply(odd[h], a_odd, b.z, b.w);
     }
   }
 #pragma unroll
   for (int h = 0; h < NH; ++h) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) scores[h][i] += odd[h][i];
-    if (F == BF16) continue;
-    const float2 of_heads = *(const float2 *)(q_units + h * 8 + 2 * t);
-    const float unit = unit_of(largest);
+    if constexpr (F == BFP8) {
+      const float2 of_heads = *(const float2 *)(q_units + h * 8 + 2 * t);
+      const float unit = Form<F>::unit_of(largest);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) scores[h][i] *= unit * (i & 1 ? of_heads.y : of_heads.x);
+      for (int i = 0; i < 4; ++i) scores[h][i] *= unit * (i & 1 ? of_heads.y : of_heads.x);
+    }
   }
 }
 // Scores of half the channels, left for the warp of the other half, to which `theirs` belongs; and
@@ -347,8 +255,8 @@ __device__ __forceinline__ void weigh(u32 (&weights)[NH][2], float (&fade)[NH][2
       w[2 + i] = power_of_2(w[2 + i] - base);
       run.total[h][i] = run.total[h][i] * fade[h][i] + (w[i] + w[2 + i]);
     }
-    weights[h][0] = transpose(pack2<F>(w[0], w[1]));
-    weights[h][1] = transpose(pack2<F>(w[2], w[3]));
+    weights[h][0] = transpose(Form<F>::pack(w[0], w[1]));
+    weights[h][1] = transpose(Form<F>::pack(w[2], w[3]));
   }
 }
 // Sums of bfp8 fade, too, where these values have a larger exponent than all before.
@@ -356,20 +264,13 @@ template <int F, int D, int NH>
 __device__ __forceinline__ void add_values(Running<D, NH> &run, const Values<F, D> &v,
                                            const u32 (&weights)[NH][2], float (&fade)[NH][2],
                                            int g) {
-  using S = Shape<F, D>;
-  Powers scales[2][S::V_PIECES];
   float smaller = 1.0f;
-  if (F == BFP8) {
+  if constexpr (F == BFP8) {
     const int before = run.largest;
-    run.largest = max(before, largest_exponent(v.exponents, g));
+    run.largest = max(before, Form<F>::largest_exponent(v.exponents, g));
     smaller = __int_as_float(max(127 + before - run.largest, 0) << 23);
   }
-  const u32 shift = shift_of(run.largest);
-#pragma unroll
-  for (int i = 0; i < S::V_PIECES; ++i) {
-    scales[0][i] = value_powers(v, 0, i, g, shift);
-    scales[1][i] = value_powers(v, 1, i, g, shift);
-  }
+  const Pairs<F, D> pairs(v, run.largest, g);
 #pragma unroll
   for (int h = 0; h < NH; ++h) {
     if (F == BFP8) fade[h][0] *= smaller, fade[h][1] *= smaller;
@@ -381,11 +282,11 @@ __device__ __forceinline__ void add_values(Running<D, NH> &run, const Values<F, 
   }
 #pragma unroll
   for (int j = 0; j < CHANNELS<D> / 16; ++j) {
-    const int low = j + CHANNELS<D> / 16, p0 = j / S::V_WIDTH, p1 = low / S::V_WIDTH;
-    const u32 a[4] = {value_pair(v, 0, j, scales[0][p0]), value_pair(v, 0, low, scales[0][p1]),
-                      value_pair(v, 1, j, scales[1][p0]), value_pair(v, 1, low, scales[1][p1])};
+    const int low = j + CHANNELS<D> / 16;
+    const u32 a[4] = {pairs.of(0, j), pairs.of(0, low), pairs.of(1, j), pairs.of(1, low)};
 #pragma unroll
-    for (int h = 0; h < NH; ++h) multiply<F>(run.sums[h][j], a, weights[h][0], weights[h][1]);
+    for (int h = 0; h < NH; ++h)
+      Form<F>::multiply(run.sums[h][j], a, weights[h][0], weights[h][1]);
   }
 }
 // A warp's sums into shared memory: `stats` [NH * 8], `sums` its channels of [heads, D]: all heads,
@@ -395,7 +296,8 @@ __device__ __forceinline__ void leave(const Running<D, NH> &run, float2 *stats, 
                                       int num_heads, int g, int t, int turn) {
   static_assert(TURNS <= 2, "a lane has two heads of eight");
   constexpr int WIDTH = D == 96 ? 4 : 8, HALF = CHANNELS<D> / 16;
-  const float unit = unit_of(run.largest);
+  float unit = 1.0f;
+  if constexpr (F == BFP8) unit = Form<F>::unit_of(run.largest);
 #pragma unroll
   for (int h = 0; h < NH; ++h)
 #pragma unroll

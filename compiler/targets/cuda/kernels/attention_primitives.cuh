@@ -1,5 +1,5 @@
 // PTX by name, of attention: barriers and stores between the blocks of a cluster, barriers between
-// two warps, reads past the first-level cache, float16. It knows nothing of pages.
+// two warps, reads past the first-level cache. It knows nothing of pages.
 #pragma once
 
 #include "primitives.cuh"
@@ -129,46 +129,6 @@ __device__ __forceinline__ float power_of_2(float x) {
 __device__ __forceinline__ u32 transpose(u32 v) {  // of 8 x 8 values of 16 bits
   u32 d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(v));
-  return d;
-}
-// Of pairs of float16.
-__device__ __forceinline__ u32 half_multiply2(u32 a, u32 b) {
-  u32 d;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 half_fma2(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-__device__ __forceinline__ u32 half_pack2(float low, float high) {
-  u32 d;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
-}
-__device__ __forceinline__ void half_mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-// Of both halves: the larger one, and a sum or 0 where that is negative.
-__device__ __forceinline__ u32 max2(u32 a, u32 b) {
-  u32 d;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 add_above_zero2(u32 a, u32 b) {
-  u32 d;
-  asm("{\n.reg .b32 sum;\nadd.s16x2 sum, %1, %2;\nmax.s16x2 %0, sum, %3;\n}"
-      : "=r"(d) : "r"(a), "r"(b), "r"(0));
-  return d;
-}
-// (v & mask) ^ bits in one instruction.
-__device__ __forceinline__ u32 mask_flip(u32 v, u32 mask, u32 bits) {
-  u32 d;
-  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(d) : "r"(v), "r"(mask), "r"(bits));
   return d;
 }
 // Cosine and sine within 1e-7 for angles to 2^30: the reduction is in fp64.

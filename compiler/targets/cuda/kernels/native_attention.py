@@ -84,7 +84,12 @@ SOURCE = nvrtc.Source(
         for d in HEAD_DIMS
         for n in (1, 2)
     ),
-    headers=("primitives.cuh", "attention_primitives.cuh", "attention_pages.cuh"),
+    headers=(
+        "primitives.cuh",
+        "attention_primitives.cuh",
+        "attention_pages.cuh",
+        "attention_bfp8.cuh",
+    ),
     structures=(("Attend", _Attend),),
 )
 
