@@ -191,8 +191,7 @@ def attend_decode(
 ) -> None:
     """What :func:`targets.cuda.kernels.attention_decode.attend_decode` does, with the same
     arguments, where :func:`why_not` has no objection; ``out`` is bf16, its rows 8-byte aligned.
-    Over bfp8 pages products are of float16: blocks 2^20 times smaller than the largest nearby
-    count as 0, and queries and weights have 11 bits.
+    Products over bfp8 are of float16, where blocks 2^20 times smaller than others nearby are 0.
     """
     num_rows, num_pages = qkv.shape[0], block_tables.shape[1]
     share = share or choose_share(num_rows, pages.num_kv_heads, num_pages, pages.head_dim)
