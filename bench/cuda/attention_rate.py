@@ -137,7 +137,6 @@ class Launches:
 
         from tilewright.compiler.targets.cuda.kernels import native_attention
         from tilewright.compiler.targets.cuda.kernels.attention_decode import decode_scratch
-        from tilewright.compiler.targets.cuda.kernels.native_dense import FEW_TOKENS
 
         device, rows, need = generator.device, case.num_rows, case.num_pages
         num_heads, num_kv_heads, head_dim = HEADS[case.heads]
@@ -160,12 +159,8 @@ class Launches:
         ):
             raise TilewrightError(f"attention.cu cannot run here: {why}")
         self._num_heads, self._scale = num_heads, head_dim**-0.5
-        self._share = native_attention.choose_share(
-            rows,
-            num_kv_heads,
-            case.width,
-            head_dim,
-            same_bits=case.bits == SAME or rows <= FEW_TOKENS,
+        self._share = native_attention.share_of_step(
+            rows, num_kv_heads, case.width, head_dim, strict=case.bits == SAME
         )
         self._attend = native_attention.attend_decode
 

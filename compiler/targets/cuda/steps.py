@@ -24,7 +24,6 @@ from tilewright.compiler.targets.cuda.kernels import (
     native_attention,
 )
 from tilewright.compiler.targets.cuda.kernels.embedding import embed
-from tilewright.compiler.targets.cuda.kernels.native_dense import FEW_TOKENS
 from tilewright.compiler.targets.cuda.kernels.norm import rms_norm, rms_norm_heads
 from tilewright.compiler.targets.cuda.kernels.rope import rotate_and_store
 from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu_apart
@@ -293,10 +292,9 @@ class Steps:
         pages, qkv = self._state.pages[each.state.name], step.view(each.qkv)
         attend: Callable[..., None] = attention_decode.attend_decode
         if not self._why_no_native_attention(each):
-            share = native_attention.choose_share(
+            share = native_attention.share_of_step(
                 len(qkv), pages.num_kv_heads, self._state.tables.shape[1], pages.head_dim,
-                # of more rows products of bfloat16 promise no bits either
-                same_bits=self._strict or len(qkv) <= FEW_TOKENS,
+                strict=self._strict,
             )  # fmt: skip
             attend = partial(native_attention.attend_decode, share=share)
         attend(

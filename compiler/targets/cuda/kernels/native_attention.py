@@ -15,6 +15,7 @@ import torch
 from tilewright.compiler.targets.cuda.kernels import nvrtc
 from tilewright.compiler.targets.cuda.kernels.attention_decode import Scratch
 from tilewright.compiler.targets.cuda.kernels.launch import LOG2_E
+from tilewright.compiler.targets.cuda.kernels.native_dense import FEW_TOKENS
 from tilewright.compiler.targets.cuda.pages import KVPages
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -138,6 +139,16 @@ def choose_share(
     wanted = -(-most // (parts * num_blocks * num_joined))
     num_begun = min(num_groups, max(wanted, -(-num_pages // WALKED_PAGES)))
     return Share(num_groups, num_joined, splits // num_joined if same_bits else 1, num_begun)
+
+
+def share_of_step(
+    num_rows: int, num_kv_heads: int, num_pages: int, head_dim: int, *, strict: bool
+) -> Share:
+    """Choose as a step does, which keeps a row's bits where these are promised (``strict``), and
+    with few rows; of more, products of bfloat16 promise none either.
+    """
+    same_bits = strict or num_rows <= FEW_TOKENS
+    return choose_share(num_rows, num_kv_heads, num_pages, head_dim, same_bits=same_bits)
 
 
 def _choose_joined(
