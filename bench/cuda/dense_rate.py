@@ -1,8 +1,9 @@
 """How long products with weights whose rows lie as they are take on a GPU, by shape and way.
 
 ``python -m bench.cuda.dense_rate`` prints a table of microseconds: of the ways that `native_dense`
-has (the one it chooses has a star), of the kernels of few tokens, and of the library with all that
-is fused behind it here. ``--kinds e4m3``: of codes, x rounded before. Launches are chained in a
+has, with more than 128 tokens `native_many` (the one that is chosen has a star), of the kernels of
+few tokens, and of the library with all that is fused behind it here. ``--kinds e4m3``: of codes, x
+rounded before. Launches are chained in a
 captured graph over weights of several times the L2; a figure is the median of its replays. Random
 values; knows no model.
 """
@@ -24,7 +25,7 @@ from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.targets.cuda.e4m3 import exact_rows
 from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.kernels import native, native_dense
+from tilewright.compiler.targets.cuda.kernels import native, native_dense, native_many
 from tilewright.compiler.targets.cuda.kernels.e4m3 import round_rows, scale_rows
 from tilewright.compiler.targets.cuda.kernels.launch import num_processors
 from tilewright.compiler.targets.cuda.kernels.native_dense import Codes, Way
@@ -54,7 +55,7 @@ class Options:
     tokens: tuple[int, ...] = option(
         "rows of x",
         default=(16, 32, 64, 128),
-        type=integer(1, native_dense.MAX_TOKENS),
+        type=integer(1, native_many.MAX_TOKENS),
         metavar="N",
     )
 
@@ -115,6 +116,12 @@ class Products:
 
         return run
 
+    def of_many(self, out: Tensor, x: Tensor, way: native_many.Way) -> Callable[[int], None]:
+        """SwiGLU by `dense_many.cu`."""
+        return lambda index: native_many.swiglu(
+            out, x, self.held[index].data, self.held[index], way=way
+        )
+
     def few(self, out: Tensor, x: Tensor) -> Callable[[int], None]:
         """One by the kernels of few tokens."""
         end, count = EPILOGUES[self.end], len(x)
@@ -151,12 +158,15 @@ def measure(text: str, kind: str, counts: Sequence[int]) -> Iterator[list[str]]:
     held = products.held[0]
     lines: dict[str, dict[int, str]] = {}
     for count, (out, x) in sizes.items():
-        chosen = native_dense.choose_way(held, count, is_codes=products.is_codes)
         for way in ways_of(held, kind, count):
+            chosen = native_dense.choose_way(held, count, is_codes=products.is_codes)
             star = " *" if way == chosen else ""
             figure = replayed(products.by_way(out, x, way), products.chain)
             name = f"{way.kernel(kind)}, {way.slices} slices, {way.resident} a multiprocessor"
             lines.setdefault(name, {})[count] = decimal(figure, 1) + star
+        if isinstance(x, Tensor) and end == "swiglu" and count > native_dense.MAX_TOKENS:
+            for name, cell in _of_many(products, out, x):
+                lines.setdefault(name, {})[count] = cell
         figure = replayed(products.library(out, x), products.chain)
         lines.setdefault("library", {})[count] = decimal(figure, 1)
         if isinstance(x, Tensor) and count <= native.most_tokens(held):
@@ -164,6 +174,16 @@ def measure(text: str, kind: str, counts: Sequence[int]) -> Iterator[list[str]]:
             lines.setdefault("few tokens", {})[count] = decimal(figure, 1)
     for name, cells in lines.items():
         yield [text, kind, name, *(cells.get(count, "") for count in counts)]
+
+
+def _of_many(products: Products, out: Tensor, x: Tensor) -> Iterator[tuple[str, str]]:
+    """Blocks of each size: a name, and microseconds."""
+    sizes = products.held[0].num_rows, len(x), num_processors(x.device)
+    chosen = native_many.choose_way(*sizes) if native_many.takes(*sizes) else None
+    for eights in native_many.MADE:
+        way = native_many.way_of(eights, *sizes)
+        figure = replayed(products.of_many(out, x, way), products.chain)
+        yield way.kernel, decimal(figure, 1) + (" *" if way == chosen else "")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,21 +1,25 @@
 """Runs a plan's dense products: few rows on the kernels that read a weight once, more of bfloat16
 or of e4m3 codes on one that the copy engine feeds, or where weights lie in blocks on kernels that
-decode them, and many on the library's.
+decode them, and many on the library's, but SwiGLU of large weights on one of our own.
 """
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.buffers import padded
 from tilewright.compiler.targets.cuda.copies import Copies, Copy, Kinds
-from tilewright.compiler.targets.cuda.held import TILE_COLUMNS, HeldWeight
-from tilewright.compiler.targets.cuda.kernels import native, native_dense, native_wide
+from tilewright.compiler.targets.cuda.held import HeldWeight
+from tilewright.compiler.targets.cuda.kernels import (
+    native,
+    native_dense,
+    native_many,
+    native_wide,
+)
 from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
 from tilewright.compiler.targets.cuda.kernels.e4m3 import round_rows, scale_rows
+from tilewright.compiler.targets.cuda.kernels.launch import num_processors
 from tilewright.compiler.targets.cuda.kernels.linear import linear as triton_linear
 from tilewright.compiler.targets.cuda.kernels.norm import rms_norm
 from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu
@@ -25,9 +29,10 @@ from tilewright.compiler.targets.cuda.library import (
     scaled_product,
     store_product,
 )
-from tilewright.compiler.targets.cuda.trials import DENSE, WIDE, Trials
+from tilewright.compiler.targets.cuda.readers import mixers_behind, readers_of
+from tilewright.compiler.targets.cuda.trials import LIBRARY, MANY, WIDE, Trials
 from tilewright.compiler.targets.cuda.weights import Weights, product_of, vector_of
-from tilewright.compiler.targets.program.instructions import Attend, DeltaRule, Linear, Plan
+from tilewright.compiler.targets.program.instructions import Attend, Linear, Plan
 
 _FEW_PARTS = 128
 _SHORT_COLUMNS = 8192
@@ -51,32 +56,6 @@ def in_parts(held: HeldWeight, num_rows: int) -> bool:
         return False
     is_large = native.num_slices(held) == 1 or held.num_columns > _SHORT_COLUMNS
     return held.num_rows > _MOST_DENSE or (is_large and num_rows <= _FEW_PARTS)
-
-
-def _readers(plan: Plan) -> dict[int, Linear]:
-    """By identity, products of gate and up in whole tiles with the product behind that reads them;
-    nothing else does, for what is behind writes the buffer again first.
-    """
-    found = {}
-    for each, reader in pairwise(plan.instructions):
-        if not isinstance(each, Linear) or not isinstance(reader, Linear):
-            continue
-        if each.swiglu and not each.group.startswith("shared"):  # those may run along with experts
-            width = each.weight.shape[0] // 2
-            if reader.x == each.out and reader.norm is None and width % TILE_COLUMNS == 0:
-                found[id(each)] = reader
-    return found
-
-
-def _before_mixers(plan: Plan) -> dict[int, Attend | DeltaRule]:
-    """By identity, the last products before attention or linear attention, with that."""
-    found, last = {}, None
-    for each in plan.instructions:
-        if isinstance(each, Linear):
-            last = each
-        elif isinstance(each, Attend | DeltaRule) and last is not None:
-            found[id(last)] = each
-    return found
 
 
 def _at_least(rows: Tensor, count: int) -> Tensor:
@@ -120,14 +99,16 @@ class Products:
         room = native.room_for(max_rows) if is_native else max_rows
         self._normed = torch.zeros(room * padded(widest), dtype=self._operand, device=device)
         self._arranged, self._fed = torch.empty(2, 0, device=device)
-        self._before_mixers = _before_mixers(plan)
+        self._before_mixers = mixers_behind(plan)
         self._readers: dict[int, Linear] = {}
         self._is_fed = False  # the next product finds its x arranged
-        has_dense = is_native and not exact and not strict and trials.products == DENSE
+        has_dense = is_native and not exact and not strict and trials.products != LIBRARY
         self._has_dense = has_dense and not native_dense.why_not(device)
+        has_many = self._has_dense and trials.products == MANY
+        self._has_many = has_many and not native_many.why_not(device)
         if is_native and trials.blocks == WIDE and not native_wide.why_not(device):
             self._arranged, self._fed = (native_wide.scratch(widest, device) for _ in range(2))
-            self._readers = _readers(plan)
+            self._readers = readers_of(plan)
 
     def run(self, each: Linear, out: Tensor, x: Tensor, *, decodes: bool) -> None:
         """A product with all that is fused with it, of ``x [M, K]`` into ``out``; ``decodes``: rows
@@ -179,6 +160,12 @@ class Products:
         if not self._has_dense or not self._is_ours(held):
             return False
         return native_dense.takes(held, len(x), None if norm is not None else x)
+
+    def _is_many(self, held: HeldWeight, out: Tensor, x: Tensor) -> bool:
+        """Whether `dense_many.cu` takes gate and up in the library's place."""
+        if not (self._has_many and held.is_paired and all(map(native_dense.has_room, (out, x)))):
+            return False
+        return native_many.takes(held.num_rows, len(x), num_processors(self.device))
 
     def _has_one_order(self, held: HeldWeight) -> bool:
         """Whether our kernels take a weight in all decode steps, where they give a row the same
@@ -360,9 +347,16 @@ class Products:
         # With the weight's rows of zeros: the library is slow at odd widths.
         is_whole = held.kind == "bf16" and stride == len(held.data) > held.num_rows
         is_whole = is_whole and not (each.swiglu or each.residual)
-        weight = self.copies.values_of(each)
+        values = self.copies.values_of(each)
+        weight = values
         if weight is None:
             weight = self._dense(held, stride if is_whole else held.num_rows)
+        # A weight that was just dequantised is not there yet when the next kernel begins early.
+        is_there = held.kind == "bf16" or values is not None
+        if each.swiglu and is_there and self._is_many(held, out, x):
+            alone = self._is_alone(each, held, len(x))
+            native_many.swiglu(out, x, weight, held, bias=bias, alone=alone)
+            return
         if each.swiglu:
             gate_up = torch.mm(x, weight.T)
             if bias is not None:

@@ -14,12 +14,14 @@ PARTS, WIDE, TOGETHER = "parts", "wide", "together"
 LIBRARY, DENSE = "library", "dense"
 APART, RIDING, SEVERAL = "apart", "riding", "several"
 CUT, INSIDE = "cut", "inside"
+MANY = "many"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
     "blocks": (PARTS, WIDE),
-    "products": (LIBRARY, DENSE),
+    "products": (LIBRARY, DENSE, MANY),
     "experts": (PARTS, TOGETHER),
+    "few": (MANY, APART, INSIDE),
     "prompts": ("1", "8", "64"),
     "hybrids": (APART, RIDING, SEVERAL),
     "totals": ("2048", "4096", "8192"),
@@ -39,7 +41,8 @@ class Trials:
             by the kernels of few rows, or by the library on dequantised weights where that is.
         products: of bfloat16 rows or e4m3 codes, ``dense``: up to 64 or 128 rows of steps and
             prompts by kernels of our own that begin early, where these are faster; ``library``: by
-            kernels of few rows and the library's, which takes codes from 17 rows on, too.
+            kernels of few rows and the library's, which takes codes from 17 rows on, too;
+            ``many``: as ``dense``, and SwiGLU of more than 128 rows by one of our own, too.
         prompts: pieces of prompts that one batch takes; more come one after another, and of 1 rows
             that decode share no pass with it. 0: as
             :func:`.device.most_pieces` finds best.
@@ -53,12 +56,16 @@ class Trials:
             pass; ``cut``: the piece is cut there.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
             prompts.
+        few: experts of one or two rows, ``many``: by the kernels of 64 tokens; ``apart``: by those
+            of few tokens, behind the router's; ``inside``: these find the experts of one row
+            themselves.
     """
 
     rows: int = 256
     blocks: str = WIDE
-    products: str = DENSE
+    products: str = MANY
     experts: str = TOGETHER
+    few: str = INSIDE
     prompts: int = 0
     hybrids: str = SEVERAL
     totals: int = 8192
@@ -86,6 +93,7 @@ def read_trials() -> Trials:
         blocks=found.get("blocks", default.blocks),
         products=found.get("products", default.products),
         experts=found.get("experts", default.experts),
+        few=found.get("few", default.few),
         prompts=int(found.get("prompts", default.prompts)),
         hybrids=found.get("hybrids", default.hybrids),
         totals=int(found.get("totals", default.totals)),

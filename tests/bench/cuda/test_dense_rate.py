@@ -12,7 +12,7 @@ from tilewright.compiler.targets.cuda.kernels import native_dense
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--tokens 129", "--tokens: '129'; allowed: integers, 1 to 128"),
+        ("--tokens 4097", "--tokens: '4097'; allowed: integers, 1 to 4096"),
         ("--kinds bfp8", "--kinds: invalid choice: 'bfp8'"),
         ("--shapes 8192x4096", "--shapes '8192x4096': ''; allowed: store, add, swiglu"),
         ("--shapes 0x64:add", "--shapes '0x64'; allowed: as 8192x28672"),

@@ -233,8 +233,8 @@ def linear(
     product = product_arguments(out, held, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
     product.places, product.alone = feeds, alone
     arguments = Dense(
-        weight=_map_of(weight, _GROUP_ROWS * way.groups),
-        x=_map_of(operand, 8 * way.eights),
+        weight=map_of(weight, _GROUP_ROWS * way.groups),
+        x=map_of(operand, 8 * way.eights),
         product=product,
         num_chunks=-(-held.num_columns * weight.element_size() // _CHUNK_BYTES),
         depth=way.depth,
@@ -278,7 +278,10 @@ def norm_codes(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def _map_of(rows: Tensor, box_rows: int) -> TensorMap:
+def map_of(rows: Tensor, box_rows: int) -> TensorMap:
+    """Where the copy engine finds ``rows [N, K]``, bfloat16 or codes, that :func:`has_room` takes,
+    in boxes of so many rows and 128 bytes of each.
+    """
     size = rows.element_size()
     assert rows.stride(1) == 1 and has_room(rows)
     return _map(rows.data_ptr(), *rows.shape, rows.stride(0) * size, box_rows, size == 1)

@@ -199,9 +199,11 @@ def tokens(held: HeldWeight, gpu: torch.device) -> torch.Tensor:
     return x
 
 
-def swiglu_of(x: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-    """float64 of ``x [M, K]`` and paired rows of gate and up ``[N, K]``."""
-    gates, ups = (x.double() @ dense.double().T).unflatten(1, (-1, 2, 8)).unbind(2)
+def swiglu_of(
+    x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | float = 0.0
+) -> torch.Tensor:
+    """float64 of ``x [M, K]``, paired rows of gate and up ``[N, K]`` and their bias."""
+    gates, ups = (x.double() @ dense.double().T + bias).unflatten(1, (-1, 2, 8)).unbind(2)
     return (torch.nn.functional.silu(gates) * ups).flatten(1)
 
 

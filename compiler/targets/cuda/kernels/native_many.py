@@ -1,0 +1,166 @@
+"""dense_many.cu on the device: SwiGLU of products of more than 128 tokens with bfloat16 rows.
+
+Knows nothing of where its operands come from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.held import HeldWeight
+from tilewright.compiler.targets.cuda.kernels import native_dense, nvrtc
+from tilewright.compiler.targets.cuda.kernels.launch import num_processors
+from tilewright.compiler.targets.cuda.kernels.native import (
+    SWIGLU,
+    Product,
+    product_arguments,
+)
+from tilewright.compiler.targets.cuda.kernels.native_dense import TensorMap, has_room, map_of
+
+MAX_TOKENS = 4096
+"""The most tokens of a product here: of more, the second-level cache does not hold x."""
+
+BLOCK_ROWS = 128
+_CHUNK_BYTES = 128
+_FIXED_BYTES = 512  # of shared memory: barriers
+_LEAST_ROWS = 16_384
+_LEAST_SHARE = 0.9
+_FEW_TURNS, _SHARE_OF_FEW = 2, 0.8
+
+
+class _Many(ctypes.Structure):
+    """`Many` of dense_many.cu."""
+
+    _fields_ = (
+        *((name, TensorMap) for name in ("weight", "x", "out")),
+        ("product", Product),
+        *((name, ctypes.c_int) for name in ("num_chunks", "depth", "num_blocks")),
+        ("rest", ctypes.c_uint64 * 2),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a product lies on the device: ``eights`` of tokens a block, so many ``columns`` of blocks
+    along the tokens and ``rows`` of them along the weight's rows, an even number, each of which
+    walks over up to ``turns`` blocks of these.
+    """
+
+    eights: int
+    columns: int
+    rows: int
+    turns: int
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernel that goes so."""
+        return f"many_{self.eights}"
+
+    @property
+    def depth(self) -> int:
+        """Chunks of 128 bytes of K in flight."""
+        room = nvrtc.MOST_SHARED - _FIXED_BYTES - 1024 - self._made_bytes
+        return room // self._chunk_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: chunks, which begin at a multiple of 1,024, and what it
+        has made.
+        """
+        return 1024 + self.depth * self._chunk_bytes + self._made_bytes
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return (BLOCK_ROWS + 8 * self.eights) * _CHUNK_BYTES
+
+    @property
+    def _made_bytes(self) -> int:
+        return 8 * self.eights * _CHUNK_BYTES
+
+
+_PATH = Path(__file__).with_name("dense_many.cu")
+
+MADE = tuple(int(each) for each in re.findall(r"^MANY\((\d+)\)", _PATH.read_text(), re.M))
+"""Eights of tokens that dense_many.cu's last lines ask for."""
+
+SOURCE = nvrtc.Source(
+    _PATH,
+    tuple(f"many_{eights}" for eights in MADE),
+    headers=("primitives.cuh", "matrix_unit.cuh", "tiles.cuh", "finish.cuh", "dense.cuh"),
+    structures=(("TensorMap", TensorMap), ("Product", Product), ("Many", _Many)),
+)
+
+
+def why_not(device: torch.device) -> str:
+    """Why dense_many.cu cannot run on a device; empty where it can."""
+    return nvrtc.why_not(device, SOURCE)
+
+
+def choose_way(num_rows: int, num_tokens: int, processors: int) -> Way:
+    """The way on which blocks take the fewest turns over a device, for what each of them takes."""
+    return min(
+        (way_of(eights, num_rows, num_tokens, processors) for eights in MADE),
+        key=lambda way: (way.turns * way.eights, -way.eights),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def takes(num_rows: int, num_tokens: int, processors: int) -> bool:
+    """Whether a product takes this way: of large weights where blocks of these sizes leave little
+    of the device idle, which is where it was measured faster on an H200 than the library's.
+    """
+    if num_rows < _LEAST_ROWS or not native_dense.MAX_TOKENS < num_tokens <= MAX_TOKENS:
+        return False
+    way = choose_way(num_rows, num_tokens, processors)
+    tokens = way.turns * 8 * way.eights
+    share = num_rows * num_tokens / (tokens * BLOCK_ROWS * processors)
+    is_few = way.columns == 1 and way.turns == _FEW_TURNS
+    return share >= (_SHARE_OF_FEW if is_few else _LEAST_SHARE)
+
+
+def swiglu(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    held: HeldWeight,
+    *,
+    bias: Tensor | None = None,
+    way: Way | None = None,
+    alone: bool = False,
+) -> None:
+    """SwiGLU ``out [M, N / 2]`` bfloat16 of ``x [M, K]`` bfloat16 and the rows ``weight [N, K]``
+    bfloat16 of what ``held`` holds, paired as there; all three begin rows at multiples of 16 bytes.
+    The weight is read before what the kernel before writes is there: it must be there already.
+    ``bias [N]``: paired, too; ``alone``: as :func:`.native.linear` has it.
+    """
+    num_tokens, processors = len(x), num_processors(out.device)
+    assert held.is_paired and has_room(out) and out.dtype == x.dtype == weight.dtype
+    way = way or choose_way(held.num_rows, num_tokens, processors)
+    product = product_arguments(out, held, epilogue=SWIGLU, num_tokens=num_tokens, bias=bias)
+    product.alone, product.scale = alone, 1.0  # these are the values themselves
+    arguments = _Many(
+        weight=map_of(weight[: held.num_rows], BLOCK_ROWS),
+        x=map_of(x, 4 * way.eights),
+        out=map_of(out[:, : held.num_rows // 2], 8 * way.eights),
+        product=product,
+        num_chunks=-(-held.num_columns * 2 // _CHUNK_BYTES),
+        depth=way.depth,
+        num_blocks=-(-held.num_rows // BLOCK_ROWS),
+    )
+    at = nvrtc.Launch((way.columns, way.rows, 1), 288, way.shared_bytes, cluster=(1, 2, 1))
+    nvrtc.launch(SOURCE, way.kernel, at=at, arguments=arguments)
+
+
+def way_of(eights: int, num_rows: int, num_tokens: int, processors: int) -> Way:
+    """The way of blocks of so many eights of tokens: all of a turn are on the device at once."""
+    columns = -(-num_tokens // (8 * eights))
+    pairs = -(-num_rows // (2 * BLOCK_ROWS))
+    turns = -(-pairs // max(1, processors // columns // 2))
+    return Way(eights, columns, 2 * -(-pairs // turns), turns)

@@ -1,0 +1,52 @@
+"""What lies behind a plan's products: who reads them alone, what mixes positions next, and what
+takes the same x. Knows no kernels.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from tilewright.compiler.targets.cuda.held import TILE_COLUMNS
+from tilewright.compiler.targets.program.instructions import Attend, DeltaRule, Linear, Plan
+
+
+def readers_of(plan: Plan) -> dict[int, Linear]:
+    """By identity, products of gate and up in whole tiles with the product behind that reads them;
+    nothing else does, for what is behind writes the buffer again first.
+    """
+    found = {}
+    for each, reader in pairwise(plan.instructions):
+        if not isinstance(each, Linear) or not isinstance(reader, Linear):
+            continue
+        if each.swiglu and not each.group.startswith("shared"):  # those may run along with experts
+            width = each.weight.shape[0] // 2
+            if reader.x == each.out and reader.norm is None and width % TILE_COLUMNS == 0:
+                found[id(each)] = reader
+    return found
+
+
+def mixers_behind(plan: Plan) -> dict[int, Attend | DeltaRule]:
+    """By identity, the last products before attention or linear attention, with that."""
+    found, last = {}, None
+    for each in plan.instructions:
+        if isinstance(each, Linear):
+            last = each
+        elif isinstance(each, Attend | DeltaRule) and last is not None:
+            found[id(last)] = each
+    return found
+
+
+def pairs_of(plan: Plan) -> list[tuple[Linear, Linear]]:
+    """Products with the one right behind them of the same norm of the same x. Neither adds to what
+    is there, and results and x lie in three buffers, so that both may run at once.
+    """
+    found = []
+    for each, behind in pairwise(plan.instructions):
+        if not (isinstance(each, Linear) and isinstance(behind, Linear)) or each.norm is None:
+            continue
+        is_alike = (each.x, each.norm, each.eps) == (behind.x, behind.norm, behind.eps)
+        is_plain = behind.bias is None and not behind.swiglu
+        is_plain = is_plain and not (each.residual or behind.residual)
+        if is_alike and is_plain and len({each.x.buffer, each.out.buffer, behind.out.buffer}) == 3:
+            found.append((each, behind))
+    return found

@@ -1,0 +1,151 @@
+"""dense_many.cu: how it is launched, and on a GPU what it computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.targets.cuda.kernels.test_native import NAN, check_headers, gpu_of, swiglu_of, weight
+from tilewright.compiler.targets.cuda.held import HeldWeight
+from tilewright.compiler.targets.cuda.kernels import native, native_many, nvrtc
+from tilewright.compiler.targets.cuda.kernels.native_many import Way
+from tilewright.compiler.targets.cuda.packing import hold, unpack
+
+H200 = 132
+BLOCKS = st.integers(1, 2048).map(lambda count: 16 * count)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_tokens", "way"),
+    [
+        (28672, 256, Way(32, columns=1, rows=112, turns=2)),
+        (28672, 768, Way(24, columns=4, rows=32, turns=7)),
+        (28672, 896, Way(28, columns=4, rows=32, turns=7)),
+        (28672, 2048, Way(32, columns=8, rows=16, turns=14)),
+        (57344, 1024, Way(32, columns=4, rows=32, turns=14)),
+        (1152, 200, Way(24, columns=2, rows=10, turns=1)),
+    ],
+)
+def test_ways_of_usual_shapes(num_rows: int, num_tokens: int, way: Way) -> None:
+    assert native_many.choose_way(num_rows, num_tokens, H200) == way
+
+
+def test_what_it_takes() -> None:
+    """Numbers of tokens whose blocks fill the device; two turns of a single column, too. Large
+    weights only.
+    """
+    counts = (128, 129, 192, 256, 257, 384, 512, 640, 768, 784, 896, 1024, 2048, 4096, 4097)
+    taken = [each for each in counts if native_many.takes(28672, each, H200)]
+    assert taken == [192, 256, 768, 896, 1024, 2048, 4096]
+    assert not any(native_many.takes(8192, each, H200) for each in counts)
+
+
+@given(
+    num_rows=BLOCKS,
+    num_tokens=st.integers(1, native_many.MAX_TOKENS),
+    processors=st.integers(64, 160),
+)
+def test_every_way_covers_the_product_and_fits(
+    num_rows: int, num_tokens: int, processors: int
+) -> None:
+    """All blocks of a turn are on the device at once, or a cluster would wait for what has no room;
+    clusters are whole.
+    """
+    for eights in native_many.MADE:
+        way = native_many.way_of(eights, num_rows, num_tokens, processors)
+        assert way.kernel in native_many.SOURCE.names
+        assert way.columns * way.rows <= processors and way.rows % 2 == 0
+        assert way.columns * 8 * way.eights >= num_tokens
+        assert way.turns * way.rows * native_many.BLOCK_ROWS >= num_rows
+        assert way.depth >= 4 and way.shared_bytes <= nvrtc.MOST_SHARED - 256
+
+
+def test_every_header_is_named_once() -> None:
+    check_headers(native_many.SOURCE)
+
+
+@pytest.fixture
+def gpu(device: torch.device) -> torch.device:
+    """A GPU on which dense_many.cu runs."""
+    return gpu_of(device, native_many.why_not)
+
+
+def check(x: Tensor, held: HeldWeight, rows: Tensor, way: Way, bias: Tensor) -> None:
+    """Against float64; nothing else is written; the same again, bit by bit."""
+    width, count = held.num_rows // 2, len(x)
+    want = swiglu_of(x, unpack(held), bias)
+    around = torch.full((count + 3, width + 64), NAN, dtype=torch.bfloat16, device=x.device)
+    out = around[:count, :width]
+    for _ in range(3):
+        before = out.clone()
+        native_many.swiglu(out, x, rows, held, bias=bias, way=way)
+        torch.testing.assert_close(out.double(), want, rtol=2**-7, atol=2e-3)
+        assert bool(before.isnan().all()) or torch.equal(before, out)
+        assert bool(around[count:].isnan().all()) and bool(around[:, width:].isnan().all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(1136, 520), (2304, 64), (18432, 192)])
+def test_every_way(size: tuple[int, int], gpu: torch.device) -> None:
+    """Odd numbers of blocks, the last of which is not whole, K that ends inside of a chunk, one
+    turn and several; tokens that end inside of a block, half of which the cluster's other one fetches.
+    """
+    held = weight("bf16", size, gpu, paired=True)
+    bias = torch.randn(size[0], device=gpu)
+    rows = held.data[: size[0], : size[1]]
+    for count in (129, 200, 256, 500, 1100):
+        x = torch.randn(count, size[1], device=gpu).bfloat16()
+        for eights in native_many.MADE:
+            for processors in (132, 16):
+                way = native_many.way_of(eights, size[0], count, processors)
+                check(x, held, rows, way, bias)
+
+
+@pytest.mark.gpu
+def test_products_in_a_graph_wait_for_each_other(gpu: torch.device) -> None:
+    """A norm makes x right before, and both are overwritten right behind."""
+    size, count = (16384, 2048), 768
+    held, others = (
+        weight("bf16", size, gpu, paired=True),
+        torch.randn(8, count, size[1], device=gpu),
+    )
+    rows, norm = held.data[: size[0]], torch.ones(size[1], device=gpu)
+    x = torch.empty(count, size[1], dtype=torch.bfloat16, device=gpu)
+    out = torch.empty(count, size[0] // 2, dtype=torch.bfloat16, device=gpu)
+    kept = torch.empty(len(others), *out.shape, dtype=torch.bfloat16, device=gpu)
+
+    def run() -> None:
+        for each, place in zip(others, kept, strict=True):
+            native.rms_norm(x, each, norm, eps=1e-5, num_tokens=count)
+            native_many.swiglu(out, x, rows, held)
+            place.copy_(out)
+
+    run()
+    torch.cuda.synchronize()
+    expected = kept.clone()
+    for each, found in zip(others, expected, strict=True):
+        native.rms_norm(x, each, norm, eps=1e-5, num_tokens=count)
+        torch.testing.assert_close(
+            found.double(), swiglu_of(x, unpack(held)), rtol=2**-7, atol=2e-3
+        )
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(5):
+        for place in (x, out, kept):
+            place.fill_(NAN)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(kept, expected)
+
+
+@pytest.mark.gpu
+def test_values_of_blocks(gpu: torch.device) -> None:
+    """Of a weight held in blocks, whose values are held once more."""
+    held = weight("bfp8", (2048, 512), gpu, paired=True)
+    rows = hold(unpack(held).float(), "bf16", paired=False).data
+    x = torch.randn(300, 512, device=gpu).bfloat16()
+    check(x, held, rows, native_many.choose_way(2048, 300, H200), torch.zeros(2048, device=gpu))

@@ -1,0 +1,53 @@
+"""Products of many rows: which of them take the library's place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.targets.cuda.test_trials import products_of
+from tilewright.compiler.targets.cuda import steps_products
+from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds
+from tilewright.compiler.targets.cuda.kernels import native_dense, native_many
+from tilewright.compiler.targets.cuda.trials import Trials
+
+
+@pytest.mark.parametrize(
+    ("name", "copies", "trials", "strict", "expected"),
+    [
+        ("bf16", NO_COPIES, Trials(), False, [129, 256]),
+        ("bf16", NO_COPIES, Trials(products="dense"), False, []),
+        ("bf16", NO_COPIES, Trials(), True, []),
+        ("bfp8", Kinds(values=True), Trials(), False, [129, 256]),
+        ("bfp8", NO_COPIES, Trials(), False, []),  # dequantised by the kernel right before
+    ],
+)
+def test_gate_and_up_of_many_rows_take_the_librarys_place(
+    name: str,
+    copies: Kinds,
+    trials: Trials,
+    strict: bool,
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of many rows whose blocks fill the device, where no bits are promised and the weight's values
+    are held; no other product.
+    """
+    for module in (native_dense, native_many):
+        monkeypatch.setattr(module, "why_not", lambda device: "")
+    monkeypatch.setattr(native_many, "takes", lambda num_rows, count, processors: count < 300)
+    monkeypatch.setattr(steps_products, "num_processors", lambda device: 132)
+    seen: list[int] = []
+    monkeypatch.setattr(native_many, "swiglu", lambda out, x, *_, **__: seen.append(len(x)))
+    plan, _, products = products_of(
+        name, trials, is_native=True, strict=strict, copies=copies, max_rows=64
+    )
+    for each in (one for one in plan.products if one.swiglu or one.residual):
+        rows, columns = each.weight.shape
+        for count in (129, 256, 300):
+            x = torch.zeros(count, columns, dtype=torch.bfloat16)
+            kind = torch.bfloat16 if each.swiglu else torch.float32
+            out = torch.zeros(count, rows // (2 if each.swiglu else 1), dtype=kind)
+            monkeypatch.setattr(products, "_norm", lambda x, norm, decodes: x)
+            products.run(each, out, x, decodes=False)
+    assert seen == expected * sum(each.swiglu for each in plan.products)
