@@ -15,7 +15,7 @@ from tilewright.compiler.targets.cuda.choice import Drawing, make_choice
 from tilewright.compiler.targets.cuda.marks import NO_MARKS, Marks
 from tilewright.compiler.targets.cuda.ragged import SHORT_BLOCK, lay_out
 from tilewright.compiler.targets.cuda.rows import Rows
-from tilewright.compiler.targets.cuda.seats import SeatTable, send
+from tilewright.compiler.targets.cuda.seats import SeatTable, send_into
 from tilewright.compiler.targets.cuda.steps import Steps
 from tilewright.compiler.targets.step import Chunk, Seat
 
@@ -110,7 +110,7 @@ class _Pass:
         last = [piece.stop - 1 for chunk, piece in both if chunk.chooses]
         wanted[: len(ends)] = [*range(first, among.stop), *last]
         at[: len(ends)], at[len(ends) :], where[: len(ends)] = [*ends], none, [*ends.values()]
-        self._words.copy_(send(staged, self._words.device))
+        send_into(self._words, staged)
 
 
 class BatchBucket(Bucket):

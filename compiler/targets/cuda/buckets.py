@@ -20,8 +20,8 @@ class Buckets:
     """Decode steps of ``rows``, prompts of ``tokens``, up to ``most_pieces`` of several in one of
     ``passes``, by how many tokens are chosen: ascending sizes, padding included.
 
-    ``num_choosable`` and ``num_ends`` say how wide the choices are that go with them. What ranks
-    agree on when they meet is asked for when it is captured.
+    ``table`` and ``num_choosable`` say how wide the choices are that go with them. What ranks agree
+    on when they meet is asked for when it is captured.
     """
 
     def __init__(
@@ -31,14 +31,13 @@ class Buckets:
         rows: Sequence[int],
         tokens: Sequence[int],
         num_choosable: Callable[[], int],
-        num_ends: int,
-        table: SeatTable | None = None,
+        table: SeatTable,
         passes: Callable[[], Passes] = lambda: (),
         most_pieces: Callable[[], int] = lambda: 1,
     ) -> None:
         self.rows, self.tokens = tuple(rows), tuple(tokens)
         self._table, self._passes, self._most_pieces = table, passes, most_pieces
-        self._steps, self._num_choosable, self._num_ends = steps, num_choosable, num_ends
+        self._steps, self._num_choosable = steps, num_choosable
         is_gpu = steps.device.type == "cuda"
         self._pool: Any = torch.cuda.graph_pool_handle() if is_gpu else None
         self.decodes: dict[int, DecodeBucket] = {}
@@ -56,7 +55,8 @@ class Buckets:
         """The smallest bucket for so many tokens of a prompt."""
         size = next(size for size in self.tokens if size >= num_tokens)
         if size not in self.prompts:
-            self.prompts[size] = PromptBucket(self._steps, size, *self._choices(), self._pool)
+            how = size, self._num_choosable(), self._pool
+            self.prompts[size] = PromptBucket(self._steps, self._table, *how)
         return self.prompts[size]
 
     def batch(self, num_tokens: int, num_choices: int) -> tuple[BatchBucket, int] | None:
@@ -74,7 +74,6 @@ class Buckets:
 
     def _batch(self, width: int) -> BatchBucket:
         if width not in self.batches:
-            assert self._table is not None
             what = width, dict(self._passes())[width], self._most_pieces()
             how = self._num_choosable(), self._pool
             self.batches[width] = BatchBucket(self._steps, self._table, *what, *how)
@@ -107,4 +106,4 @@ class Buckets:
         forbid(logits.to(device), row.to(device), words.to(device), width=width)
 
     def _choices(self) -> tuple[int, int]:
-        return self._num_choosable(), self._num_ends
+        return self._num_choosable(), self._table.num_ends

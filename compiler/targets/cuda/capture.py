@@ -17,14 +17,15 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING, Choice, Drawing, make_choice
 from tilewright.compiler.targets.cuda.group import Group
 from tilewright.compiler.targets.cuda.marks import NO_MARKS, Marks
+from tilewright.compiler.targets.cuda.ragged import lay_out
 from tilewright.compiler.targets.cuda.rows import Rows
-from tilewright.compiler.targets.cuda.seats import SeatTable, send
+from tilewright.compiler.targets.cuda.seats import SeatTable, send, send_into
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps import LIBRARY_ATTENTION, Steps
 from tilewright.compiler.targets.cuda.trials import read_trials
 from tilewright.compiler.targets.host import Sitting
 from tilewright.compiler.targets.program.instructions import Mixer, Plan
-from tilewright.compiler.targets.step import Seat
+from tilewright.compiler.targets.step import Chunk, Seat
 
 _PROMPTS = (16, 32, 64, 128, 256, 512)
 _LONG_PROMPTS = (768, 1024, 1536, 2048)
@@ -228,15 +229,28 @@ class Seated:
 
 
 class PromptBucket(Bucket):
-    """Up to ``num_tokens`` tokens of one sequence, and the choice of the token behind them."""
+    """Up to ``num_tokens`` tokens of one sequence, and the choice of the token behind them.
 
-    def __init__(self, steps: Steps, num_tokens: int, width: int, num_ends: int, pool: Any) -> None:
+    All that differs between prompts lies in one piece of memory, which one copy writes: the rows,
+    that of the table, which of the rows is the last, and where its token will stand.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        table: SeatTable,
+        num_tokens: int,
+        width: int,
+        pool: Any,
+    ) -> None:
         device = steps.device
-        self.num_tokens = num_tokens
-        self.rows = Rows.padding(num_tokens, device)
-        self.last = torch.zeros(1, dtype=torch.int64, device=device)
+        self.num_tokens, self._table = num_tokens, table
+        self._words = torch.zeros(4 * num_tokens + 3, dtype=torch.int64, device=device)
+        words, self._at, self.last, ends = self._words.split((4 * num_tokens, 1, 1, 1))
+        self.rows = Rows.over(words.view(4, num_tokens))
+        self._at.fill_(table.padding)
         tokens = torch.zeros(1, dtype=torch.int64, device=device)
-        choice = make_choice(1, width, num_ends, tokens, group=steps.group)
+        choice = make_choice(1, width, table.num_ends, tokens, positions=ends, group=steps.group)
         super().__init__(choice, device, pool)
         self._steps = steps
         self._passes: dict[bool, Captured] = {}
@@ -248,18 +262,15 @@ class PromptBucket(Bucket):
         for drawing in EVERY_DRAWING:
             self._capture_draw(drawing)
 
-    def run(
-        self,
-        tokens: Sequence[int],
-        first: int,
-        slot: int,
-        drawing: Drawing | None = None,
-        marks: Marks = NO_MARKS,
-    ) -> None:
-        """``tokens`` from position ``first`` on, of the sequence in ``slot``, with their marks."""
-        captured = self._capture(self._from_start(first))
-        self.rows.upload(tokens, first, slot, marks)
-        self.last.fill_(len(tokens) - 1)
+    def run(self, chunk: Chunk, drawing: Drawing | None = None, marks: Marks = NO_MARKS) -> None:
+        """Run a piece with its marks; its next token is chosen as the table says for its seat."""
+        captured = self._capture(self._from_start(chunk.start))
+        staged = np.zeros(len(self._words), dtype=np.int64)
+        rows = staged[:-3].reshape(4, -1)
+        rows[1], rows[3] = -1, -1
+        lay_out(rows, (chunk,), self.num_tokens, marks)
+        staged[-3:] = chunk.seat, len(chunk.tokens) - 1, chunk.end
+        send_into(self._words, staged)
         captured()
         if drawing is not None:
             self._draw(drawing)
@@ -272,10 +283,12 @@ class PromptBucket(Bucket):
         if from_start not in self._passes:
             self.rows.positions.fill_(-1)
             self.last.zero_()
+            self._at.fill_(self._table.padding)
             self._passes[from_start] = self._captured(lambda: self._run(from_start))
         return self._passes[from_start]
 
     def _run(self, from_start: bool) -> None:
+        self.choice.gather(self._table, self._at)
         logits = self._steps.prefill(self.rows, logit_rows=self.last, from_start=from_start)
         assert logits is not None
         if not len(self.logits):

@@ -122,7 +122,6 @@ class CudaExecutable(Executable):
             rows=rows,
             tokens=prompt_buckets(plan),
             num_choosable=lambda: self.num_choosable,
-            num_ends=_NUM_ENDS,
             table=self._table,
             passes=lambda: self.capabilities.passes,
             most_pieces=lambda: self.capabilities.max_prompts,
@@ -307,13 +306,11 @@ class CudaExecutable(Executable):
         chosen = [self._sittings[seat].choosing for seat in (chunk.seat, *chunk.also)]
         is_late = self._answers.is_late((chunk.seat, *chunk.also), step)
         drawing = None if is_late else drawing_of(chosen)
-        at, marks = self._table.index((chunk.seat,)), self._state.marks((chunk,))
+        marks = self._state.marks((chunk,))
         if len(chunk.tokens) <= self._buckets.tokens[-1] and not chunk.echoes:
             bucket = self._buckets.prompt(len(chunk.tokens))
             choice = bucket.choice
-            choice.gather(self._table, at)
-            choice.positions.fill_(chunk.end)
-            bucket.run(chunk.tokens, chunk.start, chunk.seat, drawing, marks)
+            bucket.run(chunk, drawing, marks)
             logits = bucket.logits
         else:
             placed, wanted = one(chunk, self.device, marks)

@@ -29,7 +29,9 @@ class Parameters:
     """
 
     def __init__(self, num_rows: int, num_ends: int, device: torch.device) -> None:
-        self.words = torch.zeros(num_rows, _NUM_NUMBERS + num_ends, dtype=torch.int64).to(device)
+        self.words = torch.zeros(
+            num_rows, _NUM_NUMBERS + num_ends, dtype=torch.int64, device=device
+        )
         self.temperature = self.words[:, _TEMPERATURE].view(torch.float64)
         self.top_p = self.words[:, _TOP_P].view(torch.float64)
         self.min_p = self.words[:, _MIN_P].view(torch.float64)
@@ -109,6 +111,14 @@ def send(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
     return _staging(device).send(values)
 
 
+def send_into(place: Tensor, values: np.ndarray) -> None:
+    """What :func:`send` does, into memory that is there."""
+    if place.device.type != "cuda":
+        place.copy_(torch.from_numpy(values))
+    else:
+        place.copy_(_staging(place.device).staged(values), non_blocking=True)
+
+
 class _Staging:
     """Pinned memory that what is sent goes through, in turn: halves, each used again once its last
     copies are done.
@@ -124,18 +134,23 @@ class _Staging:
         self._left: list[torch.cuda.Event | None] = [None, None]
 
     def send(self, values: Tensor | np.ndarray) -> Tensor:
-        """A copy on the device of up to a half of the memory; larger ones go past it."""
+        """A copy on the device."""
+        return self.staged(values).to(self._device, non_blocking=True)
+
+    def staged(self, values: Tensor | np.ndarray) -> Tensor:
+        """A copy of up to a half of the memory in pinned memory, which has to be sent at once; one
+        of larger values is in fresh memory.
+        """
         given = np.ascontiguousarray(values.numpy() if isinstance(values, Tensor) else values)
         if given.nbytes > self._HALF:
-            return torch.from_numpy(given).pin_memory().to(self._device, non_blocking=True)
+            return torch.from_numpy(given).pin_memory()
         if self._used + given.nbytes > self._HALF:
             self._enter_other()
         first = self._turn * self._HALF + self._used
         self._used += -(-given.nbytes // 64) * 64
         part = slice(first, first + given.nbytes)
         self._bytes[part] = given.reshape(-1).view(np.uint8)
-        place = self._memory[part].view(torch.from_numpy(given[:0]).dtype).view(given.shape)
-        return place.to(self._device, non_blocking=True)
+        return self._memory[part].view(torch.from_numpy(given[:0]).dtype).view(given.shape)
 
     def _enter_other(self) -> None:
         """Leave a half for the other, whose last copies must be done."""

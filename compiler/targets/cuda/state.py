@@ -87,9 +87,12 @@ class PagedState:
             for edit in edits
             for at, page in enumerate(edit.ids, edit.first)
         }
-        both = np.array([list(pages), list(pages.values())], dtype=np.int64)
+        if not pages:
+            return
+        both = np.array([list(pages), [0] * len(pages)], dtype=np.int64)
+        both[1].view(np.int32)[: len(pages)] = [*pages.values()]
         places, ids = send(both, self.device)
-        self.tables.view(-1).index_copy_(0, places, ids.to(torch.int32))
+        self.tables.view(-1).index_copy_(0, places, ids.view(torch.int32)[: len(pages)])
 
     def check(self, seat: Seat, end: int) -> None:
         """Positions before ``end`` are in pages of the seat's own: what the table names behind them

@@ -55,7 +55,13 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
     steps: Any = Unrun()
-    made = Buckets(steps, rows=(1, 2, 4), tokens=(16, 1024), num_choosable=lambda: 61, num_ends=3)
+    made = Buckets(
+        steps,
+        rows=(1, 2, 4),
+        tokens=(16, 1024),
+        num_choosable=lambda: 61,
+        table=SeatTable(4, 3, steps.device),
+    )
     made.prepare(3000)
     assert steps.prompts == [(n, first) for n in (2048, 3000) for first in (False, True)]
     kinds = 1 + len(EVERY_DRAWING)
@@ -69,7 +75,7 @@ def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
     for count in (1, 16, 17, 1024):
         for first in (0, 64):
             for drawing in (None, *EVERY_DRAWING):
-                made.prompt(count).run(torch.zeros(count, dtype=torch.int64), first, 0, drawing)
+                made.prompt(count).run(Chunk(Seat(0), first, (0,) * count), drawing)
     assert Counted.made == ready
 
 
@@ -100,7 +106,6 @@ def test_passes_of_prompts_and_rows_are_captured_before_they_are_asked_for() -> 
         rows=(1, 2, 4, 8),
         tokens=(16,),
         num_choosable=lambda: 61,
-        num_ends=3,
         table=SeatTable(8, 3, steps.device),
         passes=lambda: ((4, (64, 256)), (8, (64, 512))),
     )

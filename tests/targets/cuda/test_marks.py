@@ -66,13 +66,10 @@ def test_the_first_token_behind_a_mark_says_where_the_state_goes() -> None:
     rows = join((saving(0, 65, 64), other), CPU, marks=marks).rows
     assert rows.keeps is not None
     assert {at: kept for at, kept in enumerate(rows.keeps.tolist()) if kept >= 0} == {64: 6, 256: 7}
-    uploaded = Rows.padding(256, CPU)
-    own = {(Seat(1), 192): Seat(7)}
-    for alone_rows in (one(other, CPU, own)[0], uploaded):
-        uploaded.upload(other.tokens, other.start, other.seat, own)
-        assert alone_rows.keeps is not None
-        found = alone_rows.keeps.tolist()
-        assert [at for at, kept in enumerate(found) if kept >= 0] == [128] and found[128] == 7
+    alone, _ = one(other, CPU, {(Seat(1), 192): Seat(7)})
+    assert alone.keeps is not None
+    found = alone.keeps.tolist()
+    assert [at for at, kept in enumerate(found) if kept >= 0] == [128] and found[128] == 7
 
 
 def test_marks_are_there_where_sequences_have_state_and_take_room(
