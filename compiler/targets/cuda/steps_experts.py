@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.buffers import Buffers
-from tilewright.compiler.targets.cuda.kernels import native_experts
+from tilewright.compiler.targets.cuda.kernels import native_experts, native_few_experts
 from tilewright.compiler.targets.cuda.kernels.expert_linear import (
     FEW_PAIRS,
     MANY_PAIRS,
@@ -24,7 +25,7 @@ from tilewright.compiler.targets.cuda.kernels.expert_linear import (
     sum_experts,
 )
 from tilewright.compiler.targets.cuda.kernels.route import Groups, group, route
-from tilewright.compiler.targets.cuda.trials import TOGETHER, Trials
+from tilewright.compiler.targets.cuda.trials import INSIDE, MANY, TOGETHER, Trials
 from tilewright.compiler.targets.cuda.weights import Weights, product_of
 from tilewright.compiler.targets.program.instructions import (
     ExpertLinear,
@@ -59,13 +60,15 @@ _Each = TypeVar("_Each")
 @dataclass(frozen=True, slots=True)
 class _Routing:
     """``weights`` and ``experts [T, K]``; the latter's pairs for runs of tokens: in ``tiles`` of
-    decode steps, or in ``groups``.
+    decode steps, or in ``groups``. With ``choice`` nobody has made them: products of one token
+    find its experts themselves.
     """
 
     weights: Tensor
     experts: Tensor
     groups: tuple[Groups, ...] = ()
     tiles: tuple[native_experts.Tiles, ...] = ()
+    choice: native_experts.Choice | None = None
 
     @property
     def top_k(self) -> int:
@@ -102,7 +105,9 @@ class Experts:
         trials: Trials | None = None,
     ) -> None:
         self._weights, self._exact, self._device = weights, exact, device
-        self._is_together = (trials or Trials()).experts == TOGETHER
+        trials = trials or Trials()
+        self._is_together = trials.experts == TOGETHER
+        self._few = 0 if trials.few == MANY else None
         self._routing: _Routing | None = None  # the last `Route`'s
         self._launched: _Routing | None = None  # that of the last products
         self._watched: list[Tensor] | None = None
@@ -110,6 +115,9 @@ class Experts:
         self.why_not_native = self._why_not_native(plan, device, most)
         self._shared = {} if self.why_not_native else self._find_shared(plan)
         self._along = {id(each) for each in self._shared.values()}
+        is_inside = trials.few == INSIDE and not self.why_not_native
+        self._inside = self._find_inside(plan) if is_inside else set()
+        self._close = self._find_close(plan)
         products = (
             each for each in plan.instructions if isinstance(each, ExpertLinear | ExpertSum)
         )
@@ -153,6 +161,35 @@ class Experts:
             held = [[self._weights.held(product_of(each)) for each in pair] for pair in pairs]
             if all(native_experts.takes_shared(shared, own) for own, shared in held):
                 found |= {id(expert): shared for expert, shared in pairs}
+        return found
+
+    def _find_close(self, plan: Plan) -> set[int]:
+        """The sums, by identity, right behind their product: nothing between writes what they read
+        before it has ended.
+        """
+        steps = [each for each in plan.instructions if id(each) not in self._along]
+        pairs = pairwise(steps)
+        return {id(last) for first, last in pairs if isinstance(first, ExpertLinear)}
+
+    def _find_inside(self, plan: Plan) -> set[int]:
+        """The routers, by identity, whose choice for one token the products behind them can make:
+        these are all that there is between the logits and the sum.
+        """
+        found = set()
+        steps = [each for each in plan.instructions if id(each) not in self._along]
+        for router, first, last in zip(steps, steps[1:], steps[2:], strict=False):
+            if not (isinstance(router, Route) and isinstance(last, ExpertSum)):
+                continue
+            is_own = last.shared is None or id(last) in self._shared
+            if not (isinstance(first, ExpertLinear) and first.swiglu and is_own):
+                continue
+            pairs = []
+            for each in (first, last):
+                along = self._shared.get(id(each))
+                shared = None if along is None else self._weights.held(product_of(along))
+                pairs.append((self._weights.held(product_of(each)), shared))
+            if native_few_experts.takes_choice(pairs, router.logits.width, router.top_k):
+                found.add(id(router))
         return found
 
     def runs_along(self, each: Linear, num_rows: int) -> bool:
@@ -203,6 +240,10 @@ class Experts:
             native_experts.Tiles.empty(count, each.top_k, each.num_experts, logits.device)
             for count in counts
         )
+        if num_tokens == 1 and id(each) in self._inside and self._watched is None:
+            how = each.renormalise, each.first, each.num_experts
+            choice = native_experts.Choice(logits, positions, *how)
+            return _Routing(weights, experts, tiles=tiles, choice=choice)
         routing = _Routing(weights, experts, tiles=tiles)
         for part, some in routing.native_parts():
             native_experts.route(
@@ -267,8 +308,9 @@ class Experts:
                 shared_x, shared_out = step.view(given.x)[part], step.view(given.out)[part]
                 shared = native_experts.Shared(shared_x, weight, shared_out)
             native_experts.expert_linear(
-                out[part], x[part], held, tiles, top_k=top_k, swiglu=swiglu, shared=shared
-            )
+                out[part], x[part], held, tiles, top_k=top_k, swiglu=swiglu, shared=shared,
+                choice=routing.choice, few=self._few,
+            )  # fmt: skip
         for part, groups in routing.parts():
             expert_linear(out[part], x[part], held, groups, top_k=top_k, swiglu=swiglu)
 
@@ -298,6 +340,8 @@ class Experts:
             residual=each.residual,
             gate=gate,
             shared=shared,
+            choice=routing.choice,
+            few=self._few if id(each) in self._close else 0,
         )
 
     def _sum(self, each: ExpertSum, step: Buffers) -> None:

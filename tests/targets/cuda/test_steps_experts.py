@@ -29,6 +29,7 @@ from tilewright.compiler.targets.cuda.executable import CudaExecutable
 from tilewright.compiler.targets.cuda.kernels import native_experts, nvrtc
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps_experts import Experts
+from tilewright.compiler.targets.cuda.trials import Trials
 from tilewright.compiler.targets.cuda.weights import load_weights
 from tilewright.compiler.targets.program.instructions import Linear, Plan, Route
 from tilewright.models.config import DeltaShape
@@ -48,12 +49,16 @@ def model_of(**changes: Any) -> Any:
 
 
 def experts_of(
-    precision: PrecisionConfig, device: torch.device, *, exact: bool = False
+    precision: PrecisionConfig,
+    device: torch.device,
+    *,
+    exact: bool = False,
+    trials: Trials | None = None,
 ) -> tuple[Plan, Experts]:
     model = model_of()
     plan = make_plan(lowered(model, target="cuda", precision=precision)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
-    return plan, Experts(plan, weights, device, exact=exact, max_rows=4)
+    return plan, Experts(plan, weights, device, exact=exact, max_rows=4, trials=trials)
 
 
 def test_tiles_are_large_where_experts_have_many_pairs() -> None:
@@ -102,6 +107,36 @@ def test_the_expert_of_all_tokens_runs_along_where_it_is_held_alike(
     assert len(shared) == 4
     along = [each for each in products if experts.runs_along(each, 1)]
     assert along == (shared if is_along else [])
+
+
+@pytest.mark.parametrize(
+    ("formats", "trials", "is_inside"),
+    [
+        ({}, Trials(), True),
+        ({}, Trials(few="apart"), False),
+        ({}, Trials(few="many"), False),
+        ({"shared_ff2": "bfp8"}, Trials(), False),  # the shared expert is a product of its own
+    ],
+)
+def test_one_row_s_products_find_its_experts_where_nothing_lies_between(
+    formats: dict[str, str], trials: Trials, is_inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_experts, "why_not", lambda device: "")
+    monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
+    monkeypatch.setattr(native_experts, "TILE_COLUMNS", 8)
+    routed: list[int] = []
+    launched = lambda *_, **__: routed.append(1)  # noqa: E731
+    monkeypatch.setattr(native_experts, "route", launched)
+    plan, experts = experts_of(precision_of("bf16", **formats), CUDA, trials=trials)
+    router = next(each for each in plan.instructions if isinstance(each, Route))
+    for count in (1, 2):
+        logits, positions = torch.randn(count, router.logits.width), torch.arange(count)
+        choice = experts._route_native(router, logits, positions).choice
+        assert (choice is not None) == (is_inside and count == 1)
+        assert len(routed) == (choice is None) and not routed.clear()
+    logits, positions = torch.randn(1, router.logits.width), torch.arange(1)
+    experts.watch(lambda: experts._route_native(router, logits, positions))
+    assert routed  # whoever watches is to see which they are
 
 
 @pytest.fixture

@@ -27,27 +27,7 @@ template <int F, int DEPTH> __device__ __forceinline__ void expert_linear(const 
     const int each = is_shared ? p.shared.num_row_tiles : p.own.num_row_tiles, tile = unit / each;
     return Place{tile, unit - tile * each, is_shared};
   };
-  auto finish = [&](Place at, const float(&acc)[4]) {
-    const Weight &of = table.weight(at);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int member = table.member(at, 2 * t + i);
-      if (member < 0) continue;
-      const float top = acc[i] * of.scale, low = acc[2 + i] * of.scale;
-      void *out = at.is_shared ? p.shared_out : p.out;
-      const size_t row = at.is_shared ? (size_t)member * p.shared_out_stride
-                                      : p.row_of(member, p.out_stride, p.out_each);
-      if (p.epilogue == SWIGLU) {
-        const int place = at.row_tile * 8 + g;
-        const float value = __fdividef(top, 1.0f + __expf(-top)) * low;
-        if (place < of.num_rows) ((u16 *)out)[row + place] = (u16)pack2(value, 0.0f);
-      } else {
-        const int place = at.row_tile * 16 + g;
-        if (place < of.num_rows) ((float *)out)[row + place] = top;
-        if (place + 8 < of.num_rows) ((float *)out)[row + place + 8] = low;
-      }
-    }
-  };
+  auto finish = [&](Place at, const float(&acc)[4]) { store_product(table, at, g, t, acc); };
   const int unit = warp * gridDim.x + blockIdx.x;
   walk<F, DEPTH>(table, ring, unit, gridDim.x * WARPS, num_units, where, [] {}, finish);
 }
@@ -76,15 +56,7 @@ template <int F, int DEPTH> __device__ __forceinline__ void expert_sum(const Exp
     return Place{is_shared ? unit - num_own : unit, (int)blockIdx.x, is_shared};
   };
   auto finish = [&](Place at, const float(&acc)[4]) {
-    const Weight &of = table.weight(at);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int member = table.member(at, 2 * t + i);
-      if (member < 0) continue;
-      float *to = products + (member + (at.is_shared ? num_pairs : 0)) * 16 + g;
-      to[0] = acc[i] * of.scale;
-      to[8] = acc[2 + i] * of.scale;
-    }
+    keep_product(table, at, products, num_pairs, g, t, acc);
   };
   walk<F, DEPTH>(table, ring, warp, SUM_WARPS, num_own + p.num_shared_tiles(), where,
                  [] { wait_for_inputs(); }, finish);

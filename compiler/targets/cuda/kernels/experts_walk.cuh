@@ -74,6 +74,44 @@ struct Table {
   }
 };
 
+// What is made of a unit's sums, acc of a lane: SwiGLU or float32 in memory; or, of a sum's products
+// [pairs, then tokens of the shared expert; 16], in shared memory.
+__device__ __forceinline__ void store_product(const Table &table, Place at, int g, int t,
+                                              const float (&acc)[4]) {
+  const Experts &p = table.p;
+  const Weight &of = table.weight(at);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int member = table.member(at, 2 * t + i);
+    if (member < 0) continue;
+    const float top = acc[i] * of.scale, low = acc[2 + i] * of.scale;
+    void *out = at.is_shared ? p.shared_out : p.out;
+    const size_t row = at.is_shared ? (size_t)member * p.shared_out_stride
+                                    : p.row_of(member, p.out_stride, p.out_each);
+    if (p.epilogue == SWIGLU) {
+      const int place = at.row_tile * 8 + g;
+      const float value = __fdividef(top, 1.0f + __expf(-top)) * low;
+      if (place < of.num_rows) ((u16 *)out)[row + place] = (u16)pack2(value, 0.0f);
+    } else {
+      const int place = at.row_tile * 16 + g;
+      if (place < of.num_rows) ((float *)out)[row + place] = top;
+      if (place + 8 < of.num_rows) ((float *)out)[row + place + 8] = low;
+    }
+  }
+}
+__device__ __forceinline__ void keep_product(const Table &table, Place at, float *products,
+                                             int num_pairs, int g, int t, const float (&acc)[4]) {
+  const Weight &of = table.weight(at);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int member = table.member(at, 2 * t + i);
+    if (member < 0) continue;
+    float *to = products + (member + (at.is_shared ? num_pairs : 0)) * 16 + g;
+    to[0] = acc[i] * of.scale;
+    to[8] = acc[2 + i] * of.scale;
+  }
+}
+
 // A warp's units `first`, `first` + `stride` ..: `where` says which each is, `wait` is called once,
 // before x is read and after the first weights are asked for; `finish` gets each unit's sums.
 template <int F, int DEPTH, class Where, class Wait, class Finish>

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.held import TILE_COLUMNS, TILE_ROWS, HeldWeight
+from tilewright.compiler.targets.cuda.kernels import native_few_experts as few_experts
 from tilewright.compiler.targets.cuda.kernels import nvrtc
 from tilewright.compiler.targets.cuda.kernels.launch import num_processors
 from tilewright.compiler.targets.cuda.kernels.native import (
@@ -78,10 +79,16 @@ class _Experts(ctypes.Structure):
     )
 
 
+class _FewExperts(ctypes.Structure):
+    """`FewExperts` of experts_few.cu."""
+
+    _fields_ = (("of", _Experts), ("route", _Route))
+
+
 ROUTE = nvrtc.Source(
     Path(__file__).with_name("route.cu"),
     tuple(f"route_{what}{each}" for what in ("", "one_") for each in _ROUTES),
-    headers=("primitives.cuh",),
+    headers=("primitives.cuh", "route_choose.cuh"),
     structures=(("Route", _Route),),
 )
 PRODUCTS = nvrtc.Source(
@@ -92,6 +99,13 @@ PRODUCTS = nvrtc.Source(
     ),
     headers=("primitives.cuh", "tiles.cuh", "experts_walk.cuh"),
     structures=(("Weight", _Weight), ("Experts", _Experts)),
+)
+FEW = nvrtc.Source(
+    few_experts.PATH,
+    few_experts.NAMES,
+    headers=(*PRODUCTS.headers, "route_choose.cuh"),
+    structures=(*PRODUCTS.structures, *ROUTE.structures, ("FewExperts", _FewExperts)),
+    beside=True,
 )
 
 
@@ -114,9 +128,23 @@ class Tiles:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a product chooses one token's experts by, as :func:`route` does: ``logits [1, E]`` and
+    its ``positions [1]``.
+    """
+
+    logits: Tensor
+    positions: Tensor
+    renormalise: bool
+    first: int = 0
+    count: int | None = None
+
+
 def why_not(device: torch.device) -> str:
     """Why they cannot run on a device; empty where it can."""
-    return nvrtc.why_not(device, ROUTE) or nvrtc.why_not(device, PRODUCTS)
+    reasons = (nvrtc.why_not(device, source) for source in (ROUTE, PRODUCTS, FEW))
+    return next(filter(None, reasons), "")
 
 
 def takes(held: HeldWeight, *, num_tokens: int, top_k: int, is_sum: bool) -> bool:
@@ -162,28 +190,15 @@ def route(
     Rows of ``logits`` may be further apart than they are long. ``first`` and ``count``: this rank's
     experts, which are counted from 0; others' are as padding's. None: all.
     """
-    (num_tokens, num_experts), top_k = logits.shape, weights.shape[1]
-    count = num_experts - first if count is None else count
-    assert 0 <= first < first + count <= num_experts
-    assert weights.shape == experts.shape == (num_tokens, top_k) and logits.stride(1) == 1
-    assert weights.is_contiguous() and experts.is_contiguous() and top_k <= num_experts
-    assert num_tokens <= MAX_TOKENS and num_experts <= MAX_EXPERTS and top_k <= MAX_CHOSEN
-    assert len(tiles.pairs) >= most_tiles(num_tokens * top_k, count, TILE_PAIRS)
-    arguments = _Route(
-        logits=logits.data_ptr(),
-        positions=positions.data_ptr(),
-        weights=weights.data_ptr(),
-        experts=experts.data_ptr(),
-        tiles=tiles.tiles.data_ptr(),
-        pairs=tiles.pairs.data_ptr(),
-        num_tokens=num_tokens,
-        num_experts=num_experts,
-        top_k=top_k,
-        logits_stride=logits.stride(0),
-        renormalise=renormalise,
-        first=first,
-        count=count,
-    )
+    num_tokens, num_experts = logits.shape
+    choice = Choice(logits, positions, renormalise, first, count)
+    arguments = _choice(choice, weights.shape[1])
+    assert weights.shape == experts.shape == (num_tokens, arguments.top_k)
+    assert weights.is_contiguous() and experts.is_contiguous() and num_tokens <= MAX_TOKENS
+    most = most_tiles(num_tokens * arguments.top_k, arguments.count, TILE_PAIRS)
+    assert len(tiles.pairs) >= most
+    arguments.weights, arguments.experts = weights.data_ptr(), experts.data_ptr()
+    arguments.tiles, arguments.pairs = tiles.tiles.data_ptr(), tiles.pairs.data_ptr()
     each = next(count for count in _ROUTES if 32 * count >= num_experts)
     if num_tokens == 1:
         at = nvrtc.Launch((1, 1, 1), 32)
@@ -192,6 +207,25 @@ def route(
     num_blocks = next(count for count in (1, 2, 4) if count * _ROUTE_WARPS >= num_tokens)
     at = nvrtc.Launch((num_blocks, 1, 1), 32 * _ROUTE_WARPS, cluster=(num_blocks, 1, 1))
     nvrtc.launch(ROUTE, f"route_{each}", at=at, arguments=arguments)
+
+
+def _choice(choice: Choice, top_k: int) -> _Route:
+    """All that a kernel is told of a choice but where it goes."""
+    (num_tokens, num_experts), count = choice.logits.shape, choice.count
+    count = num_experts - choice.first if count is None else count
+    assert 0 <= choice.first < choice.first + count <= num_experts <= MAX_EXPERTS
+    assert choice.logits.stride(1) == 1 and top_k <= min(num_experts, MAX_CHOSEN)
+    return _Route(
+        logits=choice.logits.data_ptr(),
+        positions=choice.positions.data_ptr(),
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        top_k=top_k,
+        logits_stride=choice.logits.stride(0),
+        renormalise=choice.renormalise,
+        first=choice.first,
+        count=count,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +248,16 @@ def expert_linear(
     top_k: int,
     swiglu: bool = False,
     shared: Shared | None = None,
+    choice: Choice | None = None,
+    few: int | None = None,
 ) -> None:
     """What :func:`targets.cuda.kernels.expert_linear.expert_linear` does, for a decode
     step: ``out [B, K O]`` bfloat16 with ``swiglu``, else float32; ``x`` bfloat16.
 
     ``shared``: an expert of all tokens, in the same launch. ``tiles`` are read behind the kernel
-    before it, which may be what writes them.
+    before it, which may be what writes them; with ``choice`` they are not: see
+    :func:`.native_few_experts.takes_choice`. ``few``: steps in flight of experts_few.cu, 0:
+    experts.cu, None: what is faster. Bits are the same.
     """
     num_rows, rest = divmod(out.shape[1], top_k)
     assert not rest and held.is_paired == swiglu and out.stride(1) == 1
@@ -233,8 +271,8 @@ def expert_linear(
         assert y is not None and y.dtype == out.dtype and y.stride(1) == 1
         _share(arguments, shared, held, y.shape[1])
         arguments.shared_out, arguments.shared_out_stride = y.data_ptr(), y.stride(0)
-    name, at = _launch(held, num_processors(out.device), len(x), top_k, is_sum=False)
-    nvrtc.launch(PRODUCTS, name, at=at, arguments=arguments)
+    blocks = num_processors(out.device)
+    _launch(arguments, held, shared, blocks, is_sum=False, few=few, choice=choice)
 
 
 def expert_sum(
@@ -247,14 +285,17 @@ def expert_sum(
     residual: bool,
     gate: Tensor | None = None,
     shared: Shared | Tensor | None = None,
+    choice: Choice | None = None,
+    few: int | None = None,
 ) -> None:
     """``out [B, O]`` float32: the K products of each token with its experts' weights, times
     ``weights [B, K]`` float32, summed.
 
     ``x [B, K C]`` or ``[B, C]`` bfloat16. ``shared``: what the expert of all tokens gives, ``[B,
     O]`` float32, or that expert; times sigmoid of ``gate [B, 1]`` float32 it is added.
-    ``residual``: what ``out`` holds is added, too. Tiles and weights are read at once: an
-    :func:`expert_linear` of theirs lies between what makes them and this.
+    ``residual``: what ``out`` holds is added, too. Tiles, weights, ``choice`` and, of a few tokens,
+    what ``out`` holds and the gate are read at once: an :func:`expert_linear` of theirs lies
+    between what makes them and this. ``choice`` and ``few``: as there.
     """
     top_k = weights.shape[1]
     assert weights.is_contiguous() and weights.shape[0] == len(x) and not held.is_paired
@@ -271,8 +312,8 @@ def expert_sum(
     elif shared is not None:
         assert shared.shape == out.shape and shared.stride(1) == 1 and shared.dtype == out.dtype
         arguments.given, arguments.given_stride = shared.data_ptr(), shared.stride(0)
-    name, at = _launch(held, held.num_row_tiles, len(x), top_k, is_sum=True)
-    nvrtc.launch(PRODUCTS, name, at=at, arguments=arguments)
+    blocks = held.num_row_tiles
+    _launch(arguments, held, shared, blocks, is_sum=True, few=few, choice=choice)
 
 
 def _arguments(x: Tensor, held: HeldWeight, tiles: Tiles, top_k: int, num_rows: int) -> _Experts:
@@ -315,14 +356,39 @@ def _check_operand(x: Tensor, held: HeldWeight) -> None:
 
 
 def _launch(
-    held: HeldWeight, num_blocks: int, num_tokens: int, top_k: int, *, is_sum: bool
-) -> tuple[str, nvrtc.Launch]:
-    """The kernel and its launch: as deep as there is room."""
+    arguments: _Experts,
+    held: HeldWeight,
+    shared: Shared | Tensor | None,
+    num_blocks: int,
+    *,
+    is_sum: bool,
+    few: int | None,
+    choice: Choice | None,
+) -> None:
+    sizes: dict[str, int] = {"num_tokens": arguments.num_tokens, "top_k": arguments.top_k}
+    along, blocks = shared.held if isinstance(shared, Shared) else None, (num_blocks, 1, 1)
+    if few is None:
+        is_one = is_sum or (arguments.x_each == 0 and arguments.shared_x in (None, arguments.x))
+        few = 0
+        if is_one and not isinstance(shared, Tensor):
+            few = few_experts.depth_of(held, along, **sizes, is_sum=is_sum)
+    if few:
+        assert arguments.most_tiles <= few_experts.MOST_TILES and not isinstance(shared, Tensor)
+        given = _FewExperts(of=arguments)
+        if choice is not None:
+            num_tokens, num_experts = choice.logits.shape
+            assert num_tokens == 1 and num_experts <= few_experts.MOST_CHOSEN_AMONG
+            given.route = _choice(choice, arguments.top_k)
+        room = few_experts.room(held, along, **sizes, is_sum=is_sum, depth=few)
+        assert room <= MOST_SHARED
+        at = nvrtc.Launch(blocks, few_experts.num_threads(is_sum=is_sum), room)
+        name = few_experts.kernel(held.kind, few, is_sum=is_sum)
+        nvrtc.launch(FEW, name, at=at, arguments=given)
+        return
+    assert choice is None
     depths = _DEPTHS[held.kind] if is_sum else _DEPTHS[held.kind][:1]
-    rooms = {each: _room(held, num_tokens, top_k, is_sum=is_sum, depth=each) for each in depths}
+    rooms = {each: _room(held, **sizes, is_sum=is_sum, depth=each) for each in depths}
     depth = next((each for each in depths if rooms[each] <= MOST_SHARED), depths[-1])
-    what = "sum" if is_sum else "linear"
-    return (
-        f"expert_{what}_{held.kind}_{depth}",
-        nvrtc.Launch((num_blocks, 1, 1), 32 * (_SUM_WARPS if is_sum else _WARPS), rooms[depth]),
-    )
+    name = f"expert_{'sum' if is_sum else 'linear'}_{held.kind}_{depth}"
+    at = nvrtc.Launch(blocks, 32 * (_SUM_WARPS if is_sum else _WARPS), rooms[depth])
+    nvrtc.launch(PRODUCTS, name, at=at, arguments=arguments)

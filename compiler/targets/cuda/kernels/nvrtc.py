@@ -37,12 +37,15 @@ _PLACE_OF = """
 class Source:
     """A file of kernels, by name; the headers beside the file, by name, that it includes, directly
     or not; what its kernels are handed: structures of C++ by name, with their twins of ctypes.
+    ``beside``: another kernel's blocks are to fit beside its own, so multiprocessors are to have
+    all of their memory as shared memory, not just as much as these blocks need.
     """
 
     path: Path
     names: tuple[str, ...]
     headers: tuple[str, ...] = ()
     structures: tuple[tuple[str, type[ctypes.Structure]], ...] = ()
+    beside: bool = False
 
     def text(self) -> bytes:
         """What is compiled: the file, and that its structures lie as ctypes lays out their twins.
@@ -161,6 +164,9 @@ def _functions(source: Source, device: int) -> dict[str, Any]:
         found[name] = check(driver.cuModuleGetFunction(module, name.encode()))
         left = MOST_SHARED - check(driver.cuFuncGetAttribute(fixed, found[name]))
         check(driver.cuFuncSetAttribute(found[name], most, left))
+        if source.beside:
+            share = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            check(driver.cuFuncSetAttribute(found[name], share, 100))  # of a hundred
     return found
 
 

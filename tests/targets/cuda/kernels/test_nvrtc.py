@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import re
 import subprocess
 import sys
@@ -19,10 +20,13 @@ from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.cuda.kernels import (
     exchange,
     native,
+    native_along,
     native_attention,
     native_delta,
     native_delta_prompt,
+    native_dense,
     native_experts,
+    native_many,
     native_wide,
     nvrtc,
 )
@@ -34,7 +38,11 @@ SOURCES = [
     native_delta_prompt.SOURCE,
     native_experts.ROUTE,
     native_experts.PRODUCTS,
+    native_experts.FEW,
+    native_along.SOURCE,
     native_wide.SOURCE,
+    native_dense.SOURCE,
+    native_many.SOURCE,
     exchange.SOURCE,
 ]
 HEAD = """
@@ -53,7 +61,8 @@ def structures(source: nvrtc.Source) -> str:
     files = [source.path, *(source.path.with_name(name) for name in source.headers)]
     text = "\n".join(path.read_text() for path in files)
     found = [
-        re.search(rf"^struct {name} {{.*?^}};", text, re.M | re.S) for name, _ in source.structures
+        re.search(rf"^struct (?:alignas\(\d+\) )?{name} {{.*?^}};", text, re.M | re.S)
+        for name, _ in source.structures
     ]
     return "\n".join(each[0] for each in found if each)
 
@@ -89,7 +98,9 @@ class Driver:
         self.current, self.error = 0, 0
         self.loaded: list[int] = []
         self.CUfunction_attribute = SimpleNamespace(
-            CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES=1, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=2
+            CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES=1,
+            CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=2,
+            CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT=3,
         )
         self.nvrtcVersion: Any = lambda: (0, 13, 0)
         self.cuModuleLoadData = self.load
@@ -133,6 +144,17 @@ def test_kernels_are_loaded_into_the_device_that_asks(driver: Driver) -> None:
     for index in (1, 0, 3):
         assert nvrtc.why_not(torch.device("cuda", index), SOURCE) == ""
     assert driver.loaded == [1, 0, 3] and driver.current == 0
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_where_blocks_are_to_lie_beside_others_all_memory_is_shared(
+    driver: Driver, beside: bool
+) -> None:
+    """Else the second kernel's wait until the multiprocessor is empty, and is cut anew."""
+    asked: list[tuple[int, int]] = []
+    driver.cuFuncSetAttribute = lambda function, what, value: (asked.append((what, value)), (0,))[1]
+    assert nvrtc.why_not(torch.device("cuda", 0), dataclasses.replace(SOURCE, beside=beside)) == ""
+    assert ((3, 100) in asked) == beside and (2, nvrtc.MOST_SHARED) in asked
 
 
 def test_an_error_of_the_device_is_raised_and_not_kept(driver: Driver) -> None:

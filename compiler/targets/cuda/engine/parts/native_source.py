@@ -10,7 +10,10 @@ _MADE = re.compile(r"^(ROUTE|LINEAR|SUM|ALL|DELTA_STEP)\(.*\)\n", re.M)
 """Lines that make kernels of a source's templates: an engine adds those that it needs."""
 
 FILES = {
-    "experts": ("primitives.cuh", "tiles.cuh", "experts_walk.cuh", "experts.cu", "route.cu"),
+    "experts": (
+        *("primitives.cuh", "tiles.cuh", "experts_walk.cuh", "experts.cu"),
+        *("route_choose.cuh", "route.cu"),
+    ),
     "attention": (
         "primitives.cuh",
         "attention_primitives.cuh",

@@ -1,0 +1,227 @@
+"""experts_few.cu beside experts.cu: the same bits, in company, within graphs, and with experts that
+it finds itself.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.targets.cuda.kernels.test_native_experts import CUDA, KINDS, NAN, Step, weight
+from tilewright.compiler.targets.cuda.held import HeldWeight
+from tilewright.compiler.targets.cuda.kernels import native, native_experts, nvrtc
+from tilewright.compiler.targets.cuda.kernels import native_few_experts as few_experts
+from tilewright.compiler.targets.cuda.kernels.native_experts import Choice, Shared, Tiles
+from tilewright.compiler.targets.cuda.packing import hold
+
+
+def empty(kind: str, rows: int, columns: int, num_experts: int = 1) -> HeldWeight:
+    return HeldWeight(kind, rows, columns, torch.empty(0), num_experts=num_experts)
+
+
+def test_the_kernels_that_are_taken_are_made() -> None:
+    taken = [
+        few_experts.kernel(kind, depths[is_sum], is_sum=is_sum)
+        for kind, depths in few_experts.DEPTHS.items()
+        for is_sum in (False, True)
+    ]
+    assert sorted(few_experts.NAMES) == sorted(taken)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_of_one_token_s_sum_fits_beside_one_of_the_product(kind: str) -> None:
+    """A multiprocessor has 228 KB, of which it keeps one for each block"""
+    up, shared_up = empty(kind, 1024, 2048, 256), empty(kind, 1024, 2048)
+    down, shared_down = empty(kind, 2048, 512, 256), empty(kind, 2048, 512)
+    total = 0
+    for is_sum, pair in enumerate(((up, shared_up), (down, shared_down))):
+        how = {"num_tokens": 1, "top_k": 8, "is_sum": bool(is_sum)}
+        depth = few_experts.depth_of(*pair, **how)
+        assert depth
+        total += few_experts.room(*pair, **how, depth=depth) + 1024
+    assert total <= nvrtc.MOST_SHARED + 1024
+
+
+def test_what_few_tokens_kernels_take() -> None:
+    def depth(held: HeldWeight, shared: HeldWeight | None, num_tokens: int, top_k: int) -> int:
+        sizes = {"num_tokens": num_tokens, "top_k": top_k}
+        return few_experts.depth_of(held, shared, **sizes, is_sum=False)
+
+    up = empty("bfp8", 1024, 2048, 256)
+    assert depth(up, None, 2, 16) and not depth(up, None, 3, 8) and not depth(up, None, 2, 17)
+    assert not depth(up, empty("bfp8", 1024, 1024), 1, 8)  # x is one for all
+    takes = partial(few_experts.takes_choice, top_k=8)
+    down = empty("bfp8", 2048, 512, 256)
+    assert takes([(up, None), (down, None)], 256) and not takes([(up, None), (down, None)], 257)
+
+
+class Layer:
+    """An up and a down of some experts, and of one that all tokens share."""
+
+    def __init__(self, kind: str, num_experts: int, columns: int, inner: int, wide: int) -> None:
+        self.inner, self.wide, self.columns = inner, wide, columns
+        self.up = weight(kind, (num_experts, 2 * inner, columns), CUDA, paired=True)
+        self.down = weight(kind, (num_experts, columns, inner), CUDA)
+        dense = torch.randn(2 * wide, columns, device=CUDA) / columns**0.5
+        self.shared_up = hold(dense, kind, paired=True)
+        dense = torch.randn(columns, wide, device=CUDA) / wide**0.5
+        self.shared_down = hold(dense, kind, paired=False)
+
+    def run(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        step: Step,
+        gate: torch.Tensor | None,
+        *,
+        choice: Choice | None = None,
+        few: tuple[int | None, int | None] = (None, None),
+    ) -> torch.Tensor:
+        """Adds to ``out``; what lies between the products."""
+        num_tokens, top_k = step.weights.shape
+        y = torch.empty(num_tokens, self.wide, device=CUDA, dtype=torch.bfloat16)
+        inner = torch.empty(num_tokens, top_k * self.inner, device=CUDA, dtype=torch.bfloat16)
+        if not torch.cuda.is_current_stream_capturing():  # no kernel between those of a graph
+            y.fill_(NAN), inner.fill_(NAN)
+        first = None if gate is None else Shared(x, self.shared_up, y)
+        last = None if gate is None else Shared(y, self.shared_down)
+        given = {"top_k": top_k, "swiglu": True, "shared": first, "choice": choice}
+        native_experts.expert_linear(inner, x, self.up, step.tiles, **given, few=few[0])  # type: ignore[arg-type]
+        given = {"residual": True, "gate": gate, "shared": last, "choice": choice}
+        native_experts.expert_sum(
+            out,
+            inner,
+            self.down,
+            step.tiles,
+            step.weights,
+            few=few[1],
+            **given,  # type: ignore[arg-type]
+        )
+        return inner
+
+
+SIZES = [(9, 3, 256, 128, 256), (6, 6, 128, 40 * 128, 128), (256, 8, 2048, 512, 512)]
+"""Experts, those of a token, columns, those inside, those inside the shared expert."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_shared", [True, False])
+@pytest.mark.parametrize(("num_tokens", "is_padded"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_tokens_have_the_same_bits(
+    kind: str,
+    size: tuple[int, int, int, int, int],
+    num_tokens: int,
+    is_padded: bool,
+    has_shared: bool,
+) -> None:
+    """Two tokens are two rows, of which every expert has both in one size, or one and padding."""
+    num_experts, _, columns, inner, wide = size
+    inner = min(inner, 1024) if num_tokens > 1 else inner  # x of more pairs has no room
+    layer, step = Layer(kind, num_experts, columns, inner, wide), Step(num_tokens, *size[:2])
+    x = torch.randn(num_tokens, columns, device=CUDA).bfloat16()
+    gate = torch.randn(num_tokens, 1, device=CUDA) if has_shared else None
+    before = torch.randn(num_tokens, columns, device=CUDA)
+    if not is_padded:
+        step.positions[:] = 1
+    step.route()
+    torch.cuda.synchronize()
+    outs, inners = [], []
+    for few in [(0, 0), (None, None), few_experts.DEPTHS[kind]]:
+        outs.append(before.clone())
+        inners.append(layer.run(outs[-1], x, step, gate, few=few))
+    torch.cuda.synchronize()
+    there = step.positions >= 0
+    assert int(there.sum()) == (1 if is_padded else num_tokens)
+    for out, between in zip(outs[1:], inners[1:], strict=True):
+        assert torch.equal(between[there], inners[0][there])
+        assert torch.equal(out[there], outs[0][there])
+    assert bool((outs[0] != before)[there].any()) and bool(outs[0][there].isfinite().all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("size", [*SIZES, (100, 5, 256, 128, 256)])
+def test_one_token_s_experts_are_found_within(
+    size: tuple[int, int, int, int, int], renormalise: bool
+) -> None:
+    num_experts, top_k, columns, inner, wide = size
+    layer, step = Layer("bfp8", num_experts, columns, inner, wide), Step(1, num_experts, top_k)
+    x = torch.randn(1, columns, device=CUDA).bfloat16()
+    gate, before = torch.randn(1, 1, device=CUDA), torch.randn(1, columns, device=CUDA)
+    for logits in (step.logits.clone(), torch.zeros_like(step.logits)):  # the first of equals
+        step.logits = logits
+        step.route(renormalise=renormalise)
+        torch.cuda.synchronize()
+        expected, found = before.clone(), before.clone()
+        between = layer.run(expected, x, step, gate, few=(0, 0))
+        nobody = Step(1, num_experts, top_k)  # whose tiles and weights are not read
+        choice = Choice(logits, step.positions, renormalise)
+        assert torch.equal(layer.run(found, x, nobody, gate, choice=choice), between)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("first", "count"), [(0, 4), (4, 5), (0, 9), (8, 1)])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_other_ranks_experts_and_padding_have_no_products(
+    first: int, count: int, is_there: bool
+) -> None:
+    layer, step = Layer("bf16", count, 256, 128, 256), Step(1, 9, 3)
+    step.positions[:] = 5 if is_there else -1
+    step.tiles = Tiles.empty(1, 3, count, CUDA)
+    step.route(first=first, count=count)
+    x = torch.randn(1, 256, device=CUDA).bfloat16()
+    before, gate = torch.randn(1, 256, device=CUDA), torch.randn(1, 1, device=CUDA)
+    torch.cuda.synchronize()
+    expected, found = before.clone(), before.clone()
+    layer.run(expected, x, step, gate, few=(0, 0))
+    choice = Choice(step.logits, step.positions, True, first, count)
+    layer.run(found, x, step, gate, choice=choice)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bfp8"])
+def test_layers_in_a_graph_read_what_the_layer_before_has_written(kind: str) -> None:
+    """A sum reads its logits, the residual and the gate before the kernel before it has ended"""
+    num_experts, top_k, columns, num_layers = 64, 8, 512, 6
+    layers = [Layer(kind, num_experts, columns, 128, 256) for _ in range(2)]
+    routers = [hold(torch.randn(num_experts + 1, columns, device=CUDA), "bf16", paired=False)]
+    routers.append(hold(torch.randn(num_experts + 1, columns, device=CUDA), "bf16", paired=False))
+    norm = torch.ones(columns, device=CUDA)
+    begin, hidden = torch.randn(1, columns, device=CUDA), torch.empty(1, columns, device=CUDA)
+    logits = torch.empty(1, num_experts + 1, device=CUDA)
+    x = torch.empty(1, columns, device=CUDA, dtype=torch.bfloat16)
+    step, positions = Step(1, num_experts, top_k), torch.zeros(1, dtype=torch.long, device=CUDA)
+
+    def run(index: int, *, is_inside: bool) -> None:
+        native.rms_norm(x, hidden, norm, eps=1e-6, num_tokens=1)
+        product = {"epilogue": native.STORE, "num_tokens": 1}
+        native.linear(logits, x, routers[index % 2], **product)
+        step.logits, choice = logits[:, :num_experts], None
+        if is_inside:
+            choice = Choice(step.logits, positions, True)
+        else:
+            step.route()
+        layer, gate = layers[index % 2], logits[:, num_experts:]
+        layer.run(hidden, x, step, gate, choice=choice, few=(None, None) if is_inside else (0, 0))
+
+    hidden.copy_(begin)
+    for index in range(num_layers):
+        run(index, is_inside=False)
+        torch.cuda.synchronize()
+    expected = hidden.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        hidden.copy_(begin)
+        for index in range(num_layers):
+            run(index, is_inside=True)
+    for _ in range(20):
+        hidden.fill_(NAN)
+        logits.fill_(NAN)
+        graph.replay()
+        assert torch.equal(hidden, expected)
