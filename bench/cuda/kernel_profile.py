@@ -49,10 +49,8 @@ _PIECES = {
     ),
 }
 """What a kernel's name contains, by part; the first that fits."""
-_ALONG = (("shared_ff1_3", "shared_ff2"), ("delta_gates",))
-"""Groups of products that may run along with others, in one launch: those of experts, of one row's
-products before the delta rule.
-"""
+_ALONG = ("shared_ff1_3", "shared_ff2")
+"""Groups of products that may run along with others, in one launch."""
 _SPLIT_K = "splitk"
 """What stands in the name of a kernel that adds up the pieces of the product before it."""
 _MAX_NAME = 48
@@ -210,18 +208,15 @@ def assign_parts(names: Sequence[str], groups: Sequence[str]) -> tuple[list[str]
     """The part of every kernel of a step, and whether its products are as many as ``groups``.
 
     A product is one kernel, and the sum of its pieces behind it if it was cut. Those of an expert
-    that all tokens share, and gates, may be part of the others' launches.
+    that all tokens share may be part of the others' launches.
     """
     parts: list[str] = []
     for name in names:
         is_sum = _SPLIT_K in name.lower() and "reduce" in name.lower()
         parts.append(f"+{PRODUCT}" if is_sum else part_of(name))
-    shared, gates = _ALONG
-    for along in (shared, gates, shared + gates):
-        alone = [group for group in groups if group not in along]
-        if parts.count(PRODUCT) == len(alone):
-            groups = alone
-            break
+    alone = [group for group in groups if group not in _ALONG]
+    if parts.count(PRODUCT) == len(alone):
+        groups = alone
     is_mapped = parts.count(PRODUCT) == len(groups)
     remaining, last = iter(groups), PRODUCT
     for index, part in enumerate(parts):

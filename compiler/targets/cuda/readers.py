@@ -1,5 +1,5 @@
-"""What lies behind a plan's products: who reads them alone, what mixes positions next, and what
-takes the same x. Knows no kernels.
+"""What lies behind a plan's products: who reads them alone, and what mixes positions next. Knows no
+kernels.
 """
 
 from __future__ import annotations
@@ -33,20 +33,4 @@ def mixers_behind(plan: Plan) -> dict[int, Attend | DeltaRule]:
             last = each
         elif isinstance(each, Attend | DeltaRule) and last is not None:
             found[id(last)] = each
-    return found
-
-
-def pairs_of(plan: Plan) -> list[tuple[Linear, Linear]]:
-    """Products with the one right behind them of the same norm of the same x. Neither adds to what
-    is there, and results and x lie in three buffers, so that both may run at once.
-    """
-    found = []
-    for each, behind in pairwise(plan.instructions):
-        if not (isinstance(each, Linear) and isinstance(behind, Linear)) or each.norm is None:
-            continue
-        is_alike = (each.x, each.norm, each.eps) == (behind.x, behind.norm, behind.eps)
-        is_plain = behind.bias is None and not behind.swiglu
-        is_plain = is_plain and not (each.residual or behind.residual)
-        if is_alike and is_plain and len({each.x.buffer, each.out.buffer, behind.out.buffer}) == 3:
-            found.append((each, behind))
     return found

@@ -33,7 +33,6 @@ from tilewright.compiler.targets.cuda.library import (
 )
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.state import PagedState
-from tilewright.compiler.targets.cuda.steps_along import Along
 from tilewright.compiler.targets.cuda.steps_mixers import Mixers
 from tilewright.compiler.targets.cuda.steps_products import Products
 from tilewright.compiler.targets.cuda.trials import Trials, read_trials
@@ -106,8 +105,6 @@ class Steps:
             plan, weights, self.device, max_rows=max_rows, is_native=self.is_native, exact=exact,
             strict=strict, copies=copies, trials=trials,
         )  # fmt: skip
-        has_along = self.is_native and not strict
-        self._along = Along(plan, weights, self.device) if has_along else None
         self._flat = [
             torch.zeros(
                 rows * padded(buffer.width), dtype=self._type(buffer.role), device=self.device
@@ -184,15 +181,9 @@ class Steps:
                 self._attend_decode(each, step, rows, captured)
             elif isinstance(each, Mixer):
                 self._mixers.run(each, step, rows, decodes=True, captured=captured)
-            elif not (isinstance(each, Linear) and self._runs_along(each, step, num_rows)):
+            elif not (isinstance(each, Linear) and self._mixers.experts.runs_along(each, num_rows)):
                 self._run(each, step, rows, decodes=True)
         return step.logits
-
-    def _runs_along(self, each: Linear, step: Buffers, num_rows: int) -> bool:
-        """Whether a product of a decode step is in a launch with others, which it may begin."""
-        if self._mixers.experts.runs_along(each, num_rows):
-            return True
-        return self._along is not None and self._along.run(each, step, num_rows)
 
     def chosen_experts(self, rows: Rows) -> list[int]:
         """A decode step, and how many different experts its rows chose, layer by layer."""

@@ -102,16 +102,6 @@ def test_an_expert_of_all_tokens_may_run_along_with_the_others() -> None:
     assert not assign_parts([*names, "gemv"], groups)[1]
 
 
-@pytest.mark.parametrize("rest", [[], ["expert_sum", "gemv"]])
-def test_gates_may_run_along_with_the_product_before_the_delta_rule(rest: list[str]) -> None:
-    groups = ["delta_in", "delta_gates", "delta_out", "shared_ff1_3", "shared_ff2"][: 3 + len(rest)]
-    names = ["gemv_along_bfp8_4", "delta_step_128_32", "gemv_bfp8_0_4"]
-    parts, is_mapped = assign_parts([*names, *rest], groups)
-    assert is_mapped and parts[:3] == ["delta_in", OTHER, "delta_out"]
-    parts, is_mapped = assign_parts(["gemv_bfp8_0_4", "gemv_bf16_0_3", *names[1:], *rest], groups)
-    assert is_mapped and parts[:2] == ["delta_in", "delta_gates"]
-
-
 def test_own_times_and_gaps_are_the_step() -> None:
     before, cut_off = [Launch("gemv_bf16_3", 0, 90)], step(200)[:2]
     launches = [*before, *step(100), *step(150), *cut_off]

@@ -5,10 +5,7 @@
 
 // Eight warps of a block walk over row tiles: together, each on its slice of K, or each on tiles of
 // its own. Up to MT * 8 tokens of a cut weight; MT = 0: one, whose x is a row that eight share.
-// `block` of `num_blocks`: of this product, where a launch has several.
-template <int F, int MT, int DEPTH>
-__device__ __forceinline__ void gemv(const Product &p, u32 block = blockIdx.x,
-                                     u32 num_blocks = gridDim.x) {
+template <int F, int MT, int DEPTH> __device__ __forceinline__ void gemv(const Product &p) {
   constexpr int GROUPS = MT ? MT : 1, TOKENS = MT ? MT * 8 : 1;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ float sums[2][SLICES][TOKENS][16];
@@ -16,8 +13,8 @@ __device__ __forceinline__ void gemv(const Product &p, u32 block = blockIdx.x,
   const bool is_cut = MT || p.num_slices > 1;
   const int first = is_cut ? warp * p.num_steps / SLICES : 0;
   const int last = is_cut ? (warp + 1) * p.num_steps / SLICES : p.num_steps;
-  const int first_tile = block + (is_cut ? 0 : num_blocks * warp);
-  const int tile_stride = num_blocks * (is_cut ? 1 : 8);
+  const int first_tile = blockIdx.x + (is_cut ? 0 : gridDim.x * warp);
+  const int tile_stride = gridDim.x * (is_cut ? 1 : 8);
   u16 *x = (u16 *)memory;
   const int padded = p.num_steps * STEP;
   const int x_row = MT ? (padded + X_PADDING) * 2 : 0;

@@ -90,8 +90,8 @@ def check(x: Tensor, held: HeldWeight, rows: Tensor, way: Way, bias: Tensor) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [(1136, 520), (2304, 64), (18432, 192)])
 def test_every_way(size: tuple[int, int], gpu: torch.device) -> None:
-    """Odd numbers of blocks, the last of which is not whole, K that ends inside of a chunk, one
-    turn and several; tokens that end inside of a block, half of which the cluster's other one fetches.
+    """Odd numbers of blocks, the last of which is not whole; K that ends inside of a chunk; one
+    turn and several; tokens that end inside of a block, half of which the other one fetches.
     """
     held = weight("bf16", size, gpu, paired=True)
     bias = torch.randn(size[0], device=gpu)

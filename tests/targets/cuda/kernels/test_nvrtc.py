@@ -20,7 +20,6 @@ from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.cuda.kernels import (
     exchange,
     native,
-    native_along,
     native_attention,
     native_delta,
     native_delta_prompt,
@@ -39,7 +38,6 @@ SOURCES = [
     native_experts.ROUTE,
     native_experts.PRODUCTS,
     native_experts.FEW,
-    native_along.SOURCE,
     native_wide.SOURCE,
     native_dense.SOURCE,
     native_many.SOURCE,
