@@ -3,9 +3,8 @@
 ``python -m bench.cuda.dense_rate`` prints a table of microseconds: of the ways that `native_dense`
 has, with more than 128 tokens `native_many` (the one that is chosen has a star), of the kernels of
 few tokens, and of the library with all that is fused behind it here. ``--kinds e4m3``: of codes, x
-rounded before. Launches are chained in a
-captured graph over weights of several times the L2; a figure is the median of its replays. Random
-values; knows no model.
+rounded before. Launches are chained in a captured graph over weights of several times the L2; a
+figure is the median of its replays. Random values; knows no model.
 """
 
 from __future__ import annotations
@@ -158,13 +157,16 @@ def measure(text: str, kind: str, counts: Sequence[int]) -> Iterator[list[str]]:
     held = products.held[0]
     lines: dict[str, dict[int, str]] = {}
     for count, (out, x) in sizes.items():
-        for way in ways_of(held, kind, count):
+        is_few = count <= native_dense.MAX_TOKENS
+        chosen = None
+        if is_few:
             chosen = native_dense.choose_way(held, count, is_codes=products.is_codes)
+        for way in ways_of(held, kind, count):
             star = " *" if way == chosen else ""
             figure = replayed(products.by_way(out, x, way), products.chain)
             name = f"{way.kernel(kind)}, {way.slices} slices, {way.resident} a multiprocessor"
             lines.setdefault(name, {})[count] = decimal(figure, 1) + star
-        if isinstance(x, Tensor) and end == "swiglu" and count > native_dense.MAX_TOKENS:
+        if isinstance(x, Tensor) and end == "swiglu" and not is_few:
             for name, cell in _of_many(products, out, x):
                 lines.setdefault(name, {})[count] = cell
         figure = replayed(products.library(out, x), products.chain)

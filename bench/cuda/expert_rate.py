@@ -15,15 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bench.cuda.random_experts import random_experts
 from bench.cuda.replays import need_gpu, replayed
 from bench.script import run_script
 from tilewright.compiler.bench.display import decimal
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.ir.recipe import Segment, WeightRecipe
-from tilewright.compiler.targets.cuda.experts import place_experts
-from tilewright.compiler.targets.cuda.held import HeldWeight
 from tilewright.compiler.targets.cuda.kernels.expert_linear import (
     MANY_PAIRS,
     MOST_PAIRS,
@@ -65,17 +63,9 @@ class Layers:
     def __init__(self, options: Options) -> None:
         self._options = options
         hidden, inner = options.hidden, options.inner
-        self.up = [self._made((2 * inner, hidden), paired=True) for _ in range(_NUM_LAYERS)]
-        self.down = [self._made((hidden, inner), paired=False) for _ in range(_NUM_LAYERS)]
-
-    def _made(self, size: tuple[int, int], *, paired: bool) -> HeldWeight:
-        count = self._options.experts
-        dense = torch.randn(count, *size, device="cuda", dtype=torch.bfloat16) / size[1] ** 0.5
-        recipe = WeightRecipe((Segment("w", count * size[0]),), (count, *size), "bf16")
-        device = torch.device("cuda")
-        return place_experts(
-            recipe, "bf16", lambda name: dense, device, paired=paired, check=lambda *_: None
-        )
+        count, layers = options.experts, range(_NUM_LAYERS)
+        self.up = [random_experts(count, (2 * inner, hidden), paired=True) for _ in layers]
+        self.down = [random_experts(count, (hidden, inner), paired=False) for _ in layers]
 
     def measure(
         self, x: Tensor, experts: Tensor, tile_size: int, tiling: Tiling | None

@@ -10,21 +10,19 @@ last column says how many values differ from the first way's: bits are to be the
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from bench.cuda.random_experts import random_experts
 from bench.cuda.replays import need_gpu, replayed
 from bench.script import run_script
 from tilewright.compiler.bench.display import decimal
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.ir.recipe import Segment, WeightRecipe
-from tilewright.compiler.targets.cuda.experts import place_experts
-from tilewright.compiler.targets.cuda.held import TILE_COLUMNS, HeldWeight
+from tilewright.compiler.targets.cuda.held import TILE_COLUMNS
 from tilewright.compiler.targets.cuda.kernels import native_experts
 from tilewright.compiler.targets.cuda.kernels import native_few_experts as few_experts
 from tilewright.compiler.targets.cuda.kernels.native_experts import Choice, Shared, Tiles
@@ -82,20 +80,12 @@ class Step:
     def __init__(self, options: Options, kind: str) -> None:
         self._options = options
         hidden, inner = options.hidden, options.inner
-        self.up = self._made(kind, (2 * inner, hidden), paired=True)
-        self.down = self._made(kind, (hidden, inner), paired=False)
+        self.up = random_experts(options.experts, (2 * inner, hidden), kind, paired=True)
+        self.down = random_experts(options.experts, (hidden, inner), kind, paired=False)
         dense = torch.randn(2 * inner, hidden, device="cuda") / hidden**0.5
         self.shared_up = hold(dense, kind, paired=True)
         dense = torch.randn(hidden, inner, device="cuda") / inner**0.5
         self.shared_down = hold(dense, kind, paired=False)
-
-    def _made(self, kind: str, size: tuple[int, int], *, paired: bool) -> HeldWeight:
-        count, device = self._options.experts, torch.device("cuda")
-        dense = torch.randn(count, *size, device="cuda", dtype=torch.bfloat16) / size[1] ** 0.5
-        recipe = WeightRecipe((Segment("w", count * size[0]),), (count, *size), kind)
-        return place_experts(
-            recipe, kind, lambda name: dense, device, paired=paired, check=lambda *_: None
-        )
 
     def take(self, num_rows: int) -> None:
         """Rows and logits of steps of so many."""
@@ -196,20 +186,15 @@ def _lines(step: Step, ways: Sequence[Way]) -> list[list[str]]:
             out = step.out.clone()
             found += [_replayed(each, way) for each in (step.first, step.second)]
             expected = expected if len(expected) else out
-            differ[way] = _num_other(out, expected)
+            differ[way] = int((out != expected).sum())
             times[way] = [min(pair) for pair in zip(times.get(way, found), found, strict=True)]
     return [
         [str(way), *(decimal(each, 2) for each in times[way]), f"{differ[way]:,}"] for way in ways
     ]
 
 
-def _replayed(run: object, way: Way) -> float:
-    assert callable(run)
+def _replayed(run: Callable[[int, Way], None], way: Way) -> float:
     return replayed(lambda index: run(index, way), _CHAIN, num_replays=_REPLAYS)
-
-
-def _num_other(out: Tensor, expected: Tensor) -> int:
-    return int((out != expected).sum())
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ class Buckets:
         """The smallest bucket for so many rows."""
         size = next(size for size in self.rows if size >= num_rows)
         if size not in self.decodes:
-            self.decodes[size] = DecodeBucket(self._steps, size, *self._choices(), self._pool)
+            how = self._num_choosable(), self._table.num_ends, self._pool
+            self.decodes[size] = DecodeBucket(self._steps, size, *how)
         return self.decodes[size]
 
     def prompt(self, num_tokens: int) -> PromptBucket:
@@ -104,6 +105,3 @@ class Buckets:
         logits, row = torch.zeros(1, width), torch.zeros(1, dtype=torch.int64)
         words = torch.zeros(1, num_words(width), dtype=torch.int32)
         forbid(logits.to(device), row.to(device), words.to(device), width=width)
-
-    def _choices(self) -> tuple[int, int]:
-        return self._num_choosable(), self._table.num_ends

@@ -248,7 +248,6 @@ class PromptBucket(Bucket):
         self._words = torch.zeros(4 * num_tokens + 3, dtype=torch.int64, device=device)
         words, self._at, self.last, ends = self._words.split((4 * num_tokens, 1, 1, 1))
         self.rows = Rows.over(words.view(4, num_tokens))
-        self._at.fill_(table.padding)
         tokens = torch.zeros(1, dtype=torch.int64, device=device)
         choice = make_choice(1, width, table.num_ends, tokens, positions=ends, group=steps.group)
         super().__init__(choice, device, pool)

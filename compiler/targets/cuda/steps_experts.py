@@ -30,6 +30,7 @@ from tilewright.compiler.targets.cuda.weights import Weights, product_of
 from tilewright.compiler.targets.program.instructions import (
     ExpertLinear,
     ExpertSum,
+    Instruction,
     Linear,
     Plan,
     Route,
@@ -52,6 +53,13 @@ def experts_bytes(plan: Plan, num_tokens: int) -> int:
             top_k = each.x.width // num_columns
             sizes.append(4 * min(num_tokens, PART_TOKENS) * top_k * num_rows)
     return max(sizes)
+
+
+def _behind_products(steps: Sequence[Instruction]) -> set[int]:
+    """What is right behind experts' products, by identity: of a sum nothing between these writes
+    what it reads before the product has ended.
+    """
+    return {id(last) for first, last in pairwise(steps) if isinstance(first, ExpertLinear)}
 
 
 _Each = TypeVar("_Each")
@@ -116,8 +124,9 @@ class Experts:
         self._shared = {} if self.why_not_native else self._find_shared(plan)
         self._along = {id(each) for each in self._shared.values()}
         is_inside = trials.few == INSIDE and not self.why_not_native
-        self._inside = self._find_inside(plan) if is_inside else set()
-        self._close = self._find_close(plan)
+        apart = [each for each in plan.instructions if id(each) not in self._along]
+        self._inside = self._find_inside(apart) if is_inside else set()
+        self._close = _behind_products(apart)
         products = (
             each for each in plan.instructions if isinstance(each, ExpertLinear | ExpertSum)
         )
@@ -163,20 +172,11 @@ class Experts:
                 found |= {id(expert): shared for expert, shared in pairs}
         return found
 
-    def _find_close(self, plan: Plan) -> set[int]:
-        """The sums, by identity, right behind their product: nothing between writes what they read
-        before it has ended.
-        """
-        steps = [each for each in plan.instructions if id(each) not in self._along]
-        pairs = pairwise(steps)
-        return {id(last) for first, last in pairs if isinstance(first, ExpertLinear)}
-
-    def _find_inside(self, plan: Plan) -> set[int]:
+    def _find_inside(self, steps: Sequence[Instruction]) -> set[int]:
         """The routers, by identity, whose choice for one token the products behind them can make:
         these are all that there is between the logits and the sum.
         """
         found = set()
-        steps = [each for each in plan.instructions if id(each) not in self._along]
         for router, first, last in zip(steps, steps[1:], steps[2:], strict=False):
             if not (isinstance(router, Route) and isinstance(last, ExpertSum)):
                 continue
