@@ -109,15 +109,16 @@ class PromptDealer:
         self, order: Sequence[Running], num_decoding: int, num_pieces: int
     ) -> tuple[int, float]:
         """Tokens of prompts that the next step takes, and what they may weigh."""
-        start, sizes = order[0].computed, self._sizes(num_decoding + num_pieces)
+        start, num_rows = order[0].computed, num_decoding + num_pieces
         if not self._is_timed(num_decoding):
             room, shared = self.budget(num_decoding, start), self._limits.most_shared
             several = min(num_pieces, len(order)) > 1 and self._rows_of(order[0].left) <= shared
-            if sizes and room >= shared and (num_decoding or several):
+            may_share = room >= shared and (num_decoding or several)
+            if may_share and (sizes := self._sizes(num_rows)):
                 waiting = sum(self._rows_of(each.left) for each in order[:num_pieces])
                 room = min(room, self._pass_of(sizes, waiting, is_alone=not num_decoding))
             return room, math.inf
-        if not sizes:
+        if not (sizes := self._sizes(num_rows)):
             return self.budget(num_decoding, start), self._weight_beside(num_decoding)
         whole = sum(each.computed + each.left for each in order)
         room = self.shared(num_decoding, sizes, whole, start)

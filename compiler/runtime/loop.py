@@ -101,6 +101,9 @@ class EngineLoop:
             RequestError: for one that it refuses.
         """
         self.check(request)
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
         request.arrived_at = time.perf_counter()
         if request.grammar is None:
             self.scheduler.add(request)
@@ -149,7 +152,7 @@ class EngineLoop:
             self.check(request)
         try:
             for request in requests:
-                self.add(request)
+                self._queue(request)
             while self.has_work():
                 for request in self.step():
                     if on_token is not None:

@@ -16,7 +16,7 @@ from tilewright.compiler.targets.allowed import Allowed, no_words, num_words, pu
 from tilewright.compiler.targets.step import Seat
 
 _NUM_COMPILERS = 2
-_MAX_MAKERS = 8
+_NUM_MAKERS = min(8, os.cpu_count() or 1)
 _LEAST_EACH = 8  # masks of some microseconds: fewer are not worth another thread
 _PATIENCE = 0.01
 
@@ -28,7 +28,6 @@ class Masks:
         self._grammars = grammars
         self._compilers: ThreadPoolExecutor | None = None
         self._makers: ThreadPoolExecutor | None = None
-        self._num_makers = min(_MAX_MAKERS, os.cpu_count() or 1)
         self._compiling: dict[Request, Future[Matcher]] = {}
         self._wanted: list[tuple[Seat, Request]] = []
         self._words = no_words()
@@ -93,12 +92,12 @@ class Masks:
             return
         assert self._grammars is not None
         if self._makers is None:
-            self._makers = roomy_threads(self._num_makers, "masks")
+            self._makers = roomy_threads(_NUM_MAKERS, "masks")
         if count > len(self._words):
             self._words = np.empty((count, num_words(self._grammars.vocab_size)), np.uint32)
         both = zip(self._wanted, self._words[:count], strict=True)
         todo = deque((each, words) for (_, each), words in both)
-        for _ in range(min(self._num_makers, -(-count // _LEAST_EACH))):
+        for _ in range(min(_NUM_MAKERS, -(-count // _LEAST_EACH))):
             self._jobs.append(self._makers.submit(_make, todo))
 
     def take(self) -> tuple[Allowed, list[Request]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tilewright.compiler.runtime.pages import PagePool, chain_keys, pages_of
 from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.runtime.running import Policy, Running
-from tilewright.compiler.runtime.seating import Found, Seating, StateBytes, common_keys
+from tilewright.compiler.runtime.seating import NOTHING, Found, Seating, StateBytes, common_keys
 from tilewright.compiler.targets.base import Capabilities
 from tilewright.compiler.targets.step import Pages
 
@@ -28,7 +28,9 @@ class PagedSeating(Seating):
     def find(self, request: Request) -> Found:
         usable = (len(request.prompt) - 1) // self.grain  # the last token is always computed
         pages = self.pool.find(request.page_keys[:usable])
-        if not pages or not self._has_state:
+        if not pages:
+            return NOTHING
+        if not self._has_state:
             return Found(len(pages) * self.grain, tuple(pages))
         found = self.snapshots.find(request.page_keys, len(pages))
         if found is None:

@@ -264,11 +264,11 @@ class PromptBucket(Bucket):
     def run(self, chunk: Chunk, drawing: Drawing | None = None, marks: Marks = NO_MARKS) -> None:
         """Run a piece with its marks; its next token is chosen as the table says for its seat."""
         captured = self._capture(self._from_start(chunk.start))
-        staged = np.zeros(len(self._words), dtype=np.int64)
+        staged = np.zeros(4 * self.num_tokens + 3, dtype=np.int64)
         rows = staged[:-3].reshape(4, -1)
-        rows[1], rows[3] = -1, -1
+        rows[1::2] = -1
         lay_out(rows, (chunk,), self.num_tokens, marks)
-        staged[-3:] = chunk.seat, len(chunk.tokens) - 1, chunk.end
+        staged[-3], staged[-2], staged[-1] = chunk.seat, len(chunk.tokens) - 1, chunk.end
         send_into(self._words, staged)
         captured()
         if drawing is not None:

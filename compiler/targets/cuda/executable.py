@@ -174,9 +174,11 @@ class CudaExecutable(Executable):
         these might end in a pass that is captured.
         """
         limits = self.capabilities
+        if not (limits.passes and step.decode):
+            return False
         most_rows = limits.most_shared
         joined = [each for each in step.prompts if can_join(each, limits.marks, most_rows)]
-        if not (limits.passes and step.decode and joined):
+        if not joined:
             return False
         seats = (*step.decode, *(chunk.seat for chunk in step.prompts if chunk.chooses))
         num_rows = len(step.decode) + min(len(joined), limits.max_prompts)

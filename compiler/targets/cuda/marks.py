@@ -30,6 +30,8 @@ def cut(chunk: Chunk, most: int) -> list[Chunk]:
         else:
             ends.append(at)
             start, num_inside = at, 0
+    if not ends:
+        return [chunk]
     starts = (chunk.start, *ends)
     return [_part(chunk, *both) for both in zip(starts, (*ends, chunk.end), strict=True)]
 

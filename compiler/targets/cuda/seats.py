@@ -53,6 +53,7 @@ class SeatTable:
         self.tokens = torch.zeros(num_seats + 1, dtype=torch.int64, device=device)
         self.parameters = Parameters(num_seats + 1, num_ends, device)
         self._rows = torch.arange(num_seats + 1, device=device)
+        self._words = self.parameters.words.cpu().numpy().copy()  # nobody else writes them
 
     @property
     def num_ends(self) -> int:
@@ -60,20 +61,28 @@ class SeatTable:
         return self.parameters.end_tokens.shape[1]
 
     def open(self, opened: Mapping[Seat, Choosing]) -> None:
-        """Write how tokens are chosen for seats that begin; end tokens as far as there is room."""
+        """Write how tokens are chosen for seats that begin; end tokens as far as there is room.
+
+        One copy writes them all, with the rows between them as they are; none does where all are
+        there already.
+        """
         if not opened:
             return
-        both = np.full((len(opened), 1 + _NUM_NUMBERS + self.num_ends), -1, dtype=np.int64)
-        fractions = both.view(np.float64)
-        for place, (row, (seat, c)) in enumerate(zip(both, opened.items(), strict=True)):
-            row[0] = seat
-            row[1 + _TOP_K], row[1 + _SEED] = min(c.top_k, _MAX_TOP_K), _signed(c.seed)
-            fractions[place, 1 + _TEMPERATURE] = np.float32(c.temperature)
-            fractions[place, 1 + _TOP_P], fractions[place, 1 + _MIN_P] = c.top_p, c.min_p
+        first = min(opened)
+        held = self._words[first : max(opened) + 1]
+        words = held.copy()
+        for seat, c in opened.items():
+            row = words[seat - first]
+            fractions = row.view(np.float64)
+            row[_TOP_K], row[_SEED] = min(c.top_k, _MAX_TOP_K), _signed(c.seed)
+            fractions[_TEMPERATURE] = np.float32(c.temperature)
+            fractions[_TOP_P], fractions[_MIN_P] = c.top_p, c.min_p
             ends = c.end_tokens[: self.num_ends]
-            row[1 + _NUM_NUMBERS : 1 + _NUM_NUMBERS + len(ends)] = ends
-        sent = send(both, self.device)
-        self.parameters.words.index_copy_(0, sent[:, 0], sent[:, 1:])
+            row[_NUM_NUMBERS : _NUM_NUMBERS + len(ends)] = ends
+            row[_NUM_NUMBERS + len(ends) :] = -1
+        if words.tobytes() != held.tobytes():
+            send_into(self.parameters.words[first : first + len(words)], words)
+            held[:] = words
 
     def index(self, seats: Sequence[Seat], size: int | None = None) -> Tensor:
         """Row numbers of seats on the device, int64; padded to ``size`` with the row of padding."""
@@ -129,8 +138,8 @@ class _Staging:
     def __init__(self, device: torch.device) -> None:
         self._device, self._turn, self._used = device, 0, 0
         is_gpu = device.type == "cuda"
-        self._memory = torch.empty(2 * self._HALF, dtype=torch.uint8, pin_memory=is_gpu)
-        self._bytes = self._memory.numpy()
+        memory = torch.empty(2 * self._HALF, dtype=torch.uint8, pin_memory=is_gpu)
+        self._bytes = memory.numpy()  # pinned as well: that goes by the address
         self._left: list[torch.cuda.Event | None] = [None, None]
 
     def send(self, values: Tensor | np.ndarray) -> Tensor:
@@ -141,16 +150,16 @@ class _Staging:
         """A copy of up to a half of the memory in pinned memory, which has to be sent at once; one
         of larger values is in fresh memory.
         """
-        given = np.ascontiguousarray(values.numpy() if isinstance(values, Tensor) else values)
+        given = values.numpy() if isinstance(values, Tensor) else values
         if given.nbytes > self._HALF:
-            return torch.from_numpy(given).pin_memory()
+            return torch.from_numpy(np.ascontiguousarray(given)).pin_memory()
         if self._used + given.nbytes > self._HALF:
             self._enter_other()
         first = self._turn * self._HALF + self._used
         self._used += -(-given.nbytes // 64) * 64
-        part = slice(first, first + given.nbytes)
-        self._bytes[part] = given.reshape(-1).view(np.uint8)
-        return self._memory[part].view(torch.from_numpy(given[:0]).dtype).view(given.shape)
+        kept: np.ndarray = np.ndarray(given.shape, given.dtype, self._bytes, first)
+        kept[...] = given
+        return torch.from_numpy(kept)
 
     def _enter_other(self) -> None:
         """Leave a half for the other, whose last copies must be done."""

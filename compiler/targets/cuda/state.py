@@ -18,7 +18,7 @@ from tilewright.compiler.targets.cuda.pages import (
     page_bytes,
     pages_of,
 )
-from tilewright.compiler.targets.cuda.seats import send
+from tilewright.compiler.targets.cuda.seats import send, send_into
 from tilewright.compiler.targets.step import Chunk, HostPlace, Pages, Seat, Snapshot
 
 
@@ -57,6 +57,7 @@ class PagedState:
         }
         shape = (options.max_batch, pages_of(options.max_context))
         self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._flat_tables = self.tables.view(-1)
         self.sequences = {
             each.name: torch.zeros(options.max_batch + num_marks, *each.shape, device=device)
             for each in sequence_specs
@@ -79,9 +80,13 @@ class PagedState:
 
     def deal(self, edits: Sequence[Pages]) -> None:
         """Write pages into seats' tables, in one go; of two for one place the last counts."""
-        if not edits:
-            return
         width = self.tables.shape[1]
+        if len(edits) == 1:  # a single copy, and nothing else
+            (edit,) = edits
+            first = edit.seat * width + edit.first
+            places = self._flat_tables[first : first + len(edit.ids)]
+            send_into(places, np.array(edit.ids, dtype=np.int32))
+            return
         pages = {
             edit.seat * width + at: page
             for edit in edits
@@ -92,7 +97,7 @@ class PagedState:
         both = np.array([list(pages), [0] * len(pages)], dtype=np.int64)
         both[1].view(np.int32)[: len(pages)] = [*pages.values()]
         places, ids = send(both, self.device)
-        self.tables.view(-1).index_copy_(0, places, ids.view(torch.int32)[: len(pages)])
+        self._flat_tables.index_copy_(0, places, ids.view(torch.int32)[: len(pages)])
 
     def check(self, seat: Seat, end: int) -> None:
         """Positions before ``end`` are in pages of the seat's own: what the table names behind them

@@ -56,6 +56,7 @@ def test_a_piece_is_cut_only_where_its_kernels_cannot_keep_the_state(
     assert sum((each.tokens for each in found), ()) == piece.tokens
     assert sorted(sum((each.saves for each in found), ())) == sorted(piece.saves)
     assert [each.chooses for each in found] == [False] * (len(found) - 1) + [True]
+    assert len(found) > 1 or found[0] is piece
 
 
 def test_the_first_token_behind_a_mark_says_where_the_state_goes() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.grids import only
 from tests.masks import allowed_of
@@ -64,6 +65,39 @@ def test_a_seat_that_is_opened_again_has_parameters_of_its_own() -> None:
     table.open({Seat(1): Choosing(end_tokens=(7,), seed=-(2**63), top_k=10**12)})
     assert by.seeds.tolist() == [0, -(2**63), 0] and by.temperature[1] == 0.0
     assert by.end_tokens[1].tolist() == [7, -1, -1] and by.top_k[1] == 2**31 - 1
+
+
+def test_rows_are_written_in_one_copy_and_only_where_they_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those between them stay as they are; what could not be written is not taken for written."""
+    sent: list[int] = []
+    into = seats_module.send_into
+
+    def counted(place: Tensor, values: np.ndarray) -> None:
+        sent.append(len(values))
+        into(place, values)
+
+    monkeypatch.setattr(seats_module, "send_into", counted)
+    table = SeatTable(4, 3, torch.device("cpu"))
+    a, b, c = Choosing(seed=7), Choosing(seed=8, end_tokens=(5,)), Choosing(top_p=0.5, min_p=0.25)
+    table.open({Seat(1): b})
+    table.open({Seat(2): a, Seat(0): c})
+    expected = [0, 8, 7, 0, 0], [0.5, 1.0, 1.0, 1.0, 1.0], [-1, 5, -1, -1, -1]
+
+    def found() -> tuple[list[int], list[float], list[int]]:
+        by = table.parameters
+        return by.seeds.tolist(), by.top_p.tolist(), by.end_tokens[:, 0].tolist()
+
+    assert found() == expected and sent == [1, 3]
+    table.open({Seat(0): c, Seat(2): a})
+    table.open({Seat(3): Choosing()})
+    assert found() == expected and sent == [1, 3]
+    with pytest.raises(OverflowError):
+        table.open({Seat(0): b, Seat(1): Choosing(end_tokens=(1 << 64,))})
+    assert found() == expected and sent == [1, 3]
+    table.open({Seat(0): b})
+    assert found() == ([8, 8, 7, 0, 0], [1.0] * 5, [5, 5, -1, -1, -1]) and sent == [1, 3, 1]
 
 
 def test_seats_that_leave_a_bucket_take_their_tokens_along(executable: Executable) -> None:
@@ -234,6 +268,7 @@ def test_what_is_sent_may_be_changed_at_once() -> None:
         sent.append(send(values, device))
         wanted.append(int(values.sum()))
         values[:] = -1
+    assert seats_module._staging(device).staged(np.arange(3)).is_pinned()
     large = np.full((3, 1 << 18), 7, dtype=np.int64)
     assert bool((send(large, device) == 7).all())
     assert [int(each.sum()) for each in sent] == wanted
@@ -261,6 +296,20 @@ def test_what_is_sent_may_end_where_a_half_of_the_staging_does(
     for count in (8, 8, 8, 8, 3, 29, 32, 1):  # of 8 bytes: 256 to a half, in 64s
         sent = np.arange(count) + count
         assert staging.send(sent).tolist() == sent.tolist()
+    assert staging.send(np.arange(0)).tolist() == []
     assert told == [
         *("left a", "left b", "waited a", "left c", "waited b", "left d", "waited c"),
     ]
+
+
+def test_what_is_staged_is_a_copy_of_its_kind() -> None:
+    """Whatever its type and shape, and however it lies in memory; each in a place of its own."""
+    staging = seats_module._Staging(torch.device("cpu"))
+    square = np.arange(12, dtype=np.int64).reshape(3, 4)
+    given: list[np.ndarray | Tensor] = [square, square[:, 1::2], square.T.astype(np.int32)]
+    given += [np.array(3.5), np.zeros((0, 5), dtype=np.uint8), torch.tensor([True, False])]
+    expected = [torch.as_tensor(each).clone() for each in given]
+    staged = [staging.staged(each) for each in given]
+    square[:] = -1
+    for found, each in zip(staged, expected, strict=True):
+        assert found.dtype == each.dtype and torch.equal(found, each) and found.is_contiguous()

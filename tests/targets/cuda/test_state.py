@@ -7,6 +7,7 @@ import torch
 
 from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
 from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.cuda import state as state_module
 from tilewright.compiler.targets.cuda.state import PagedState, sequence_bytes
 from tilewright.compiler.targets.step import HostPlace, Pages, Seat, Snapshot
 
@@ -69,6 +70,20 @@ def test_tables_are_what_was_dealt_last() -> None:
     assert state.tables.tolist() == [[2, 5], [4, 3], [0, 0]]
     deal(state, Pages(A, 1, (0,)))
     assert state.tables.tolist() == [[2, 0], [4, 3], [0, 0]]
+    deal(state)
+    deal(state, Pages(C, 0, ()))
+    deal(state, Pages(C, 0, ()), Pages(A, 2, ()))
+    assert state.tables.tolist() == [[2, 0], [4, 3], [0, 0]]
+
+
+def test_the_pages_of_one_edit_are_copied_into_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else is done for them: a prompt waits for each thing that is queued before it."""
+    state = make()
+    monkeypatch.delattr(state_module, "send")
+    deal(state, Pages(B, 0, (4, 5)))
+    deal(state, Pages(C, 0, (3,)))
+    deal(state, Pages(B, 1, (1,)))
+    assert state.tables.tolist() == [[0, 0], [4, 1], [3, 0]]
 
 
 @pytest.mark.parametrize(("first", "ids"), [(1, (0,)), (0, (0, 1, 2))])
