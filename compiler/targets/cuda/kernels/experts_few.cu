@@ -89,8 +89,9 @@ __device__ __forceinline__ void walk_few(const Table &table, u32 ring, int first
 #pragma unroll 1
   for (int unit = first; unit < num_units; unit += stride) {
     const Place at = where(unit);
-    const int member = table.member(at, F == BF16 ? lane & 7 : lane >> 2);  // none: any row
-    u32 x = x_rows + row(at, max(member, 0)) * x_row + x_offset<F>(lane, 0);
+    const int member = table.member(at, F == BF16 ? lane & 7 : lane >> 2);
+    const int there = __shfl_sync(~0u, member, 0);  // for none: a row that this warp may read
+    u32 x = x_rows + row(at, member < 0 ? there : member) * x_row + x_offset<F>(lane, 0);
     const int num_steps = table.weight(at).num_steps;
     float acc[1][1][4] = {};
 #pragma unroll 1

@@ -54,12 +54,13 @@ struct Table {
   int *tiles;
   __device__ __forceinline__ Table(u8 *memory, const Experts &p)
       : p(p), pairs((short *)memory), tiles((int *)(memory + p.most_tiles * PAIRS * 2)) {}
+  // All that there may be: how many there are is not waited for first.
   __device__ __forceinline__ void read() {
-    const int count = min((int)read_past4(p.tiles), p.most_tiles);
-    for (int i = threadIdx.x; i < count; i += blockDim.x)
-      ((uint4 *)pairs)[i] = read_past16((const uint4 *)p.pairs + i);
-    for (int i = threadIdx.x; i <= count; i += blockDim.x)
-      tiles[i] = i ? (int)read_past4(p.tiles + i) : count;
+    for (int i = threadIdx.x; i <= p.most_tiles; i += blockDim.x) {
+      const int tile = (int)read_past4(p.tiles + i);
+      if (i) ((uint4 *)pairs)[i - 1] = read_past16((const uint4 *)p.pairs + i - 1);
+      tiles[i] = i ? tile : min(tile, p.most_tiles);
+    }
   }
   __device__ __forceinline__ int num_tiles() const { return tiles[0]; }
   __device__ __forceinline__ int expert(int tile) const { return tiles[1 + tile]; }

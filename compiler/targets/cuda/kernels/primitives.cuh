@@ -111,6 +111,12 @@ __device__ __forceinline__ float read_of_rank(u32 address, int rank) {
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there));
   return value;
 }
+// Into the same place of the cluster's first block.
+__device__ __forceinline__ void put_in_first_block(short *place, short value) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(shared_address(place)));
+  asm volatile("st.shared::cluster.u16 [%0], %1;" ::"r"(there), "h"(value) : "memory");
+}
 // Set bits of a word of the cluster's first block.
 __device__ __forceinline__ void set_in_first_block(u32 *word, u32 bits) {
   u32 there;

@@ -5,7 +5,7 @@
 
 #include "route_choose.cuh"
 
-constexpr int MOST_EXPERTS = 512, PAIRS = 8;
+constexpr int MOST_EXPERTS = 512, PAIRS = 8, MOST_PAIRS = 64 * 32;
 constexpr int WARPS = 16, THREADS = WARPS * 32;  // of a block: a warp a token, a thread an expert
 
 // One token, of one warp.
@@ -19,6 +19,7 @@ template <int EACH> __device__ __forceinline__ void route_one(const Route &p) {
 template <int EACH> __device__ __forceinline__ void route(const Route &p) {
   __shared__ u32 tokens[MOST_EXPERTS][2];  // a bit for each token that has the expert
   __shared__ int first_tile[MOST_EXPERTS], warp_tiles[WARPS];
+  __shared__ short chosen[MOST_PAIRS];
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   tokens[thread][0] = tokens[thread][1] = 0;
   release_dependents();
@@ -35,6 +36,7 @@ template <int EACH> __device__ __forceinline__ void route(const Route &p) {
     if (lane < p.top_k) {
       p.weights[token * p.top_k + lane] = weight;
       p.experts[token * p.top_k + lane] = expert;
+      put_in_first_block(chosen + token * p.top_k + lane, (short)expert);
       if (expert >= 0) set_in_first_block(&tokens[expert][token >> 5], 1u << (token & 31));
     }
   }
@@ -64,7 +66,7 @@ template <int EACH> __device__ __forceinline__ void route(const Route &p) {
   for (int i = count; i < num_tiles * PAIRS; ++i) p.pairs[first * PAIRS + i] = -1;
   __syncthreads();
   for (int pair = thread; pair < p.num_tokens * p.top_k; pair += THREADS) {
-    const int expert = __ldcg(p.experts + pair), of = pair / p.top_k;
+    const int expert = chosen[pair], of = pair / p.top_k;
     if (expert < 0) continue;
     const u32 low = tokens[expert][0], high = tokens[expert][1], below = (1u << (of & 31)) - 1;
     const int rank = of < 32 ? __popc(low & below) : __popc(low) + __popc(high & below);
