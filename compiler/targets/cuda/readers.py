@@ -1,5 +1,5 @@
-"""What lies behind a plan's products: who reads them alone, and what mixes positions next. Knows no
-kernels.
+"""What lies beside a plan's products: who reads them alone, what mixes positions next, and which
+norm is made for whom. Knows no kernels.
 """
 
 from __future__ import annotations
@@ -7,7 +7,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 from tilewright.compiler.targets.cuda.held import TILE_COLUMNS
-from tilewright.compiler.targets.program.instructions import Attend, DeltaRule, Linear, Plan
+from tilewright.compiler.targets.program.instructions import (
+    Attend,
+    DeltaRule,
+    Linear,
+    Norm,
+    Plan,
+)
 
 
 def readers_of(plan: Plan) -> dict[int, Linear]:
@@ -33,4 +39,17 @@ def mixers_behind(plan: Plan) -> dict[int, Attend | DeltaRule]:
             last = each
         elif isinstance(each, Attend | DeltaRule) and last is not None:
             found[id(last)] = each
+    return found
+
+
+def norms_before(plan: Plan) -> dict[int, Norm]:
+    """By identity, products with the norm right before them that they read; what they write is
+    neither that nor the norm's x.
+    """
+    found = {}
+    for norm, each in pairwise(plan.instructions):
+        if isinstance(norm, Norm) and isinstance(each, Linear) and each.x == norm.out:
+            buffers = {norm.x.buffer, norm.out.buffer, each.out.buffer}
+            if each.norm is None and not each.residual and len(buffers) == 3:
+                found[id(each)] = norm
     return found

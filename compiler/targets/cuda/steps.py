@@ -24,7 +24,7 @@ from tilewright.compiler.targets.cuda.kernels import (
     native_attention,
 )
 from tilewright.compiler.targets.cuda.kernels.embedding import embed
-from tilewright.compiler.targets.cuda.kernels.norm import rms_norm, rms_norm_heads
+from tilewright.compiler.targets.cuda.kernels.norm import rms_norm_heads
 from tilewright.compiler.targets.cuda.kernels.rope import rotate_and_store
 from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu_apart
 from tilewright.compiler.targets.cuda.library import (
@@ -34,6 +34,7 @@ from tilewright.compiler.targets.cuda.library import (
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps_mixers import Mixers
+from tilewright.compiler.targets.cuda.steps_norms import Norms
 from tilewright.compiler.targets.cuda.steps_products import Products
 from tilewright.compiler.targets.cuda.trials import Trials, read_trials
 from tilewright.compiler.targets.cuda.weights import Weights, table_of, vector_of
@@ -105,6 +106,7 @@ class Steps:
             plan, weights, self.device, max_rows=max_rows, is_native=self.is_native, exact=exact,
             strict=strict, copies=copies, trials=trials,
         )  # fmt: skip
+        self._norms = Norms(plan, weights, self._products, is_native=self.is_native, trials=trials)
         self._flat = [
             torch.zeros(
                 rows * padded(buffer.width), dtype=self._type(buffer.role), device=self.device
@@ -181,7 +183,9 @@ class Steps:
                 self._attend_decode(each, step, rows, captured)
             elif isinstance(each, Mixer):
                 self._mixers.run(each, step, rows, decodes=True, captured=captured)
-            elif not (isinstance(each, Linear) and self._mixers.experts.runs_along(each, num_rows)):
+            elif isinstance(each, Linear) and self._mixers.experts.runs_along(each, num_rows):
+                continue
+            elif not (isinstance(each, Linear) and self._norms.run_product(each, step, num_rows)):
                 self._run(each, step, rows, decodes=True)
         return step.logits
 
@@ -265,8 +269,7 @@ class Steps:
             alone = True if decodes else False if self._strict else None
             rms_norm_heads(*views, *weights, num_heads=each.num_heads, eps=each.eps, alone=alone)
         elif isinstance(each, Norm):
-            weight = self._weights.vector(vector_of(each.weight))
-            rms_norm(step.view(each.out), step.view(each.x), weight, eps=each.eps)
+            self._norms.run(each, step, decodes=decodes)
         elif isinstance(each, Elementwise):
             inputs = [step.view(one) if isinstance(one, Place) else one for one in each.inputs]
             apply_function(each.function, step.view(each.out), inputs)

@@ -1,9 +1,11 @@
 """Runs a plan's dense products: few rows on the kernels that read a weight once, more of bfloat16
-or of e4m3 codes on one that the copy engine feeds, or where weights lie in blocks on kernels that
+or of e4m3 codes on some that the copy engine feeds, or where weights lie in blocks on kernels that
 decode them, and many on the library's, but SwiGLU of large weights on one of our own.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,6 +147,13 @@ class Products:
                 out, x, held, bias=bias, norm=norm, residual=each.residual, swiglu=each.swiglu
             )
 
+    def takes_few(self, each: Linear) -> bool:
+        """Whether one row's product in a decode step is by the kernels of few rows."""
+        held = self._weights.held(product_of(each))
+        if not self._is_ours(held) or self.copies.codes_for(each, 1, decodes=True) is not None:
+            return False
+        return not (self._takes_library(each, held, 1, True) or self._is_wide(held, 1))
+
     def _is_ours(self, held: HeldWeight) -> bool:
         return self._is_native and held.num_columns % 4 == 0
 
@@ -162,7 +171,7 @@ class Products:
         return native_dense.takes(held, len(x), None if norm is not None else x)
 
     def _is_many(self, held: HeldWeight, out: Tensor, x: Tensor) -> bool:
-        """Whether `dense_many.cu` takes gate and up in the library's place."""
+        """Whether `dense_many.cu` takes gate and up."""
         if not (self._has_many and held.is_paired and all(map(native_dense.has_room, (out, x)))):
             return False
         return native_many.takes(held.num_rows, len(x), num_processors(self.device))
@@ -325,10 +334,11 @@ class Products:
         decodes: bool,
     ) -> None:
         out, feeds = self._fed_by(each, out, len(x), decodes)
-        alone = self._is_alone(each, held, len(x))
-        native_dense.linear(
-            out, x, held, epilogue=_epilogue(each), bias=bias, feeds=feeds, alone=alone
-        )
+        given: dict[str, Any] = {"bias": bias, "alone": self._is_alone(each, held, len(x))}
+        if isinstance(x, Tensor) and not feeds and self._is_many(held, out, x):
+            native_many.swiglu(out, x, held.data, held, **given)
+        else:
+            native_dense.linear(out, x, held, epilogue=_epilogue(each), feeds=feeds, **given)
 
     def _codes(
         self, x: Tensor, norm: tuple[Tensor, float] | None, decodes: bool

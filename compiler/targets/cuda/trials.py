@@ -22,6 +22,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "products": (LIBRARY, DENSE, MANY),
     "experts": (PARTS, TOGETHER),
     "few": (MANY, APART, INSIDE),
+    "norms": (APART, INSIDE),
     "prompts": ("1", "8", "64"),
     "hybrids": (APART, RIDING, SEVERAL),
     "totals": ("2048", "4096", "8192"),
@@ -42,7 +43,8 @@ class Trials:
         products: of bfloat16 rows or e4m3 codes, ``dense``: up to 64 or 128 rows of steps and
             prompts by kernels of our own that begin early, where these are faster; ``library``: by
             kernels of few rows and the library's, which takes codes from 17 rows on, too;
-            ``many``: as ``dense``, and SwiGLU of more than 128 rows by one of our own, too.
+            ``many``: as ``dense``, and SwiGLU of large weights with more than 64 rows by another of
+            our own.
         prompts: pieces of prompts that one batch takes; more come one after another, and of 1 rows
             that decode share no pass with it. 0: as
             :func:`.device.most_pieces` finds best.
@@ -59,6 +61,8 @@ class Trials:
         few: experts of one or two rows, ``many``: by the kernels of 64 tokens; ``apart``: by those
             of few tokens, behind the router's; ``inside``: these find the experts of one row
             themselves.
+        norms: that no product asks for, of a decode step's only row, ``inside``: made in the
+            product right behind; ``apart``: as launches of their own.
     """
 
     rows: int = 256
@@ -66,6 +70,7 @@ class Trials:
     products: str = MANY
     experts: str = TOGETHER
     few: str = INSIDE
+    norms: str = INSIDE
     prompts: int = 0
     hybrids: str = SEVERAL
     totals: int = 8192
@@ -94,6 +99,7 @@ def read_trials() -> Trials:
         products=found.get("products", default.products),
         experts=found.get("experts", default.experts),
         few=found.get("few", default.few),
+        norms=found.get("norms", default.norms),
         prompts=int(found.get("prompts", default.prompts)),
         hybrids=found.get("hybrids", default.hybrids),
         totals=int(found.get("totals", default.totals)),

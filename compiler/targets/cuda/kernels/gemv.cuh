@@ -10,7 +10,7 @@ template <int F, int MT, int DEPTH> __device__ __forceinline__ void gemv(const P
   extern __shared__ __align__(128) u8 memory[];
   __shared__ float sums[2][SLICES][TOKENS][16];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const bool is_cut = MT || p.num_slices > 1;
+  const bool is_cut = MT || p.is_cut;
   const int first = is_cut ? warp * p.num_steps / SLICES : 0;
   const int last = is_cut ? (warp + 1) * p.num_steps / SLICES : p.num_steps;
   const int first_tile = blockIdx.x + (is_cut ? 0 : gridDim.x * warp);
@@ -42,7 +42,11 @@ template <int F, int MT, int DEPTH> __device__ __forceinline__ void gemv(const P
 #pragma unroll
   for (int slot = 0; slot < DEPTH; ++slot) fetch(slot);
   if (p.norm) {
-    normalise((const float *)p.x, p.norm, p.num_columns, padded, p.eps, x);
+    u16 *normed = blockIdx.x ? nullptr : p.normed;
+    normalise_by((const float *)p.x, p.norm, p.num_columns, padded, p.eps, [=](int at, uint2 four) {
+      *(uint2 *)(x + at) = four;
+      if (normed) *(uint2 *)(normed + at) = four;
+    });
   } else if (MT == 0) {
     wait_for_inputs();
     for (int at = threadIdx.x * 8; at < padded; at += 256 * 8)

@@ -41,11 +41,11 @@ class Product(ctypes.Structure):
     """`Product` of linear.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "x", "norm", "bias", "out")),
+        *((name, ctypes.c_void_p) for name in ("weight", "x", "norm", "normed", "bias", "out")),
         *((name, ctypes.c_int) for name in ("num_tokens", "num_rows", "num_columns")),
-        *((name, ctypes.c_int) for name in ("num_tiles", "num_steps", "num_slices")),
-        *((name, ctypes.c_int) for name in ("x_stride", "out_stride", "epilogue")),
-        *((name, ctypes.c_int) for name in ("places", "alone")),
+        *((name, ctypes.c_int) for name in ("num_tiles", "num_steps")),
+        *((name, ctypes.c_int) for name in ("x_stride", "out_stride", "epilogue", "places")),
+        *((name, ctypes.c_bool) for name in ("is_cut", "alone")),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
     )
@@ -229,6 +229,7 @@ def linear(
     num_tokens: int,
     bias: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
+    normed: Tensor | None = None,
     grid: Grid | None = None,
     walk: Walk | None = None,
     alone: bool = False,
@@ -238,8 +239,9 @@ def linear(
 
     ``x`` bf16, columns padded to whole tiles with zeros, of which a grid reads 8, 16, 32 or 64
     rows; with ``norm`` (weight fp32, eps), which takes one token of at most 8,192 columns, fp32
-    [1, K]. Rows of ``x`` and the weight begin at multiples of 16 bytes. ``alone``: the next kernel
-    begins when this one has ended.
+    [1, K]; ``normed``, bf16 [1, K] padded with zeros, gets that norm, too. Rows of ``x`` and the
+    weight begin at multiples of 16 bytes. ``alone``: the next kernel begins when this one has
+    ended.
     """
     assert 1 <= num_tokens <= most_tokens(held) and held.num_columns % 4 == 0
     assert x.data_ptr() % 16 == 0 == held.data.data_ptr() % 16
@@ -249,6 +251,9 @@ def linear(
     if norm is not None:
         product.norm, product.eps = norm[0].data_ptr(), norm[1]
     assert norm is None or num_tokens == 1
+    if normed is not None:
+        assert norm is not None and normed.dtype == torch.bfloat16 and normed.data_ptr() % 8 == 0
+        product.normed = normed.data_ptr()
     walk = walk or (None if grid else choose_walk(held, num_tokens))
     if walk is not None:
         assert num_tokens == 1 or num_slices(held) > 1
@@ -271,7 +276,7 @@ def product_arguments(
         num_columns=held.num_columns,
         num_tiles=held.num_row_tiles,
         num_steps=held.num_column_tiles,
-        num_slices=num_slices(held),
+        is_cut=num_slices(held) > 1,
         out_stride=out.stride(0),
         epilogue=epilogue,
         scale=held.scale,

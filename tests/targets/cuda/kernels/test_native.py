@@ -322,7 +322,10 @@ def test_a_norm_inside_has_the_bits_of_one_before(
     torch.testing.assert_close(got, want, rtol=2.0**-8, atol=1e-6)
     assert bool((normed[5:] == 0).all())
     inside, before = poisoned(size[0], gpu)[:64], poisoned(size[0], gpu)[:64]
-    native.linear(inside, x, held, epilogue=native.STORE, num_tokens=1, norm=(gain, 1e-5))
+    left = torch.full_like(normed[:1], float("nan"))
+    norm = {"norm": (gain, 1e-5), "normed": left}
+    native.linear(inside, x, held, epilogue=native.STORE, num_tokens=1, **norm)
+    assert torch.equal(left, normed[:1])  # zeros behind its columns, too
     native.linear(before, normed, held, epilogue=native.STORE, num_tokens=3)
     assert torch.equal(inside[0, : size[0]], before[0, : size[0]])
 

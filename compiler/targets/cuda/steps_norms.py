@@ -1,0 +1,81 @@
+"""Runs a plan's norms that no product asks for: in decode steps of one row inside of the product
+right behind, which leaves the norm where the others that read it look for it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.buffers import Buffers
+from tilewright.compiler.targets.cuda.kernels import native
+from tilewright.compiler.targets.cuda.kernels.norm import rms_norm
+from tilewright.compiler.targets.cuda.readers import norms_before
+from tilewright.compiler.targets.cuda.steps_products import Products
+from tilewright.compiler.targets.cuda.trials import INSIDE, Trials
+from tilewright.compiler.targets.cuda.weights import Weights, product_of, vector_of
+from tilewright.compiler.targets.program.instructions import Linear, Norm, Plan
+
+
+class Norms:
+    """A plan's norms with their weights. Capturable in a CUDA graph.
+
+    ``is_native``: decode steps run in CUDA C++, where a row has the same bits alone and in company.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        weights: Weights,
+        products: Products,
+        *,
+        is_native: bool,
+        trials: Trials,
+    ) -> None:
+        self._weights, self._is_native = weights, is_native
+        self._before: dict[int, Norm] = {}  # by identity of the product that makes it
+        if is_native and trials.norms == INSIDE:
+            makers = {id(each): each for each in plan.instructions if isinstance(each, Linear)}
+            self._before = {
+                at: norm
+                for at, norm in norms_before(plan).items()
+                if native.takes_norm(norm.x.width) and products.takes_few(makers[at])
+            }
+        self._made = {id(norm) for norm in self._before.values()}
+
+    def run(self, each: Norm, step: Buffers, *, decodes: bool) -> None:
+        """Make a norm; in a decode step of one row that is left to the product behind it."""
+        out, x = step.view(each.out), step.view(each.x)
+        weight = self._weights.vector(vector_of(each.weight))
+        if not (decodes and self._is_native and _is_plain(out, x)):
+            rms_norm(out, x, weight, eps=each.eps)
+        elif len(x) > 1 or id(each) not in self._made:
+            native.rms_norm(out, x, weight, eps=each.eps, num_tokens=len(x))
+
+    def run_product(self, each: Linear, step: Buffers, num_rows: int) -> bool:
+        """Whether a product of a decode step makes the norm before it, and then both."""
+        norm = self._before.get(id(each)) if num_rows == 1 else None
+        if norm is None:
+            return False
+        bias = None
+        if each.bias is not None:
+            bias = self._weights.vector(vector_of(each.bias, is_paired=each.swiglu))
+        native.linear(
+            step.view(each.out),
+            step.view(norm.x),
+            self._weights.held(product_of(each)),
+            epilogue=native.SWIGLU if each.swiglu else native.STORE,
+            num_tokens=1,
+            bias=bias,
+            norm=(self._weights.vector(vector_of(norm.weight)), norm.eps),
+            normed=step.view(norm.out),
+        )
+        return True
+
+
+def _is_plain(out: Tensor, x: Tensor) -> bool:
+    """Whether linear.cu's norm takes such rows: fours of columns of float32, made bfloat16."""
+    is_whole = all(
+        each.data_ptr() % (4 * each.itemsize) == 0 == each.stride(0) % 4 for each in (out, x)
+    )
+    return is_whole and out.dtype == torch.bfloat16 and native.takes_norm(x.shape[1])
