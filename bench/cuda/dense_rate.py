@@ -1,10 +1,10 @@
 """How long products with weights whose rows lie as they are take on a GPU, by shape and way.
 
 ``python -m bench.cuda.dense_rate`` prints a table of microseconds: of the ways that `native_dense`
-has, with more than 128 tokens `native_many` (the one that is chosen has a star), of the kernels of
-few tokens, and of the library with all that is fused behind it here. ``--kinds e4m3``: of codes, x
-rounded before. Launches are chained in a captured graph over weights of several times the L2; a
-figure is the median of its replays. Random values; knows no model.
+has, of SwiGLU `native_many` (the one that is chosen has a star), of the kernels of few tokens, and
+of the library with all that is fused behind it here. ``--kinds e4m3``: of codes, x rounded before.
+Launches are chained in a captured graph over weights of several times the L2; a figure is the
+median of its replays. Random values; knows no model.
 """
 
 from __future__ import annotations
@@ -162,11 +162,11 @@ def measure(text: str, kind: str, counts: Sequence[int]) -> Iterator[list[str]]:
         if is_few:
             chosen = native_dense.choose_way(held, count, is_codes=products.is_codes)
         for way in ways_of(held, kind, count):
-            star = " *" if way == chosen else ""
+            star = " *" if way == chosen and not _is_many(products, count) else ""
             figure = replayed(products.by_way(out, x, way), products.chain)
             name = f"{way.kernel(kind)}, {way.slices} slices, {way.resident} a multiprocessor"
             lines.setdefault(name, {})[count] = decimal(figure, 1) + star
-        if isinstance(x, Tensor) and end == "swiglu" and not is_few:
+        if isinstance(x, Tensor) and end == "swiglu" and count >= native_many.LEAST_TOKENS:
             for name, cell in _of_many(products, out, x):
                 lines.setdefault(name, {})[count] = cell
         figure = replayed(products.library(out, x), products.chain)
@@ -178,12 +178,19 @@ def measure(text: str, kind: str, counts: Sequence[int]) -> Iterator[list[str]]:
         yield [text, kind, name, *(cells.get(count, "") for count in counts)]
 
 
+def _is_many(products: Products, count: int) -> bool:
+    """Whether `dense_many.cu` takes a product of so many tokens."""
+    held, is_swiglu = products.held[0], products.end == "swiglu" and not products.is_codes
+    processors = num_processors(held.data.device)
+    return is_swiglu and native_many.takes(held.num_rows, count, processors)
+
+
 def _of_many(products: Products, out: Tensor, x: Tensor) -> Iterator[tuple[str, str]]:
-    """Blocks of each size: a name, and microseconds."""
+    """Blocks of each form and size: a name, and microseconds."""
     sizes = products.held[0].num_rows, len(x), num_processors(x.device)
-    chosen = native_many.choose_way(*sizes) if native_many.takes(*sizes) else None
-    for eights in native_many.MADE:
-        way = native_many.way_of(eights, *sizes)
+    chosen = native_many.choose_way(*sizes) if _is_many(products, len(x)) else None
+    for turned, eights in native_many.MADE:
+        way = native_many.way_of(eights, *sizes, turned=turned)
         figure = replayed(products.of_many(out, x, way), products.chain)
         yield way.kernel, decimal(figure, 1) + (" *" if way == chosen else "")
 

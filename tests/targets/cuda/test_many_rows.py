@@ -15,10 +15,10 @@ from tilewright.compiler.targets.cuda.trials import Trials
 @pytest.mark.parametrize(
     ("name", "copies", "trials", "strict", "expected"),
     [
-        ("bf16", NO_COPIES, Trials(), False, [129, 256]),
+        ("bf16", NO_COPIES, Trials(), False, [128, 129, 256]),
         ("bf16", NO_COPIES, Trials(products="dense"), False, []),
         ("bf16", NO_COPIES, Trials(), True, []),
-        ("bfp8", Kinds(values=True), Trials(), False, [129, 256]),
+        ("bfp8", Kinds(values=True), Trials(), False, [128, 129, 256]),
         ("bfp8", NO_COPIES, Trials(), False, []),  # dequantised by the kernel right before
     ],
 )
@@ -35,7 +35,7 @@ def test_gate_and_up_of_many_rows_take_the_librarys_place(
     """
     for module in (native_dense, native_many):
         monkeypatch.setattr(module, "why_not", lambda device: "")
-    monkeypatch.setattr(native_many, "takes", lambda num_rows, count, processors: count < 300)
+    monkeypatch.setattr(native_many, "takes", lambda rows, count, *_, **__: 100 < count < 300)
     monkeypatch.setattr(steps_products, "num_processors", lambda device: 132)
     seen: list[int] = []
     monkeypatch.setattr(native_many, "swiglu", lambda out, x, *_, **__: seen.append(len(x)))
@@ -44,7 +44,7 @@ def test_gate_and_up_of_many_rows_take_the_librarys_place(
     )
     for each in (one for one in plan.products if one.swiglu or one.residual):
         rows, columns = each.weight.shape
-        for count in (129, 256, 300):
+        for count in (100, 128, 129, 256, 300):
             x = torch.zeros(count, columns, dtype=torch.bfloat16)
             kind = torch.bfloat16 if each.swiglu else torch.float32
             out = torch.zeros(count, rows // (2 if each.swiglu else 1), dtype=kind)

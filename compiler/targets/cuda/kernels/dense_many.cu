@@ -1,6 +1,6 @@
-// SwiGLU of the product of more than 128 tokens with a weight of bfloat16 rows, which lie as they
-// are. Compiled by NVRTC. Blocks have 128 rows by up to 256 tokens; two are a cluster and fetch each
-// other's tokens. No bit is promised.
+// SwiGLU of the product of more than 64 tokens with a weight of bfloat16 rows, which lie as they
+// are. Compiled by NVRTC. Blocks have 128 rows by up to 256 tokens, or turned, 128 tokens by up to
+// 224 rows; two are a cluster and fetch what both read for each other. No bit is promised.
 
 #include "dense.cuh"
 
@@ -35,7 +35,6 @@ __device__ __forceinline__ void put_tiles(u32 at, u32 a, u32 b, u32 c, u32 d) {
                "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 __device__ __forceinline__ void store_box(const TensorMap &map, u32 from, int column, int row) {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
                    &map), "r"(column), "r"(row), "r"(from) : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -58,35 +57,72 @@ MULTIPLY_ROWS(24, 192, LIST96, 96, 97, 98, ACC96)
 MULTIPLY_ROWS(28, 224, LIST112, 112, 113, 114, ACC96, ACC16(24))
 MULTIPLY_ROWS(32, 256, LIST128, 128, 129, 130, ACC96, ACC16(24), ACC16(28))
 
-// SwiGLU of a lane's sums, as 8 tokens by 8 values a tile, into the 128 bytes that a token has at
+// SwiGLU of a gate and its up.
+__device__ __forceinline__ float swiglu_of(const Product &p, float gate, float up, float gate_bias,
+                                           float up_bias) {
+  gate = gate * p.scale + gate_bias;
+  return __fdividef(gate, 1.0f + __expf(-gate)) * (up * p.scale + up_bias);
+}
+// That of a lane's sums, as 8 tokens by 8 values a tile, into the 128 bytes that a token has at
 // `place`.
 template <int MT>
 __device__ __forceinline__ void put_swiglu(const Product &p, u32 place, int row,
                                            const float (&sums)[MT][4]) {
   float gate = 0.0f, up = 0.0f;
   if (p.bias && row + 8 < p.num_rows) gate = p.bias[row], up = p.bias[row + 8];
-  auto value = [&](float top, float low) {
-    top = top * p.scale + gate;
-    return __fdividef(top, 1.0f + __expf(-top)) * (low * p.scale + up);
-  };
 #pragma unroll
   for (int m = 0; m < MT; m += 4) {
     u32 made[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float(&each)[4] = sums[m + i];
-      made[i] = pack2(value(each[0], each[2]), value(each[1], each[3]));
+      made[i] = pack2(swiglu_of(p, each[0], each[2], gate, up),
+                      swiglu_of(p, each[1], each[3], gate, up));
     }
     put_tiles(place + m * 1024, made[0], made[1], made[2], made[3]);
   }
 }
+// That of turned sums: of two tokens, `token` and 8 on, a lane has two values of each pair of
+// tiles. Of two pairs neighbours exchange one, so that a token's 32 bytes of both are written
+// together. `row`: the first of the first tile.
+template <int MT>
+__device__ __forceinline__ void write_swiglu(const Product &p, int token, int row, int lane,
+                                             const float (&sums)[MT][4]) {
+  const int t = lane & 3;
+  const bool is_odd = t & 1;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int m = 0; m < MT; m += 4) {
+      u32 made[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float *gate = sums[m + 2 * i] + 2 * half, *up = sums[m + 2 * i + 1] + 2 * half;
+        float2 gate_bias = make_float2(0.0f, 0.0f), up_bias = gate_bias;
+        if (p.bias) {
+          const float *bias = p.bias + min(row + (m + 2 * i) * 8 + 2 * t, p.num_rows - 10);
+          gate_bias = make_float2(bias[0], bias[1]), up_bias = make_float2(bias[8], bias[9]);
+        }
+        made[i] = pack2(swiglu_of(p, gate[0], up[0], gate_bias.x, up_bias.x),
+                        swiglu_of(p, gate[1], up[1], gate_bias.y, up_bias.y));
+      }
+      const u32 other = __shfl_xor_sync(~0u, is_odd ? made[0] : made[1], 1);
+      const int column = (row >> 1) + m * 4 + (is_odd ? 8 : 0) + (t >> 1) * 4;
+      const int to = token + 8 * half;
+      if (to < p.num_tokens && column < p.num_rows / 2)
+        *(uint2 *)((u16 *)p.out + (size_t)to * p.out_stride + column) =
+            is_odd ? make_uint2(other, made[1]) : make_uint2(made[0], other);
+    }
+}
 
-// MT * 8 tokens a block, two groups of four warps with 64 rows each, and a warp that asks for what
-// they read: its block's rows, and half of the tokens of both blocks. A cluster walks over pairs of
-// blocks of rows without a gap; what a block has made leaves while it works on the next.
-template <int MT> __device__ __forceinline__ void many(const Many &many) {
-  constexpr u32 W_BYTES = 2 * 64 * 128, X_BYTES = MT * 8 * 128, BYTES = W_BYTES + X_BYTES;
-  constexpr int TOKENS = MT * 8, THREADS = 256, WARPS = THREADS / 32;
+// Two groups of four warps with 64 rows of the weight each by MT * 8 tokens, or TURNED, with 64
+// tokens each by MT * 8 rows; and a warp that asks for what they read: what is the block's own, and
+// half of what both of the cluster read, which are tokens, or of several blocks of these (ROWS)
+// rows. A cluster walks over blocks of rows without a gap; what a block has made leaves meanwhile.
+template <int MT, bool TURNED, bool ROWS> __device__ __forceinline__ void many(const Many &many) {
+  constexpr u32 FIRST_BYTES = 128 * 128, BYTES = FIRST_BYTES + MT * 8 * 128;
+  constexpr u32 BLOCK_ROWS = TURNED ? MT * 8 : 128, TOKENS = TURNED ? 128 : MT * 8;
+  constexpr int THREADS = 256, WARPS = THREADS / 32;
   constexpr u64 ONCE = 0x12F0000000000000ull, OFTEN = 0x14F0000000000000ull;  // of the L2
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 full[MOST_CHUNKS], empty[MOST_CHUNKS];
@@ -94,21 +130,31 @@ template <int MT> __device__ __forceinline__ void many(const Many &many) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = threadIdx.x >> 7;
   const u32 ring = (shared_address(memory) + 1023) & ~1023u, depth = many.depth;
   const u32 out = ring + depth * BYTES, at_full = shared_address(full);
-  const u32 at_empty = shared_address(empty), rank = blockIdx.y & 1, num_steps = many.num_chunks;
-  const u32 first = blockIdx.y & ~1u;
+  const u32 at_empty = shared_address(empty), num_steps = many.num_chunks;
+  const u32 rank = (ROWS ? blockIdx.x : blockIdx.y) & 1;
+  const u32 first = ROWS ? blockIdx.y : blockIdx.y & ~1u;  // of the cluster's blocks of rows
   const u32 turns = first < many.num_blocks
                         ? (many.num_blocks - first + gridDim.y - 1) / gridDim.y : 0;
   const u32 count = turns * num_steps;
   auto weights = [&](u32 i, u32 slot) {
-    const u32 turn = i / num_steps, column = i - turn * num_steps;
-    arrive_for(at_full + 8 * slot, BYTES);
-    copy_box(ring + slot * BYTES, many.weight, column * 64, (blockIdx.y + turn * gridDim.y) * 128,
-             at_full + 8 * slot, ONCE);
+    const u32 turn = i / num_steps, column = (i - turn * num_steps) * 64;
+    const u32 row = (blockIdx.y + turn * gridDim.y) * BLOCK_ROWS, barrier = at_full + 8 * slot;
+    const u32 to = ring + slot * BYTES + (TURNED ? FIRST_BYTES : 0);
+    arrive_for(barrier, BYTES);
+    if (ROWS)
+      copy_box_to_both(to + rank * (BLOCK_ROWS * 64), many.weight, column,
+                       row + rank * (BLOCK_ROWS / 2), barrier, ONCE);
+    else
+      copy_box(to, many.weight, column, row, barrier, ONCE);
   };
   auto tokens = [&](u32 i, u32 slot) {
-    copy_box_to_both(ring + slot * BYTES + W_BYTES + rank * (X_BYTES / 2), many.x,
-                     i % num_steps * 64, blockIdx.x * TOKENS + rank * (TOKENS / 2),
-                     at_full + 8 * slot, OFTEN);
+    const u32 column = i % num_steps * 64, token = blockIdx.x * TOKENS;
+    const u32 to = ring + slot * BYTES + (TURNED ? 0 : FIRST_BYTES), barrier = at_full + 8 * slot;
+    if (ROWS)
+      copy_box(to, many.x, column, token, barrier, OFTEN);
+    else
+      copy_box_to_both(to + rank * (TOKENS * 64), many.x, column, token + rank * (TOKENS / 2),
+                       barrier, OFTEN);
   };
   const bool asks = warp == WARPS && lane == 0;
   const u32 ahead = min(depth, count);
@@ -118,13 +164,16 @@ template <int MT> __device__ __forceinline__ void many(const Many &many) {
       make_barrier(at_empty + 8 * i, 2 * WARPS);
     }
     show_barriers();
-    for (u32 i = 0; i < ahead; ++i) weights(i, i);  // which never change
+    if (!ROWS)
+      for (u32 i = 0; i < ahead; ++i) weights(i, i);  // which never change
   }
   release_beside(p);
   __syncwarp();
   cluster_barrier();
   if (warp == WARPS) {
     if (lane == 0) {
+      if (ROWS)  // the other block's barriers are there
+        for (u32 i = 0; i < ahead; ++i) weights(i, i);
       wait_for_inputs();
       for (u32 i = 0; i < ahead; ++i) tokens(i, i);
       u32 slot = 0, parity = 0;
@@ -149,12 +198,12 @@ template <int MT> __device__ __forceinline__ void many(const Many &many) {
       for (u32 step = 0; step < num_steps; ++step) {
         wait_turn(at_full + 8 * slot, parity);
         __syncwarp();
-        const u64 w = operand_at(ring + slot * BYTES + group * 8192);
-        const u64 x = operand_at(ring + slot * BYTES + W_BYTES);
+        const u64 a = operand_at(ring + slot * BYTES + group * 8192);
+        const u64 b = operand_at(ring + slot * BYTES + FIRST_BYTES);
         group_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-          multiply_rows<BF16>(acc, w + 2 * k, x + 2 * k, k > 0 || step > 0);
+          multiply_rows<BF16>(acc, a + 2 * k, b + 2 * k, k > 0 || step > 0);
         group_commit();
         group_wait<1>();
         if (step && lane < 2) arrive_at_rank(at_empty + 8 * before, lane);
@@ -167,13 +216,18 @@ template <int MT> __device__ __forceinline__ void many(const Many &many) {
       for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(acc[m][i])::"memory");
-      const int row = (block * 8 + group * 4 + (warp & 3)) * 16 + (lane >> 2);
-      if (threadIdx.x == 0) {
+      if (TURNED) {
         wait_for_inputs();  // what is written may be what the kernel before reads
+        write_swiglu<MT>(p, blockIdx.x * TOKENS + warp * 16 + (lane >> 2), block * BLOCK_ROWS, lane,
+                         acc);
+        continue;
+      }
+      if (threadIdx.x == 0) {
+        wait_for_inputs();
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
       }
       wait_for_groups_of_warps(THREADS);  // what was made before has left
-      put_swiglu<MT>(p, place, row, acc);
+      put_swiglu<MT>(p, place, (block * 8 + column) * 16 + (lane >> 2), acc);
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       wait_for_groups_of_warps(THREADS);
       if (threadIdx.x == 0) store_box(many.out, out, block * 64, blockIdx.x * TOKENS);
@@ -186,8 +240,15 @@ template <int MT> __device__ __forceinline__ void many(const Many &many) {
 
 #define MANY(MT)                                                                                  \
   extern "C" __global__ void __launch_bounds__(288, 1)                                            \
-  many_##MT(const __grid_constant__ Many p) { many<MT>(p); }
+  many_##MT(const __grid_constant__ Many p) { many<MT, false, false>(p); }
+#define TURNED(MT)                                                                                \
+  extern "C" __global__ void __launch_bounds__(288, 1)                                            \
+  turned_tokens_##MT(const __grid_constant__ Many p) { many<MT, true, false>(p); }                \
+  extern "C" __global__ void __launch_bounds__(288, 1)                                            \
+  turned_rows_##MT(const __grid_constant__ Many p) { many<MT, true, true>(p); }
 
 MANY(24)
 MANY(28)
 MANY(32)
+TURNED(24)
+TURNED(28)

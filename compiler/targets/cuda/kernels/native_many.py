@@ -1,4 +1,4 @@
-"""dense_many.cu on the device: SwiGLU of products of more than 128 tokens with bfloat16 rows.
+"""dense_many.cu on the device: SwiGLU of products of more than 64 tokens with bfloat16 rows.
 
 Knows nothing of where its operands come from.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,10 @@ from tilewright.compiler.targets.cuda.kernels.native_dense import TensorMap, has
 MAX_TOKENS = 4096
 """The most tokens of a product here: of more, the second-level cache does not hold x."""
 
-BLOCK_ROWS = 128
+LEAST_TOKENS = 65
+"""The fewest that are worth it: blocks have at least 128."""
+
+_SIDE = 128
 _CHUNK_BYTES = 128
 _FIXED_BYTES = 512  # of shared memory: barriers
 _LEAST_ROWS = 16_384
@@ -48,20 +52,34 @@ class _Many(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a product lies on the device: ``eights`` of tokens a block, so many ``columns`` of blocks
-    along the tokens and ``rows`` of them along the weight's rows, an even number, each of which
-    walks over up to ``turns`` blocks of these.
+    """How a product lies on the device: blocks of 128 rows by ``eights`` of tokens, or ``turned``,
+    of 128 tokens by so many rows; ``columns`` of them along the tokens and ``rows`` of them along
+    the weight's rows, each of which walks over up to ``turns`` blocks of these. One of both is
+    even.
     """
 
     eights: int
     columns: int
     rows: int
     turns: int
+    turned: bool = False
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether the two blocks of a cluster have the same rows, else the same tokens."""
+        return self.turned and self.columns % 2 == 0
 
     @property
     def kernel(self) -> str:
         """The name of the kernel that goes so."""
-        return f"many_{self.eights}"
+        if not self.turned:
+            return f"many_{self.eights}"
+        return f"turned_{'rows' if self.shares_rows else 'tokens'}_{self.eights}"
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows of the weight and tokens of a block."""
+        return (8 * self.eights, _SIDE) if self.turned else (_SIDE, 8 * self.eights)
 
     @property
     def depth(self) -> int:
@@ -78,21 +96,30 @@ class Way:
 
     @property
     def _chunk_bytes(self) -> int:
-        return (BLOCK_ROWS + 8 * self.eights) * _CHUNK_BYTES
+        return sum(self.block) * _CHUNK_BYTES
 
     @property
     def _made_bytes(self) -> int:
-        return 8 * self.eights * _CHUNK_BYTES
+        return 0 if self.turned else 8 * self.eights * _CHUNK_BYTES
 
 
 _PATH = Path(__file__).with_name("dense_many.cu")
 
-MADE = tuple(int(each) for each in re.findall(r"^MANY\((\d+)\)", _PATH.read_text(), re.M))
-"""Eights of tokens that dense_many.cu's last lines ask for."""
+MADE = tuple(
+    (kind == "TURNED", int(eights))
+    for kind, eights in re.findall(r"^(MANY|TURNED)\((\d+)\)", _PATH.read_text(), re.M)
+)
+"""The blocks that dense_many.cu's last lines ask for: whether they are turned, and eights."""
 
 SOURCE = nvrtc.Source(
     _PATH,
-    tuple(f"many_{eights}" for eights in MADE),
+    tuple(
+        {
+            Way(eights, columns, 2, 1, turned).kernel: None
+            for turned, eights in MADE
+            for columns in (1, 2)
+        }
+    ),
     headers=("primitives.cuh", "matrix_unit.cuh", "tiles.cuh", "finish.cuh", "dense.cuh"),
     structures=(("TensorMap", TensorMap), ("Product", Product), ("Many", _Many)),
 )
@@ -105,23 +132,24 @@ def why_not(device: torch.device) -> str:
 
 def choose_way(num_rows: int, num_tokens: int, processors: int) -> Way:
     """The way on which blocks take the fewest turns over a device, for what each of them takes."""
+    sizes = num_rows, num_tokens, processors
     return min(
-        (way_of(eights, num_rows, num_tokens, processors) for eights in MADE),
-        key=lambda way: (way.turns * way.eights, -way.eights),
+        (way_of(eights, *sizes, turned=turned) for turned, eights in MADE),
+        key=lambda way: (way.turns * way.eights, way.turned, -way.eights),
     )
 
 
 @functools.lru_cache(maxsize=4096)
 def takes(num_rows: int, num_tokens: int, processors: int) -> bool:
     """Whether a product takes this way: of large weights where blocks of these sizes leave little
-    of the device idle, which is where it was measured faster on an H200 than the library's.
+    of the device idle, which is where it was measured faster on an H200 than others.
     """
-    if num_rows < _LEAST_ROWS or not native_dense.MAX_TOKENS < num_tokens <= MAX_TOKENS:
+    if num_rows < _LEAST_ROWS or not LEAST_TOKENS <= num_tokens <= MAX_TOKENS:
         return False
     way = choose_way(num_rows, num_tokens, processors)
-    tokens = way.turns * 8 * way.eights
-    share = num_rows * num_tokens / (tokens * BLOCK_ROWS * processors)
-    is_few = way.columns == 1 and way.turns == _FEW_TURNS
+    done = num_rows * max(num_tokens, native_dense.MAX_TOKENS)
+    share = done / (way.turns * math.prod(way.block) * processors)
+    is_few = not way.turned and way.columns == 1 and way.turns == _FEW_TURNS
     return share >= (_SHARE_OF_FEW if is_few else _LEAST_SHARE)
 
 
@@ -145,22 +173,31 @@ def swiglu(
     way = way or choose_way(held.num_rows, num_tokens, processors)
     product = product_arguments(out, held, epilogue=SWIGLU, num_tokens=num_tokens, bias=bias)
     product.alone, product.scale = alone, 1.0  # these are the values themselves
+    rows, tokens = way.block
     arguments = _Many(
-        weight=map_of(weight[: held.num_rows], BLOCK_ROWS),
-        x=map_of(x, 4 * way.eights),
-        out=map_of(out[:, : held.num_rows // 2], 8 * way.eights),
+        weight=map_of(weight[: held.num_rows], rows // 2 if way.shares_rows else rows),
+        x=map_of(x, tokens if way.shares_rows else tokens // 2),
         product=product,
         num_chunks=-(-held.num_columns * 2 // _CHUNK_BYTES),
         depth=way.depth,
-        num_blocks=-(-held.num_rows // BLOCK_ROWS),
+        num_blocks=-(-held.num_rows // rows),
     )
-    at = nvrtc.Launch((way.columns, way.rows, 1), 288, way.shared_bytes, cluster=(1, 2, 1))
+    if not way.turned:
+        arguments.out = map_of(out[:, : held.num_rows // 2], tokens)
+    cluster = (2, 1, 1) if way.shares_rows else (1, 2, 1)
+    at = nvrtc.Launch((way.columns, way.rows, 1), 288, way.shared_bytes, cluster=cluster)
     nvrtc.launch(SOURCE, way.kernel, at=at, arguments=arguments)
 
 
-def way_of(eights: int, num_rows: int, num_tokens: int, processors: int) -> Way:
-    """The way of blocks of so many eights of tokens: all of a turn are on the device at once."""
-    columns = -(-num_tokens // (8 * eights))
-    pairs = -(-num_rows // (2 * BLOCK_ROWS))
-    turns = -(-pairs // max(1, processors // columns // 2))
-    return Way(eights, columns, 2 * -(-pairs // turns), turns)
+def way_of(
+    eights: int, num_rows: int, num_tokens: int, processors: int, *, turned: bool = False
+) -> Way:
+    """The way of blocks of so many eights of tokens, or ``turned``, of rows: all of a turn are on
+    the device at once.
+    """
+    rows, tokens = Way(eights, 1, 1, 1, turned).block
+    columns = -(-num_tokens // tokens)
+    together = 1 if turned and columns % 2 == 0 else 2  # blocks of rows of a cluster
+    runs = -(-num_rows // (together * rows))
+    turns = -(-runs // max(1, processors // columns // together))
+    return Way(eights, columns, together * -(-runs // turns), turns, turned)

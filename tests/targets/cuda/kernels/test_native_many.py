@@ -21,7 +21,11 @@ BLOCKS = st.integers(1, 2048).map(lambda count: 16 * count)
 @pytest.mark.parametrize(
     ("num_rows", "num_tokens", "way"),
     [
-        (28672, 256, Way(32, columns=1, rows=112, turns=2)),
+        (28672, 128, Way(28, columns=1, rows=128, turns=1, turned=True)),
+        (28672, 192, Way(24, columns=1, rows=112, turns=2)),
+        (28672, 256, Way(28, columns=2, rows=64, turns=2, turned=True)),
+        (28672, 384, Way(28, columns=3, rows=44, turns=3, turned=True)),
+        (28672, 512, Way(28, columns=4, rows=32, turns=4, turned=True)),
         (28672, 768, Way(24, columns=4, rows=32, turns=7)),
         (28672, 896, Way(28, columns=4, rows=32, turns=7)),
         (28672, 2048, Way(32, columns=8, rows=16, turns=14)),
@@ -37,9 +41,10 @@ def test_what_it_takes() -> None:
     """Numbers of tokens whose blocks fill the device; two turns of a single column, too. Large
     weights only.
     """
-    counts = (128, 129, 192, 256, 257, 384, 512, 640, 768, 784, 896, 1024, 2048, 4096, 4097)
+    counts = (64, 65, 128, 129, 192, 256, 257, 384, 512, 640, 768, 784, 896, 1024, 2048, 4096, 4097)
     taken = [each for each in counts if native_many.takes(28672, each, H200)]
-    assert taken == [192, 256, 768, 896, 1024, 2048, 4096]
+    assert taken == [65, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 2048, 4096]
+    assert native_many.takes(24576, 100, H200) and not native_many.takes(22016, 100, 131)
     assert not any(native_many.takes(8192, each, H200) for each in counts)
 
 
@@ -54,12 +59,13 @@ def test_every_way_covers_the_product_and_fits(
     """All blocks of a turn are on the device at once, or a cluster would wait for what has no room;
     clusters are whole.
     """
-    for eights in native_many.MADE:
-        way = native_many.way_of(eights, num_rows, num_tokens, processors)
+    for turned, eights in native_many.MADE:
+        way = native_many.way_of(eights, num_rows, num_tokens, processors, turned=turned)
+        rows, tokens = way.block
         assert way.kernel in native_many.SOURCE.names
-        assert way.columns * way.rows <= processors and way.rows % 2 == 0
-        assert way.columns * 8 * way.eights >= num_tokens
-        assert way.turns * way.rows * native_many.BLOCK_ROWS >= num_rows
+        assert way.columns * way.rows <= processors
+        assert (way.columns if way.shares_rows else way.rows) % 2 == 0
+        assert way.columns * tokens >= num_tokens and way.turns * way.rows * rows >= num_rows
         assert way.depth >= 4 and way.shared_bytes <= nvrtc.MOST_SHARED - 256
 
 
@@ -96,11 +102,11 @@ def test_every_way(size: tuple[int, int], gpu: torch.device) -> None:
     held = weight("bf16", size, gpu, paired=True)
     bias = torch.randn(size[0], device=gpu)
     rows = held.data[: size[0], : size[1]]
-    for count in (129, 200, 256, 500, 1100):
+    for count in (65, 129, 200, 256, 500, 1100):
         x = torch.randn(count, size[1], device=gpu).bfloat16()
-        for eights in native_many.MADE:
+        for turned, eights in native_many.MADE:
             for processors in (132, 16):
-                way = native_many.way_of(eights, size[0], count, processors)
+                way = native_many.way_of(eights, size[0], count, processors, turned=turned)
                 check(x, held, rows, way, bias)
 
 
