@@ -32,8 +32,8 @@ PAGE, BLOCK = 64, 16
 HEADS = {"8b": (32, 8, 128), "35b-a3b": (16, 2, 256)}
 """Query heads, key/value heads and channels of models."""
 
-FREE, SAME = "free", "same"
-BITS = FREE, SAME
+FREE, SAME, WALKED = "free", "same", "walked"
+BITS = FREE, SAME, WALKED
 
 SPREAD = 10
 """Positions that the first row is before the middle one, and the last behind it."""
@@ -55,7 +55,7 @@ class Options:
     heads: tuple[str, ...] = option("whose heads", default=("8b",), choices=tuple(HEADS))
     bits: tuple[str, ...] = option(
         "blocks shared out freely, as steps of more than 4 rows are, or so that a row has the same "
-        "bits among any rows",
+        "bits among any rows; walked: the same, and few rows are not spread over more blocks",
         default=(FREE,),
         choices=BITS,
     )
@@ -159,9 +159,11 @@ class Launches:
         ):
             raise TilewrightError(f"attention.cu cannot run here: {why}")
         self._num_heads, self._scale = num_heads, head_dim**-0.5
-        self._share = native_attention.share_of_step(
-            rows, num_kv_heads, case.width, head_dim, strict=case.bits == SAME
-        )
+        sizes = rows, num_kv_heads, case.width, head_dim
+        self._share: native_attention.Share | native_attention.Spread
+        self._share = native_attention.share_of_step(*sizes, strict=case.bits == SAME)
+        if case.bits == WALKED:
+            self._share = native_attention.choose_share(*sizes)
         self._attend = native_attention.attend_decode
 
     def run(self, index: int = 0) -> None:

@@ -77,6 +77,11 @@ def test_operands_are_of_the_case(kind: str, monkeypatch: pytest.MonkeyPatch) ->
         for rows, bits in ((4, "free"), (5, "same"), (5, "free"))
     ]
     assert [each.group_splits for each in shares] == [8, 8, 4]
+    spread, walked = (
+        attention_rate.Launches(Case(1, kind, 246, 24, bits=bits), torch.Generator())._share
+        for bits in ("free", "walked")
+    )
+    assert spread == native_attention.Spread(1, 1) and walked == native_attention.Share(1, 8, 1)
     assert launches.qkv.shape == (3, 48 * 128) and (kind == "bfp8") == (
         launches.caches[0].exponents is not None
     )

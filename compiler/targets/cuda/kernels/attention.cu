@@ -38,12 +38,15 @@ struct Attend {
   float scale;               // times log2(e)
 };
 
-template <int F, int D, int NH> struct Shared {
+// The new token, rotated.
+template <int F, int D, int NH> struct Token {
   float cos[D], sin[D];
   u8 q[NH * 8 * Shape<F, D>::Q_ROW];
   float q_units[PARTS<D>][NH * 8];  // of bfp8: what float16 q is to be multiplied by
-  u8 fresh[2][D * 2];        // the new token's key and value as a row of a page
+  u8 fresh[2][D * 2];        // its key and value as a row of a page
   u32 fresh_exponents[2][2 * PARTS<D>];
+};
+template <int F, int D, int NH> struct Shared : Token<F, D, NH> {
   float2 warp_stats[PARTS<D>][WARPS][NH * 8];  // peak, total; of all parts alike
   float2 stats[MOST_SPLITS][NH * 8];
   unsigned long long received;       // mbarrier
@@ -52,12 +55,35 @@ template <int F, int D, int NH> struct Shared {
 // Behind it lie, where there are parts, scores [2 by page, WARPS, PARTS, NH, 32] float4; and
 // warp_sums [WARPS, R of a turn, D] and sums [splits of a group, R, D] fp32.
 
-// Rotate the new token: q into `s.q`, and where the block `stores`, its key and value.
+// Cosines and sines of the channels.
 template <int F, int D, int NH>
-__device__ __forceinline__ void enter(const Attend &p, Shared<F, D, NH> &s, const Value *token,
-                                      int num_heads, int g, bool stores, i64 row) {
+__device__ __forceinline__ void turn(const Attend &p, Token<F, D, NH> &s, int position) {
+  if ((int)threadIdx.x < D) {
+    const int c = threadIdx.x;
+    const bool second = p.interleaved ? c & 1 : c >= p.half;
+    float2 turn = make_float2(1.0f, 0.0f);
+    if (c < 2 * p.half) {
+      const int i = p.interleaved ? c >> 1 : second ? c - p.half : c;
+#ifdef GENERATED
+      const Turn *turns = p.inv_freq + (i64)position * (2 * p.half);
+      turn = make_float2(value_of(turns[i]), value_of(turns[p.half + i]));
+#else
+      turn = cos_sin((float)position * p.inv_freq[i]);
+#endif
+    }
+    s.cos[c] = turn.x;
+    s.sin[c] = second ? turn.y : -turn.y;
+  }
+}
+// Rotate the new token: q into `s.q`, and where the block `stores`, its key and value. `TEAMS`:
+// warps of a block, or pairs of warps with half the channels each; `meanwhile`: what is done while
+// the token is on its way.
+template <int F, int D, int NH, int TEAMS, class Meanwhile>
+__device__ __forceinline__ void enter(const Attend &p, Token<F, D, NH> &s, const Value *token,
+                                      int num_heads, int g, bool stores, i64 row,
+                                      Meanwhile meanwhile) {
   using S = Shape<F, D>;
-  constexpr int ROUNDS = (NH * 8 + 2 + WARPS - 1) / WARPS, C = CHANNELS<D>;
+  constexpr int ROUNDS = (NH * 8 + 2 + TEAMS - 1) / TEAMS, C = CHANNELS<D>;
   const int lane = threadIdx.x & 31, part = (threadIdx.x >> 5) % PARTS<D>;
   const int warp = (threadIdx.x >> 5) / PARTS<D>, c = part * C + (lane < C / 4 ? lane * 4 : 0);
   const int num_rows = num_heads + (stores ? 2 : 0);
@@ -66,17 +92,18 @@ __device__ __forceinline__ void enter(const Attend &p, Shared<F, D, NH> &s, cons
   float4 own[ROUNDS], other[ROUNDS];
 #pragma unroll
   for (int i = 0; i < ROUNDS; ++i) {
-    const int r = i * WARPS + warp, beyond = r - num_heads;
+    const int r = i * TEAMS + warp, beyond = r - num_heads;
     if (r >= num_rows) continue;
     const int head = beyond < 0 ? g * num_heads + r : (num_heads + beyond) * p.num_kv_heads + g;
     own[i] = read_floats(token + head * D + c);
     other[i] = read_floats(token + head * D + partner);
   }
+  meanwhile();
   __syncthreads();  // cos and sin are there
   const float4 cos = *(const float4 *)(s.cos + c), sin = *(const float4 *)(s.sin + c);
 #pragma unroll
   for (int i = 0; i < ROUNDS; ++i) {
-    const int r = i * WARPS + warp, of = r - num_heads;
+    const int r = i * TEAMS + warp, of = r - num_heads;
     if (r >= num_rows) continue;
     float4 x = own[i];
     if (of < 1) {
@@ -102,25 +129,35 @@ __device__ __forceinline__ void enter(const Attend &p, Shared<F, D, NH> &s, cons
   __syncthreads();
 }
 
-// Which of a row's pages a block reads: of `table`, [first, stop), in splits of `each` pages.
-struct Plan {
-  int newest, first, stop, each, used;  // the new token's page; `used`: splits of the row
+// A row's pages in sight are those from `seen` to before `end`, in splits of `each`.
+struct Cut {
+  int newest, seen, end, each, used;  // the new token's page; `used`: splits of the row
+};
+__device__ __forceinline__ Cut cut_of(const Attend &p, int position) {
+  Cut cut;
+  cut.seen = p.window > 0 ? max(position - p.window + 1, 0) / PAGE : 0;
+  cut.newest = position / PAGE;
+  cut.end = cut.newest + 1;
+  const int num_pages = cut.end - cut.seen;
+  const int num_splits = p.group_splits * (num_pages <= p.short_pages ? 1 : p.num_groups);
+  cut.each = num_splits == 1 ? num_pages : 1;  // without dividing
+  cut.used = num_splits == 1 ? 1 : num_pages;
+  if (num_splits > 1 && num_pages > num_splits) {
+    cut.each = (num_pages + num_splits - 1) / num_splits;
+    cut.used = (num_pages + cut.each - 1) / cut.each;
+  }
+  if (position < 0) cut.used = 0;
+  return cut;
+}
+// Which of them a block reads: [first, stop).
+struct Plan : Cut {
+  int first, stop;
   int split, last_split;  // this block's splits
   int group, in_group;    // the group's end, in splits
 };
 __device__ __forceinline__ Plan plan_of(const Attend &p, int position, int group) {
   Plan plan;
-  const int seen = p.window > 0 ? max(position - p.window + 1, 0) / PAGE : 0;
-  plan.newest = position / PAGE;
-  const int end = plan.newest + 1, num_pages = end - seen;
-  const int num_splits = p.group_splits * (num_pages <= p.short_pages ? 1 : p.num_groups);
-  plan.each = num_splits == 1 ? num_pages : 1;  // without dividing
-  plan.used = num_splits == 1 ? 1 : num_pages;
-  if (num_splits > 1 && num_pages > num_splits) {
-    plan.each = (num_pages + num_splits - 1) / num_splits;
-    plan.used = (num_pages + plan.each - 1) / plan.each;
-  }
-  if (position < 0) plan.used = 0;
+  (Cut &)plan = cut_of(p, position);
   plan.group = group;
   const int first_split = group * p.group_splits;
   plan.in_group = min(plan.used, first_split + p.group_splits);
@@ -128,8 +165,8 @@ __device__ __forceinline__ Plan plan_of(const Attend &p, int position, int group
   const int own = (left + p.num_joined - 1) >> (__ffs(p.num_joined) - 1);
   plan.split = first_split + blockIdx.x * own;
   plan.last_split = min(plan.split + own, plan.in_group);
-  plan.first = seen + plan.split * plan.each;
-  plan.stop = min(seen + plan.last_split * plan.each, end);
+  plan.first = plan.seen + plan.split * plan.each;
+  plan.stop = min(plan.seen + plan.last_split * plan.each, plan.end);
   return plan;
 }
 
@@ -139,6 +176,28 @@ __device__ __forceinline__ void finish(u16 *out, float4 acc, float total) {
                              pack2(acc.z * scale, acc.w * scale));
 }
 
+// Sums of up to COUNT splits or warps, in order: peaks and totals by `stats`, sums by `sums`.
+// `all`: the largest peak, and the total of their weights.
+template <int COUNT, class Stats, class Sums>
+__device__ __forceinline__ float4 add_up(float2 &all, int count, Stats stats, Sums sums) {
+  float2 own[COUNT];
+  float4 parts[COUNT], acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  all = make_float2(nothing(), 0.0f);
+#pragma unroll
+  for (int j = 0; j < COUNT; ++j) {  // all at once; places beyond the last repeat it
+    const int there = min(j, count - 1);
+    own[j] = stats(there);
+    parts[j] = sums(there);
+    all.x = fmaxf(all.x, own[j].x);
+  }
+#pragma unroll
+  for (int j = 0; j < COUNT; ++j) {
+    const float weight = j < count ? power_of_2(own[j].x - all.x) : 0.0f;
+    all.y += weight * own[j].y;
+    add(acc, weight, parts[j]);
+  }
+  return acc;
+}
 // The splits' sums of a group, in order; out, or where there are several groups, into scratch.
 // Returns whether it is this block that combines the groups.
 template <int F, int D, int NH>
@@ -149,32 +208,19 @@ __device__ __forceinline__ bool combine_splits(const Attend &p, Shared<F, D, NH>
   const bool is_whole = plan.used <= p.group_splits;
   for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS<D>) {
     const int head = i / (D / 4);
-    float2 own[MOST_SPLITS];
-    float4 parts[MOST_SPLITS], acc = *(const float4 *)(sums + i * 4);
-    float peak = s.stats[0][head].x, total = s.stats[0][head].y;
-    if (num_splits > 1) {
-      acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f), total = 0.0f;
-#pragma unroll
-      for (int j = 0; j < MOST_SPLITS; ++j) {  // all at once; places beyond the last repeat it
-        const int there = min(j, num_splits - 1);
-        own[j] = s.stats[there][head];
-        parts[j] = *(const float4 *)(sums + (there * num_heads * (D / 4) + i) * 4);
-        peak = fmaxf(peak, own[j].x);
-      }
-#pragma unroll
-      for (int j = 0; j < MOST_SPLITS; ++j) {
-        const float weight = j < num_splits ? power_of_2(own[j].x - peak) : 0.0f;
-        total += weight * own[j].y;
-        add(acc, weight, parts[j]);
-      }
-    }
+    float4 acc = *(const float4 *)(sums + i * 4);
+    float2 all = s.stats[0][head];
+    if (num_splits > 1)
+      acc = add_up<MOST_SPLITS>(
+          all, num_splits, [&](int j) { return s.stats[j][head]; },
+          [&](int j) { return *(const float4 *)(sums + (j * num_heads * (D / 4) + i) * 4); });
     if (is_whole) {
-      finish(out + i * 4, acc, total);
+      finish(out + i * 4, acc, all.y);
       continue;
     }
     const i64 at = (place * p.num_groups + plan.group) * num_heads;
     *(float4 *)(p.partial + at * D + i * 4) = acc;
-    if (i % (D / 4) == 0) p.peaks[at + head] = peak, p.totals[at + head] = total;
+    if (i % (D / 4) == 0) p.peaks[at + head] = all.x, p.totals[at + head] = all.y;
   }
   if (is_whole) return false;
   __syncthreads();
@@ -186,11 +232,11 @@ __device__ __forceinline__ bool combine_splits(const Attend &p, Shared<F, D, NH>
   __syncthreads();
   return s.is_last;
 }
-template <int D>
+template <int D, int NUM_THREADS>
 __device__ __forceinline__ void combine_groups(const Attend &p, int used, int num_heads, u16 *out,
                                                i64 place) {
   const int num_groups = (used + p.group_splits - 1) / p.group_splits;
-  for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS<D>) {
+  for (int i = threadIdx.x; i < num_heads * (D / 4); i += NUM_THREADS) {
     const i64 first = place * p.num_groups * num_heads;
     const float *peaks = p.peaks + first + i / (D / 4), *totals = p.totals + first + i / (D / 4);
     const float *partial = p.partial + first * D + i * 4;
@@ -220,17 +266,10 @@ __device__ __forceinline__ void combine_warps(Shared<F, D, NH> &s, const float *
   for (int i = threadIdx.x; i < count * (D / 4); i += THREADS<D>) {
     const int head = i / (D / 4) * TURNS<D> + turn;
     const int place = TURNS<D> == 1 ? i : head * (D / 4) + i % (D / 4);
-    float2 all = make_float2(nothing(), 0.0f);
-    float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) all.x = fmaxf(all.x, s.warp_stats[0][w][head].x);
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-      const float2 own = s.warp_stats[0][w][head];
-      const float weight = power_of_2(own.x - all.x);
-      all.y += weight * own.y;
-      add(acc, weight, *(const float4 *)(warp_sums + (w * most * (D / 4) + i) * 4));
-    }
+    float2 all;
+    const float4 acc = add_up<WARPS>(
+        all, WARPS, [&](int w) { return s.warp_stats[0][w][head]; },
+        [&](int w) { return *(const float4 *)(warp_sums + (w * most * (D / 4) + i) * 4); });
     float4 *to = (float4 *)(sums + (j * num_heads * (D / 4) + place) * 4);
     if (is_first) *to = acc;
     else send(to, acc, &s.received);
@@ -316,22 +355,7 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
   ask_values(plan.first);
   // Bytes that no block's exponent fills, which are read with those that are.
   if (D % 128 && threadIdx.x < 4) s.fresh_exponents[threadIdx.x >> 1][threadIdx.x & 1] = 0;
-  if ((int)threadIdx.x < D) {
-    const int c = threadIdx.x;
-    const bool second = p.interleaved ? c & 1 : c >= p.half;
-    float2 turn = make_float2(1.0f, 0.0f);
-    if (c < 2 * p.half) {
-      const int i = p.interleaved ? c >> 1 : second ? c - p.half : c;
-#ifdef GENERATED
-      const Turn *turns = p.inv_freq + (i64)position * (2 * p.half);
-      turn = make_float2(value_of(turns[i]), value_of(turns[p.half + i]));
-#else
-      turn = cos_sin((float)position * p.inv_freq[i]);
-#endif
-    }
-    s.cos[c] = turn.x;
-    s.sin[c] = second ? turn.y : -turn.y;
-  }
+  turn<F, D, NH>(p, s, position);
   const u8 *fresh_key = s.fresh[0] + first_channel * S::BYTES;
   const u8 *fresh_value = s.fresh[1] + first_channel * S::BYTES;
   const int beyond = plan.in_group - plan.last_split;  // splits that others of the cluster send
@@ -339,8 +363,8 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
     expect_bytes(&s.received, beyond * num_heads * (D * 4 + 8));
   if (p.early) wait_for_inputs();
   const int width = (num_heads + 2) * p.num_kv_heads * D;
-  enter<F, D, NH>(p, s, p.qkv + (i64)b * width, num_heads, kv_head, stores,
-                  FIRST_ROW(newest_number) + kv_head * PAGE + position % PAGE);
+  enter<F, D, NH, WARPS>(p, s, p.qkv + (i64)b * width, num_heads, kv_head, stores,
+                  FIRST_ROW(newest_number) + kv_head * PAGE + position % PAGE, [] {});
   if (is_joined) cluster_wait();  // the first block is there to be sent to
   int page = plan.first;
   for (int split = plan.split; split < plan.last_split; ++split) {
@@ -356,7 +380,7 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
         if (g == fresh) take_key<F, D>(keys, 0, fresh_key, exponents, t);
         if (g + 8 == fresh) take_key<F, D>(keys, 1, fresh_key, exponents, t);
       }
-      float scores[NH][4], fade[NH][2];
+      float scores[NH][4], peaks[NH][2], fade[NH][2];
       u32 weights[NH][2];
       score<F, D, NH>(scores, keys, s.q + first_channel * 2, s.q_units[part], num_heads, g, t);
       const int next = page + 1;
@@ -369,8 +393,9 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
         ask_keys(next);
       }
       if (PARTS<D> > 1) take_scores<NH>(scores, pair_scores + (1 - part) * NH * 32, warp, lane);
-      weigh<F, D, NH>(weights, fade, run, scores, p.scale, at + g <= position && at + g > oldest,
-                      at + g + 8 <= position && at + g + 8 > oldest);
+      mask<NH>(scores, peaks, p.scale, at + g <= position && at + g > oldest,
+               at + g + 8 <= position && at + g + 8 > oldest);
+      weigh<F, D, NH>(weights, fade, run, scores, peaks);
       if (is_fresh) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -396,7 +421,7 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
   if (beyond > 0) wait_bytes(&s.received);
   const i64 place = (i64)b * p.num_kv_heads + kv_head;
   if (combine_splits<F, D, NH>(p, s, sums, plan, num_heads, out, place))
-    combine_groups<D>(p, plan.used, num_heads, out, place);
+    combine_groups<D, THREADS<D>>(p, plan.used, num_heads, out, place);
   return more;
 }
 
@@ -436,3 +461,7 @@ ALL(64)
 ALL(96)
 ALL(128)
 ALL(256)
+
+#ifndef GENERATED
+#include "attention_few.cuh"
+#endif

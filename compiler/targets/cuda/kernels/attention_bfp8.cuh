@@ -124,6 +124,16 @@ template <> struct Form<BFP8> {
     const u32 all = max2(words[0], words[0] << 8);  // of halves, whose upper bytes decide
     return __reduce_max_sync(~0u, max(all >> 24, all >> 8 & 0xFF));
   }
+  // Words of a slice's exponents of a lane's four rows, from lanes that hold a word each of all
+  // exponents, of row g / 2 of theirs; returns the largest of all.
+  static __device__ __forceinline__ int share_exponents(u32 (&exponents)[4][2], u32 word,
+                                                        int slice, int t) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      exponents[i][0] = __shfl_sync(~0u, word, (2 * i + (slice >> 1)) * 4 + t) >> (slice & 1) * 16;
+    const u32 all = max2(word, word << 8);  // of halves, whose upper bytes decide
+    return __reduce_max_sync(~0u, max(all >> 24, all >> 8 & 0xFF));
+  }
   // What to add to exponents in both halves of a word.
   static __device__ __forceinline__ u32 shift_of(int largest) {
     return (u32)((LARGEST - largest) & 0xFFFF) * 0x10001u;
@@ -152,8 +162,8 @@ template <int D> struct Pairs<BFP8, D> {
     const u32 shift = Form<BFP8>::shift_of(largest);
 #pragma unroll
     for (int i = 0; i < S::V_PIECES; ++i) {
-      const int word = D == 96 ? i >> 1 : i;
-      const u32 place = D == 96 ? 2 * (i & 1) + (g >> 2) : g >> 1;
+      const int word = S::V_WIDTH == 4 ? i >> 1 : i;
+      const u32 place = S::V_WIDTH == 4 ? 2 * (i & 1) + (g >> 2) : g >> 1;
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
         const u32 bytes = __byte_perm(v.exponents[2 * pair][word], v.exponents[2 * pair + 1][word],

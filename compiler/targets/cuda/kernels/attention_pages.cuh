@@ -38,7 +38,7 @@ template <int D> constexpr int PARTS = D / CHANNELS<D>;         // warps that sh
 template <int F, int D> struct Shape {
   static constexpr int BYTES = F == BF16 ? 2 : 1, ROW = D * BYTES, BLOCKS = D / 16;
   static constexpr int K_PIECES = CHANNELS<D> / 32, K_WORDS = 2 * BYTES;  // 8 channels a piece
-  static constexpr int V_WIDTH = D == 96 ? 4 : 8;               // channels a piece
+  static constexpr int V_WIDTH = D % 64 ? 4 : 8;                // channels a piece
   static constexpr int V_PIECES = CHANNELS<D> / 8 / V_WIDTH, V_WORDS = V_WIDTH * BYTES / 4;
   static constexpr int Q_ROW = D * 2 + (D == 96 ? 0 : 64);      // eight lanes in different banks
 };
@@ -74,11 +74,12 @@ __device__ __forceinline__ void read_keys(Keys<F, D> &k, const u8 *values, const
     Form<F>::template read_exponents<D>(k.exponents[1], exponents + 8 * S::BLOCKS, wanted8);
   }
 }
-// `wanted`: bit i for the i-th of a lane's rows.
-template <int F, int D>
-__device__ __forceinline__ void read_values(Values<F, D> &v, const u8 *values, const u8 *exponents,
+// `wanted`: bit i for the i-th of a lane's rows. Of a slice of C channels exponents are not read.
+template <int F, int D, int C = D>
+__device__ __forceinline__ void read_values(Values<F, C> &v, const u8 *values, const u8 *exponents,
                                             u32 wanted) {
-  using S = Shape<F, D>;
+  using S = Shape<F, C>;
+  using Row = Shape<F, D>;
 #pragma unroll
   for (int row = 0; row < 4; ++row) {
     const int line = (row & 1) + (row >> 1) * 8;
@@ -86,8 +87,8 @@ __device__ __forceinline__ void read_values(Values<F, D> &v, const u8 *values, c
 #pragma unroll
     for (int i = 0; i < S::V_PIECES; ++i)
       read_over<S::V_WORDS>(v.words[row] + i * S::V_WORDS,
-                            values + line * S::ROW + i * 8 * S::V_WIDTH * S::BYTES, here);
-    if constexpr (F == BFP8)
+                            values + line * Row::ROW + i * 8 * S::V_WIDTH * S::BYTES, here);
+    if constexpr (F == BFP8 && C == D)
       Form<F>::template read_exponents<D>(v.exponents[row], exponents + line * S::BLOCKS, here);
   }
 }
@@ -169,16 +170,18 @@ template <int D, int NH> struct Running {
     }
   }
 };
-template <int F, int D, int NH>
-__device__ __forceinline__ void score(float (&scores)[NH][4], const Keys<F, D> &k, const u8 *q,
-                                      const float *q_units, int num_heads, int g, int t) {
+// The largest exponent of a warp's values, or keys; see `Form`.
+template <int F, int ROWS>
+__device__ __forceinline__ int largest_of(const u32 (&exponents)[ROWS][2], int place) {
+  if constexpr (F == BFP8) return Form<F>::largest_exponent(exponents, place);
+  return 0;
+}
+// `piece`: gives piece i of a lane's row of keys, of float16 relative to the `largest` exponent.
+template <int F, int D, int NH, class Piece>
+__device__ __forceinline__ void score(float (&scores)[NH][4], Piece piece, int largest,
+                                      const u8 *q, const float *q_units, int num_heads, int g,
+                                      int t) {
   using S = Shape<F, D>;
-  int largest = 0;
-  u32 shift = 0;
-  if constexpr (F == BFP8) {
-    largest = Form<F>::largest_exponent(k.exponents, t);
-    shift = Form<F>::shift_of(largest);
-  }
   float odd[NH][4];
 #pragma unroll
   for (int h = 0; h < NH; ++h)
@@ -187,8 +190,8 @@ __device__ __forceinline__ void score(float (&scores)[NH][4], const Keys<F, D> &
 #pragma unroll
   for (int i = 0; i < S::K_PIECES; ++i) {
     u32 top[4], low[4];
-    key_piece(top, k, 0, i, t, shift);
-    key_piece(low, k, 1, i, t, shift);
+    piece(top, 0, i);
+    piece(low, 1, i);
     const u32 a[4] = {top[0], low[0], top[1], low[1]}, a_odd[4] = {top[2], low[2], top[3], low[3]};
 #pragma unroll
     for (int h = 0; h < NH; ++h) {
@@ -211,6 +214,16 @@ __device__ __forceinline__ void score(float (&scores)[NH][4], const Keys<F, D> &
     }
   }
 }
+template <int F, int D, int NH>
+__device__ __forceinline__ void score(float (&scores)[NH][4], const Keys<F, D> &k, const u8 *q,
+                                      const float *q_units, int num_heads, int g, int t) {
+  const int largest = largest_of<F>(k.exponents, t);
+  u32 shift = 0;
+  if constexpr (F == BFP8) shift = Form<F>::shift_of(largest);
+  score<F, D, NH>(
+      scores, [&](u32 (&out)[4], int row, int i) { key_piece(out, k, row, i, t, shift); }, largest,
+      q, q_units, num_heads, g, t);
+}
 // Scores of half the channels, left for the warp of the other half, to which `theirs` belongs; and
 // the sums of both. `own` and `theirs` [NH, 32]; a later page's must not be left there before these
 // are read, so pages alternate between two places.
@@ -223,7 +236,7 @@ __device__ __forceinline__ void leave_scores(const float (&scores)[NH][4], float
 template <int NH>
 __device__ __forceinline__ void take_scores(float (&scores)[NH][4], const float4 *theirs, int pair,
                                             int lane) {
-  pair_barrier(pair);
+  barrier_of(pair, 64);
 #pragma unroll
   for (int h = 0; h < NH; ++h) {
     const float4 other = theirs[h * 32 + lane];
@@ -231,46 +244,54 @@ __device__ __forceinline__ void take_scores(float (&scores)[NH][4], const float4
     scores[h][2] += other.z, scores[h][3] += other.w;
   }
 }
-// Scores become weights: `weights[h]` are P^T as B fragments; `fade`: what sums so far lose.
+// Scores are scaled, those out of sight nothing; `peaks`: the largest of a page.
+template <int NH>
+__device__ __forceinline__ void mask(float (&scores)[NH][4], float (&peaks)[NH][2], float scale,
+                                     bool valid, bool valid8) {
+#pragma unroll
+  for (int h = 0; h < NH; ++h)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      scores[h][i] = valid ? scores[h][i] * scale : nothing();
+      scores[h][2 + i] = valid8 ? scores[h][2 + i] * scale : nothing();
+      peaks[h][i] = fmaxf(scores[h][i], scores[h][2 + i]);
+#pragma unroll
+      for (int offset = 4; offset <= 16; offset <<= 1)
+        peaks[h][i] = fmaxf(peaks[h][i], __shfl_xor_sync(~0u, peaks[h][i], offset));
+    }
+}
+// They become weights: `weights[h]` are P^T as B fragments; `fade`: what sums so far lose.
 template <int F, int D, int NH>
 __device__ __forceinline__ void weigh(u32 (&weights)[NH][2], float (&fade)[NH][2],
                                       Running<D, NH> &run, const float (&scores)[NH][4],
-                                      float scale, bool valid, bool valid8) {
+                                      const float (&peaks)[NH][2]) {
 #pragma unroll
   for (int h = 0; h < NH; ++h) {
     float w[4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      w[i] = valid ? scores[h][i] * scale : nothing();
-      w[2 + i] = valid8 ? scores[h][2 + i] * scale : nothing();
-      float peak = fmaxf(w[i], w[2 + i]);
-#pragma unroll
-      for (int offset = 4; offset <= 16; offset <<= 1)
-        peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, offset));
-      peak = fmaxf(peak, run.peak[h][i]);
+      const float peak = fmaxf(peaks[h][i], run.peak[h][i]);
       const float base = finite(peak);
       fade[h][i] = power_of_2(run.peak[h][i] - base);
       run.peak[h][i] = peak;
-      w[i] = power_of_2(w[i] - base);
-      w[2 + i] = power_of_2(w[2 + i] - base);
+      w[i] = power_of_2(scores[h][i] - base);
+      w[2 + i] = power_of_2(scores[h][2 + i] - base);
       run.total[h][i] = run.total[h][i] * fade[h][i] + (w[i] + w[2 + i]);
     }
     weights[h][0] = transpose(Form<F>::pack(w[0], w[1]));
     weights[h][1] = transpose(Form<F>::pack(w[2], w[3]));
   }
 }
-// Sums of bfp8 fade, too, where these values have a larger exponent than all before.
-template <int F, int D, int NH>
-__device__ __forceinline__ void add_values(Running<D, NH> &run, const Values<F, D> &v,
-                                           const u32 (&weights)[NH][2], float (&fade)[NH][2],
-                                           int g) {
+// The same, and what values add to them, whose `largest` exponent is that so far: `tile` gives one
+// of the A fragments of V^T.
+template <int F, int D, int NH, class Tile>
+__device__ __forceinline__ void add_tiles(Running<D, NH> &run, Tile tile, int largest,
+                                          const u32 (&weights)[NH][2], float (&fade)[NH][2]) {
   float smaller = 1.0f;
   if constexpr (F == BFP8) {
-    const int before = run.largest;
-    run.largest = max(before, Form<F>::largest_exponent(v.exponents, g));
-    smaller = __int_as_float(max(127 + before - run.largest, 0) << 23);
+    smaller = __int_as_float(max(127 + run.largest - largest, 0) << 23);
+    run.largest = largest;
   }
-  const Pairs<F, D> pairs(v, run.largest, g);
 #pragma unroll
   for (int h = 0; h < NH; ++h) {
     if (F == BFP8) fade[h][0] *= smaller, fade[h][1] *= smaller;
@@ -282,12 +303,26 @@ __device__ __forceinline__ void add_values(Running<D, NH> &run, const Values<F, 
   }
 #pragma unroll
   for (int j = 0; j < CHANNELS<D> / 16; ++j) {
-    const int low = j + CHANNELS<D> / 16;
-    const u32 a[4] = {pairs.of(0, j), pairs.of(0, low), pairs.of(1, j), pairs.of(1, low)};
+    u32 a[4];
+    tile(a, j);
 #pragma unroll
     for (int h = 0; h < NH; ++h)
       Form<F>::multiply(run.sums[h][j], a, weights[h][0], weights[h][1]);
   }
+}
+template <int F, int D>
+__device__ __forceinline__ void tile_of(u32 (&a)[4], const Pairs<F, D> &pairs, int j) {
+  const int low = j + CHANNELS<D> / 16;
+  a[0] = pairs.of(0, j), a[1] = pairs.of(0, low), a[2] = pairs.of(1, j), a[3] = pairs.of(1, low);
+}
+template <int F, int D, int NH>
+__device__ __forceinline__ void add_values(Running<D, NH> &run, const Values<F, D> &v,
+                                           const u32 (&weights)[NH][2], float (&fade)[NH][2],
+                                           int g) {
+  const int largest = max(run.largest, largest_of<F>(v.exponents, g));
+  const Pairs<F, D> pairs(v, largest, g);
+  add_tiles<F, D, NH>(
+      run, [&](u32 (&a)[4], int j) { tile_of(a, pairs, j); }, largest, weights, fade);
 }
 // A warp's sums into shared memory: `stats` [NH * 8], `sums` its channels of [heads, D]: all heads,
 // or of two turns the even ones and the odd ones.
@@ -295,7 +330,7 @@ template <int F, int D, int NH, int TURNS>
 __device__ __forceinline__ void leave(const Running<D, NH> &run, float2 *stats, float *sums,
                                       int num_heads, int g, int t, int turn) {
   static_assert(TURNS <= 2, "a lane has two heads of eight");
-  constexpr int WIDTH = D == 96 ? 4 : 8, HALF = CHANNELS<D> / 16;
+  constexpr int WIDTH = Shape<F, D>::V_WIDTH, HALF = CHANNELS<D> / 16;
   float unit = 1.0f;
   if constexpr (F == BFP8) unit = Form<F>::unit_of(run.largest);
 #pragma unroll

@@ -37,25 +37,26 @@ __device__ __forceinline__ void wait_bytes(void *barrier) {
                  "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(shared_address(barrier)) : "memory");
   } while (!done);
 }
-// Four floats, or two, to the same place of the cluster's first block, counted by its barrier.
-__device__ __forceinline__ u32 in_first_block(const void *p) {
+// Four floats, or two, to the same place of a block of the cluster, counted by its barrier.
+__device__ __forceinline__ u32 in_block(const void *p, int block) {
   u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(shared_address(p)));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(there) : "r"(shared_address(p)), "r"(block));
   return there;
 }
-__device__ __forceinline__ void send(float4 *to, float4 v, void *barrier) {
+__device__ __forceinline__ void send(float4 *to, float4 v, void *barrier, int block = 0) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
-               "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(in_first_block(to)),
-               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(in_first_block(barrier)) : "memory");
+               "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(in_block(to, block)), "f"(v.x), "f"(v.y),
+               "f"(v.z), "f"(v.w), "r"(in_block(barrier, block)) : "memory");
 }
-__device__ __forceinline__ void send(float2 *to, float2 v, void *barrier) {
+__device__ __forceinline__ void send(float2 *to, float2 v, void *barrier, int block = 0) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
-               ::"r"(in_first_block(to)), "f"(v.x), "f"(v.y), "r"(in_first_block(barrier))
+               ::"r"(in_block(to, block)), "f"(v.x), "f"(v.y), "r"(in_block(barrier, block))
                : "memory");
 }
-// Of the two warps that have the same `pair` below 15.
-__device__ __forceinline__ void pair_barrier(int pair) {
-  asm volatile("barrier.sync.aligned %0, 64;" ::"r"(pair + 1) : "memory");
+// A block's barrier `number`, below 15, of `threads` of it.
+__device__ __forceinline__ void barrier_of(int number, int threads) {
+  asm volatile("barrier.sync.aligned %0, %1;" ::"r"(number + 1), "r"(threads) : "memory");
 }
 // Past the first-level cache, over what `v` holds, which stays where nothing is wanted.
 template <int WORDS>

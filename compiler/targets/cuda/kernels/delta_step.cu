@@ -50,11 +50,6 @@ __device__ __forceinline__ float read_constant(const float *from) {
   asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
   return v;
 }
-__device__ __forceinline__ u32 in_block(const void *p, int rank) {
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
-  return there;
-}
 // To the same place in a block of the cluster, counted by its barrier.
 __device__ __forceinline__ void send_to(int rank, float4 *to, float4 v, void *barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "

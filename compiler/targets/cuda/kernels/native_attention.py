@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -56,9 +57,26 @@ WALKED_PAGES = 64
 MAX_GROUPS = 16
 """Groups of splits that a row's pages are cut into, at most."""
 
+FEW_HEAD_DIMS = (128, 256)
+MOST_FEW_HEADS = 8
+"""Query heads of a key/value head, at most, of few rows that clusters of sixteen blocks take."""
+
+FEW_PAGES = {128: range(21, 33), 256: range(9, 65)}
+"""Of a table, with which few rows are spread, by channels of a head: where that was measured faster
+on an H200 for rows that fill half of it. Up to eight pages, no split has more than one.
+"""
+
+MOST_FEW_CLUSTERS = 16
+"""Clusters of sixteen blocks that a GPU works at once, at most: two in each of its eight parts,
+half as many where a block has twice the threads.
+"""
+
 _WARPS = 4
 _WARP_CHANNELS = 128
 _MOST_SPLITS = 8
+_TEAMS = 8
+_CLUSTER_SPLITS = 32
+_FEW_LONG = 2  # rows times key/value heads of more than 32 pages: of more, walking is faster
 
 
 class _Attend(ctypes.Structure):
@@ -76,6 +94,7 @@ class _Attend(ctypes.Structure):
     )
 
 
+_FEW_NAMES = tuple(f"attend_few_{kind}_{d}" for kind in ("bf16", "bfp8") for d in FEW_HEAD_DIMS)
 SOURCE = nvrtc.Source(
     Path(__file__).with_name("attention.cu"),
     tuple(
@@ -84,14 +103,18 @@ SOURCE = nvrtc.Source(
         for kind in ("bf16", "bfp8")
         for d in HEAD_DIMS
         for n in (1, 2)
-    ),
+    )
+    + _FEW_NAMES,
     headers=(
         "primitives.cuh",
         "attention_primitives.cuh",
         "attention_pages.cuh",
         "attention_bfp8.cuh",
+        "attention_tiles.cuh",
+        "attention_few.cuh",
     ),
     structures=(("Attend", _Attend),),
+    large_clusters=_FEW_NAMES,
 )
 
 
@@ -111,6 +134,20 @@ class Share:
     def group_splits(self) -> int:
         """The splits of a group."""
         return self.num_joined * self.each_block
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The same of few rows: clusters of sixteen blocks take up to four pages of eight splits at
+    once, or of 32 splits one. A row has the bits of a :class:`Share` of as many groups, of eight
+    splits each.
+    """
+
+    num_groups: int
+    num_clusters: int  # of a row and key/value head
+
+    num_joined: ClassVar[int] = 16
+    group_splits: ClassVar[int] = 8
 
 
 def choose_share(
@@ -141,12 +178,26 @@ def choose_share(
     return Share(num_groups, num_joined, splits // num_joined if same_bits else 1, num_begun)
 
 
+def choose_spread(num_rows: int, num_kv_heads: int, num_pages: int, head_dim: int) -> Spread | None:
+    """Choose how few rows over tables of ``num_pages`` are spread; None where they are not."""
+    if num_rows > FEW_TOKENS or num_pages not in FEW_PAGES.get(head_dim, ()):
+        return None
+    most = MOST_FEW_CLUSTERS // _num_parts(head_dim)
+    if num_rows * num_kv_heads > (most if num_pages <= _CLUSTER_SPLITS else _FEW_LONG):
+        return None
+    num_groups = choose_share(num_rows, num_kv_heads, num_pages, same_bits=True).num_groups
+    assert num_groups == 1 or num_pages <= _MOST_SPLITS * num_groups  # a page a split
+    return Spread(num_groups, 1 if num_groups == 1 else -(-num_pages // _CLUSTER_SPLITS))
+
+
 def share_of_step(
     num_rows: int, num_kv_heads: int, num_pages: int, head_dim: int, *, strict: bool
-) -> Share:
+) -> Share | Spread:
     """Choose as a step does, which keeps a row's bits where these are promised (``strict``), and
     with few rows; of more, products of bfloat16 promise none either.
     """
+    if spread := choose_spread(num_rows, num_kv_heads, num_pages, head_dim):
+        return spread
     same_bits = strict or num_rows <= FEW_TOKENS
     return choose_share(num_rows, num_kv_heads, num_pages, head_dim, same_bits=same_bits)
 
@@ -198,14 +249,16 @@ def attend_decode(
     interleaved: bool = False,
     scratch: Scratch,
     early: bool = False,
-    share: Share | None = None,
+    share: Share | Spread | None = None,
 ) -> None:
     """What :func:`targets.cuda.kernels.attention_decode.attend_decode` does, with the same
     arguments, where :func:`why_not` has no objection; ``out`` is bf16, its rows 8-byte aligned.
     Products over bfp8 are of float16, where blocks 2^20 times smaller than others nearby are 0.
+    A :class:`Spread` that there is no room for becomes a :class:`Share`, of which bits are equal.
     """
-    num_rows, num_pages = qkv.shape[0], block_tables.shape[1]
-    share = share or choose_share(num_rows, pages.num_kv_heads, num_pages, pages.head_dim)
+    num_rows, heads = qkv.shape[0], num_heads // pages.num_kv_heads
+    if share is None or (isinstance(share, Spread) and not _fits(share, pages, num_rows, heads)):
+        share = choose_share(num_rows, pages.num_kv_heads, block_tables.shape[1], pages.head_dim)
     _check_operands(pages, qkv, out, block_tables, inv_freq)
     assert positions.dtype == slots.dtype == torch.int64
     parts = num_rows * num_heads * share.num_groups if share.num_groups > 1 else 0
@@ -222,16 +275,18 @@ def attend_decode(
         totals=scratch.totals.data_ptr(),
         arrived=scratch.arrived.data_ptr(),
         out_stride=out.stride(0),
-        group_heads=num_heads // pages.num_kv_heads,
+        group_heads=heads,
         window=window,
         early=early,
-        num_groups=share.num_groups,
-        num_joined=share.num_joined,
-        group_splits=share.group_splits,
-        short_pages=SHORT_PAGES,
+        **_splits(share),
         scale=scale * LOG2_E,
     )
     _launch(pages, arguments, num_rows, share)
+
+
+def _splits(share: Share | Spread) -> dict[str, int]:
+    names = "num_groups", "num_joined", "group_splits"
+    return {name: getattr(share, name) for name in names} | {"short_pages": SHORT_PAGES}
 
 
 def _page_arguments(pages: KVPages, block_tables: torch.Tensor) -> dict[str, int]:
@@ -252,8 +307,12 @@ def _rotation(inv_freq: torch.Tensor, interleaved: bool) -> dict[str, int]:
     }
 
 
-def _launch(pages: KVPages, arguments: _Attend, num_rows: int, share: Share) -> None:
+def _launch(pages: KVPages, arguments: _Attend, num_rows: int, share: Share | Spread) -> None:
     """The kernel of these pages and so many heads, its splits shared out so."""
+    if isinstance(share, Spread):
+        at = _spread_launch(share, pages, num_rows)
+        nvrtc.launch(SOURCE, _few_name(pages), at=at, arguments=arguments)
+        return
     way = "attend" if share.num_begun == share.num_groups else "walk"
     kind = "bf16" if pages.exponents is None else "bfp8"
     heads = arguments.group_heads
@@ -268,6 +327,29 @@ def _launch(pages: KVPages, arguments: _Attend, num_rows: int, share: Share) -> 
         ),
         arguments=arguments,
     )
+
+
+def _few_name(pages: KVPages) -> str:
+    return f"attend_few_{'bf16' if pages.exponents is None else 'bfp8'}_{pages.head_dim}"
+
+
+def _spread_launch(share: Spread, pages: KVPages, num_rows: int) -> nvrtc.Launch:
+    most_splits = _MOST_SPLITS if share.num_groups == 1 else _CLUSTER_SPLITS
+    return nvrtc.Launch(
+        blocks=(Spread.num_joined, num_rows, pages.num_kv_heads * share.num_clusters),
+        num_threads=32 * _TEAMS * _num_parts(pages.head_dim),
+        shared=_few_bytes(pages.head_dim, most_splits),
+        cluster=(Spread.num_joined, 1, 1),
+    )
+
+
+def _fits(share: Spread, pages: KVPages, num_rows: int, group_heads: int) -> bool:
+    """Whether the kernel has so many heads, and the GPU works all rows at once."""
+    if group_heads > MOST_FEW_HEADS or pages.head_dim not in FEW_HEAD_DIMS:
+        return False
+    at = _spread_launch(share, pages, 1)
+    room = nvrtc.clusters_at_once(SOURCE, _few_name(pages), at, torch.cuda.current_device())
+    return num_rows * pages.num_kv_heads <= room
 
 
 def _check_operands(
@@ -289,6 +371,15 @@ def _check_operands(
 def _num_parts(head_dim: int) -> int:
     """Warps that share positions, each with a part of the channels."""
     return -(-head_dim // _WARP_CHANNELS)
+
+
+def _few_bytes(head_dim: int, num_splits: int) -> int:
+    """`FewShared` of attention_few.cuh, with some to spare; behind it what the cluster sends."""
+    parts = _num_parts(head_dim)
+    token = 12 * head_dim + 8 * (2 * head_dim + 64) + 48 * parts
+    traded = 512 * (_TEAMS * parts if parts > 1 else 1)
+    left = _TEAMS * (32 + 512 + 64) + _CLUSTER_SPLITS * 64
+    return token + traded + left + 64 + num_splits * _WARPS * (64 + 2 * head_dim)
 
 
 def _shared_bytes(head_dim: int, group_heads: int, num_splits: int) -> int:

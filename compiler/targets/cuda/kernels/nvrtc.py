@@ -38,7 +38,8 @@ class Source:
     """A file of kernels, by name; the headers beside the file, by name, that it includes, directly
     or not; what its kernels are handed: structures of C++ by name, with their twins of ctypes.
     ``beside``: another kernel's blocks are to fit beside its own, so multiprocessors are to have
-    all of their memory as shared memory, not just as much as these blocks need.
+    all of their memory as shared memory, not just as much as these blocks need. ``large_clusters``:
+    names of those whose clusters have sixteen blocks.
     """
 
     path: Path
@@ -46,6 +47,7 @@ class Source:
     headers: tuple[str, ...] = ()
     structures: tuple[tuple[str, type[ctypes.Structure]], ...] = ()
     beside: bool = False
+    large_clusters: tuple[str, ...] = ()
 
     def text(self) -> bytes:
         """What is compiled: the file, and that its structures lie as ctypes lays out their twins.
@@ -93,24 +95,41 @@ def launch(
     fields = [getattr(type(arguments), field[0]).offset for field in arguments._fields_]
     places = [address + offset for offset in fields] if spread else [address]
     pointers = (ctypes.c_void_p * len(places))(*places)
+    behind = driver.CUlaunchAttribute()
+    behind.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    behind.value.programmaticStreamSerializationAllowed = 1
+    config = _config(at, behind)
+    config.hStream = torch.cuda.current_stream().cuda_stream
+    function = _functions(source, torch.cuda.current_device())[name]
+    check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+
+
+@functools.cache
+def clusters_at_once(source: Source, name: str, at: Launch, device: int) -> int:
+    """How many clusters of such a launch the device, the current one, works at once."""
+    from cuda.bindings import driver
+
+    function = _functions(source, device)[name]
+    return int(check(driver.cuOccupancyMaxActiveClusters(function, _config(at))))
+
+
+def _config(at: Launch, *attributes: Any) -> Any:
+    """What the driver is told of a launch but for its stream."""
+    from cuda.bindings import driver
+
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = at.blocks
     config.blockDimX, config.blockDimY, config.blockDimZ = at.num_threads, 1, 1
     config.sharedMemBytes = at.shared
-    config.hStream = torch.cuda.current_stream().cuda_stream
-    behind = driver.CUlaunchAttribute()
-    behind.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    behind.value.programmaticStreamSerializationAllowed = 1
-    config.attrs = [behind]
+    attrs = list(attributes)
     if at.cluster != (1, 1, 1):
         together = driver.CUlaunchAttribute()
         together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         together.value.clusterDim.x, together.value.clusterDim.y = at.cluster[:2]
         together.value.clusterDim.z = at.cluster[2]
-        config.attrs = [behind, together]
-    config.numAttrs = len(config.attrs)
-    function = _functions(source, torch.cuda.current_device())[name]
-    check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+        attrs.append(together)
+    config.attrs, config.numAttrs = attrs, len(attrs)
+    return config
 
 
 def _is(what: str, value: int, name: str) -> str:
@@ -167,6 +186,9 @@ def _functions(source: Source, device: int) -> dict[str, Any]:
         if source.beside:
             share = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
             check(driver.cuFuncSetAttribute(found[name], share, 100))  # of a hundred
+        if name in source.large_clusters:
+            large = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            check(driver.cuFuncSetAttribute(found[name], large, 1))
     return found
 
 

@@ -8,8 +8,14 @@ import re
 import pytest
 import torch
 
-from tilewright.compiler.targets.cuda.kernels import native_attention
-from tilewright.compiler.targets.cuda.kernels.native_attention import Share, choose_share
+from tilewright.compiler.targets.cuda.kernels import native_attention, nvrtc
+from tilewright.compiler.targets.cuda.kernels.native_attention import (
+    Share,
+    Spread,
+    choose_share,
+    choose_spread,
+    share_of_step,
+)
 from tilewright.compiler.targets.cuda.pages import PAGE, KVPages, allocate_pages
 
 LARGE = (8, 34), (32, 34), (64, 34), (256, 34), (256, 64), (256, 128), (256, 1024)
@@ -52,6 +58,52 @@ def test_without_bits_a_block_has_one_split() -> None:
     assert choose_share(256, 8, 64, same_bits=False) == Share(12, 1, 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((1, 2, 18, 256), Spread(1, 1)),
+        ((4, 2, 32, 256), Spread(1, 1)),
+        ((1, 2, 34, 256), Spread(16, 2)),
+        ((1, 8, 32, 128), Spread(1, 1)),
+        ((2, 8, 21, 128), Spread(1, 1)),
+    ],
+)
+def test_few_rows_are_spread(sizes: tuple[int, int, int, int], expected: Spread) -> None:
+    for strict in (False, True):
+        assert share_of_step(*sizes, strict=strict) == expected
+    assert expected.num_groups == choose_share(*sizes).num_groups
+    assert expected.group_splits == choose_share(*sizes).group_splits
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (5, 2, 18, 256),  # many rows
+        (3, 8, 24, 128),  # more clusters than a GPU has room for
+        (2, 8, 18, 256),
+        (1, 8, 8, 128),  # a page a split
+        (1, 8, 20, 128),  # short rows lose more than longer ones gain
+        (2, 2, 34, 256),  # two clusters a row and head
+        (1, 8, 34, 128),
+        (1, 2, 65, 256),  # long tables
+        (1, 2, 18, 64),  # no such kernel
+    ],
+)
+def test_other_rows_are_not_spread(sizes: tuple[int, int, int, int]) -> None:
+    assert choose_spread(*sizes) is None
+    assert share_of_step(*sizes, strict=True) == choose_share(*sizes)
+
+
+@pytest.mark.parametrize(("head_dim", "num_threads", "at_once"), [(128, 256, 2), (256, 512, 1)])
+def test_blocks_of_few_rows_have_room(head_dim: int, num_threads: int, at_once: int) -> None:
+    pages = allocate_pages(1, 2, head_dim, kind="bfp8", device=torch.device("cpu"))
+    for spread in (Spread(1, 1), Spread(16, 2)):
+        at = native_attention._spread_launch(spread, pages, 3)
+        assert at.blocks == (16, 3, 2 * spread.num_clusters) and at.cluster == (16, 1, 1)
+        assert at.num_threads == num_threads and at_once * (at.shared + 2048) < nvrtc.MOST_SHARED
+        assert not native_attention._fits(spread, pages, 1, 9), "more heads than the kernel has"
+
+
 def test_every_kernel_is_asked_for() -> None:
     eights = re.findall(r"ATTEND\(D, (\d)\)", _source())
     kinds = re.findall(r"KERNELS\((\w+), [A-Z]", _source().split("#define ATTEND")[1])
@@ -62,7 +114,10 @@ def test_every_kernel_is_asked_for() -> None:
         for head_dim in re.findall(r"^ALL\((\d+)\)", _source(), re.M)
         for count in eights
     ]
+    of_few = re.findall(r"^FEW\((\w+), \w+, (\d+)\)", _few(), re.M)
+    made += [f"attend_few_{kind}_{head_dim}" for kind, head_dim in of_few]
     assert sorted(made) == sorted(native_attention.SOURCE.names)
+    assert sorted(native_attention.SOURCE.large_clusters) == sorted(made[-4:])
 
 
 def test_arguments_are_in_the_kernel_s_order() -> None:
@@ -74,10 +129,21 @@ def test_arguments_are_in_the_kernel_s_order() -> None:
 def test_sizes_of_both_sides_agree() -> None:
     assert f"constexpr int MOST_SPLITS = {native_attention._MOST_SPLITS};" in _source()
     assert f"constexpr int PAGE = {PAGE}, WARPS = {native_attention._WARPS};" in _source()
+    blocks, teams = Spread.num_joined, native_attention._TEAMS
+    assert Spread.group_splits == native_attention._MOST_SPLITS
+    assert f"constexpr int JOINED = {blocks}, TEAMS = {teams};" in _few()
+    assert f"constexpr int CLUSTER_SPLITS = {native_attention._CLUSTER_SPLITS};" in _few()
+    most = native_attention.SHORT_PAGES // native_attention._MOST_SPLITS
+    path = native_attention.SOURCE.path.with_name("attention_tiles.cuh")
+    assert f"constexpr int MOST_PAGES = {most};" in path.read_text()
 
 
 def _source() -> str:
     return native_attention.SOURCE.path.read_text()
+
+
+def _few() -> str:
+    return native_attention.SOURCE.path.with_name("attention_few.cuh").read_text()
 
 
 @pytest.mark.parametrize(
