@@ -39,7 +39,8 @@ class Norms:
             self._before = {
                 at: norm
                 for at, norm in norms_before(plan).items()
-                if native.takes_norm(norm.x.width) and products.takes_few(makers[at])
+                if native.leaves_norm(weights.held(product_of(makers[at])))
+                and products.takes_few(makers[at])
             }
         self._made = {id(norm) for norm in self._before.values()}
 

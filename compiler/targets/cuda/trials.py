@@ -15,6 +15,7 @@ LIBRARY, DENSE = "library", "dense"
 APART, RIDING, SEVERAL = "apart", "riding", "several"
 CUT, INSIDE = "cut", "inside"
 MANY = "many"
+BF16, SPREAD = "bf16", "spread"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
@@ -23,6 +24,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "experts": (PARTS, TOGETHER),
     "few": (MANY, APART, INSIDE),
     "norms": (APART, INSIDE),
+    "attention": (BF16, SPREAD),
     "prompts": ("1", "8", "64"),
     "hybrids": (APART, RIDING, SEVERAL),
     "totals": ("2048", "4096", "8192"),
@@ -63,6 +65,8 @@ class Trials:
             themselves.
         norms: that no product asks for, of a decode step's only row, ``inside``: made in the
             product right behind; ``apart``: as launches of their own.
+        attention: of few rows over long tables, spread over clusters of sixteen blocks: of pages in
+            ``bf16`` alone, or ``spread``: of bfp8 ones, too.
     """
 
     rows: int = 256
@@ -71,6 +75,7 @@ class Trials:
     experts: str = TOGETHER
     few: str = INSIDE
     norms: str = INSIDE
+    attention: str = BF16
     prompts: int = 0
     hybrids: str = SEVERAL
     totals: int = 8192
@@ -100,6 +105,7 @@ def read_trials() -> Trials:
         experts=found.get("experts", default.experts),
         few=found.get("few", default.few),
         norms=found.get("norms", default.norms),
+        attention=found.get("attention", default.attention),
         prompts=int(found.get("prompts", default.prompts)),
         hybrids=found.get("hybrids", default.hybrids),
         totals=int(found.get("totals", default.totals)),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tilewright.compiler.targets.cuda import steps as steps_module
 from tilewright.compiler.targets.cuda.kernels import native_attention
 from tilewright.compiler.targets.cuda.kernels.native_dense import FEW_TOKENS
 from tilewright.compiler.targets.cuda.steps import Steps
@@ -31,9 +32,9 @@ def test_attention_keeps_bits_where_they_are_promised_or_rows_are_few(
         raise _AskedError
 
     monkeypatch.setattr(native_attention, "choose_share", choose_share)
-    pages = SimpleNamespace(num_kv_heads=2, head_dim=64)
+    pages = SimpleNamespace(num_kv_heads=2, head_dim=64, exponents=None)
     steps: Any = object.__new__(Steps)
-    steps._strict, steps._attention = strict, object()
+    steps._strict, steps._attention, steps._spreads_all = strict, object(), False
     steps._state = SimpleNamespace(pages={"cache": pages}, tables=torch.zeros(3, 8))
     steps._why_no_native_attention = lambda each: ""
     each: Any = SimpleNamespace(state=SimpleNamespace(name="cache"), qkv="qkv")
@@ -41,3 +42,35 @@ def test_attention_keeps_bits_where_they_are_promised_or_rows_are_few(
     with pytest.raises(_AskedError):
         steps._attend_decode(each, buffers, SimpleNamespace(), captured=True)
     assert asked == [(rows, 2, 8, 64, same_bits)]
+
+
+@pytest.mark.parametrize(
+    ("is_bfp8", "spreads_all", "is_spread"),
+    [(False, False, True), (True, False, False), (True, True, True)],
+)
+def test_a_row_over_a_long_table_is_spread_where_that_was_faster(
+    is_bfp8: bool, spreads_all: bool, is_spread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def attend(*_: Any, share: Any, **__: Any) -> None:
+        asked.append(share)
+        raise _AskedError
+
+    monkeypatch.setattr(native_attention, "attend_decode", attend)
+    exponents = torch.zeros(1) if is_bfp8 else None
+    pages = SimpleNamespace(num_kv_heads=2, head_dim=256, exponents=exponents)
+    steps: Any = object.__new__(Steps)
+    steps._strict, steps._attention, steps._spreads_all = False, object(), spreads_all
+    steps._state = SimpleNamespace(pages={"cache": pages}, tables=torch.zeros(3, 20))
+    steps._why_no_native_attention = lambda each: ""
+    steps._weights = SimpleNamespace(vector=lambda recipe: None)
+    monkeypatch.setattr(steps_module, "vector_of", lambda recipe: None)
+    each: Any = SimpleNamespace(state=SimpleNamespace(name="cache"), qkv="qkv", out="out")
+    for name in ("inv_freq", "num_heads", "scale", "window", "interleaved"):
+        setattr(each, name, None)
+    buffers: Any = SimpleNamespace(view=lambda place: torch.zeros(1, 4))
+    rows = SimpleNamespace(positions=None, slots=None)
+    with pytest.raises(_AskedError):
+        steps._attend_decode(each, buffers, rows, captured=True)
+    assert isinstance(asked[0], native_attention.Spread) == is_spread

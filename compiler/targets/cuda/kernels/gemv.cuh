@@ -5,7 +5,9 @@
 
 // Eight warps of a block walk over row tiles: together, each on its slice of K, or each on tiles of
 // its own. Up to MT * 8 tokens of a cut weight; MT = 0: one, whose x is a row that eight share.
-template <int F, int MT, int DEPTH> __device__ __forceinline__ void gemv(const Product &p) {
+// LEAVES: the first block leaves the norm that all make; apart, for it costs others what they fetch.
+template <int F, int MT, int DEPTH, bool LEAVES = false>
+__device__ __forceinline__ void gemv(const Product &p) {
   constexpr int GROUPS = MT ? MT : 1, TOKENS = MT ? MT * 8 : 1;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ float sums[2][SLICES][TOKENS][16];
@@ -42,7 +44,7 @@ template <int F, int MT, int DEPTH> __device__ __forceinline__ void gemv(const P
 #pragma unroll
   for (int slot = 0; slot < DEPTH; ++slot) fetch(slot);
   if (p.norm) {
-    u16 *normed = blockIdx.x ? nullptr : p.normed;
+    u16 *normed = !LEAVES || blockIdx.x ? nullptr : p.normed;
     normalise_by((const float *)p.x, p.norm, p.num_columns, padded, p.eps, [=](int at, uint2 four) {
       *(uint2 *)(x + at) = four;
       if (normed) *(uint2 *)(normed + at) = four;

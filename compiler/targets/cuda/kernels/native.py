@@ -61,9 +61,13 @@ class Walk:
     blocks_each: int
     groups: int = 0
 
-    def kernel(self, kind: str) -> str:
-        """The name of the kernel that walks so over a weight of ``kind``."""
-        return f"gemv_{kind}_{self.groups}_{self.depth}"
+    def kernel(self, kind: str, *, leaves: bool = False) -> str:
+        """The name of the kernel that walks so over a weight of ``kind``; ``leaves``: and leaves
+        its norm to others.
+        """
+        return (
+            f"leaves_{kind}_{self.depth}" if leaves else f"gemv_{kind}_{self.groups}_{self.depth}"
+        )
 
     def shared_bytes(self, kind: str, num_steps: int) -> int:
         """Dynamic shared memory of a block, for so many steps of x."""
@@ -113,6 +117,11 @@ def room_of(num_resident: int) -> int:
 def takes_norm(num_columns: int) -> bool:
     """Whether norms of so many columns run here."""
     return num_columns <= MAX_NORM_COLUMNS and num_columns % 4 == 0
+
+
+def leaves_norm(held: HeldWeight) -> bool:
+    """Whether one token's product with a weight can leave the norm that it makes to others."""
+    return held.kind == "bf16" and takes_norm(held.num_columns)
 
 
 def num_slices(held: HeldWeight) -> int:
@@ -252,12 +261,12 @@ def linear(
         product.norm, product.eps = norm[0].data_ptr(), norm[1]
     assert norm is None or num_tokens == 1
     if normed is not None:
-        assert norm is not None and normed.dtype == torch.bfloat16 and normed.data_ptr() % 8 == 0
+        assert norm is not None and leaves_norm(held) and normed.data_ptr() % 8 == 0
         product.normed = normed.data_ptr()
     walk = walk or (None if grid else choose_walk(held, num_tokens))
     if walk is not None:
         assert num_tokens == 1 or num_slices(held) > 1
-        _launch_gemv(product, held, walk)
+        _launch_gemv(product, held, walk, leaves=normed is not None)
         return
     grid = grid or choose_grid(held, num_tokens)
     _launch_gemm(product, held, grid, _token_groups(num_tokens))
@@ -283,15 +292,17 @@ def product_arguments(
     )
 
 
-def _launch_gemv(product: Product, held: HeldWeight, walk: Walk) -> None:
-    """Few tokens: as many blocks as are resident, each walking over row tiles."""
+def _launch_gemv(product: Product, held: HeldWeight, walk: Walk, *, leaves: bool) -> None:
+    """Few tokens: as many blocks as are resident, each walking over row tiles; ``leaves``: the norm
+    for others, too.
+    """
     num_blocks = walk.blocks_each * num_processors(held.data.device)
     at = nvrtc.Launch(
         (min(held.num_row_tiles, num_blocks), 1, 1),
         _NUM_THREADS,
         walk.shared_bytes(held.kind, held.num_column_tiles),
     )
-    nvrtc.launch(source(), walk.kernel(held.kind), at=at, arguments=product)
+    nvrtc.launch(source(), walk.kernel(held.kind, leaves=leaves), at=at, arguments=product)
 
 
 def _launch_gemm(product: Product, held: HeldWeight, grid: Grid, groups: int) -> None:
@@ -331,7 +342,7 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor, *, eps: float, num_tokens: 
 
 def kernel_names(text: str) -> tuple[str, ...]:
     """The products that linear.cu's last lines ask for, by name."""
-    made = re.findall(r"^(GEM[VM])\((\w+), \w+, ([\d, ]+)\)", text, re.M)
+    made = re.findall(r"^(GEM[VM]|LEAVES)\((\w+), \w+, ([\d, ]+)\)", text, re.M)
     return tuple(
         f"{macro.lower()}_{kind}_{sizes.replace(', ', '_')}" for macro, kind, sizes in made
     )

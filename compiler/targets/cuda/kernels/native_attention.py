@@ -190,16 +190,14 @@ def choose_spread(num_rows: int, num_kv_heads: int, num_pages: int, head_dim: in
     return Spread(num_groups, 1 if num_groups == 1 else -(-num_pages // _CLUSTER_SPLITS))
 
 
-def share_of_step(
-    num_rows: int, num_kv_heads: int, num_pages: int, head_dim: int, *, strict: bool
-) -> Share | Spread:
-    """Choose as a step does, which keeps a row's bits where these are promised (``strict``), and
-    with few rows; of more, products of bfloat16 promise none either.
+def share_of_step(*sizes: int, strict: bool, spreads: bool = True) -> Share | Spread:
+    """Choose for ``sizes``, which are :func:`choose_share`'s, as a step does, which keeps a row's
+    bits where these are promised (``strict``), and with few rows; of more, products of bfloat16
+    promise none either. ``spreads``: few rows of long tables may be a :class:`Spread`.
     """
-    if spread := choose_spread(num_rows, num_kv_heads, num_pages, head_dim):
+    if spreads and (spread := choose_spread(*sizes)):
         return spread
-    same_bits = strict or num_rows <= FEW_TOKENS
-    return choose_share(num_rows, num_kv_heads, num_pages, head_dim, same_bits=same_bits)
+    return choose_share(*sizes, same_bits=strict or sizes[0] <= FEW_TOKENS)
 
 
 def _choose_joined(

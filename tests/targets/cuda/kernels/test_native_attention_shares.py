@@ -71,6 +71,7 @@ def test_without_bits_a_block_has_one_split() -> None:
 def test_few_rows_are_spread(sizes: tuple[int, int, int, int], expected: Spread) -> None:
     for strict in (False, True):
         assert share_of_step(*sizes, strict=strict) == expected
+    assert share_of_step(*sizes, strict=True, spreads=False) == choose_share(*sizes)
     assert expected.num_groups == choose_share(*sizes).num_groups
     assert expected.group_splits == choose_share(*sizes).group_splits
 
