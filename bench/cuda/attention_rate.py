@@ -55,7 +55,8 @@ class Options:
     heads: tuple[str, ...] = option("whose heads", default=("8b",), choices=tuple(HEADS))
     bits: tuple[str, ...] = option(
         "blocks shared out freely, as steps of more than 4 rows are, or so that a row has the same "
-        "bits among any rows; walked: the same, and few rows are not spread over more blocks",
+        "bits among any rows; either way few rows are spread, over bfp8 pages, too, where there is "
+        "room; walked: the same bits, and none is spread",
         default=(FREE,),
         choices=BITS,
     )

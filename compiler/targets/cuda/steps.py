@@ -36,7 +36,7 @@ from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps_mixers import Mixers
 from tilewright.compiler.targets.cuda.steps_norms import Norms
 from tilewright.compiler.targets.cuda.steps_products import Products
-from tilewright.compiler.targets.cuda.trials import SPREAD, Trials, read_trials
+from tilewright.compiler.targets.cuda.trials import SPREAD, WALKED, Trials, read_trials
 from tilewright.compiler.targets.cuda.weights import Weights, table_of, vector_of
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
@@ -97,7 +97,8 @@ class Steps:
         self.is_native = not exact and not native.why_not(self.device)
         self._plan, self._weights, self._state = plan, weights, state
         trials = trials or read_trials()
-        self._prompt_wire, self._spreads_all = prompt_wire, trials.attention == SPREAD
+        self._prompt_wire = prompt_wire
+        self._spreads = trials.attention != WALKED, trials.attention == SPREAD  # bf16, bfp8 pages
         how: dict[str, Any] = {"exact": exact, "max_rows": max_rows, "trials": trials}
         self._mixers = Mixers(plan, weights, state, **how)
         self._operand = torch.float32 if exact else torch.bfloat16
@@ -297,7 +298,7 @@ class Steps:
         if not self._why_no_native_attention(each):
             share = native_attention.share_of_step(
                 len(qkv), pages.num_kv_heads, self._state.tables.shape[1], pages.head_dim,
-                strict=self._strict, spreads=pages.exponents is None or self._spreads_all,
+                strict=self._strict, spreads=self._spreads[pages.exponents is not None],
             )  # fmt: skip
             attend = partial(native_attention.attend_decode, share=share)
         attend(

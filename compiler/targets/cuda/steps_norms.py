@@ -1,5 +1,5 @@
 """Runs a plan's norms that no product asks for: in decode steps of one row inside of the product
-right behind, which leaves the norm where the others that read it look for it.
+right behind, a router's of bfloat16, which leaves the norm where others that read it look for it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Norms:
         self._made = {id(norm) for norm in self._before.values()}
 
     def run(self, each: Norm, step: Buffers, *, decodes: bool) -> None:
-        """Make a norm; in a decode step of one row that is left to the product behind it."""
+        """Make a norm, where that is not left to :meth:`run_product`."""
         out, x = step.view(each.out), step.view(each.x)
         weight = self._weights.vector(vector_of(each.weight))
         if not (decodes and self._is_native and _is_plain(out, x)):
@@ -56,7 +56,7 @@ class Norms:
     def run_product(self, each: Linear, step: Buffers, num_rows: int) -> bool:
         """Whether a product of a decode step makes the norm before it, and then both."""
         norm = self._before.get(id(each)) if num_rows == 1 else None
-        if norm is None:
+        if norm is None or not _is_plain(step.view(norm.out), step.view(norm.x)):
             return False
         bias = None
         if each.bias is not None:
@@ -75,8 +75,9 @@ class Norms:
 
 
 def _is_plain(out: Tensor, x: Tensor) -> bool:
-    """Whether linear.cu's norm takes such rows: fours of columns of float32, made bfloat16."""
+    """Whether linear.cu's norm takes such rows: whole fours of float32, made bfloat16."""
     is_whole = all(
         each.data_ptr() % (4 * each.itemsize) == 0 == each.stride(0) % 4 for each in (out, x)
     )
-    return is_whole and out.dtype == torch.bfloat16 and native.takes_norm(x.shape[1])
+    are_types = (out.dtype, x.dtype) == (torch.bfloat16, torch.float32)
+    return is_whole and are_types and native.takes_norm(x.shape[1])

@@ -15,7 +15,7 @@ LIBRARY, DENSE = "library", "dense"
 APART, RIDING, SEVERAL = "apart", "riding", "several"
 CUT, INSIDE = "cut", "inside"
 MANY = "many"
-BF16, SPREAD = "bf16", "spread"
+BF16, SPREAD, WALKED = "bf16", "spread", "walked"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
@@ -24,7 +24,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "experts": (PARTS, TOGETHER),
     "few": (MANY, APART, INSIDE),
     "norms": (APART, INSIDE),
-    "attention": (BF16, SPREAD),
+    "attention": (WALKED, BF16, SPREAD),
     "prompts": ("1", "8", "64"),
     "hybrids": (APART, RIDING, SEVERAL),
     "totals": ("2048", "4096", "8192"),
@@ -35,7 +35,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """How steps of more than 64 rows, of several prompts, and of both kinds of work, run.
+    """How steps run whose kernels were chosen by measurements: of few rows and of more than 64, of
+    several prompts, and of both kinds of work.
 
     Attributes:
         rows: the most rows of a decode step; more come in further steps.
@@ -65,8 +66,9 @@ class Trials:
             themselves.
         norms: that no product asks for, of a decode step's only row, ``inside``: made in the
             product right behind; ``apart``: as launches of their own.
-        attention: of few rows over long tables, spread over clusters of sixteen blocks: of pages in
-            ``bf16`` alone, or ``spread``: of bfp8 ones, too.
+        attention: of few rows over long tables, ``walked``: each block walks over pages; ``bf16``:
+            rows over bfloat16 pages are spread over clusters of sixteen blocks; ``spread``: over
+            bfp8 ones, too.
     """
 
     rows: int = 256

@@ -34,7 +34,7 @@ def test_attention_keeps_bits_where_they_are_promised_or_rows_are_few(
     monkeypatch.setattr(native_attention, "choose_share", choose_share)
     pages = SimpleNamespace(num_kv_heads=2, head_dim=64, exponents=None)
     steps: Any = object.__new__(Steps)
-    steps._strict, steps._attention, steps._spreads_all = strict, object(), False
+    steps._strict, steps._attention, steps._spreads = strict, object(), (True, False)
     steps._state = SimpleNamespace(pages={"cache": pages}, tables=torch.zeros(3, 8))
     steps._why_no_native_attention = lambda each: ""
     each: Any = SimpleNamespace(state=SimpleNamespace(name="cache"), qkv="qkv")
@@ -45,11 +45,16 @@ def test_attention_keeps_bits_where_they_are_promised_or_rows_are_few(
 
 
 @pytest.mark.parametrize(
-    ("is_bfp8", "spreads_all", "is_spread"),
-    [(False, False, True), (True, False, False), (True, True, True)],
+    ("is_bfp8", "spreads", "is_spread"),
+    [
+        (False, (True, False), True),
+        (True, (True, False), False),
+        (True, (True, True), True),
+        (False, (False, False), False),
+    ],
 )
 def test_a_row_over_a_long_table_is_spread_where_that_was_faster(
-    is_bfp8: bool, spreads_all: bool, is_spread: bool, monkeypatch: pytest.MonkeyPatch
+    is_bfp8: bool, spreads: tuple[bool, bool], is_spread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
 
@@ -61,7 +66,7 @@ def test_a_row_over_a_long_table_is_spread_where_that_was_faster(
     exponents = torch.zeros(1) if is_bfp8 else None
     pages = SimpleNamespace(num_kv_heads=2, head_dim=256, exponents=exponents)
     steps: Any = object.__new__(Steps)
-    steps._strict, steps._attention, steps._spreads_all = False, object(), spreads_all
+    steps._strict, steps._attention, steps._spreads = False, object(), spreads
     steps._state = SimpleNamespace(pages={"cache": pages}, tables=torch.zeros(3, 20))
     steps._why_no_native_attention = lambda each: ""
     steps._weights = SimpleNamespace(vector=lambda recipe: None)

@@ -4,6 +4,7 @@ left where the others look for them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,14 +12,17 @@ import torch
 from torch import Tensor
 
 from tests.targets.cuda.test_steps_experts import BF16, model_of
+from tests.targets.cuda.test_trials import products_of
 from tests.tiny import lowered
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.targets.cuda.buffers import Buffers, padded
+from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds
 from tilewright.compiler.targets.cuda.held import HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.readers import norms_before
 from tilewright.compiler.targets.cuda.steps_norms import Norms
+from tilewright.compiler.targets.cuda.steps_products import LEAST_STRICT
 from tilewright.compiler.targets.cuda.trials import Trials
 from tilewright.compiler.targets.cuda.weights import load_weights, vector_of
 from tilewright.compiler.targets.program.instructions import OPERAND, Linear, Norm, Route
@@ -83,11 +87,42 @@ def test_one_row_s_norm_is_made_by_the_router(
     assert launched == ["product" if is_inside else "norm"] * len(found)
 
 
-def test_a_norm_is_left_alone_where_its_product_adds_to_what_it_reads() -> None:
+def test_only_a_product_right_behind_that_reads_a_norm_makes_it() -> None:
     plan = make_plan(lowered(model_of(), target="cuda", precision=BF16)[0])
-    before = norms_before(plan)
-    routers = [
-        each for each in plan.instructions if isinstance(each, Linear) and id(each) in before
-    ]
-    assert routers and all("gate" in each.fqn for each in routers)
-    assert all(before[id(each)].out == each.x for each in routers)
+    at = next(i for i, each in enumerate(plan.instructions) if isinstance(each, Norm))
+    norm, router = plan.instructions[at : at + 2]
+    assert isinstance(norm, Norm) and isinstance(router, Linear)
+
+    def makes(*instructions: Any) -> bool:
+        return bool(norms_before(replace(plan, instructions=instructions)))
+
+    assert makes(norm, router)
+    assert not makes(norm, plan.instructions[at + 2], router)
+    assert not makes(norm, replace(router, residual=True))
+    assert not makes(norm, replace(router, norm=norm.weight))
+    assert not makes(norm, replace(router, x=norm.x))
+    assert not makes(norm, replace(router, out=replace(router.out, buffer=norm.x.buffer)))
+
+
+@pytest.mark.parametrize(
+    ("name", "copies"),
+    [("bf16", NO_COPIES), ("bfp8", NO_COPIES), ("bfp8", Kinds(values=True))],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_takes_few_is_what_a_product_of_one_row_does(
+    name: str, copies: Kinds, strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, _, products = products_of(
+        name, Trials(), is_native=True, strict=strict, copies=copies, max_rows=64
+    )
+    ran: list[bool] = []
+    monkeypatch.setattr(native, "linear", lambda *_, **__: ran.append(True))
+    monkeypatch.setattr(products, "_norm", lambda x, norm, decodes: x)
+    for each in plan.products:
+        ran.clear()
+        rows, columns = each.weight.shape
+        kind = torch.bfloat16 if each.swiglu else torch.float32
+        out = torch.zeros(LEAST_STRICT, rows // (2 if each.swiglu else 1), dtype=kind)
+        x = torch.zeros(LEAST_STRICT, columns, dtype=torch.bfloat16)
+        products.run(replace(each, norm=None), out[:1], x[:1], decodes=True)
+        assert bool(ran) == products.takes_few(each)

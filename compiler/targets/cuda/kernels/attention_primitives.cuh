@@ -1,5 +1,5 @@
 // PTX by name, of attention: barriers and stores between the blocks of a cluster, barriers between
-// two warps, reads past the first-level cache. It knows nothing of pages.
+// some warps of a block, reads past the first-level cache. It knows nothing of pages.
 #pragma once
 
 #include "primitives.cuh"
@@ -37,13 +37,13 @@ __device__ __forceinline__ void wait_bytes(void *barrier) {
                  "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(shared_address(barrier)) : "memory");
   } while (!done);
 }
-// Four floats, or two, to the same place of a block of the cluster, counted by its barrier.
 __device__ __forceinline__ u32 in_block(const void *p, int block) {
   u32 there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
       : "=r"(there) : "r"(shared_address(p)), "r"(block));
   return there;
 }
+// Four floats, or two, to the same place of a block of the cluster, counted by its barrier.
 __device__ __forceinline__ void send(float4 *to, float4 v, void *barrier, int block = 0) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
                "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(in_block(to, block)), "f"(v.x), "f"(v.y),

@@ -117,8 +117,8 @@ __device__ __forceinline__ void write_swiglu(const Product &p, int token, int ro
 
 // Two groups of four warps with 64 rows of the weight each by MT * 8 tokens, or TURNED, with 64
 // tokens each by MT * 8 rows; and a warp that asks for what they read: what is the block's own, and
-// half of what both of the cluster read, which are tokens, or of several blocks of these (ROWS)
-// rows. A cluster walks over blocks of rows without a gap; what a block has made leaves meanwhile.
+// half of what both blocks of the cluster read, tokens or (ROWS) rows of the weight. A cluster walks
+// over blocks of rows without a gap; what a block has made leaves meanwhile.
 template <int MT, bool TURNED, bool ROWS> __device__ __forceinline__ void many(const Many &many) {
   constexpr u32 FIRST_BYTES = 128 * 128, BYTES = FIRST_BYTES + MT * 8 * 128;
   constexpr u32 BLOCK_ROWS = TURNED ? MT * 8 : 128, TOKENS = TURNED ? 128 : MT * 8;

@@ -5,7 +5,8 @@
 
 // Eight warps of a block walk over row tiles: together, each on its slice of K, or each on tiles of
 // its own. Up to MT * 8 tokens of a cut weight; MT = 0: one, whose x is a row that eight share.
-// LEAVES: the first block leaves the norm that all make; apart, for it costs others what they fetch.
+// LEAVES: the first block leaves the norm that all make. A kernel of its own, for code that a block
+// runs once takes it longer to fetch than to run.
 template <int F, int MT, int DEPTH, bool LEAVES = false>
 __device__ __forceinline__ void gemv(const Product &p) {
   constexpr int GROUPS = MT ? MT : 1, TOKENS = MT ? MT * 8 : 1;

@@ -327,6 +327,7 @@ class _Norm(ctypes.Structure):
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, *, eps: float, num_tokens: int) -> None:
     """``x`` fp32 to ``out`` bf16, with the bits of the norm inside :func:`linear`."""
+    assert (x.dtype, out.dtype) == (torch.float32, torch.bfloat16)
     arguments = _Norm(
         x=x.data_ptr(),
         norm=weight.data_ptr(),

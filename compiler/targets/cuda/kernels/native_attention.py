@@ -62,8 +62,10 @@ MOST_FEW_HEADS = 8
 """Query heads of a key/value head, at most, of few rows that clusters of sixteen blocks take."""
 
 FEW_PAGES = {128: range(21, 33), 256: range(9, 65)}
-"""Of a table, with which few rows are spread, by channels of a head: where that was measured faster
-on an H200 for rows that fill half of it. Up to eight pages, no split has more than one.
+"""Of a table, with which few rows are spread, by channels of a head, as measured on an H200. Up to
+eight pages, no split has more than one. Of 128 channels short rows lose what longer ones gain in
+tables of up to 20, and of more than 32; of 256, a row of more than 32 pages loses less than
+shorter ones gain.
 """
 
 MOST_FEW_CLUSTERS = 16
@@ -347,7 +349,7 @@ def _fits(share: Spread, pages: KVPages, num_rows: int, group_heads: int) -> boo
         return False
     at = _spread_launch(share, pages, 1)
     room = nvrtc.clusters_at_once(SOURCE, _few_name(pages), at, torch.cuda.current_device())
-    return num_rows * pages.num_kv_heads <= room
+    return num_rows * pages.num_kv_heads * share.num_clusters <= room
 
 
 def _check_operands(

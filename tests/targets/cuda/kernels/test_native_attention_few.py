@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.targets.cuda.kernels.test_native_attention import Step
-from tilewright.compiler.targets.cuda.kernels import native_attention
+from tilewright.compiler.targets.cuda.kernels import native_attention, nvrtc
 from tilewright.compiler.targets.cuda.kernels.native_attention import Share, Spread, choose_share
 
 
@@ -142,6 +142,7 @@ def test_exponents_of_each_page_are_its_own(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bfp8"])
 @pytest.mark.parametrize("num_pages", [18, 34])
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("heads", "head_dim"), [((32, 8), 128), ((16, 2), 256)])
@@ -150,6 +151,7 @@ def test_chained_with_itself_in_a_graph(
     head_dim: int,
     early: bool,
     num_pages: int,
+    kind: str,
     paged: Callable[..., Any],
     device: torch.device,
 ) -> None:
@@ -157,7 +159,7 @@ def test_chained_with_itself_in_a_graph(
     step = Step(
         paged,
         device,
-        kind="bfp8",
+        kind=kind,
         heads=heads,
         head_dim=head_dim,
         positions=[64 * num_pages - 9],
@@ -192,7 +194,16 @@ def test_what_does_not_fit_is_walked_over(
     """More heads than the kernel has, and GPUs without room for such clusters."""
     settings: dict[str, Any] = {"kind": "bf16", "positions": [999, 64], "num_pages": 16}
     many = Step(paged, device, heads=(16, 1), head_dim=256, **settings)
-    assert torch.equal(many.run(), many.run(share=Spread(1, 1)))
     step = Step(paged, device, heads=(8, 1), head_dim=256, **settings)
-    monkeypatch.setattr(native_attention.nvrtc, "clusters_at_once", lambda *given: 1)
+    launch, launched = nvrtc.launch, []
+
+    def named(source: nvrtc.Source, name: str, **given: Any) -> None:
+        launched.append(name)
+        launch(source, name, **given)
+
+    monkeypatch.setattr(nvrtc, "launch", named)
+    assert torch.equal(many.run(), many.run(share=Spread(1, 1)))
     assert torch.equal(step.run(), step.run(share=Spread(1, 1)))
+    monkeypatch.setattr(nvrtc, "clusters_at_once", lambda *given: 1)
+    assert torch.equal(step.run(), step.run(share=Spread(1, 1)))
+    assert ["few" in name for name in launched] == [False, False, False, True, False, False]
