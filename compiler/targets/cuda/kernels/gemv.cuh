@@ -5,15 +5,15 @@
 
 // Eight warps of a block walk over row tiles: together, each on its slice of K, or each on tiles of
 // its own. Up to MT * 8 tokens of a cut weight; MT = 0: one, whose x is a row that eight share.
-// LEAVES: the first block leaves the norm that all make. A kernel of its own, for code that a block
-// runs once takes it longer to fetch than to run.
+// LEAVES: the first block leaves the norm that all make in `normed`. A kernel of its own, for code
+// that a block runs once takes it longer to fetch than to run.
 template <int F, int MT, int DEPTH, bool LEAVES = false>
-__device__ __forceinline__ void gemv(const Product &p) {
+__device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
   constexpr int GROUPS = MT ? MT : 1, TOKENS = MT ? MT * 8 : 1;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ float sums[2][SLICES][TOKENS][16];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const bool is_cut = MT || p.is_cut;
+  const bool is_cut = MT || p.num_slices > 1;
   const int first = is_cut ? warp * p.num_steps / SLICES : 0;
   const int last = is_cut ? (warp + 1) * p.num_steps / SLICES : p.num_steps;
   const int first_tile = blockIdx.x + (is_cut ? 0 : gridDim.x * warp);
@@ -45,11 +45,16 @@ __device__ __forceinline__ void gemv(const Product &p) {
 #pragma unroll
   for (int slot = 0; slot < DEPTH; ++slot) fetch(slot);
   if (p.norm) {
-    u16 *normed = !LEAVES || blockIdx.x ? nullptr : p.normed;
-    normalise_by((const float *)p.x, p.norm, p.num_columns, padded, p.eps, [=](int at, uint2 four) {
-      *(uint2 *)(x + at) = four;
-      if (normed) *(uint2 *)(normed + at) = four;
-    });
+    const float *from = (const float *)p.x;
+    if constexpr (LEAVES) {
+      u16 *left = blockIdx.x == 0 ? normed : nullptr;
+      normalise_by(from, p.norm, p.num_columns, padded, p.eps, [=](int at, uint2 four) {
+        *(uint2 *)(x + at) = four;
+        if (left) *(uint2 *)(left + at) = four;
+      });
+    } else {
+      normalise(from, p.norm, p.num_columns, padded, p.eps, x);
+    }
   } else if (MT == 0) {
     wait_for_inputs();
     for (int at = threadIdx.x * 8; at < padded; at += 256 * 8)

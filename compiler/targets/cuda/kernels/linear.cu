@@ -9,6 +9,11 @@
 #include "gemm.cuh"
 #include "gemv.cuh"
 
+struct Leaving {
+  Product product;  // of one token, with a norm
+  u16 *normed;      // bf16 [K], padded: where the norm goes, too
+};
+
 extern "C" __global__ void __launch_bounds__(256)
 rms_norm(const float *x, const float *norm, u16 *out, int num_columns, int x_stride, int out_stride,
          float eps) {
@@ -22,7 +27,7 @@ rms_norm(const float *x, const float *norm, u16 *out, int num_columns, int x_str
   gemv_##name##_##MT##_##DEPTH(const Product p) { gemv<F, MT, DEPTH>(p); }
 #define LEAVES(name, F, DEPTH)                                                                    \
   extern "C" __global__ void __launch_bounds__(256, 3)                                            \
-  leaves_##name##_##DEPTH(const Product p) { gemv<F, 0, DEPTH, true>(p); }
+  leaves_##name##_##DEPTH(const Leaving p) { gemv<F, 0, DEPTH, true>(p.product, p.normed); }
 #define GEMM(name, F, MT, R, DEPTH)                                                               \
   extern "C" __global__ void __launch_bounds__(256, MT * R > 8 ? 1 : 2)                           \
   gemm_##name##_##MT##_##R##_##DEPTH(const Product p) { gemm<F, MT, R, DEPTH>(p); }

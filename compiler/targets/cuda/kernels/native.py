@@ -41,14 +41,20 @@ class Product(ctypes.Structure):
     """`Product` of linear.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "x", "norm", "normed", "bias", "out")),
+        *((name, ctypes.c_void_p) for name in ("weight", "x", "norm", "bias", "out")),
         *((name, ctypes.c_int) for name in ("num_tokens", "num_rows", "num_columns")),
-        *((name, ctypes.c_int) for name in ("num_tiles", "num_steps")),
-        *((name, ctypes.c_int) for name in ("x_stride", "out_stride", "epilogue", "places")),
-        *((name, ctypes.c_bool) for name in ("is_cut", "alone")),
+        *((name, ctypes.c_int) for name in ("num_tiles", "num_steps", "num_slices")),
+        *((name, ctypes.c_int) for name in ("x_stride", "out_stride", "epilogue")),
+        *((name, ctypes.c_int) for name in ("places", "alone")),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
     )
+
+
+class _Leaving(ctypes.Structure):
+    """`Leaving` of linear.cu."""
+
+    _fields_ = (("product", Product), ("normed", ctypes.c_void_p))
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,13 +266,11 @@ def linear(
     if norm is not None:
         product.norm, product.eps = norm[0].data_ptr(), norm[1]
     assert norm is None or num_tokens == 1
-    if normed is not None:
-        assert norm is not None and leaves_norm(held) and normed.data_ptr() % 8 == 0
-        product.normed = normed.data_ptr()
+    assert normed is None or (norm is not None and leaves_norm(held))
     walk = walk or (None if grid else choose_walk(held, num_tokens))
     if walk is not None:
         assert num_tokens == 1 or num_slices(held) > 1
-        _launch_gemv(product, held, walk, leaves=normed is not None)
+        _launch_gemv(product, held, walk, normed)
         return
     grid = grid or choose_grid(held, num_tokens)
     _launch_gemm(product, held, grid, _token_groups(num_tokens))
@@ -285,24 +289,27 @@ def product_arguments(
         num_columns=held.num_columns,
         num_tiles=held.num_row_tiles,
         num_steps=held.num_column_tiles,
-        is_cut=num_slices(held) > 1,
+        num_slices=num_slices(held),
         out_stride=out.stride(0),
         epilogue=epilogue,
         scale=held.scale,
     )
 
 
-def _launch_gemv(product: Product, held: HeldWeight, walk: Walk, *, leaves: bool) -> None:
-    """Few tokens: as many blocks as are resident, each walking over row tiles; ``leaves``: the norm
-    for others, too.
-    """
+def _launch_gemv(product: Product, held: HeldWeight, walk: Walk, normed: Tensor | None) -> None:
+    """Few tokens: as many blocks as are resident, each walking over row tiles."""
     num_blocks = walk.blocks_each * num_processors(held.data.device)
     at = nvrtc.Launch(
         (min(held.num_row_tiles, num_blocks), 1, 1),
         _NUM_THREADS,
         walk.shared_bytes(held.kind, held.num_column_tiles),
     )
-    nvrtc.launch(source(), walk.kernel(held.kind, leaves=leaves), at=at, arguments=product)
+    arguments: Product | _Leaving = product
+    if normed is not None:
+        assert normed.dtype == torch.bfloat16 and normed.data_ptr() % 8 == 0
+        arguments = _Leaving(product, normed.data_ptr())
+    name = walk.kernel(held.kind, leaves=normed is not None)
+    nvrtc.launch(source(), name, at=at, arguments=arguments)
 
 
 def _launch_gemm(product: Product, held: HeldWeight, grid: Grid, groups: int) -> None:
@@ -354,7 +361,7 @@ def source() -> nvrtc.Source:
     """The source of linear.cu, with the names of its kernels and the headers it includes."""
     path = Path(__file__).with_name("linear.cu")
     names = (*kernel_names(path.read_text()), "rms_norm")
-    return nvrtc.Source(path, names, _HEADERS, (("Product", Product),))
+    return nvrtc.Source(path, names, _HEADERS, (("Product", Product), ("Leaving", _Leaving)))
 
 
 def why_not(device: torch.device) -> str:

@@ -18,14 +18,12 @@ struct Product {
   const u8 *weight;
   const void *x;          // bf16 [M, x_stride], or fp32 [K] where norm is given (M = 1)
   const float *norm;      // [K], or null
-  u16 *normed;            // bf16 [K], padded: where the norm goes, too; or null
   const float *bias;      // [N], or null
   void *out;              // fp32 [M, out_stride] (STORE, ADD), bf16 (SWIGLU: [M, N / 2])
-  int num_tokens, num_rows, num_columns, num_tiles, num_steps;
+  int num_tokens, num_rows, num_columns, num_tiles, num_steps, num_slices;
   int x_stride, out_stride, epilogue;
   int places;             // of SWIGLU, where the next product's x is written: its tokens; else 0
-  bool is_cut;            // into slices of K, as a weight of few rows is
-  bool alone;             // the next kernel begins when this one has ended: see release_beside
+  int alone;              // the next kernel begins when this one has ended: see release_beside
   float eps;
   float scale;            // of what is held: a power of two
 };
