@@ -157,17 +157,16 @@ def measure(text: str, kind: str, counts: Sequence[int]) -> Iterator[list[str]]:
     held = products.held[0]
     lines: dict[str, dict[int, str]] = {}
     for count, (out, x) in sizes.items():
-        is_few = count <= native_dense.MAX_TOKENS
-        chosen = None
-        if is_few:
+        is_many, chosen = _is_many(products, count), None
+        if count <= native_dense.MAX_TOKENS and not is_many:
             chosen = native_dense.choose_way(held, count, is_codes=products.is_codes)
         for way in ways_of(held, kind, count):
-            star = " *" if way == chosen and not _is_many(products, count) else ""
+            star = " *" if way == chosen else ""
             figure = replayed(products.by_way(out, x, way), products.chain)
             name = f"{way.kernel(kind)}, {way.slices} slices, {way.resident} a multiprocessor"
             lines.setdefault(name, {})[count] = decimal(figure, 1) + star
         if isinstance(x, Tensor) and end == "swiglu" and count >= native_many.LEAST_TOKENS:
-            for name, cell in _of_many(products, out, x):
+            for name, cell in _of_many(products, out, x, is_chosen=is_many):
                 lines.setdefault(name, {})[count] = cell
         figure = replayed(products.library(out, x), products.chain)
         lines.setdefault("library", {})[count] = decimal(figure, 1)
@@ -185,10 +184,12 @@ def _is_many(products: Products, count: int) -> bool:
     return is_swiglu and native_many.takes(held.num_rows, count, processors)
 
 
-def _of_many(products: Products, out: Tensor, x: Tensor) -> Iterator[tuple[str, str]]:
+def _of_many(
+    products: Products, out: Tensor, x: Tensor, *, is_chosen: bool
+) -> Iterator[tuple[str, str]]:
     """Blocks of each form and size: a name, and microseconds."""
     sizes = products.held[0].num_rows, len(x), num_processors(x.device)
-    chosen = native_many.choose_way(*sizes) if _is_many(products, len(x)) else None
+    chosen = native_many.choose_way(*sizes) if is_chosen else None
     for turned, eights in native_many.MADE:
         way = native_many.way_of(eights, *sizes, turned=turned)
         figure = replayed(products.of_many(out, x, way), products.chain)

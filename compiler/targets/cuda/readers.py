@@ -42,14 +42,14 @@ def mixers_behind(plan: Plan) -> dict[int, Attend | DeltaRule]:
     return found
 
 
-def norms_before(plan: Plan) -> dict[int, Norm]:
-    """By identity, products with the norm right before them that they read; what they write is
-    neither that nor the norm's x.
+def norms_before(plan: Plan) -> list[tuple[Norm, Linear]]:
+    """Norms with the product right behind that reads them; what it writes is neither the norm nor
+    the norm's x.
     """
-    found = {}
+    found = []
     for norm, each in pairwise(plan.instructions):
         if isinstance(norm, Norm) and isinstance(each, Linear) and each.x == norm.out:
             buffers = {norm.x.buffer, norm.out.buffer, each.out.buffer}
             if each.norm is None and not each.residual and len(buffers) == 3:
-                found[id(each)] = norm
+                found.append((norm, each))
     return found

@@ -11,7 +11,7 @@ from tilewright.compiler.targets.cuda.buffers import Buffers
 from tilewright.compiler.targets.cuda.kernels import native
 from tilewright.compiler.targets.cuda.kernels.norm import rms_norm
 from tilewright.compiler.targets.cuda.readers import norms_before
-from tilewright.compiler.targets.cuda.steps_products import Products
+from tilewright.compiler.targets.cuda.steps_products import Products, epilogue_of
 from tilewright.compiler.targets.cuda.trials import INSIDE, Trials
 from tilewright.compiler.targets.cuda.weights import Weights, product_of, vector_of
 from tilewright.compiler.targets.program.instructions import Linear, Norm, Plan
@@ -35,12 +35,10 @@ class Norms:
         self._weights, self._is_native = weights, is_native
         self._before: dict[int, Norm] = {}  # by identity of the product that makes it
         if is_native and trials.norms == INSIDE:
-            makers = {id(each): each for each in plan.instructions if isinstance(each, Linear)}
             self._before = {
-                at: norm
-                for at, norm in norms_before(plan).items()
-                if native.leaves_norm(weights.held(product_of(makers[at])))
-                and products.takes_few(makers[at])
+                id(each): norm
+                for norm, each in norms_before(plan)
+                if native.leaves_norm(weights.held(product_of(each))) and products.takes_few(each)
             }
         self._made = {id(norm) for norm in self._before.values()}
 
@@ -56,20 +54,20 @@ class Norms:
     def run_product(self, each: Linear, step: Buffers, num_rows: int) -> bool:
         """Whether a product of a decode step makes the norm before it, and then both."""
         norm = self._before.get(id(each)) if num_rows == 1 else None
-        if norm is None or not _is_plain(step.view(norm.out), step.view(norm.x)):
+        if norm is None:
             return False
-        bias = None
-        if each.bias is not None:
-            bias = self._weights.vector(vector_of(each.bias, is_paired=each.swiglu))
+        normed, x = step.view(norm.out), step.view(norm.x)
+        if not _is_plain(normed, x):
+            return False
         native.linear(
             step.view(each.out),
-            step.view(norm.x),
+            x,
             self._weights.held(product_of(each)),
-            epilogue=native.SWIGLU if each.swiglu else native.STORE,
+            epilogue=epilogue_of(each),
             num_tokens=1,
-            bias=bias,
+            bias=self._weights.bias_of(each),
             norm=(self._weights.vector(vector_of(norm.weight)), norm.eps),
-            normed=step.view(norm.out),
+            normed=normed,
         )
         return True
 

@@ -65,7 +65,8 @@ def _at_least(rows: Tensor, count: int) -> Tensor:
     return rows.as_strided((max(len(rows), count), rows.shape[1]), rows.stride())
 
 
-def _epilogue(each: Linear) -> int:
+def epilogue_of(each: Linear) -> int:
+    """What becomes of a product, as :func:`.native.linear` has it."""
     return native.ADD if each.residual else native.SWIGLU if each.swiglu else native.STORE
 
 
@@ -117,9 +118,7 @@ class Products:
         are of a decode step, where in strict ones a row's bits do not depend on how many there are.
         """
         held = self._weights.held(product_of(each))
-        bias = None
-        if each.bias is not None:
-            bias = self._weights.vector(vector_of(each.bias, is_paired=each.swiglu))
+        bias = self._weights.bias_of(each)
         norm = None
         if each.norm is not None:
             norm = self._weights.vector(vector_of(each.norm)), each.eps
@@ -222,7 +221,7 @@ class Products:
             out,
             x,
             held,
-            epilogue=_epilogue(each),
+            epilogue=epilogue_of(each),
             arranged=self._fed if is_there else self._arranged,
             bias=bias,
             norm=norm,
@@ -266,7 +265,7 @@ class Products:
         num_rows, most = len(x), native.most_tokens(held)
         if norm is not None and (num_rows > 1 or not native.takes_norm(held.num_columns)):
             x, norm = self._norm(x, norm, decodes), None
-        epilogue = _epilogue(each)
+        epilogue = epilogue_of(each)
         for first in range(0, num_rows, most):
             part = slice(first, min(first + most, num_rows))
             native.linear(
@@ -338,7 +337,7 @@ class Products:
         if isinstance(x, Tensor) and not feeds and self._is_many(held, out, x):
             native_many.swiglu(out, x, held.data, held, **given)
         else:
-            native_dense.linear(out, x, held, epilogue=_epilogue(each), feeds=feeds, **given)
+            native_dense.linear(out, x, held, epilogue=epilogue_of(each), feeds=feeds, **given)
 
     def _codes(
         self, x: Tensor, norm: tuple[Tensor, float] | None, decodes: bool

@@ -119,6 +119,12 @@ class Weights:
         assert isinstance(found, Tensor)
         return found
 
+    def bias_of(self, product: Linear) -> Tensor | None:
+        """A product's bias, in the order of its rows as they are held."""
+        if product.bias is None:
+            return None
+        return self.vector(vector_of(product.bias, is_paired=product.swiglu))
+
     @property
     def num_bytes(self) -> int:
         """Bytes on the device; a table that is a head's weight as well counts once."""

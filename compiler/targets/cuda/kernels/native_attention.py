@@ -57,7 +57,6 @@ WALKED_PAGES = 64
 MAX_GROUPS = 16
 """Groups of splits that a row's pages are cut into, at most."""
 
-FEW_HEAD_DIMS = (128, 256)
 MOST_FEW_HEADS = 8
 """Query heads of a key/value head, at most, of few rows that clusters of sixteen blocks take."""
 
@@ -96,7 +95,7 @@ class _Attend(ctypes.Structure):
     )
 
 
-_FEW_NAMES = tuple(f"attend_few_{kind}_{d}" for kind in ("bf16", "bfp8") for d in FEW_HEAD_DIMS)
+_FEW_NAMES = tuple(f"attend_few_{kind}_{d}" for kind in ("bf16", "bfp8") for d in FEW_PAGES)
 SOURCE = nvrtc.Source(
     Path(__file__).with_name("attention.cu"),
     tuple(
@@ -314,7 +313,7 @@ def _launch(pages: KVPages, arguments: _Attend, num_rows: int, share: Share | Sp
         nvrtc.launch(SOURCE, _few_name(pages), at=at, arguments=arguments)
         return
     way = "attend" if share.num_begun == share.num_groups else "walk"
-    kind = "bf16" if pages.exponents is None else "bfp8"
+    kind = _kind(pages)
     heads = arguments.group_heads
     nvrtc.launch(
         SOURCE,
@@ -329,8 +328,12 @@ def _launch(pages: KVPages, arguments: _Attend, num_rows: int, share: Share | Sp
     )
 
 
+def _kind(pages: KVPages) -> str:
+    return "bf16" if pages.exponents is None else "bfp8"
+
+
 def _few_name(pages: KVPages) -> str:
-    return f"attend_few_{'bf16' if pages.exponents is None else 'bfp8'}_{pages.head_dim}"
+    return f"attend_few_{_kind(pages)}_{pages.head_dim}"
 
 
 def _spread_launch(share: Spread, pages: KVPages, num_rows: int) -> nvrtc.Launch:
@@ -345,7 +348,7 @@ def _spread_launch(share: Spread, pages: KVPages, num_rows: int) -> nvrtc.Launch
 
 def _fits(share: Spread, pages: KVPages, num_rows: int, group_heads: int) -> bool:
     """Whether the kernel has so many heads, and the GPU works all rows at once."""
-    if group_heads > MOST_FEW_HEADS or pages.head_dim not in FEW_HEAD_DIMS:
+    if group_heads > MOST_FEW_HEADS or pages.head_dim not in FEW_PAGES:
         return False
     at = _spread_launch(share, pages, 1)
     room = nvrtc.clusters_at_once(SOURCE, _few_name(pages), at, torch.cuda.current_device())
