@@ -30,6 +30,7 @@ struct DeltaStep {
   int x_stride, a_stride, b_stride, z_stride, out_stride;
   int num_heads, num_key_heads, width, early;
   int num_blocks, share;            // of a cluster; channels of q and k that each convolves: fours
+  int passing;                      // the state goes past the first cache, and leaves the second soon
   float eps;
 };
 
@@ -59,6 +60,17 @@ __device__ __forceinline__ void send_to(int rank, float4 *to, float4 v, void *ba
 __device__ __forceinline__ void send_to(int rank, float *to, float v, void *barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
                    in_block(to, rank)), "f"(v), "r"(in_block(barrier, rank)) : "memory");
+}
+// What no other thread reads, and the next step alone again.
+__device__ __forceinline__ float4 read_passing(const float *from) {
+  float4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ void write_passing(float *to, float4 v) {
+  asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y),
+               "f"(v.z), "f"(v.w) : "memory");
 }
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
 __device__ __forceinline__ void add_scaled(float4 &sum, float factor, float4 v) {
@@ -185,7 +197,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     state[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (position > 0) state[i] = read_floats(held + i * D);
+    if (position > 0) state[i] = p.passing ? read_passing(held + i * D) : read_floats(held + i * D);
   }
   if (convolves) own.read_window(window, p.width, position > 0);
   if (p.early) wait_for_inputs();
@@ -267,7 +279,8 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
     float4 next = make_float4(state[i].x * decay, state[i].y * decay, state[i].z * decay,
                               state[i].w * decay);
     add_scaled(next, k, wrong);
-    *(float4 *)(held + i * D) = next;
+    if (p.passing) write_passing(held + i * D, next);
+    else *(float4 *)(held + i * D) = next;
   }
   if (warp > 0) return;
   wait_bytes(&s.squared);

@@ -25,6 +25,10 @@ _COLUMNS = (32, 64)
 """Columns of a head's state that a block may have, the faster first."""
 
 
+_PASSING_ROWS = 24
+"""Rows up to which state that passes the caches by is faster, of 32 heads of 128 channels."""
+
+
 class _DeltaStep(ctypes.Structure):
     """`DeltaStep` of delta_step.cu."""
 
@@ -34,7 +38,7 @@ class _DeltaStep(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("positions", "slots")),
         *((name, ctypes.c_int) for name in ("x_stride", "a_stride", "b_stride", "z_stride")),
         *((name, ctypes.c_int) for name in ("out_stride", "num_heads", "num_key_heads")),
-        *((name, ctypes.c_int) for name in ("width", "early", "num_blocks", "share")),
+        *((name, ctypes.c_int) for name in ("width", "early", "num_blocks", "share", "passing")),
         ("eps", ctypes.c_float),
     )
 
@@ -109,18 +113,12 @@ def delta_step(
         early=early,
         num_blocks=num_blocks,
         share=-(-2 * dim // (4 * num_blocks)) * 4,
+        passing=len(out) <= _PASSING_ROWS,
         eps=norm[1],
     )
-    nvrtc.launch(
-        SOURCE,
-        f"delta_step_{dim}_{columns}",
-        at=nvrtc.Launch(
-            blocks=(key_heads * num_blocks, len(out), 1),
-            num_threads=4 * columns,
-            cluster=(num_blocks, 1, 1),
-        ),
-        arguments=arguments,
-    )
+    blocks = key_heads * num_blocks, len(out), 1
+    at = nvrtc.Launch(blocks, 4 * columns, cluster=(num_blocks, 1, 1))
+    nvrtc.launch(SOURCE, f"delta_step_{dim}_{columns}", at=at, arguments=arguments)
 
 
 def _places(**tensors: Tensor) -> dict[str, int]:
