@@ -320,11 +320,7 @@ class Steps:
     def _attend_prompt(
         self, each: Attend, step: Buffers, rows: Rows, from_start: bool, block: int
     ) -> None:
-        pages, qkv, out = (
-            self._state.pages[each.state.name],
-            step.view(each.qkv),
-            step.view(each.out),
-        )
+        pages, qkv = self._state.pages[each.state.name], step.view(each.qkv)
         num_tokens, head_dim = len(qkv), each.state.shape[-1]
         through_library = from_start and num_tokens > LIBRARY_ATTENTION
         through_library = through_library and not (self.exact or self._strict)
@@ -351,12 +347,12 @@ class Steps:
             interleaved=each.interleaved,
         )
         if k is not None and v is not None:
-            out.copy_(attend_from_start(q, k, v, each.scale))
+            step.put(each.out, attend_from_start(q, k, v, each.scale))
             return
         attention_prefill.attend_prefill(
             pages,
             q,
-            out=out,
+            out=step.view(each.out),
             positions=rows.positions,
             slots=rows.slots,
             block_tables=self._state.tables,

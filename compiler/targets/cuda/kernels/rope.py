@@ -23,35 +23,27 @@ from tilewright.compiler.targets.cuda.kernels.launch import (
 from tilewright.compiler.targets.cuda.pages import PAGE, KVPages
 
 HEADS = 8
-"""Heads a program rotates."""
+"""Heads of a tile, of which a program has one, or all of a token's."""
+
+FEW_TOKENS = 512
+"""Of more tokens a program has all heads of one, whose angles are made once."""
 
 
 @triton.jit
-def _token(position_at, slot_at, tables, table_width, L: tl.constexpr):
-    """A token's position and its page, -1 and page 0 where it is padding."""
-    position = tl.load(position_at)
-    slot = tl.load(slot_at)
-    real = position >= 0
-    page = tl.load(tables + slot * table_width + position // L, mask=real, other=0)
-    return position, page.to(tl.int64)
-
-
-@triton.jit
-def _rotate_and_store_kernel(
-    qkv, q_out, k_out, v_out, positions, slots, inv_freq, qkv_stride,
+def _rotate_tile(
+    tile, token, position, slot, frequencies, cos, sin, qkv, q_out, k_out, v_out, qkv_stride,
     values, exponents, tables, table_width,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
     L: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, BFP8: tl.constexpr,
-    COPIES: tl.constexpr, CHAINED: tl.constexpr,
+    COPIES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    release_dependents(CHAINED)
+    """Some heads of a token, padding where its position is negative. ``cos`` and ``sin`` are there
+    where a program has the ``WHOLE`` of it, else they are made here, of ``frequencies``.
+    """
     Q_TILES: tl.constexpr = (H + HEADS - 1) // HEADS
     KV_TILES: tl.constexpr = (G + HEADS - 1) // HEADS
-    token = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
     d = tl.arange(0, E)
-    frequency, partner, second = channel_partners(HALF, E, INTERLEAVED)
-    frequencies = tl.load(inv_freq + frequency, mask=d < 2 * HALF, other=0.0)
+    _, partner, second = channel_partners(HALF, E, INTERLEAVED)
     # First of the row's heads, and how many there are of this kind: queries, keys, values.
     kind = tl.where(tile < Q_TILES, 0, tl.where(tile < Q_TILES + KV_TILES, 1, 2))
     base = tl.where(kind == 0, 0, tl.where(kind == 1, H, H + G))
@@ -60,22 +52,22 @@ def _rotate_and_store_kernel(
     head = (tile - behind) * HEADS + tl.arange(0, HEADS)
     keep = head < limit
     inside = keep[:, None] & (d < D)[None, :]
-    wait_for_inputs(CHAINED)
     row = qkv + token * qkv_stride
     at = (base + head)[:, None] * D
     x = tl.load(row + at + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    position, page = _token(positions + token, slots + token, tables, table_width, L)
     real = position >= 0
     if kind < 2:
         other = tl.load(row + at + partner[None, :], mask=inside, other=0.0).to(tl.float32)
-        cos, sin = turn_of(position, frequencies, second)
+        if not WHOLE:
+            cos, sin = turn_of(position, frequencies, second)
         x = x * cos[None, :] + other * sin[None, :]
     x = tl.where(real, x, 0.0)
     here = head[:, None] * D + d[None, :]
     if kind == 0:
         tl.store(q_out + token * (H * D) + here, x.to(q_out.dtype.element_ty), mask=inside)
     else:
-        rows = ((page * 2 + kind - 1) * G + head) * L + position % L
+        page = tl.load(tables + slot * table_width + position // L, mask=real, other=0)
+        rows = ((page.to(tl.int64) * 2 + kind - 1) * G + head) * L + position % L
         held = store_rows(values, exponents, x, rows, keep & real, HEADS, D, E, BFP8)
         if COPIES:
             copy = tl.where(real, held, 0.0).to(k_out.dtype.element_ty)
@@ -83,6 +75,38 @@ def _rotate_and_store_kernel(
                 tl.store(k_out + token * (G * D) + here, copy, mask=inside)
             else:
                 tl.store(v_out + token * (G * D) + here, copy, mask=inside)
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    qkv, q_out, k_out, v_out, positions, slots, inv_freq, qkv_stride,
+    values, exponents, tables, table_width,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
+    L: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, BFP8: tl.constexpr,
+    COPIES: tl.constexpr, WHOLE: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Program (t, i): the i-th heads of token t, or, ``WHOLE``, program (t, 0): all of them."""
+    release_dependents(CHAINED)
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, E)
+    frequency, _, second = channel_partners(HALF, E, INTERLEAVED)
+    frequencies = tl.load(inv_freq + frequency, mask=d < 2 * HALF, other=0.0)
+    wait_for_inputs(CHAINED)
+    position, slot = tl.load(positions + token), tl.load(slots + token)
+    if WHOLE:
+        cos, sin = turn_of(position, frequencies, second)
+        for tile in tl.static_range((H + HEADS - 1) // HEADS + 2 * ((G + HEADS - 1) // HEADS)):
+            _rotate_tile(
+                tile, token, position, slot, frequencies, cos, sin, qkv, q_out, k_out, v_out,
+                qkv_stride, values, exponents, tables, table_width, H, G, D, E, HALF, L, HEADS,
+                INTERLEAVED, BFP8, COPIES, True,
+            )  # fmt: skip
+    else:
+        _rotate_tile(
+            tl.program_id(1), token, position, slot, frequencies, frequencies, frequencies, qkv,
+            q_out, k_out, v_out, qkv_stride, values, exponents, tables, table_width, H, G, D, E,
+            HALF, L, HEADS, INTERLEAVED, BFP8, COPIES, False,
+        )  # fmt: skip
 
 
 def rotate_and_store(
@@ -109,13 +133,12 @@ def rotate_and_store(
     pages hold. A token at a negative position is padding: nothing of it is stored, and its rows of
     the outputs are zeros.
     """
-    assert qkv.stride(1) == 1 and q_out.is_contiguous()
-    assert (k_out is None) == (v_out is None)
+    assert qkv.stride(1) == 1 and q_out.is_contiguous() and (k_out is None) == (v_out is None)
     assert inv_freq.dtype == torch.float32 and 2 * inv_freq.shape[0] <= pages.head_dim
-    for copy in (k_out, v_out):
-        assert copy is None or copy.is_contiguous()
+    assert all(copy is None or copy.is_contiguous() for copy in (k_out, v_out))
     num_tiles = triton.cdiv(num_heads, HEADS) + 2 * triton.cdiv(pages.num_kv_heads, HEADS)
-    _rotate_and_store_kernel[(qkv.shape[0], num_tiles)](
+    num_tokens, is_whole = len(qkv), len(qkv) > FEW_TOKENS
+    _rotate_and_store_kernel[(num_tokens, 1 if is_whole else num_tiles)](
         qkv,
         q_out,
         q_out if k_out is None else k_out,
@@ -131,6 +154,7 @@ def rotate_and_store(
         HEADS=HEADS,
         INTERLEAVED=interleaved,
         COPIES=k_out is not None,
+        WHOLE=is_whole,
         num_warps=4,
         **chained(qkv),
     )

@@ -11,6 +11,7 @@ import torch
 from tests.grids import grid
 from tilewright.compiler.formats.block_float import BFP8
 from tilewright.compiler.ops.dense import rotate
+from tilewright.compiler.targets.cuda.kernels import rope
 from tilewright.compiler.targets.cuda.kernels.rope import rotate_and_store
 
 NAN = float("nan")
@@ -95,6 +96,29 @@ def test_rotates_and_stores(
         assert torch.equal(cache.at(slot, position, 1), v[token])
     exact = {"fp32": lambda x: x, "bf16": lambda x: x.bfloat16().float(), "bfp8": BFP8.round_trip}
     assert torch.equal(v[:-1], exact[kind](want_v[:-1]))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bfp8"])
+@pytest.mark.parametrize(("heads", "half"), [((9, 2), 32), ((4, 9), 16)])
+def test_programs_of_a_whole_token_have_the_bits_of_others(
+    heads: tuple[int, int],
+    half: int,
+    kind: str,
+    paged: Callable[..., Any],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    positions, slots = [0, 127, 64, 5, -1], [1, 1, 1, 0, 0]
+    qkv = torch.randn(len(positions), (heads[0] + 2 * heads[1]) * 64, device=device)
+    found = []
+    for few_tokens in (512, 1):
+        monkeypatch.setattr(rope, "FEW_TOKENS", few_tokens)
+        cache = paged(kind, [0, 0], num_pages=2, size=(heads[1], 64))
+        outs = run(cache, qkv, positions, slots, heads=heads, half=half)
+        places = zip(positions[:-1], slots, strict=False)
+        found.append([*outs, *(cache.at(slot, at, of) for at, slot in places for of in (0, 1))])
+    for tiles, whole in zip(*found, strict=True):
+        assert torch.equal(tiles, whole)
 
 
 def test_leaves_other_positions_alone(paged: Callable[..., Any], device: torch.device) -> None:
