@@ -8,6 +8,7 @@
 #include "experts_walk.cuh"
 
 constexpr int WARPS = 8, SUM_WARPS = 9;  // eight experts of one token, and the one that all share
+constexpr int MOST_SUMS = 4;             // of a thread: 16 of each token, of up to 64
 
 // A warp a row tile of a pair tile's expert, all over the device; tiles of the shared expert, last.
 template <int F, int DEPTH> __device__ __forceinline__ void expert_linear(const Experts &p) {
@@ -30,6 +31,17 @@ template <int F, int DEPTH> __device__ __forceinline__ void expert_linear(const 
   auto finish = [&](Place at, const float(&acc)[4]) { store_product(table, at, g, t, acc); };
   const int unit = warp * gridDim.x + blockIdx.x;
   walk<F, DEPTH>(table, ring, unit, gridDim.x * WARPS, num_units, where, [] {}, finish);
+}
+
+// A thread's sums of a block, the j-th of a token in row `of` of the row tile.
+template <class Make> __device__ __forceinline__ void each_sum(const Experts &p, Make make) {
+#pragma unroll
+  for (int j = 0; j < MOST_SUMS; ++j) {
+    const int i = threadIdx.x + j * SUM_WARPS * 32, token = i >> 4, of = i & 15;
+    const int row = blockIdx.x * 16 + of;
+    if (token < p.num_tokens && row < p.own.num_rows)
+      make(j, token, of, row, (Value *)p.out + (size_t)token * p.out_stride + row);
+  }
 }
 
 // A block a row tile of all experts, a warp a pair tile or one of the shared expert; then the
@@ -58,26 +70,29 @@ template <int F, int DEPTH> __device__ __forceinline__ void expert_sum(const Exp
   auto finish = [&](Place at, const float(&acc)[4]) {
     keep_product(table, at, products, num_pairs, g, t, acc);
   };
-  walk<F, DEPTH>(table, ring, warp, SUM_WARPS, num_own + p.num_shared_tiles(), where,
-                 [] { wait_for_inputs(); }, finish);
+  // What a thread's sums are added to is asked for long before it is wanted.
+  float before[MOST_SUMS], gates[MOST_SUMS], given[MOST_SUMS];
+  auto wait = [&] {
+    wait_for_inputs();
+    each_sum(p, [&](int j, int token, int, int row, const Value *out) {
+      before[j] = p.residual ? value_of(*out) : 0.0f;
+      gates[j] = p.gate ? value_of(p.gate[(size_t)token * p.gate_stride]) : 0.0f;
+      given[j] = p.given ? value_of(p.given[(size_t)token * p.given_stride + row]) : 0.0f;
+    });
+  };
+  walk<F, DEPTH>(table, ring, warp, SUM_WARPS, num_own + p.num_shared_tiles(), where, wait,
+                 finish);
   __syncthreads();
-  for (int i = threadIdx.x; i < p.num_tokens * 16; i += SUM_WARPS * 32) {
-    const int token = i >> 4, row = blockIdx.x * 16 + (i & 15);
-    if (row >= p.own.num_rows) continue;
-    Value *out = (Value *)p.out + (size_t)token * p.out_stride + row;
-    float shared = 0.0f, gate = 0.0f;
-    const float before = p.residual ? value_of(*out) : 0.0f;
-    if (p.gate) {
-      shared = p.shared.data ? products[(num_pairs + token) * 16 + (i & 15)]
-                             : value_of(p.given[(size_t)token * p.given_stride + row]);
-      gate = value_of(p.gate[(size_t)token * p.gate_stride]);
-    }
+  each_sum(p, [&](int j, int token, int of, int, Value *out) {
     float total = 0.0f;
     for (int k = 0; k < p.top_k; ++k)
-      total += weights[token * p.top_k + k] * products[(token * p.top_k + k) * 16 + (i & 15)];
-    if (p.gate) total += __fdividef(shared, 1.0f + __expf(-gate));
-    *out = to_value(before + total);
-  }
+      total += weights[token * p.top_k + k] * products[(token * p.top_k + k) * 16 + of];
+    if (p.gate) {
+      const float shared = p.shared.data ? products[(num_pairs + token) * 16 + of] : given[j];
+      total += __fdividef(shared, 1.0f + __expf(-gates[j]));
+    }
+    *out = to_value(before[j] + total);
+  });
 }
 
 #define LINEAR(name, F, DEPTH)                                                                    \
