@@ -26,7 +26,9 @@ _COLUMNS = (32, 64)
 
 
 _PASSING_ROWS = 24
-"""Rows up to which state that passes the caches by is faster, of 32 heads of 128 channels."""
+"""Rows up to which state that passes the first cache by was measured faster on an H200, of 32 heads
+of 128 channels.
+"""
 
 
 class _DeltaStep(ctypes.Structure):
