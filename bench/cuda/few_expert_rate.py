@@ -23,9 +23,10 @@ from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.targets.cuda.held import TILE_COLUMNS
-from tilewright.compiler.targets.cuda.kernels import native_experts
+from tilewright.compiler.targets.cuda.kernels import native_experts, native_route
 from tilewright.compiler.targets.cuda.kernels import native_few_experts as few_experts
-from tilewright.compiler.targets.cuda.kernels.native_experts import Choice, Shared, Tiles
+from tilewright.compiler.targets.cuda.kernels.native_experts import Shared
+from tilewright.compiler.targets.cuda.kernels.native_route import Choice, Tiles
 from tilewright.compiler.targets.cuda.packing import hold
 
 _LENGTH = 12
@@ -106,7 +107,7 @@ class Step:
 
     def route(self, index: int) -> None:
         """The experts of a layer, by the router's kernel."""
-        native_experts.route(
+        native_route.route(
             self._weights[index], self._chosen[index], self.logits[index], self.positions,
             self._tiles[index], renormalise=True,
         )  # fmt: skip

@@ -100,7 +100,7 @@ class Steps:
         self._prompt_wire = prompt_wire
         self._spreads = trials.attention != WALKED, trials.attention == SPREAD  # bf16, bfp8 pages
         how: dict[str, Any] = {"exact": exact, "max_rows": max_rows, "trials": trials}
-        self._mixers = Mixers(plan, weights, state, **how)
+        self._mixers = Mixers(plan, weights, state, strict=strict, **how)
         self._operand = torch.float32 if exact else torch.bfloat16
         self._num_rows = rows = native.room_for(max_rows) if self.is_native else max_rows
         self._products = Products(

@@ -6,16 +6,18 @@ Legend: T tokens, K experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.buffers import Buffers
-from tilewright.compiler.targets.cuda.kernels import native_experts, native_few_experts
+from tilewright.compiler.targets.cuda.kernels import (
+    native_experts,
+    native_few_experts,
+    native_route,
+)
 from tilewright.compiler.targets.cuda.kernels.expert_linear import (
     FEW_PAIRS,
     MANY_PAIRS,
@@ -25,7 +27,16 @@ from tilewright.compiler.targets.cuda.kernels.expert_linear import (
     sum_experts,
 )
 from tilewright.compiler.targets.cuda.kernels.route import Groups, group, route
-from tilewright.compiler.targets.cuda.trials import INSIDE, MANY, TOGETHER, Trials
+from tilewright.compiler.targets.cuda.steps_routes import (
+    PART_TOKENS,
+    Routing,
+    joined_routers,
+    left_to_products,
+    routed,
+    routed_with_product,
+    takes_joined,
+)
+from tilewright.compiler.targets.cuda.trials import INSIDE, JOINED, MANY, TOGETHER, Trials
 from tilewright.compiler.targets.cuda.weights import Weights, product_of
 from tilewright.compiler.targets.program.instructions import (
     ExpertLinear,
@@ -35,11 +46,6 @@ from tilewright.compiler.targets.program.instructions import (
     Plan,
     Route,
 )
-
-PART_TOKENS = 8192 + 512
-"""Tokens of a prompt whose experts run together: what their products take is bounded. The largest
-pass is one part with the rows that ride along: a second one would read all experts again.
-"""
 
 
 def experts_bytes(plan: Plan, num_tokens: int) -> int:
@@ -62,40 +68,6 @@ def _behind_products(steps: Sequence[Instruction]) -> set[int]:
     return {id(last) for first, last in pairwise(steps) if isinstance(first, ExpertLinear)}
 
 
-_Each = TypeVar("_Each")
-
-
-@dataclass(frozen=True, slots=True)
-class _Routing:
-    """``weights`` and ``experts [T, K]``; the latter's pairs for runs of tokens: in ``tiles`` of
-    decode steps, or in ``groups``. With ``choice`` nobody has made them: products of one token
-    find its experts themselves.
-    """
-
-    weights: Tensor
-    experts: Tensor
-    groups: tuple[Groups, ...] = ()
-    tiles: tuple[native_experts.Tiles, ...] = ()
-    choice: native_experts.Choice | None = None
-
-    @property
-    def top_k(self) -> int:
-        return self.experts.shape[1]
-
-    def parts(self) -> Iterator[tuple[slice, Groups]]:
-        """The runs of tokens, each with its groups."""
-        return _runs(self.groups, PART_TOKENS)
-
-    def native_parts(self) -> Iterator[tuple[slice, native_experts.Tiles]]:
-        """The runs of a decode step's tokens, each with its tiles."""
-        return _runs(self.tiles, native_experts.MAX_TOKENS)
-
-
-def _runs(found: Sequence[_Each], size: int) -> Iterator[tuple[slice, _Each]]:
-    for index, each in enumerate(found):
-        yield slice(index * size, (index + 1) * size), each
-
-
 class Experts:
     """A plan's experts with their weights. Capturable in a CUDA graph.
 
@@ -110,19 +82,23 @@ class Experts:
         *,
         exact: bool,
         max_rows: int,
+        strict: bool = False,
         trials: Trials | None = None,
     ) -> None:
         self._weights, self._exact, self._device = weights, exact, device
         trials = trials or Trials()
         self._is_together = trials.experts == TOGETHER
         self._few = 0 if trials.few == MANY else None
-        self._routing: _Routing | None = None  # the last `Route`'s
-        self._launched: _Routing | None = None  # that of the last products
+        self._routing: Routing | None = None  # the last `Route`'s
+        self._launched: Routing | None = None  # that of the last products
         self._watched: list[Tensor] | None = None
-        most = min(max_rows, native_experts.MAX_TOKENS)
+        most = min(max_rows, native_route.MAX_TOKENS)
         self.why_not_native = self._why_not_native(plan, device, most)
         self._shared = {} if self.why_not_native else self._find_shared(plan)
         self._along = {id(each) for each in self._shared.values()}
+        is_joined = trials.routers == JOINED and not (self.why_not_native or strict)
+        self._routers = joined_routers(plan, weights, device) if is_joined else {}
+        self._joined = {id(each) for each in self._routers.values()}
         is_inside = trials.few == INSIDE and not self.why_not_native
         apart = [each for each in plan.instructions if id(each) not in self._along]
         self._inside = self._find_inside(apart) if is_inside else set()
@@ -142,7 +118,7 @@ class Experts:
         for each in plan.instructions:
             if isinstance(each, Route):
                 top_k = each.top_k
-                if each.logits.width > native_experts.MAX_EXPERTS:
+                if each.logits.width > native_route.MAX_EXPERTS:
                     return f"{each.logits.width} experts"
             elif isinstance(each, ExpertLinear | ExpertSum):
                 held, is_sum = self._weights.held(product_of(each)), isinstance(each, ExpertSum)
@@ -194,11 +170,13 @@ class Experts:
 
     def runs_along(self, each: Linear, num_rows: int) -> bool:
         """Whether a product is part of another instruction in decode steps of so many rows."""
+        if id(each) in self._joined:
+            return takes_joined(num_rows)
         return id(each) in self._along and self._is_native(num_rows)
 
     def _is_native(self, num_rows: int) -> bool:
         """Whether a decode step of so many rows runs in CUDA C++."""
-        is_few = num_rows <= native_experts.MAX_TOKENS
+        is_few = num_rows <= native_route.MAX_TOKENS
         return not self.why_not_native and (is_few or not self._is_together)
 
     def watch(self, run: Callable[[], object]) -> list[Tensor]:
@@ -220,7 +198,7 @@ class Experts:
         if isinstance(each, Route):
             logits = step.view(each.logits)
             if decodes and self._is_native(len(logits)):
-                self._routing = self._route_native(each, logits, positions)
+                self._routing = self._route_native(each, step, positions)
             else:
                 self._routing = self._route(each, logits, positions, decodes)
             if self._watched is not None:
@@ -230,35 +208,18 @@ class Experts:
         else:
             self._sum(each, step)
 
-    def _route_native(self, each: Route, logits: Tensor, positions: Tensor) -> _Routing:
-        num_tokens = len(logits)
-        weights = logits.new_empty(num_tokens, each.top_k)
-        experts = torch.empty_like(weights, dtype=torch.int32)
-        most = native_experts.MAX_TOKENS
-        counts = [min(most, num_tokens - first) for first in range(0, num_tokens, most)]
-        tiles = tuple(
-            native_experts.Tiles.empty(count, each.top_k, each.num_experts, logits.device)
-            for count in counts
+    def _route_native(self, each: Route, step: Buffers, positions: Tensor) -> Routing:
+        logits, router = step.view(each.logits), self._routers.get(id(each))
+        if len(logits) == 1 and id(each) in self._inside and self._watched is None:
+            return left_to_products(each, logits, positions)
+        if router is None or not takes_joined(len(logits)):
+            return routed(each, logits, positions)
+        held = self._weights.held(product_of(router))
+        return routed_with_product(
+            each, step.view(router.out), step.view(router.x), held, positions
         )
-        if num_tokens == 1 and id(each) in self._inside and self._watched is None:
-            how = each.renormalise, each.first, each.num_experts
-            choice = native_experts.Choice(logits, positions, *how)
-            return _Routing(weights, experts, tiles=tiles, choice=choice)
-        routing = _Routing(weights, experts, tiles=tiles)
-        for part, some in routing.native_parts():
-            native_experts.route(
-                weights[part],
-                experts[part],
-                logits[part],
-                positions[part],
-                some,
-                renormalise=each.renormalise,
-                first=each.first,
-                count=each.num_experts,
-            )
-        return routing
 
-    def _route(self, each: Route, logits: Tensor, positions: Tensor, decodes: bool) -> _Routing:
+    def _route(self, each: Route, logits: Tensor, positions: Tensor, decodes: bool) -> Routing:
         num_tokens, num_experts = len(logits), each.num_experts
         if num_tokens == 1:  # a pair is a tile, be it this rank's or not
             num_experts = max(num_experts, each.top_k)
@@ -267,7 +228,7 @@ class Experts:
         parts = []
         for first in range(0, num_tokens, PART_TOKENS):
             num_pairs = min(PART_TOKENS, num_tokens - first) * each.top_k
-            is_few = decodes and num_tokens <= native_experts.MAX_TOKENS
+            is_few = decodes and num_tokens <= native_route.MAX_TOKENS
             size = FEW_PAIRS if is_few else self._tile_size(num_pairs, each.logits.width)
             parts.append(Groups.empty(num_pairs, num_experts, size, logits.device))
         alone = parts[0] if num_tokens == 1 else None
@@ -281,7 +242,7 @@ class Experts:
             first=each.first,
             count=each.num_experts,
         )
-        routing = _Routing(weights, experts, tuple(parts))
+        routing = Routing(weights, experts, tuple(parts))
         if alone is None:
             for part, groups in routing.parts():
                 group(groups, experts[part])
@@ -318,9 +279,9 @@ class Experts:
         self,
         each: ExpertSum,
         step: Buffers,
-        routing: _Routing,
+        routing: Routing,
         part: slice,
-        tiles: native_experts.Tiles,
+        tiles: native_route.Tiles,
     ) -> None:
         assert self._launched is routing  # it reads tiles without a wait
         shared: native_experts.Shared | Tensor | None = None

@@ -51,6 +51,8 @@ def mixer_bytes(plan: Plan, num_tokens: int) -> int:
 class Mixers:
     """A plan's mixers with their weights and state. Capturable in a CUDA graph.
 
+    ``strict``: a row of a decode step has the same bits among any number of rows.
+
     Their rows are a step's tokens: one of each sequence in a decode step; in a prompt all of one
     sequence, or of a few in pieces, whose states are kept at their marks on the way.
     """
@@ -62,11 +64,14 @@ class Mixers:
         state: PagedState,
         *,
         exact: bool,
+        strict: bool,
         max_rows: int,
         trials: Trials,
     ) -> None:
         device = state.tables.device
-        self.experts = Experts(plan, weights, device, exact=exact, max_rows=max_rows, trials=trials)
+        self.experts = Experts(
+            plan, weights, device, exact=exact, strict=strict, max_rows=max_rows, trials=trials
+        )
         self._weights, self._state, self._exact = weights, state, exact
 
     def run(

@@ -16,6 +16,7 @@ APART, RIDING, SEVERAL = "apart", "riding", "several"
 CUT, INSIDE = "cut", "inside"
 MANY = "many"
 BF16, SPREAD, WALKED = "bf16", "spread", "walked"
+JOINED = "joined"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
@@ -24,6 +25,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "experts": (PARTS, TOGETHER),
     "few": (MANY, APART, INSIDE),
     "norms": (APART, INSIDE),
+    "routers": (APART, JOINED),
     "attention": (WALKED, BF16, SPREAD),
     "prompts": ("1", "8", "64"),
     "hybrids": (APART, RIDING, SEVERAL),
@@ -66,6 +68,8 @@ class Trials:
             themselves.
         norms: that no product asks for, of a decode step's only row, ``inside``: made in the
             product right behind; ``apart``: as launches of their own.
+        routers: of 5 to 64 rows of a decode step, ``joined``: their product and what chooses among
+            its results are one launch; ``apart``: two.
         attention: of few rows over long tables, ``walked``: each block walks over pages; ``bf16``:
             rows over bfloat16 pages are spread over clusters of sixteen blocks; ``spread``: over
             bfp8 ones, too.
@@ -77,6 +81,7 @@ class Trials:
     experts: str = TOGETHER
     few: str = INSIDE
     norms: str = INSIDE
+    routers: str = JOINED
     attention: str = BF16
     prompts: int = 0
     hybrids: str = SEVERAL
@@ -107,6 +112,7 @@ def read_trials() -> Trials:
         experts=found.get("experts", default.experts),
         few=found.get("few", default.few),
         norms=found.get("norms", default.norms),
+        routers=found.get("routers", default.routers),
         attention=found.get("attention", default.attention),
         prompts=int(found.get("prompts", default.prompts)),
         hybrids=found.get("hybrids", default.hybrids),

@@ -17,7 +17,7 @@ from tilewright.compiler.targets.cuda.buckets import Buckets
 from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING
 from tilewright.compiler.targets.cuda.ragged import num_tokens_of
 from tilewright.compiler.targets.cuda.seats import SeatTable
-from tilewright.compiler.targets.cuda.steps_experts import PART_TOKENS
+from tilewright.compiler.targets.cuda.steps_routes import PART_TOKENS
 from tilewright.compiler.targets.step import Chunk, Seat
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,12 @@ from tests.tiny import (
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
-from tilewright.compiler.targets.cuda.kernels import native_experts, nvrtc
+from tilewright.compiler.targets.cuda.kernels import (
+    native_experts,
+    native_route,
+    native_router,
+    nvrtc,
+)
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps_experts import Experts
 from tilewright.compiler.targets.cuda.trials import Trials
@@ -84,6 +90,7 @@ def test_tiles_go_by_the_pairs_of_all_experts(monkeypatch: pytest.MonkeyPatch) -
 
 def test_why_not_in_cuda_c(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_experts, "why_not", lambda device: "")
+    monkeypatch.setattr(native_router, "why_not", lambda device: "")
     assert experts_of(BF16, CPU)[1].why_not_native == "no GPU"
     assert experts_of(BF16, CUDA, exact=True)[1].why_not_native == "float32"
     assert experts_of(BF16, CUDA)[1].why_not_native == "4 experts of 32 columns"
@@ -99,6 +106,7 @@ def test_the_expert_of_all_tokens_runs_along_where_it_is_held_alike(
     formats: dict[str, str], is_along: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native_experts, "why_not", lambda device: "")
+    monkeypatch.setattr(native_router, "why_not", lambda device: "")
     monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
     monkeypatch.setattr(native_experts, "TILE_COLUMNS", 8)
     plan, experts = experts_of(precision_of("bf16", **formats), CUDA)
@@ -107,6 +115,11 @@ def test_the_expert_of_all_tokens_runs_along_where_it_is_held_alike(
     assert len(shared) == 4
     along = [each for each in products if experts.runs_along(each, 1)]
     assert along == (shared if is_along else [])
+
+
+def holding(values: torch.Tensor) -> Any:
+    """Buffers of which every place holds these values."""
+    return SimpleNamespace(view=lambda place: values)
 
 
 @pytest.mark.parametrize(
@@ -122,20 +135,21 @@ def test_one_row_s_products_find_its_experts_where_nothing_lies_between(
     formats: dict[str, str], trials: Trials, is_inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native_experts, "why_not", lambda device: "")
+    monkeypatch.setattr(native_router, "why_not", lambda device: "")
     monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
     monkeypatch.setattr(native_experts, "TILE_COLUMNS", 8)
     routed: list[int] = []
     launched = lambda *_, **__: routed.append(1)  # noqa: E731
-    monkeypatch.setattr(native_experts, "route", launched)
+    monkeypatch.setattr(native_route, "route", launched)
     plan, experts = experts_of(precision_of("bf16", **formats), CUDA, trials=trials)
     router = next(each for each in plan.instructions if isinstance(each, Route))
     for count in (1, 2):
         logits, positions = torch.randn(count, router.logits.width), torch.arange(count)
-        choice = experts._route_native(router, logits, positions).choice
+        choice = experts._route_native(router, holding(logits), positions).choice
         assert (choice is not None) == (is_inside and count == 1)
         assert len(routed) == (choice is None) and not routed.clear()
     logits, positions = torch.randn(1, router.logits.width), torch.arange(1)
-    experts.watch(lambda: experts._route_native(router, logits, positions))
+    experts.watch(lambda: experts._route_native(router, holding(logits), positions))
     assert routed  # whoever watches is to see which they are
 
 

@@ -31,6 +31,7 @@ from tilewright.compiler.targets.cuda.kernels import (
     native,
     native_dense,
     native_experts,
+    native_router,
     native_wide,
 )
 from tilewright.compiler.targets.cuda.plan import make_plan
@@ -57,8 +58,8 @@ def test_nothing_is_switched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPa
     [
         (
             "row=256",
-            "'row'; allowed: rows, blocks, products, experts, few, norms, attention, prompts, "
-            "hybrids, totals, ranks, snapshots; did you mean 'rows'?",
+            "'row'; allowed: rows, blocks, products, experts, few, norms, routers, attention, "
+            "prompts, hybrids, totals, ranks, snapshots; did you mean 'rows'?",
         ),
         ("rows=100", "rows='100'; allowed: 64, 128, 256, 512"),
         ("blocks", "blocks=''; allowed: parts, wide"),
@@ -379,6 +380,7 @@ def test_experts_take_their_own_kernels_as_the_trial_says(
     from tilewright.compiler.targets.cuda.steps_experts import Experts
 
     monkeypatch.setattr(native_experts, "why_not", lambda device: "")
+    monkeypatch.setattr(native_router, "why_not", lambda device: "")
     monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
     plan = make_plan(lowered(model_of(), target="cuda", precision=precision_of("bf16"))[0])
     weights = load_weights(plan, weight_source(model_of()), CPU, lambda what, done, total: None)

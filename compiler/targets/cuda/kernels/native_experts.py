@@ -1,8 +1,7 @@
-"""route.cu and experts.cu on the device: the experts of a decode step's tokens, and the products
-with them.
+"""experts.cu on the device: products of a decode step's tokens with their experts.
 
 Knows nothing of where its operands come from.
-Legend: B tokens, E experts, K experts of a token, N tiles, C columns, O rows of an expert's weight.
+Legend: B tokens, K experts of a token, C columns, O rows of an expert's weight.
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.held import TILE_COLUMNS, TILE_ROWS, HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native_few_experts as few_experts
-from tilewright.compiler.targets.cuda.kernels import nvrtc
+from tilewright.compiler.targets.cuda.kernels import native_route, nvrtc
 from tilewright.compiler.targets.cuda.kernels.launch import num_processors
 from tilewright.compiler.targets.cuda.kernels.native import (
     MOST_SHARED,
@@ -26,31 +24,22 @@ from tilewright.compiler.targets.cuda.kernels.native import (
     SWIGLU,
     X_PADDING,
 )
+from tilewright.compiler.targets.cuda.kernels.native_route import (
+    MAX_CHOSEN,
+    MAX_EXPERTS,
+    MAX_TOKENS,
+    TILE_PAIRS,
+    Choice,
+    RouteArguments,
+    Tiles,
+    arguments_of,
+)
 from tilewright.compiler.targets.cuda.kernels.route import most_tiles
-
-MAX_TOKENS = 64
-MAX_EXPERTS = 512
-MAX_CHOSEN = 32
-TILE_PAIRS = 8
-"""Pairs of a token and its expert that share a read of the expert's weight."""
 
 _DEPTHS = {"bf16": (4, 3), "bfp8": (5, 3), "bfp4": (6, 3)}
 """Steps of 128 columns that a warp has in flight; the second where sums leave no room for more."""
 _X_BYTES = TILE_PAIRS * (TILE_COLUMNS + X_PADDING) * 2
 _WARPS, _SUM_WARPS = 8, 9
-_ROUTE_WARPS = 16
-_ROUTES = (4, 8, 16)  # logits of a lane
-
-
-class _Route(ctypes.Structure):
-    """`Route` of route.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "positions", "weights", "experts")),
-        *((name, ctypes.c_void_p) for name in ("tiles", "pairs")),
-        *((name, ctypes.c_int) for name in ("num_tokens", "num_experts", "top_k")),
-        *((name, ctypes.c_int) for name in ("logits_stride", "renormalise", "first", "count")),
-    )
 
 
 class _Weight(ctypes.Structure):
@@ -82,15 +71,9 @@ class _Experts(ctypes.Structure):
 class _FewExperts(ctypes.Structure):
     """`FewExperts` of experts_few.cu."""
 
-    _fields_ = (("of", _Experts), ("route", _Route))
+    _fields_ = (("of", _Experts), ("route", RouteArguments))
 
 
-ROUTE = nvrtc.Source(
-    Path(__file__).with_name("route.cu"),
-    tuple(f"route_{what}{each}" for what in ("", "one_") for each in _ROUTES),
-    headers=("primitives.cuh", "route_choose.cuh"),
-    structures=(("Route", _Route),),
-)
 PRODUCTS = nvrtc.Source(
     Path(__file__).with_name("experts.cu"),
     (
@@ -104,46 +87,14 @@ FEW = nvrtc.Source(
     few_experts.PATH,
     few_experts.NAMES,
     headers=(*PRODUCTS.headers, "route_choose.cuh"),
-    structures=(*PRODUCTS.structures, *ROUTE.structures, ("FewExperts", _FewExperts)),
+    structures=(*PRODUCTS.structures, *native_route.SOURCE.structures, ("FewExperts", _FewExperts)),
     beside=True,
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Pairs of a step by expert: ``tiles [1 + N]`` int32, how many tiles there are, then the expert
-    of each; ``pairs [N, 8]`` int16, -1 where a tile has no more. Padding has no pairs.
-    """
-
-    tiles: Tensor
-    pairs: Tensor
-
-    @classmethod
-    def empty(cls, num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Self:
-        """Room for so many pairs, however they fall."""
-        count = most_tiles(num_tokens * top_k, num_experts, TILE_PAIRS)
-        return cls(
-            torch.empty(1 + count, dtype=torch.int32, device=device),
-            torch.empty(count, TILE_PAIRS, dtype=torch.int16, device=device),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What a product chooses one token's experts by, as :func:`route` does: ``logits [1, E]`` and
-    its ``positions [1]``.
-    """
-
-    logits: Tensor
-    positions: Tensor
-    renormalise: bool
-    first: int = 0
-    count: int | None = None
-
-
 def why_not(device: torch.device) -> str:
     """Why they cannot run on a device; empty where it can."""
-    reasons = (nvrtc.why_not(device, source) for source in (ROUTE, PRODUCTS, FEW))
+    reasons = (nvrtc.why_not(device, source) for source in (native_route.SOURCE, PRODUCTS, FEW))
     return next(filter(None, reasons), "")
 
 
@@ -170,62 +121,6 @@ def _room(held: HeldWeight, num_tokens: int, top_k: int, *, is_sum: bool, depth:
     products = (num_pairs + num_tokens) * TILE_ROWS * 4 + -(-num_pairs // 4) * 16
     table = most_tiles(num_pairs, held.num_experts, TILE_PAIRS) * (TILE_PAIRS * 2 + 4) + 4
     return ring + table + (products if is_sum else 0)
-
-
-def route(
-    weights: Tensor,
-    experts: Tensor,
-    logits: Tensor,
-    positions: Tensor,
-    tiles: Tiles,
-    *,
-    renormalise: bool,
-    first: int = 0,
-    count: int | None = None,
-) -> None:
-    """:data:`ops.router` of ``logits [B, E]`` float32 into ``weights [B, K]`` float32 and
-    ``experts [B, K]`` int32, 0 and -1 for tokens whose ``positions [B]`` int64 are negative; and
-    their pairs into ``tiles``.
-
-    Rows of ``logits`` may be further apart than they are long. ``first`` and ``count``: this rank's
-    experts, which are counted from 0; others' are as padding's. None: all.
-    """
-    num_tokens, num_experts = logits.shape
-    choice = Choice(logits, positions, renormalise, first, count)
-    arguments = _choice(choice, weights.shape[1])
-    assert weights.shape == experts.shape == (num_tokens, arguments.top_k)
-    assert weights.is_contiguous() and experts.is_contiguous() and num_tokens <= MAX_TOKENS
-    most = most_tiles(num_tokens * arguments.top_k, arguments.count, TILE_PAIRS)
-    assert len(tiles.pairs) >= most
-    arguments.weights, arguments.experts = weights.data_ptr(), experts.data_ptr()
-    arguments.tiles, arguments.pairs = tiles.tiles.data_ptr(), tiles.pairs.data_ptr()
-    each = next(count for count in _ROUTES if 32 * count >= num_experts)
-    if num_tokens == 1:
-        at = nvrtc.Launch((1, 1, 1), 32)
-        nvrtc.launch(ROUTE, f"route_one_{each}", at=at, arguments=arguments)
-        return
-    num_blocks = next(count for count in (1, 2, 4) if count * _ROUTE_WARPS >= num_tokens)
-    at = nvrtc.Launch((num_blocks, 1, 1), 32 * _ROUTE_WARPS, cluster=(num_blocks, 1, 1))
-    nvrtc.launch(ROUTE, f"route_{each}", at=at, arguments=arguments)
-
-
-def _choice(choice: Choice, top_k: int) -> _Route:
-    """All that a kernel is told of a choice but where it goes."""
-    (num_tokens, num_experts), count = choice.logits.shape, choice.count
-    count = num_experts - choice.first if count is None else count
-    assert 0 <= choice.first < choice.first + count <= num_experts <= MAX_EXPERTS
-    assert choice.logits.stride(1) == 1 and top_k <= min(num_experts, MAX_CHOSEN)
-    return _Route(
-        logits=choice.logits.data_ptr(),
-        positions=choice.positions.data_ptr(),
-        num_tokens=num_tokens,
-        num_experts=num_experts,
-        top_k=top_k,
-        logits_stride=choice.logits.stride(0),
-        renormalise=choice.renormalise,
-        first=choice.first,
-        count=count,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,7 +273,7 @@ def _launch(
         if choice is not None:
             num_tokens, num_experts = choice.logits.shape
             assert num_tokens == 1 and num_experts <= few_experts.MOST_CHOSEN_AMONG
-            given.route = _choice(choice, arguments.top_k)
+            given.route = arguments_of(choice, arguments.top_k)
         room = few_experts.room(held, along, **sizes, is_sum=is_sum, depth=few)
         assert room <= MOST_SHARED
         at = nvrtc.Launch(blocks, few_experts.num_threads(is_sum=is_sum), room)

@@ -41,7 +41,7 @@ from tilewright.compiler.targets.cuda.engine.parts.self_test import (
 from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
 from tilewright.compiler.targets.cuda.engine.write import engine_text
 from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.kernels import native_experts
+from tilewright.compiler.targets.cuda.kernels import native_experts, native_route
 
 HALF = torch.float16
 SIZES = {
@@ -282,7 +282,7 @@ def test_room_and_tiles_are_the_cuda_targets(num_rows: int) -> None:
         given: dict[str, Any] = {"num_tokens": num_rows, "top_k": 8, "depth": depth}
         expected = native_experts._room(held, is_sum=True, **given)
         assert engine._room(num_rows, depth) == expected
-    pairs = native_experts.Tiles.empty(num_rows, 8, 256, CPU).pairs
+    pairs = native_route.Tiles.empty(num_rows, 8, 256, CPU).pairs
     assert len(pairs) == engine._most_tiles(num_rows)
 
 

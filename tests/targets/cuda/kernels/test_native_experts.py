@@ -13,13 +13,9 @@ from hypothesis import strategies as st
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.cuda.experts import place_experts
 from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.kernels import native_experts
-from tilewright.compiler.targets.cuda.kernels.native_experts import (
-    PRODUCTS,
-    TILE_PAIRS,
-    Shared,
-    Tiles,
-)
+from tilewright.compiler.targets.cuda.kernels import native_experts, native_route
+from tilewright.compiler.targets.cuda.kernels.native_experts import PRODUCTS, Shared
+from tilewright.compiler.targets.cuda.kernels.native_route import TILE_PAIRS, Tiles
 from tilewright.compiler.targets.cuda.kernels.route import most_tiles
 from tilewright.compiler.targets.cuda.packing import hold, unpack
 
@@ -54,7 +50,7 @@ class Step:
         self.tiles.pairs.fill_(-7)
 
     def route(self, *, renormalise: bool = True, first: int = 0, count: int | None = None) -> None:
-        native_experts.route(
+        native_route.route(
             self.weights,
             self.experts,
             self.logits,
@@ -351,7 +347,7 @@ def test_layers_in_a_graph_are_those_one_by_one() -> None:
         weights = torch.empty(num_tokens, top_k, device=CUDA)
         experts = torch.empty(num_tokens, top_k, dtype=torch.int32, device=CUDA)
         tiles = Tiles.empty(num_tokens, top_k, num_experts, CUDA)
-        route = partial(native_experts.route, renormalise=True)
+        route = partial(native_route.route, renormalise=True)
         route(weights, experts, logits[index], positions, tiles)
         inner = torch.empty(num_tokens, top_k * 128, device=CUDA, dtype=torch.bfloat16)
         up, down = ups[index % 2], downs[index % 2]

@@ -13,7 +13,8 @@ from tests.targets.cuda.kernels.test_native_experts import CUDA, KINDS, NAN, Ste
 from tilewright.compiler.targets.cuda.held import HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native, native_experts, nvrtc
 from tilewright.compiler.targets.cuda.kernels import native_few_experts as few_experts
-from tilewright.compiler.targets.cuda.kernels.native_experts import Choice, Shared, Tiles
+from tilewright.compiler.targets.cuda.kernels.native_experts import Shared
+from tilewright.compiler.targets.cuda.kernels.native_route import Choice, Tiles
 from tilewright.compiler.targets.cuda.packing import hold
 
 

@@ -26,6 +26,8 @@ from tilewright.compiler.targets.cuda.kernels import (
     native_dense,
     native_experts,
     native_many,
+    native_route,
+    native_router,
     native_wide,
     nvrtc,
 )
@@ -35,7 +37,8 @@ SOURCES = [
     native_attention.SOURCE,
     native_delta.SOURCE,
     native_delta_prompt.SOURCE,
-    native_experts.ROUTE,
+    native_route.SOURCE,
+    native_router.SOURCE,
     native_experts.PRODUCTS,
     native_experts.FEW,
     native_wide.SOURCE,

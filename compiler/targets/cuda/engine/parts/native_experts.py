@@ -15,7 +15,8 @@ from tilewright.compiler.targets.cuda.engine.parts.mixer_plan import Experts
 from tilewright.compiler.targets.cuda.engine.parts.mixer_steps import BoundMixer
 from tilewright.compiler.targets.cuda.engine.parts.native_cuda import native_launch, takes_native
 from tilewright.compiler.targets.cuda.engine.parts.steps import Bound, Values
-from tilewright.compiler.targets.cuda.kernels.native_experts import _Experts, _Route, _Weight
+from tilewright.compiler.targets.cuda.kernels.native_experts import _Experts, _Weight
+from tilewright.compiler.targets.cuda.kernels.native_route import RouteArguments
 
 TILE = 8
 """Pairs of a row and an expert that share a read of the expert's weight."""
@@ -132,7 +133,7 @@ class NativeExperts(HybridCudaExecutor):
     ) -> None:
         rows, s = len(logits), self.settings
         chosen = torch.empty_like(shares, dtype=torch.int32)
-        arguments = _Route(
+        arguments = RouteArguments(
             logits=logits.data_ptr(),
             positions=positions.data_ptr(),
             weights=shares.data_ptr(),

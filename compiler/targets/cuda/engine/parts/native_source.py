@@ -12,7 +12,7 @@ _MADE = re.compile(r"^(ROUTE|LINEAR|SUM|ALL|DELTA_STEP)\(.*\)\n", re.M)
 FILES = {
     "experts": (
         *("primitives.cuh", "tiles.cuh", "experts_walk.cuh", "experts.cu"),
-        *("route_choose.cuh", "route.cu"),
+        *("route_choose.cuh", "route_sort.cuh", "route.cu"),
     ),
     "attention": (
         "primitives.cuh",

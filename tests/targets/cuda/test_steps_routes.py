@@ -1,0 +1,96 @@
+"""Which routers are one launch with what chooses among their results, and what that is handed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, noise
+from tests.targets.cuda.test_steps_experts import BF16, CPU, CUDA, LARGER, holding, model_of
+from tests.tiny import compiled, lowered, random_tokens, step, take_seat
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.targets.cuda.kernels import native_experts, native_route, native_router
+from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.steps_experts import Experts
+from tilewright.compiler.targets.cuda.trials import Trials
+from tilewright.compiler.targets.cuda.weights import load_weights
+from tilewright.compiler.targets.program.instructions import Linear, Plan, Route
+
+
+def experts_of(monkeypatch: pytest.MonkeyPatch, **given: Any) -> tuple[Plan, Experts]:
+    """As on a GPU that takes them."""
+    for module in (native_experts, native_router):
+        monkeypatch.setattr(module, "why_not", lambda device: "")
+    monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
+    model = model_of()
+    plan = make_plan(lowered(model, target="cuda", precision=BF16)[0])
+    weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
+    return plan, Experts(plan, weights, CUDA, exact=False, max_rows=64, **given)
+
+
+def routers_that_run_along(plan: Plan, experts: Experts, num_rows: int) -> int:
+    """Products that are part of another launch: those of routers."""
+    return sum(
+        isinstance(each, Linear) and experts.runs_along(each, num_rows)
+        for each in plan.instructions
+        if id(each) not in experts._along
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "most_experts", "is_joined"),
+    [
+        ({}, 4, True),
+        ({}, 3, False),
+        ({"strict": True}, 4, False),
+        ({"trials": Trials(routers="apart")}, 4, False),
+    ],
+)
+def test_routers_of_some_rows_are_one_launch(
+    given: dict[str, Any], most_experts: int, is_joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_router, "MAX_EXPERTS", most_experts)
+    plan, experts = experts_of(monkeypatch, **given)
+    routes = [each for each in plan.instructions if isinstance(each, Route)]
+    found = [len(experts._routers), *(routers_that_run_along(plan, experts, n) for n in (5, 32))]
+    assert found == [len(routes) if is_joined else 0] * 3
+    assert not any(routers_that_run_along(plan, experts, count) for count in (1, 4, 33, 64))
+
+
+def test_what_the_launch_is_handed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """x and where all logits go, of those of experts alone the choice; other rows go by route.cu"""
+    plan, experts = experts_of(monkeypatch)
+    each = next(one for one in plan.instructions if isinstance(one, Route))
+    seen: list[Any] = []
+    monkeypatch.setattr(native_router, "router", lambda *what, **how: seen.append((what, how)))
+    monkeypatch.setattr(native_route, "route", lambda *what, **how: seen.append("route"))
+    logits, positions = torch.randn(6, each.logits.width), torch.arange(6)
+    routing = experts._route_native(each, holding(logits), positions)
+    ((weights, chosen, *operands, _), how) = seen.pop()
+    assert weights is routing.weights and chosen is routing.experts
+    assert operands[0] is logits and operands[2].num_rows >= each.logits.width
+    assert how["num_experts"] == each.logits.width and how["renormalise"] == each.renormalise
+    experts._route_native(each, holding(logits[:4]), positions[:4])
+    assert seen == ["route"]
+
+
+@pytest.mark.gpu
+def test_rows_of_a_hybrid_are_what_two_launches_make_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for name in ("apart", "joined"):
+        monkeypatch.setenv("TILEWRIGHT_CUDA_TRIALS", f"routers={name}")
+        options = {"compute": "fast", "max_context": 64, "max_batch": 12}
+        executable = compiled(model_of(**LARGER), "cuda", precision=BF16, **options)
+        assert len(executable._steps._mixers.experts._routers) == (2 if name == "joined" else 0)
+        work = []
+        for index in range(9):
+            seat, length = take_seat(executable, 40), 5 + index % 7
+            step(executable, [(seat, random_tokens(length, seed=index), 0)])
+            work.append((seat, [7 + index], length))
+        found.append(step(executable, work).clone())
+        executable.close()
+    assert noise(*found) < BF16_NOISE
