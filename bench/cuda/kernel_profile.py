@@ -44,8 +44,9 @@ _PIECES = {
     CHOOSE: ("_partial_kernel", "_final_kernel"),
     DEQUANTISE: ("_bf16_kernel", "_bfp8_kernel", "_bfp4_kernel"),
     PRODUCT: (
-        *("gemv", "gemm", "wide_", "cut_", "arrange", "nvjet", "cutlass"),
-        *("linear_kernel", "expert_linear", "expert_sum"),
+        *("gemv", "gemm", "wide_", "cut_", "joined_", "arrange", "nvjet", "cutlass"),
+        *("leaves_", "dense_", "many_", "turned_"),
+        *("linear_kernel", "expert_linear", "expert_sum", "router_"),
     ),
 }
 """What a kernel's name contains, by part; the first that fits."""

@@ -19,7 +19,7 @@ small='(test_every_kernel_gives_the_same_bits and size4) or (test_swiglu and siz
     or test_an_expert_of_all_tokens_runs_along or (test_few_tokens and size0)
     or test_other_ranks_experts_and_padding or test_products_of_codes or test_codes_of_a_norm
     or (test_every_way and 30-size1) or test_values_of_blocks
-    or (test_bits_are_those_of_rows and heads0 and bf16-10)'
+    or (test_all_that_route_makes and 5-experts3) or (test_bits_are_those_of_rows and heads0 and bf16-10)'
 # Every tensor has memory of its own, so that what lies behind it is nobody's.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 status=0

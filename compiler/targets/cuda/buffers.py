@@ -29,9 +29,11 @@ class Buffers:
         self._aliases[place] = source
 
     def put(self, place: Place, values: Tensor) -> None:
-        """Let ``values [rows, width]`` be those of ``place``: not copied where they lie as its rows
-        would, until other columns of its buffer are asked for.
+        """Let ``values [rows, width]``, of all rows, be those of ``place``: not copied where they
+        lie as its rows would, until other columns of its buffer are asked for.
         """
+        assert self._part == slice(None)
+        place = self._aliases.get(place, place)
         out = self.view(place)
         if out.is_contiguous() and values.is_contiguous() and values.dtype == out.dtype:
             self._given[place.buffer] = place, values
@@ -45,7 +47,9 @@ class Buffers:
         return found
 
     def view(self, place: Place) -> Tensor:
-        """View a place as ``[rows, width]``; operands of products lie in rows of whole tiles."""
+        """View a place as ``[rows, width]``; operands of products lie in rows of whole tiles. What
+        was put in a buffer's other columns is copied there first: its views end with that.
+        """
         place = self._aliases.get(place, place)
         if place.buffer in self._given:
             given, values = self._given[place.buffer]

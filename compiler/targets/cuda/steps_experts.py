@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from tilewright.compiler.targets.cuda import steps_routes
 from tilewright.compiler.targets.cuda.buffers import Buffers
 from tilewright.compiler.targets.cuda.kernels import (
     native_experts,
@@ -28,7 +29,6 @@ from tilewright.compiler.targets.cuda.kernels.expert_linear import (
 )
 from tilewright.compiler.targets.cuda.kernels.route import Groups, group, route
 from tilewright.compiler.targets.cuda.steps_routes import (
-    PART_TOKENS,
     Routing,
     joined_routers,
     left_to_products,
@@ -57,7 +57,7 @@ def experts_bytes(plan: Plan, num_tokens: int) -> int:
         if isinstance(each, ExpertSum):
             _, num_rows, num_columns = each.weight.shape
             top_k = each.x.width // num_columns
-            sizes.append(4 * min(num_tokens, PART_TOKENS) * top_k * num_rows)
+            sizes.append(4 * min(num_tokens, steps_routes.PART_TOKENS) * top_k * num_rows)
     return max(sizes)
 
 
@@ -71,7 +71,8 @@ def _behind_products(steps: Sequence[Instruction]) -> set[int]:
 class Experts:
     """A plan's experts with their weights. Capturable in a CUDA graph.
 
-    ``max_rows``: of a decode step; its kernels are the same ones whatever it has.
+    ``max_rows``: of a decode step. ``strict``: a row of one has the same bits among any number of
+    rows, so that no kernels are chosen by it that differ in these.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Experts:
         *,
         exact: bool,
         max_rows: int,
-        strict: bool = False,
+        strict: bool,
         trials: Trials | None = None,
     ) -> None:
         self._weights, self._exact, self._device = weights, exact, device
@@ -226,8 +227,8 @@ class Experts:
         weights = logits.new_empty(num_tokens, each.top_k)
         experts = torch.empty_like(weights, dtype=torch.int32)
         parts = []
-        for first in range(0, num_tokens, PART_TOKENS):
-            num_pairs = min(PART_TOKENS, num_tokens - first) * each.top_k
+        for first in range(0, num_tokens, steps_routes.PART_TOKENS):
+            num_pairs = min(steps_routes.PART_TOKENS, num_tokens - first) * each.top_k
             is_few = decodes and num_tokens <= native_route.MAX_TOKENS
             size = FEW_PAIRS if is_few else self._tile_size(num_pairs, each.logits.width)
             parts.append(Groups.empty(num_pairs, num_experts, size, logits.device))
@@ -316,7 +317,7 @@ class Experts:
         shared = None
         if each.shared is not None:
             shared = step.view(each.shared[0]), step.view(each.shared[1])
-        most = min(PART_TOKENS, len(out))
+        most = min(steps_routes.PART_TOKENS, len(out))
         products = x.new_empty(most, routing.top_k * held.num_rows)  # in the operands' type
         for part, groups in routing.parts():
             few = products[: len(x[part])]

@@ -51,8 +51,6 @@ def mixer_bytes(plan: Plan, num_tokens: int) -> int:
 class Mixers:
     """A plan's mixers with their weights and state. Capturable in a CUDA graph.
 
-    ``strict``: a row of a decode step has the same bits among any number of rows.
-
     Their rows are a step's tokens: one of each sequence in a decode step; in a prompt all of one
     sequence, or of a few in pieces, whose states are kept at their marks on the way.
     """

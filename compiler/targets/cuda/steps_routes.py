@@ -1,4 +1,4 @@
-"""How a decode step's tokens find their experts: what kernels leave of it, and which of them run.
+"""What is known of the experts of a step's tokens, and which kernels find those of a decode step.
 
 Legend: T tokens, K experts of a token.
 """
@@ -64,8 +64,6 @@ def joined_routers(plan: Plan, weights: Weights, device: torch.device) -> dict[i
     the identity of that.
     """
     found: dict[int, Linear] = {}
-    if native_router.why_not(device):
-        return found
     for product, each in pairwise(plan.instructions):
         if not (isinstance(product, Linear) and isinstance(each, Route)):
             continue
@@ -76,7 +74,7 @@ def joined_routers(plan: Plan, weights: Weights, device: torch.device) -> dict[i
         held = weights.held(product_of(product))
         if is_plain and places[0] == places[1] and native_router.takes(held, each.logits.width):
             found[id(each)] = product
-    return found
+    return {} if found and native_router.why_not(device) else found
 
 
 def takes_joined(num_rows: int) -> bool:

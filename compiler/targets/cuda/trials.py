@@ -68,7 +68,7 @@ class Trials:
             themselves.
         norms: that no product asks for, of a decode step's only row, ``inside``: made in the
             product right behind; ``apart``: as launches of their own.
-        routers: of 5 to 64 rows of a decode step, ``joined``: their product and what chooses among
+        routers: of 5 to 32 rows of a decode step, ``joined``: their product and what chooses among
             its results are one launch; ``apart``: two.
         attention: of few rows over long tables, ``walked``: each block walks over pages; ``bf16``:
             rows over bfloat16 pages are spread over clusters of sixteen blocks; ``spread``: over

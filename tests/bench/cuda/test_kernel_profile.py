@@ -98,6 +98,8 @@ def test_an_expert_of_all_tokens_may_run_along_with_the_others() -> None:
     parts, is_mapped = assign_parts(names, groups)
     assert is_mapped
     assert parts == ["router", OTHER, "experts_ff1_3", "experts_ff2", "lm_head"]
+    joined = assign_parts(["router_4", *names[2:4], "dense_bf16_4_2"], groups)
+    assert joined == (["router", "experts_ff1_3", "experts_ff2", "lm_head"], True)
     assert assign_parts([*names, "gemv", "gemv"], groups)[1]
     assert not assign_parts([*names, "gemv"], groups)[1]
 

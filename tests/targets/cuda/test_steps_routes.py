@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,13 +11,14 @@ import torch
 
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, noise
 from tests.targets.cuda.test_steps_experts import BF16, CPU, CUDA, LARGER, holding, model_of
-from tests.tiny import compiled, lowered, random_tokens, step, take_seat
+from tests.tiny import compiled, lowered, random_tokens, step, take_seat, tiny_model
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.targets.cuda.kernels import native_experts, native_route, native_router
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps_experts import Experts
+from tilewright.compiler.targets.cuda.steps_routes import joined_routers
 from tilewright.compiler.targets.cuda.trials import Trials
-from tilewright.compiler.targets.cuda.weights import load_weights
+from tilewright.compiler.targets.cuda.weights import load_weights, product_of
 from tilewright.compiler.targets.program.instructions import Linear, Plan, Route
 
 
@@ -27,6 +30,7 @@ def experts_of(monkeypatch: pytest.MonkeyPatch, **given: Any) -> tuple[Plan, Exp
     model = model_of()
     plan = make_plan(lowered(model, target="cuda", precision=BF16)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
+    given = {"strict": False, **given}
     return plan, Experts(plan, weights, CUDA, exact=False, max_rows=64, **given)
 
 
@@ -59,20 +63,39 @@ def test_routers_of_some_rows_are_one_launch(
     assert not any(routers_that_run_along(plan, experts, count) for count in (1, 4, 33, 64))
 
 
+def test_nothing_is_asked_where_there_is_no_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be compiled for every model."""
+    monkeypatch.delattr(native_router, "why_not")
+    model = tiny_model()
+    plan = make_plan(lowered(model, target="cuda", precision=BF16)[0])
+    weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
+    assert joined_routers(plan, weights, CUDA) == {}
+
+
 def test_what_the_launch_is_handed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """x and where all logits go, of those of experts alone the choice; other rows go by route.cu"""
+    """x, where all logits go, and how some of them are chosen among; fewer rows go by route.cu."""
     plan, experts = experts_of(monkeypatch)
     each = next(one for one in plan.instructions if isinstance(one, Route))
+    product = experts._routers[id(each)]
+    each = dataclasses.replace(each, first=1, count=2)
+    experts._routers[id(each)] = product
+    views = {place: torch.randn(6, place.width) for place in (each.logits, product.out, product.x)}
+    assert len(views) == 3 - (each.logits == product.out)
     seen: list[Any] = []
     monkeypatch.setattr(native_router, "router", lambda *what, **how: seen.append((what, how)))
     monkeypatch.setattr(native_route, "route", lambda *what, **how: seen.append("route"))
-    logits, positions = torch.randn(6, each.logits.width), torch.arange(6)
-    routing = experts._route_native(each, holding(logits), positions)
-    ((weights, chosen, *operands, _), how) = seen.pop()
-    assert weights is routing.weights and chosen is routing.experts
-    assert operands[0] is logits and operands[2].num_rows >= each.logits.width
-    assert how["num_experts"] == each.logits.width and how["renormalise"] == each.renormalise
-    experts._route_native(each, holding(logits[:4]), positions[:4])
+    positions = torch.arange(6)
+    buffers: Any = SimpleNamespace(view=views.__getitem__)
+    routing = experts._route_native(each, buffers, positions)
+    (what, how) = seen.pop()
+    held = experts._weights.held(product_of(product))
+    wanted = routing.weights, routing.experts, views[product.out], views[product.x], held, positions
+    assert all(one is other for one, other in zip(what[:-1], wanted, strict=True))
+    assert what[-1] is routing.tiles[0]
+    assert how == {
+        "renormalise": each.renormalise, "num_experts": each.logits.width, "first": 1, "count": 2,
+    }  # fmt: skip
+    experts._route_native(each, holding(torch.randn(4, each.logits.width)), positions[:4])
     assert seen == ["route"]
 
 

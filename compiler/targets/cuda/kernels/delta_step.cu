@@ -30,7 +30,7 @@ struct DeltaStep {
   int x_stride, a_stride, b_stride, z_stride, out_stride;
   int num_heads, num_key_heads, width, early;
   int num_blocks, share;            // of a cluster; channels of q and k that each convolves: fours
-  int passing;                      // the state goes past the first cache, and leaves the second soon
+  int streams;                      // no cache is to keep the state: see read_stream
   float eps;
 };
 
@@ -61,14 +61,16 @@ __device__ __forceinline__ void send_to(int rank, float *to, float v, void *barr
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
                    in_block(to, rank)), "f"(v), "r"(in_block(barrier, rank)) : "memory");
 }
-// What no other thread reads, and the next step alone again.
-__device__ __forceinline__ float4 read_passing(const float *from) {
+// What is not wanted again before the next step: no place in the first cache, an early end in the
+// second. A line that the first cache had of an earlier kernel would be read there, so none may be:
+// what reads state otherwise, a prompt's kernels, lies a launch of a whole graph before an early read.
+__device__ __forceinline__ float4 read_stream(const float *from) {
   float4 v;
   asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
   return v;
 }
-__device__ __forceinline__ void write_passing(float *to, float4 v) {
+__device__ __forceinline__ void write_stream(float *to, float4 v) {
   asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y),
                "f"(v.z), "f"(v.w) : "memory");
 }
@@ -197,7 +199,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     state[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (position > 0) state[i] = p.passing ? read_passing(held + i * D) : read_floats(held + i * D);
+    if (position > 0) state[i] = p.streams ? read_stream(held + i * D) : read_floats(held + i * D);
   }
   if (convolves) own.read_window(window, p.width, position > 0);
   if (p.early) wait_for_inputs();
@@ -279,7 +281,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
     float4 next = make_float4(state[i].x * decay, state[i].y * decay, state[i].z * decay,
                               state[i].w * decay);
     add_scaled(next, k, wrong);
-    if (p.passing) write_passing(held + i * D, next);
+    if (p.streams) write_stream(held + i * D, next);
     else *(float4 *)(held + i * D) = next;
   }
   if (warp > 0) return;

@@ -25,9 +25,9 @@ _COLUMNS = (32, 64)
 """Columns of a head's state that a block may have, the faster first."""
 
 
-_PASSING_ROWS = 24
-"""Rows up to which state that passes the first cache by was measured faster on an H200, of 32 heads
-of 128 channels.
+_STREAMED_ROWS = 24
+"""Rows up to which state that no cache keeps was measured faster on an H200, of 32 heads of 128
+channels.
 """
 
 
@@ -40,7 +40,7 @@ class _DeltaStep(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("positions", "slots")),
         *((name, ctypes.c_int) for name in ("x_stride", "a_stride", "b_stride", "z_stride")),
         *((name, ctypes.c_int) for name in ("out_stride", "num_heads", "num_key_heads")),
-        *((name, ctypes.c_int) for name in ("width", "early", "num_blocks", "share", "passing")),
+        *((name, ctypes.c_int) for name in ("width", "early", "num_blocks", "share", "streams")),
         ("eps", ctypes.c_float),
     )
 
@@ -115,7 +115,7 @@ def delta_step(
         early=early,
         num_blocks=num_blocks,
         share=-(-2 * dim // (4 * num_blocks)) * 4,
-        passing=len(out) <= _PASSING_ROWS,
+        streams=len(out) <= _STREAMED_ROWS,
         eps=norm[1],
     )
     blocks = key_heads * num_blocks, len(out), 1

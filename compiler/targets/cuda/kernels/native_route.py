@@ -98,7 +98,7 @@ def route(
     """
     num_tokens, num_experts = logits.shape
     choice = Choice(logits, positions, renormalise, first, count)
-    arguments = choose_into(choice, weights, experts, tiles)
+    arguments = arguments_into(choice, weights, experts, tiles)
     each = next(count for count in _EACH if 32 * count >= num_experts)
     if num_tokens == 1:
         at = nvrtc.Launch((1, 1, 1), 32)
@@ -109,7 +109,9 @@ def route(
     nvrtc.launch(SOURCE, f"route_{each}", at=at, arguments=arguments)
 
 
-def choose_into(choice: Choice, weights: Tensor, experts: Tensor, tiles: Tiles) -> RouteArguments:
+def arguments_into(
+    choice: Choice, weights: Tensor, experts: Tensor, tiles: Tiles
+) -> RouteArguments:
     """What a kernel is told of a choice, and of where it goes."""
     num_tokens = len(choice.logits)
     arguments = arguments_of(choice, weights.shape[1])

@@ -17,17 +17,18 @@ from tilewright.compiler.targets.cuda.kernels import native_dense, native_route,
 from tilewright.compiler.targets.cuda.kernels.native import MOST_SHARED
 
 FEW_TOKENS = native_dense.FEW_TOKENS
-"""Tokens up to which a router's product has the same bits in all steps of so few: not here."""
+"""Tokens up to which a product has the same bits in all steps of so few, and is not made here."""
 
 MAX_TOKENS = 32
-"""And to which one launch was measured faster on an H200 than two."""
+"""Tokens up to which one launch was measured faster on an H200 than two."""
 
 MAX_EXPERTS = 256
 
 _EIGHTS = (2, 4)
-_CHUNK_BYTES, _CHUNK_COLUMNS, _GROUP_ROWS = 128, 64, 64
-_MOST_ROWS, _MOST_STEPS = 5 * _GROUP_ROWS, 4
-_NUM_THREADS, _PITCH = 640, _MOST_ROWS + 4
+_GROUPS, _GROUP_ROWS = 5, 64
+_CHUNK_BYTES, _CHUNK_COLUMNS, _MOST_STEPS = 128, 64, 4
+_MOST_ROWS = _GROUPS * _GROUP_ROWS
+_PITCH = _MOST_ROWS + 4
 _SLICES = 8  # of K, whose blocks are the cluster
 
 
@@ -93,7 +94,7 @@ def router(
     num_tokens = len(x)
     assert x.dtype == torch.bfloat16 and logits.shape == (num_tokens, held.num_rows)
     choice = native_route.Choice(logits[:, :num_experts], positions, renormalise, first, count)
-    route = native_route.choose_into(choice, weights, experts, tiles)
+    route = native_route.arguments_into(choice, weights, experts, tiles)
     chunks = -(-held.num_columns // _CHUNK_COLUMNS)
     eights = next(each for each in _EIGHTS if num_tokens <= 8 * each)
     arguments = _Router(
@@ -107,5 +108,5 @@ def router(
     chunk = (groups * _GROUP_ROWS + 8 * eights) * _CHUNK_BYTES
     room = max(steps * chunk + 1024, 8 * eights * _PITCH * 4)
     assert steps <= _MOST_STEPS and room <= MOST_SHARED
-    at = nvrtc.Launch((_SLICES, 1, 1), _NUM_THREADS, room, cluster=(_SLICES, 1, 1))
+    at = nvrtc.Launch((_SLICES, 1, 1), 128 * _GROUPS, room, cluster=(_SLICES, 1, 1))
     nvrtc.launch(SOURCE, f"router_{eights}", at=at, arguments=arguments)

@@ -19,7 +19,7 @@ struct alignas(64) Router {
   Route route;          // `logits`: where they are left, too
   int num_rows;         // of the weight: those of experts first
   int num_chunks;       // of 128 bytes of K
-  int unused[10];
+  int unused[10];       // to a multiple of 64 bytes, which the host's twin has to say
 };
 
 template <int MT> __device__ __forceinline__ void router(const Router &p) {
@@ -40,7 +40,7 @@ template <int MT> __device__ __forceinline__ void router(const Router &p) {
   shared.clear();
   release_dependents();
   __syncthreads();
-  constexpr u64 OFTEN = 0x14F0000000000000ull;  // of the L2
+  constexpr u64 OFTEN = 0x14F0000000000000ull;  // of the L2: as it was measured, weights too
   if (threadIdx.x == 0) {
     for (int i = 0; i < num_steps; ++i) {
       arrive_for(shared_address(full + i), bytes);

@@ -165,13 +165,13 @@ def test_against_float64(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [SIZES[4], SIZES[6]])
-def test_a_row_has_the_same_bits_whether_its_state_passes_the_first_cache_by(
+def test_a_row_has_the_same_bits_whether_caches_keep_its_state(
     size: tuple[int, int, int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = Step.make(POSITIONS, size, device)
     few, many = (before.some(all_rows(before)) for _ in range(2))
     expected = few.run()
-    monkeypatch.setattr(native_delta, "_PASSING_ROWS", 0)
+    monkeypatch.setattr(native_delta, "_STREAMED_ROWS", 0)
     assert torch.equal(many.run(), expected)
     assert torch.equal(many.state, few.state) and torch.equal(many.window, few.window)
 

@@ -99,10 +99,13 @@ def test_rotates_and_stores(
 
 
 @pytest.mark.parametrize("kind", ["bf16", "bfp8"])
-@pytest.mark.parametrize(("heads", "half"), [((9, 2), 32), ((4, 9), 16)])
+@pytest.mark.parametrize(
+    ("heads", "half", "interleaved"), [((9, 2), 32, False), ((4, 9), 16, False), ((3, 1), 32, True)]
+)
 def test_programs_of_a_whole_token_have_the_bits_of_others(
     heads: tuple[int, int],
     half: int,
+    interleaved: bool,
     kind: str,
     paged: Callable[..., Any],
     device: torch.device,
@@ -114,7 +117,8 @@ def test_programs_of_a_whole_token_have_the_bits_of_others(
     for few_tokens in (512, 1):
         monkeypatch.setattr(rope, "FEW_TOKENS", few_tokens)
         cache = paged(kind, [0, 0], num_pages=2, size=(heads[1], 64))
-        outs = run(cache, qkv, positions, slots, heads=heads, half=half)
+        how: dict[str, Any] = {"heads": heads, "half": half, "interleaved": interleaved}
+        outs = run(cache, qkv, positions, slots, dtype=torch.bfloat16, **how)
         places = zip(positions[:-1], slots, strict=False)
         found.append([*outs, *(cache.at(slot, at, of) for at, slot in places for of in (0, 1))])
     for tiles, whole in zip(*found, strict=True):
