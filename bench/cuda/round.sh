@@ -7,6 +7,10 @@
 #   tests      all tests that need a GPU (WORKERS processes)
 #   rows       bench-cuda (ROWS: names of rows, 8b-* fits)
 #   streams    SHAPE served, STREAMS as USERS:REQUESTS, INPUT tokens in and OUTPUT out
+#   poisson    the same, RATES requests a second that arrive by chance, for PERIOD seconds each
+#   start      seconds from a server's start to /health, twice: caches cold, or as they were, and warm
+#   overhead   128 tokens in and 256 out at 1 user and at 64: what serving adds to a bare engine
+#   json       64 users, half of them with a schema
 #   contest    the contest's load on SHAPE (LEVELS, FLUSH=1: an empty prefix cache before each)
 #   intruder   a prompt of LONG tokens into eight streams
 #   chat       64 chats of eight turns
@@ -17,13 +21,14 @@
 #   sanitize   sanitize.sh
 #
 # PYTHON: the interpreter; TARGET: cuda; OPTIONS: more of `serve`; OUR_PORT: 18200; THEIRS: a command
-# that starts another server of OpenAI's API on port 18201, which `streams` and `contest` load behind
-# ours. WORDS and THEIR_WORDS: of a prompt of the contest, which shapes have as many tokens of (1,010
+# that starts another server of OpenAI's API on port 18201, which `streams`, `poisson`, `start` and `contest`
+# have behind ours. WORDS and THEIR_WORDS: of a prompt of the contest, which shapes have as many tokens of (1,010
 # of 305 words, for their tokens are bytes; a made-up tokenizer may have one a word).
 set -u
 [ $# -ge 2 ] || { sed -n '2,/^set -u/s/^# \{0,1\}//p' "$0" | sed '$d' >&2; exit 2; }
 PYTHON=${PYTHON:-python} TARGET=${TARGET:-cuda} OPTIONS=${OPTIONS:-} THEIRS=${THEIRS:-}
 SHAPE=${SHAPE:-llama-3.1-8b} STREAMS=${STREAMS:-1:4 32:128 64:256} INPUT=${INPUT:-1024}
+RATES=${RATES:-12 19} PERIOD=${PERIOD:-20}
 OUTPUT=${OUTPUT:-256} LEVELS=${LEVELS:-1 2 4 8 16 32 64} LONG=${LONG:-64000} SOAK=${SOAK:-2000}
 ROUNDS=${ROUNDS:-1} BATCH=${BATCH:-2000} ROWS=${ROWS:-8b-*} WORKERS=${WORKERS:-10}
 VOCABULARY=${VOCABULARY:-100000} SEATS=${SEATS:-256} CONTEXT=${CONTEXT:-4096} FLUSH=${FLUSH:-}
@@ -39,9 +44,11 @@ tilewright() { "$PYTHON" -P -c "$CLI" "$@"; }
 template=$out/chat.jinja
 echo "{% for m in messages %}{{ m['content'] }} {% endfor %}" >"$template"
 ready() { # PORT: until /health says 200, or the server is gone
+    local began=$EPOCHREALTIME
     kill -0 "$server" || return 1
     until "$PYTHON" -c "import urllib.request as u; u.urlopen('http://127.0.0.1:$1/health')" \
-        2>/dev/null; do kill -0 "$server" 2>/dev/null || return 1; sleep 0.5; done
+        2>/dev/null; do kill -0 "$server" 2>/dev/null || return 1; sleep 0.2; done
+    echo "port $1: /health after $(awk "BEGIN {print $EPOCHREALTIME - $began}") s"
 }
 serve() { # more options of `serve`
     # shellcheck disable=SC2086
@@ -64,6 +71,10 @@ both() { # a function: with our server, then with theirs
     $THEIRS &
     server=$! port=18201 WORDS=$THEIR_WORDS FLUSH= DRAWN=1
     ready $port && "$1"
+    local code=$?
+    kill "$server"
+    wait "$server"
+    return $code
 }
 
 tests() {
@@ -77,6 +88,22 @@ each_stream() {
     done
 }
 streams() { both each_stream --no-prefix-cache; }
+each_rate() {
+    for rate in $RATES; do
+        load streams --rate "$rate" --requests "$(awk "BEGIN {print int($rate * $PERIOD) + 1}")" \
+            --input-tokens "$INPUT" --output-tokens "$OUTPUT" --seed 11
+    done
+}
+poisson() { both each_rate --no-prefix-cache; }
+start() { both true && both true; }
+overhead() {
+    serve --no-prefix-cache && port=$OURS load overhead --concurrency "${USERS:-64}" --requests 256 \
+        --input-tokens 128 --output-tokens 256
+}
+json() {
+    serve && port=$OURS load json --concurrency "${USERS:-64}" --requests 256 --input-tokens 128 \
+        --output-tokens 256
+}
 all_levels() { # answers are as long on both sides; only ours says that its weights are random
     # shellcheck disable=SC2086
     load contest ${FLUSH:+--flush} ${DRAWN:+--drawn-lengths} --levels $LEVELS --input-tokens "$WORDS" \
@@ -104,9 +131,9 @@ generate() {
 }
 sanitize() { bash bench/cuda/sanitize.sh; }
 
-export -f tilewright ready serve load both tests rows each_stream streams all_levels contest \
-    intruder chat invariant soak batch generate sanitize
-export CLI PYTHON TARGET OPTIONS THEIRS SHAPE STREAMS INPUT OUTPUT LEVELS LONG SOAK ROUNDS BATCH ROWS \
+export -f tilewright ready serve load both tests rows each_stream streams each_rate poisson start \
+    overhead json all_levels contest intruder chat invariant soak batch generate sanitize
+export CLI PYTHON TARGET OPTIONS THEIRS SHAPE STREAMS INPUT OUTPUT RATES PERIOD LEVELS LONG SOAK ROUNDS BATCH ROWS \
     WORKERS VOCABULARY SEATS CONTEXT FLUSH WORDS THEIR_WORDS DRAWN OURS out template
 status=0
 for part in "$@"; do

@@ -11,6 +11,9 @@ from tilewright.compiler.serve.load.client import Heard
 
 Figures = dict[str, float | str]
 
+GOOD_FIRST, GOOD_TOKEN = 0.3, 0.025
+"""Seconds to a first token, and for one behind it in the mean, that a good answer may take."""
+
 
 async def rows_of(plan: AsyncIterator[Figures]) -> list[Figures]:
     """All rows of a plan, when it has ended."""
@@ -38,10 +41,19 @@ def summary(heard: Sequence[Heard], seconds: float) -> Figures:
         "output_tokens_per_second": count / seconds,
         "chunks_per_second": sum(len(each.times) for each in good) / seconds,
         "output_tokens": count,
+        **_goodput(spoke, seconds),
         **times("ttft", [each.first for each in spoke]),
         **times("itl", [gap for each in spoke for gap in each.gaps()]),
         **times("tpot", [each.per_token for each in spoke]),
     }
+
+
+def _goodput(spoke: Sequence[Heard], seconds: float) -> Figures:
+    """Good answers a second; nothing where none came in pieces, whose times nobody could see."""
+    if all(len(each.times) < 2 for each in spoke):
+        return {}
+    good = sum(each.first <= GOOD_FIRST and each.per_token <= GOOD_TOKEN for each in spoke)
+    return {"good_requests_per_second": good / seconds}
 
 
 def times(name: str, seconds: Sequence[float]) -> Figures:

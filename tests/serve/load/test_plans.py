@@ -253,6 +253,13 @@ def test_the_contest_empties_the_cache_before_every_level(said: int) -> None:
             asyncio.run(run)
 
 
+def test_good_answers_begin_soon_and_go_on_quickly() -> None:
+    good, late = Heard(times=[0.3, 0.37], count=4), Heard(times=[0.31, 0.32], count=4)
+    slow, whole = Heard(times=[0.1, 0.2], count=4), Heard(times=[0.1], count=4)
+    assert summary([good, late, slow, Heard(error="gone")], 2.0)["good_requests_per_second"] == 0.5
+    assert "good_requests_per_second" not in summary([whole], 2.0)
+
+
 def test_a_summary_counts_a_chunk_s_tokens_and_wants_one_answer() -> None:
     heard = Heard(times=[0.5, 0.7, 0.9], count=5)
     figures = summary([heard, Heard(error="gone")], 2.0)
