@@ -174,5 +174,5 @@ def test_the_file_of_35b_a3b_is_emitted() -> None:
     choices = choices_for(plan, {**config, "torch_dtype": "bfloat16"})
     text = engine_text(plan, choices, title="35B-A3B", num_layers=40)
     compile(text, "engine.py", "exec")
-    assert len(text.splitlines()) < 6300
+    assert len(text.splitlines()) < 6400
     assert engine_config(model.config)["num_experts"] == 256
