@@ -42,9 +42,11 @@ class Gloo:
 def ranks(count: int, run: Callable[[GatheredExchange], T]) -> list[T]:
     """What each of so many ranks makes of its exchange."""
     store, found = dist.HashStore(), list[Any]([None] * count)
+    connected = threading.Barrier(count)  # a rank that ends sooner would take its connections along
 
     def one(rank: int) -> None:
         library = Gloo(store, rank, count)
+        connected.wait(timeout=60)
         found[rank] = run(GatheredExchange(library, part_bytes=PART, device=CPU))
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(count)]
