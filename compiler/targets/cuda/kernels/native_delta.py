@@ -90,13 +90,15 @@ def delta_step(
     positions: Tensor,
     slots: Tensor,
     early: bool = False,
+    streams: bool | None = None,
 ) -> None:
     """What :func:`.causal_conv1d.causal_conv1d_step` and then :func:`.delta_rule.delta_rule_step`
     do, where :func:`why_not` has no objection.
 
     ``inputs.qkv [B, C]`` is what the convolution reads, with ``weight [C, W]`` and ``window [S, C,
     W - 1]``. ``out`` is bfloat16, its rows 8-byte aligned. ``early``: positions, slots, window and
-    state were complete before any kernel that may still run was launched.
+    state were complete before any kernel that may still run was launched. ``streams``: no cache is
+    to keep the state; None: where that is faster. Bits are the same.
     """
     _check_operands(out, inputs, z, norm[0])
     _check_state(inputs, weight, window, state)
@@ -115,7 +117,7 @@ def delta_step(
         early=early,
         num_blocks=num_blocks,
         share=-(-2 * dim // (4 * num_blocks)) * 4,
-        streams=len(out) <= _STREAMED_ROWS,
+        streams=len(out) <= _STREAMED_ROWS if streams is None else streams,
         eps=norm[1],
     )
     blocks = key_heads * num_blocks, len(out), 1

@@ -88,20 +88,21 @@ class Step:
         where = self.positions[rows], self.slots[rows]
         return Step(inputs, z, self.norm, self.weight, *kept, *where)
 
-    def run(self, *, early: bool = False) -> Tensor:
+    def run(self, *, early: bool = False, streams: bool | None = None) -> Tensor:
         """Through delta_step.cu: bf16 ``[B, H V]``, from an output of NaN with a margin a row."""
         shape = (len(self.z), self.z.shape[1] + 12)
         out = torch.full(shape, NAN, dtype=torch.bfloat16, device=self.z.device)
         if out.is_cuda:
             torch.cuda.synchronize()  # what `early` asks for
-        self.launch(out[:, :-12], early=early)
+        self.launch(out[:, :-12], early=early, streams=streams)
         assert bool(out[:, -12:].isnan().all())
         return out[:, :-12]
 
-    def launch(self, out: Tensor, *, early: bool) -> None:
+    def launch(self, out: Tensor, *, early: bool, streams: bool | None) -> None:
         kept = {"weight": self.weight, "window": self.window, "state": self.state}
         where = {"positions": self.positions, "slots": self.slots}
-        delta_step(out, self.inputs, self.z, (self.norm, EPS), **kept, **where, early=early)
+        how = {"early": early, "streams": streams}
+        delta_step(out, self.inputs, self.z, (self.norm, EPS), **kept, **where, **how)
 
     def run_in_triton(self) -> Tensor:
         out = torch.empty_like(self.z, dtype=torch.bfloat16)
@@ -166,14 +167,12 @@ def test_against_float64(
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [SIZES[4], SIZES[6]])
 def test_a_row_has_the_same_bits_whether_caches_keep_its_state(
-    size: tuple[int, int, int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    size: tuple[int, int, int, int], device: torch.device
 ) -> None:
     before = Step.make(POSITIONS, size, device)
-    few, many = (before.some(all_rows(before)) for _ in range(2))
-    expected = few.run()
-    monkeypatch.setattr(native_delta, "_STREAMED_ROWS", 0)
-    assert torch.equal(many.run(), expected)
-    assert torch.equal(many.state, few.state) and torch.equal(many.window, few.window)
+    kept, streamed = (before.some(all_rows(before)) for _ in range(2))
+    assert torch.equal(kept.run(streams=False), streamed.run(streams=True))
+    assert torch.equal(kept.state, streamed.state) and torch.equal(kept.window, streamed.window)
 
 
 @pytest.mark.gpu
