@@ -7,6 +7,7 @@ import torch
 
 from bench.cuda import attention_rate
 from bench.cuda.attention_rate import Case, Options, choose_cases, main, show
+from tests.bench.cuda.conftest import CheckMistake
 
 
 @pytest.mark.parametrize(
@@ -23,13 +24,8 @@ from bench.cuda.attention_rate import Case, Options, choose_cases, main, show
         ("", "no GPU: nothing is measured"),
     ],
 )
-def test_mistakes_are_one_line_and_2(
-    words: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(words.split()) == 2
-    printed = capsys.readouterr()
-    assert said in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+def test_mistakes_are_one_line_and_2(words: str, said: str, check_mistake: CheckMistake) -> None:
+    check_mistake(main, words, said)
 
 
 def test_rows_lie_about_a_position_and_caches_outgrow_the_l2() -> None:

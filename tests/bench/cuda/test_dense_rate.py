@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.cuda import dense_rate
+from tests.bench.cuda.conftest import CheckMistake
 from tests.targets.cuda.kernels.test_native import shaped
 from tilewright.compiler.targets.cuda.kernels import native_dense
 
@@ -19,12 +20,8 @@ from tilewright.compiler.targets.cuda.kernels import native_dense
         ("", "no GPU"),
     ],
 )
-def test_mistakes_are_one_line_and_2(
-    words: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert dense_rate.main(words.split()) == 2
-    printed = capsys.readouterr()
-    assert said in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+def test_mistakes_are_one_line_and_2(words: str, said: str, check_mistake: CheckMistake) -> None:
+    check_mistake(dense_rate.main, words, said)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "e4m3"])

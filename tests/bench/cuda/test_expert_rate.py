@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bench.cuda import expert_rate
+from tests.bench.cuda.conftest import CheckMistake
 from tilewright.compiler.targets.cuda.held import HeldWeight
 from tilewright.compiler.targets.cuda.kernels.expert_linear import MOST_PAIRS, tiling_of
 
@@ -18,16 +19,8 @@ from tilewright.compiler.targets.cuda.kernels.expert_linear import MOST_PAIRS, t
         ("", "no GPU"),
     ],
 )
-def test_mistakes_are_one_line_and_2(
-    words: str,
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert expert_rate.main(words.split()) == 2
-    printed = capsys.readouterr()
-    assert said in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+def test_mistakes_are_one_line_and_2(words: str, said: str, check_mistake: CheckMistake) -> None:
+    check_mistake(expert_rate.main, words, said)
 
 
 def test_what_runs_is_among_what_is_measured() -> None:

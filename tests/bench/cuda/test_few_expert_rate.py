@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from bench.cuda import few_expert_rate
+from tests.bench.cuda.conftest import CheckMistake
 from tilewright.compiler.targets.cuda.kernels.native_few_experts import DEPTHS
 
 
@@ -18,16 +18,8 @@ from tilewright.compiler.targets.cuda.kernels.native_few_experts import DEPTHS
         ("", "no GPU"),
     ],
 )
-def test_mistakes_are_one_line_and_2(
-    words: str,
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert few_expert_rate.main(words.split()) == 2
-    printed = capsys.readouterr()
-    assert said in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+def test_mistakes_are_one_line_and_2(words: str, said: str, check_mistake: CheckMistake) -> None:
+    check_mistake(few_expert_rate.main, words, said)
 
 
 @pytest.mark.parametrize("kind", sorted(DEPTHS))

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from bench.cuda import hybrid_rate
+from tests.bench.cuda.conftest import CheckMistake
 
 
 @pytest.mark.parametrize(
@@ -21,16 +21,8 @@ from bench.cuda import hybrid_rate
         ("", "no GPU"),
     ],
 )
-def test_mistakes_are_one_line_and_2(
-    words: str,
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert hybrid_rate.main(words.split()) == 2
-    printed = capsys.readouterr()
-    assert said in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+def test_mistakes_are_one_line_and_2(words: str, said: str, check_mistake: CheckMistake) -> None:
+    check_mistake(hybrid_rate.main, words, said)
 
 
 def test_each_number_of_rows_has_the_ways_that_steps_of_so_many_may_take(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.cuda import wide_rate
+from tests.bench.cuda.conftest import CheckMistake
 from tests.targets.cuda.kernels.test_native import shaped
 from tilewright.compiler.targets.cuda.kernels import native_wide
 
@@ -19,12 +20,8 @@ from tilewright.compiler.targets.cuda.kernels import native_wide
         ("", "no GPU"),
     ],
 )
-def test_mistakes_are_one_line_and_2(
-    words: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert wide_rate.main(words.split()) == 2
-    printed = capsys.readouterr()
-    assert said in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+def test_mistakes_are_one_line_and_2(words: str, said: str, check_mistake: CheckMistake) -> None:
+    check_mistake(wide_rate.main, words, said)
 
 
 def test_every_kernel_of_a_weight_is_a_way() -> None:
