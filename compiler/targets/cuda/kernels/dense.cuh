@@ -18,6 +18,7 @@ struct Dense {
 };
 constexpr int E4M3 = 3;  // of tiles.cuh's kinds: codes, whose products are exact
 constexpr int MOST_CHUNKS = 12;
+constexpr u64 ONCE = 0x12F0000000000000ull, OFTEN = 0x14F0000000000000ull;  // policies of the L2
 
 __device__ __forceinline__ void copy_box(u32 to, const TensorMap &map, int column, int row,
                                          u32 barrier, u64 policy) {
@@ -107,7 +108,6 @@ __device__ __forceinline__ void finish_sums(const Dense &dense, int token, int t
 template <int T, int MT, int G> __device__ __forceinline__ void dense(const Dense &dense) {
   constexpr u32 W_BYTES = G * 64 * 128, X_BYTES = MT * 8 * 128, BYTES = W_BYTES + X_BYTES;
   constexpr int TOKENS = MT * 8, UNITS = G * MT, COLUMNS = T == BF16 ? 64 : 128;
-  constexpr u64 ONCE = 0x12F0000000000000ull, OFTEN = 0x14F0000000000000ull;  // of the L2
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 full[MOST_CHUNKS], empty[MOST_CHUNKS];
   const int lane = threadIdx.x & 31, group = threadIdx.x >> 7, g = lane >> 2, t = lane & 3;

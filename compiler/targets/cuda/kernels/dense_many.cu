@@ -123,7 +123,6 @@ template <int MT, bool TURNED, bool ROWS> __device__ __forceinline__ void many(c
   constexpr u32 FIRST_BYTES = 128 * 128, BYTES = FIRST_BYTES + MT * 8 * 128;
   constexpr u32 BLOCK_ROWS = TURNED ? MT * 8 : 128, TOKENS = TURNED ? 128 : MT * 8;
   constexpr int THREADS = 256, WARPS = THREADS / 32;
-  constexpr u64 ONCE = 0x12F0000000000000ull, OFTEN = 0x14F0000000000000ull;  // of the L2
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 full[MOST_CHUNKS], empty[MOST_CHUNKS];
   const Product &p = many.product;

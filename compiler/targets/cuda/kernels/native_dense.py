@@ -34,10 +34,14 @@ FEW_TOKENS = 4
 products of so few.
 """
 
+CHUNK_BYTES = 128
+"""Of a row, which one copy brings."""
+
+GROUP_ROWS = 64
+"""Rows of a weight that four warps multiply."""
+
 _EIGHTS = (2, 4, 8, 16)
-_CHUNK_BYTES = 128
 _MOST_DEPTH = 12
-_GROUP_ROWS = 64
 _MOST_SLICES = 8
 _LEAST_SLICE = 512  # bytes of a row
 _MANY_TURNS, _MOST_TURNS = 3, 4  # of blocks of 64 rows over the device, where they may have 256
@@ -102,7 +106,7 @@ class Way:
 
     @property
     def _chunk_bytes(self) -> int:
-        return (_GROUP_ROWS * self.groups + 8 * self.eights) * _CHUNK_BYTES
+        return (GROUP_ROWS * self.groups + 8 * self.eights) * CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,7 @@ def choose_way(held: HeldWeight, num_tokens: int, *, is_codes: bool = False) -> 
             most = _MOST_TURNS if eights == 8 else turns
             groups = 4 if _MANY_TURNS <= turns <= most else 2
         return Way(eights, groups, resident=2 if groups == 1 else 1)
-    tiles = -(-held.num_rows // _GROUP_ROWS)
+    tiles = -(-held.num_rows // GROUP_ROWS)
     num_bytes = (1 if is_codes else 2) * held.num_columns
     slices = 1
     while 2 * slices * tiles <= count and num_bytes >= 2 * slices * _LEAST_SLICE:
@@ -167,6 +171,11 @@ def takes_codes(held: HeldWeight, num_tokens: int) -> bool:
     return num_tokens <= (_SOME_TOKENS if is_large else _SOME_TOKENS // 2)
 
 
+def num_chunks(num_columns: int, element_size: int = 2) -> int:
+    """Of rows of so many columns, bfloat16 unless they are smaller; what lies behind is zeros."""
+    return -(-num_columns * element_size // CHUNK_BYTES)
+
+
 def has_room(x: Tensor) -> bool:
     """Whether rows begin where the copy engine, and reads of 16 bytes, find them."""
     return x.data_ptr() % 16 == 0 == x.stride(0) * x.element_size() % 16
@@ -174,7 +183,7 @@ def has_room(x: Tensor) -> bool:
 
 def _turns(held: HeldWeight) -> float:
     """Of blocks of 64 rows over the device."""
-    return -(-held.num_rows // _GROUP_ROWS) / num_processors(held.data.device)
+    return -(-held.num_rows // GROUP_ROWS) / num_processors(held.data.device)
 
 
 _PATH = Path(__file__).with_name("dense.cu")
@@ -233,10 +242,10 @@ def linear(
     product = product_arguments(out, held, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
     product.places, product.alone = feeds, alone
     arguments = Dense(
-        weight=map_of(weight, _GROUP_ROWS * way.groups),
+        weight=map_of(weight, GROUP_ROWS * way.groups),
         x=map_of(operand, 8 * way.eights),
         product=product,
-        num_chunks=-(-held.num_columns * weight.element_size() // _CHUNK_BYTES),
+        num_chunks=num_chunks(held.num_columns, weight.element_size()),
         depth=way.depth,
     )
     if not isinstance(x, Tensor):
@@ -244,7 +253,7 @@ def linear(
         arguments.row_scales = x.row_scales.data_ptr()
         arguments.token_scales = x.token_scales.data_ptr()
     assert num_tokens <= MAX_TOKENS and way.shared_bytes <= MOST_SHARED and way.depth > 1
-    arguments.num_blocks = -(-held.num_rows // (_GROUP_ROWS * way.groups))
+    arguments.num_blocks = -(-held.num_rows // (GROUP_ROWS * way.groups))
     most = way.resident * num_processors(out.device) if way.slices == 1 else arguments.num_blocks
     turns = -(-arguments.num_blocks // most)
     blocks = 1, -(-arguments.num_blocks // turns), way.slices
@@ -305,7 +314,7 @@ def _map(
             address,
             [driver.cuuint64_t(num_columns), driver.cuuint64_t(num_rows)],
             [driver.cuuint64_t(row_bytes)],
-            [driver.cuuint32_t(_CHUNK_BYTES // size), driver.cuuint32_t(box_rows)],
+            [driver.cuuint32_t(CHUNK_BYTES // size), driver.cuuint32_t(box_rows)],
             [driver.cuuint32_t(1), driver.cuuint32_t(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,

@@ -23,7 +23,13 @@ from tilewright.compiler.targets.cuda.kernels.native import (
     Product,
     product_arguments,
 )
-from tilewright.compiler.targets.cuda.kernels.native_dense import TensorMap, has_room, map_of
+from tilewright.compiler.targets.cuda.kernels.native_dense import (
+    CHUNK_BYTES,
+    TensorMap,
+    has_room,
+    map_of,
+    num_chunks,
+)
 
 MAX_TOKENS = 4096
 """The most tokens of a product here: of more, the second-level cache does not hold x."""
@@ -32,7 +38,6 @@ LEAST_TOKENS = 65
 """The fewest that are worth it: blocks have at least 128."""
 
 _SIDE = 128
-_CHUNK_BYTES = 128
 _FIXED_BYTES = 512  # of shared memory: barriers
 _LEAST_ROWS = 16_384
 _LEAST_SHARE = 0.9
@@ -96,11 +101,11 @@ class Way:
 
     @property
     def _chunk_bytes(self) -> int:
-        return sum(self.block) * _CHUNK_BYTES
+        return sum(self.block) * CHUNK_BYTES
 
     @property
     def _made_bytes(self) -> int:
-        return 0 if self.turned else 8 * self.eights * _CHUNK_BYTES
+        return 0 if self.turned else 8 * self.eights * CHUNK_BYTES
 
 
 _PATH = Path(__file__).with_name("dense_many.cu")
@@ -178,7 +183,7 @@ def swiglu(
         weight=map_of(weight[: held.num_rows], rows // 2 if way.shares_rows else rows),
         x=map_of(x, tokens if way.shares_rows else tokens // 2),
         product=product,
-        num_chunks=-(-held.num_columns * 2 // _CHUNK_BYTES),
+        num_chunks=num_chunks(held.num_columns),
         depth=way.depth,
         num_blocks=-(-held.num_rows // rows),
     )

@@ -67,8 +67,8 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a product chooses one token's experts by, as :func:`route` does: ``logits [1, E]`` and
-    its ``positions [1]``.
+    """What tokens' experts are chosen by, as :func:`route` has it: ``logits [B, E]`` and
+    ``positions [B]``.
     """
 
     logits: Tensor

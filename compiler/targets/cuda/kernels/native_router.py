@@ -15,6 +15,11 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.held import HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native_dense, native_route, nvrtc
 from tilewright.compiler.targets.cuda.kernels.native import MOST_SHARED
+from tilewright.compiler.targets.cuda.kernels.native_dense import (
+    CHUNK_BYTES,
+    GROUP_ROWS,
+    num_chunks,
+)
 
 FEW_TOKENS = native_dense.FEW_TOKENS
 """Tokens up to which a product has the same bits in all steps of so few, and is not made here."""
@@ -25,9 +30,8 @@ MAX_TOKENS = 32
 MAX_EXPERTS = 256
 
 _EIGHTS = (2, 4)
-_GROUPS, _GROUP_ROWS = 5, 64
-_CHUNK_BYTES, _CHUNK_COLUMNS, _MOST_STEPS = 128, 64, 4
-_MOST_ROWS = _GROUPS * _GROUP_ROWS
+_GROUPS, _MOST_STEPS = 5, 4
+_MOST_ROWS = _GROUPS * GROUP_ROWS
 _PITCH = _MOST_ROWS + 4
 _SLICES = 8  # of K, whose blocks are the cluster
 
@@ -68,9 +72,13 @@ def takes(held: HeldWeight, num_experts: int) -> bool:
     the cluster holds.
     """
     is_plain = held.kind == "bf16" and held.num_experts == 1 and not held.is_paired
-    chunks = -(-held.num_columns // _CHUNK_COLUMNS)
-    fits = held.num_rows <= _MOST_ROWS and -(-chunks // _SLICES) <= _MOST_STEPS
+    fits = held.num_rows <= _MOST_ROWS and _num_steps(held) <= _MOST_STEPS
     return is_plain and fits and num_experts <= MAX_EXPERTS
+
+
+def _num_steps(held: HeldWeight) -> int:
+    """Chunks of a slice, at most."""
+    return -(-num_chunks(held.num_columns) // _SLICES)
 
 
 def router(
@@ -95,17 +103,16 @@ def router(
     assert x.dtype == torch.bfloat16 and logits.shape == (num_tokens, held.num_rows)
     choice = native_route.Choice(logits[:, :num_experts], positions, renormalise, first, count)
     route = native_route.arguments_into(choice, weights, experts, tiles)
-    chunks = -(-held.num_columns // _CHUNK_COLUMNS)
     eights = next(each for each in _EIGHTS if num_tokens <= 8 * each)
     arguments = _Router(
-        weight=native_dense.map_of(held.data, _GROUP_ROWS),
+        weight=native_dense.map_of(held.data, GROUP_ROWS),
         x=native_dense.map_of(x, 8 * eights),
         route=route,
         num_rows=held.num_rows,
-        num_chunks=chunks,
+        num_chunks=num_chunks(held.num_columns),
     )
-    steps, groups = -(-chunks // _SLICES), -(-held.num_rows // _GROUP_ROWS)
-    chunk = (groups * _GROUP_ROWS + 8 * eights) * _CHUNK_BYTES
+    steps, groups = _num_steps(held), -(-held.num_rows // GROUP_ROWS)
+    chunk = (groups * GROUP_ROWS + 8 * eights) * CHUNK_BYTES
     room = max(steps * chunk + 1024, 8 * eights * _PITCH * 4)
     assert steps <= _MOST_STEPS and room <= MOST_SHARED
     at = nvrtc.Launch((_SLICES, 1, 1), 128 * _GROUPS, room, cluster=(_SLICES, 1, 1))

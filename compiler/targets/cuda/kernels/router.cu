@@ -40,11 +40,10 @@ template <int MT> __device__ __forceinline__ void router(const Router &p) {
   shared.clear();
   release_dependents();
   __syncthreads();
-  constexpr u64 OFTEN = 0x14F0000000000000ull;  // of the L2: as it was measured, weights too
   if (threadIdx.x == 0) {
     for (int i = 0; i < num_steps; ++i) {
       arrive_for(shared_address(full + i), bytes);
-      for (int of = 0; of < groups; ++of)
+      for (int of = 0; of < groups; ++of)  // OFTEN as it was measured; ONCE was not
         copy_box(ring + i * bytes + of * W_BYTES, p.weight, (begins + i) * 64, of * 64,
                  shared_address(full + i), OFTEN);
     }

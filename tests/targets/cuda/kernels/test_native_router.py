@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.targets.cuda.kernels.test_native import check_headers
+from tests.targets.cuda.kernels.test_native import check_headers, shaped
 from tests.targets.cuda.kernels.test_native_experts import Step
 from tilewright.compiler.targets.cuda.held import HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native_router
@@ -16,11 +16,6 @@ from tilewright.compiler.targets.cuda.packing import hold
 
 CUDA = torch.device("cuda")
 NAN = float("nan")
-
-
-def shaped(kind: str, num_rows: int, num_columns: int) -> HeldWeight:
-    """A weight of a shape, without one."""
-    return HeldWeight(kind, num_rows, num_columns, torch.empty(0))
 
 
 @pytest.mark.parametrize(
