@@ -1,10 +1,11 @@
 """How long what a hybrid's decode step does beside its experts takes, by the ways that there are.
 
 ``python -m bench.cuda.hybrid_rate`` prints two tables of microseconds a launch, of
-Qwen3.5-35B-A3B's sizes unless told otherwise, medians of captured chains over weights and state
-that the L2 does not hold, each way measured in turn, twice; the faster turn. One has the delta
-rule's launch with its state kept by caches and streamed past them, beside ``x *= c`` of as many
-bytes; the other a router's product, the product and the choice behind it, and both in one launch.
+Qwen3.5-35B-A3B's sizes unless told otherwise, medians of captured chains, each way measured in
+turn, twice; the faster turn. One has the delta rule's launch with its state, which the L2 does not
+hold, kept by caches and streamed past them, beside ``x *= c`` of as many bytes; the other a
+router's product, the product and the choice behind it, and both in one launch, of weights that the
+L2 holds.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule import DeltaInputs
 from tilewright.compiler.targets.cuda.packing import hold
 
 _CHAIN_BYTES = 400_000_000
-_ROUTERS = 12  # of 1 MB: with what they leave and read they are a chain whose weights L2 holds
+_ROUTERS = 12  # of 1 MB each
 _WIDTH = 4  # of the convolution
 _EPS = 1e-6
 

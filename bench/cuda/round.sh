@@ -9,8 +9,8 @@
 #   streams    SHAPE served, STREAMS as USERS:REQUESTS, INPUT tokens in and OUTPUT out
 #   poisson    the same, RATES requests a second that arrive by chance, for PERIOD seconds each
 #   start      seconds from a server's start to /health, twice: caches cold, or as they were, and warm
-#   overhead   128 tokens in and 256 out at 1 user and at 64: what serving adds to a bare engine
-#   json       64 users, half of them with a schema
+#   overhead   128 tokens in and 256 out at 1 user and at USERS: what serving adds to a bare engine
+#   json       USERS, half of them with a schema
 #   contest    the contest's load on SHAPE (LEVELS, FLUSH=1: an empty prefix cache before each)
 #   intruder   a prompt of LONG tokens into eight streams
 #   chat       64 chats of eight turns
@@ -21,14 +21,15 @@
 #   sanitize   sanitize.sh
 #
 # PYTHON: the interpreter; TARGET: cuda; OPTIONS: more of `serve`; OUR_PORT: 18200; THEIRS: a command
-# that starts another server of OpenAI's API on port 18201, which `streams`, `poisson`, `start` and `contest`
-# have behind ours. WORDS and THEIR_WORDS: of a prompt of the contest, which shapes have as many tokens of (1,010
-# of 305 words, for their tokens are bytes; a made-up tokenizer may have one a word).
+# that starts another server of OpenAI's API on port 18201, which `streams`, `poisson`, `start` and
+# `contest` have behind ours. WORDS and THEIR_WORDS: of a prompt of the contest, which shapes have as
+# many tokens of (1,010 of 305 words, for their tokens are bytes; a made-up tokenizer may have one a
+# word).
 set -u
 [ $# -ge 2 ] || { sed -n '2,/^set -u/s/^# \{0,1\}//p' "$0" | sed '$d' >&2; exit 2; }
 PYTHON=${PYTHON:-python} TARGET=${TARGET:-cuda} OPTIONS=${OPTIONS:-} THEIRS=${THEIRS:-}
 SHAPE=${SHAPE:-llama-3.1-8b} STREAMS=${STREAMS:-1:4 32:128 64:256} INPUT=${INPUT:-1024}
-RATES=${RATES:-12 19} PERIOD=${PERIOD:-20}
+RATES=${RATES:-12 19} PERIOD=${PERIOD:-20} USERS=${USERS:-64}
 OUTPUT=${OUTPUT:-256} LEVELS=${LEVELS:-1 2 4 8 16 32 64} LONG=${LONG:-64000} SOAK=${SOAK:-2000}
 ROUNDS=${ROUNDS:-1} BATCH=${BATCH:-2000} ROWS=${ROWS:-8b-*} WORKERS=${WORKERS:-10}
 VOCABULARY=${VOCABULARY:-100000} SEATS=${SEATS:-256} CONTEXT=${CONTEXT:-4096} FLUSH=${FLUSH:-}
@@ -97,11 +98,11 @@ each_rate() {
 poisson() { both each_rate --no-prefix-cache; }
 start() { both true && both true; }
 overhead() {
-    serve --no-prefix-cache && port=$OURS load overhead --concurrency "${USERS:-64}" --requests 256 \
+    serve --no-prefix-cache && port=$OURS load overhead --concurrency "$USERS" --requests 256 \
         --input-tokens 128 --output-tokens 256
 }
 json() {
-    serve && port=$OURS load json --concurrency "${USERS:-64}" --requests 256 --input-tokens 128 \
+    serve && port=$OURS load json --concurrency "$USERS" --requests 256 --input-tokens 128 \
         --output-tokens 256
 }
 all_levels() { # answers are as long on both sides; only ours says that its weights are random
@@ -133,7 +134,8 @@ sanitize() { bash bench/cuda/sanitize.sh; }
 
 export -f tilewright ready serve load both tests rows each_stream streams each_rate poisson start \
     overhead json all_levels contest intruder chat invariant soak batch generate sanitize
-export CLI PYTHON TARGET OPTIONS THEIRS SHAPE STREAMS INPUT OUTPUT RATES PERIOD LEVELS LONG SOAK ROUNDS BATCH ROWS \
+export CLI PYTHON TARGET OPTIONS THEIRS SHAPE STREAMS INPUT OUTPUT RATES PERIOD USERS LEVELS LONG SOAK \
+    ROUNDS BATCH ROWS \
     WORKERS VOCABULARY SEATS CONTEXT FLUSH WORDS THEIR_WORDS DRAWN OURS out template
 status=0
 for part in "$@"; do
