@@ -8,10 +8,11 @@
 #   rows       bench-cuda (ROWS: names of rows, 8b-* fits)
 #   streams    SHAPE served, STREAMS as USERS:REQUESTS, INPUT tokens in and OUTPUT out
 #   poisson    the same, RATES requests a second that arrive by chance, for PERIOD seconds each
+#   contest    the contest's load on SHAPE (LEVELS, FLUSH=1: an empty prefix cache before each)
+#              these three also joined, as in streams-poisson: one start of a server for all of them
 #   start      seconds from a server's start to /health, twice: caches cold, or as they were, and warm
 #   overhead   128 tokens in and 256 out at 1 user and at USERS: what serving adds to a bare engine
 #   json       USERS, half of them with a schema
-#   contest    the contest's load on SHAPE (LEVELS, FLUSH=1: an empty prefix cache before each)
 #   intruder   a prompt of LONG tokens into eight streams
 #   chat       64 chats of eight turns
 #   invariant  500 requests alone and in company, of a strict server
@@ -21,10 +22,10 @@
 #   sanitize   sanitize.sh
 #
 # PYTHON: the interpreter; TARGET: cuda; OPTIONS: more of `serve`; OUR_PORT: 18200; THEIRS: a command
-# that starts another server of OpenAI's API on port 18201, which `streams`, `poisson`, `start` and
-# `contest` have behind ours. WORDS and THEIR_WORDS: of a prompt of the contest, which shapes have as
-# many tokens of (1,010 of 305 words, for their tokens are bytes; a made-up tokenizer may have one a
-# word).
+# that starts another server of OpenAI's API on port 18201, which `streams`, `poisson`, `contest` and
+# `start` have behind ours. Ours caches prefixes where the contest is among the loads. WORDS and
+# THEIR_WORDS: of a prompt of the contest, which shapes have as many tokens of (1,010 of 305 words, for
+# their tokens are bytes; a made-up tokenizer may have one a word).
 set -u
 [ $# -ge 2 ] || { sed -n '2,/^set -u/s/^# \{0,1\}//p' "$0" | sed '$d' >&2; exit 2; }
 PYTHON=${PYTHON:-python} TARGET=${TARGET:-cuda} OPTIONS=${OPTIONS:-} THEIRS=${THEIRS:-}
@@ -82,20 +83,33 @@ tests() {
     "$PYTHON" -P -m pytest -v -m 'gpu or multigpu' -n "$WORKERS" --dist worksteal -rfE
 }
 rows() { tilewright bench-cuda --rows $ROWS --repeats "${REPEATS:-5}" --results "$out/rows.jsonl"; }
-each_stream() {
+load_streams() {
     for one in $STREAMS; do
         load streams --concurrency "${one%:*}" --requests "${one#*:}" --input-tokens "$INPUT" \
             --output-tokens "$OUTPUT" --seed $((${one%:*} + 7))
     done
 }
-streams() { both each_stream --no-prefix-cache; }
-each_rate() {
+load_poisson() {
     for rate in $RATES; do
         load streams --rate "$rate" --requests "$(awk "BEGIN {print int($rate * $PERIOD) + 1}")" \
             --input-tokens "$INPUT" --output-tokens "$OUTPUT" --seed 11
     done
 }
-poisson() { both each_rate --no-prefix-cache; }
+load_contest() { # answers are as long on both sides; only ours says that its weights are random
+    # shellcheck disable=SC2086
+    load contest ${FLUSH:+--flush} ${DRAWN:+--drawn-lengths} --levels $LEVELS --input-tokens "$WORDS" \
+        --output-tokens 1024
+}
+all_loads() {
+    local code=0
+    for one in ${loads//-/ }; do "load_$one" || code=1; done
+    return $code
+}
+under_load() { # by both servers
+    local options=--no-prefix-cache
+    [[ $loads != *contest* ]] || options=--step-ms=0
+    both all_loads $options
+}
 start() { both true && both true; }
 overhead() {
     serve --no-prefix-cache && port=$OURS load overhead --concurrency "$USERS" --requests 256 \
@@ -105,12 +119,6 @@ json() {
     serve && port=$OURS load json --concurrency "$USERS" --requests 256 --input-tokens 128 \
         --output-tokens 256
 }
-all_levels() { # answers are as long on both sides; only ours says that its weights are random
-    # shellcheck disable=SC2086
-    load contest ${FLUSH:+--flush} ${DRAWN:+--drawn-lengths} --levels $LEVELS --input-tokens "$WORDS" \
-        --output-tokens 1024
-}
-contest() { both all_levels --step-ms 0; }
 intruder() {
     port=$OURS CONTEXT=$((LONG + 2000)) serve --no-prefix-cache &&
         port=$OURS load intruder --concurrency 8 --input-tokens 128 --output-tokens 2000 \
@@ -132,8 +140,8 @@ generate() {
 }
 sanitize() { bash bench/cuda/sanitize.sh; }
 
-export -f tilewright ready serve load both tests rows each_stream streams each_rate poisson start \
-    overhead json all_levels contest intruder chat invariant soak batch generate sanitize
+export -f tilewright ready serve load both tests rows load_streams load_poisson load_contest all_loads \
+    under_load start overhead json intruder chat invariant soak batch generate sanitize
 export CLI PYTHON TARGET OPTIONS THEIRS SHAPE STREAMS INPUT OUTPUT RATES PERIOD USERS LEVELS LONG SOAK \
     ROUNDS BATCH ROWS \
     WORKERS VOCABULARY SEATS CONTEXT FLUSH WORDS THEIR_WORDS DRAWN OURS out template
@@ -141,9 +149,13 @@ status=0
 for part in "$@"; do
     name=${part%%=*} seconds=${part#*=}
     [ "$seconds" != "$part" ] || seconds=0 # no limit
-    declare -F "$name" >/dev/null || { echo "round.sh: no part $name" >&2; exit 2; }
+    does=$name functions=$name
+    [[ $name != @(streams|poisson|contest)* ]] || does=under_load functions="load_${name//-/ load_}"
+    # shellcheck disable=SC2086
+    declare -F $functions >/dev/null || { echo "round.sh: no part $name" >&2; exit 2; }
+    export loads=$name
     began=$(date +%s)
-    timeout --kill-after=10 "$seconds" bash -c "$name" >"$out/$name.log" 2>&1
+    timeout --kill-after=10 "$seconds" bash -c "$does" >"$out/$name.log" 2>&1
     code=$?
     echo "== $name: exit $code after $(($(date +%s) - began)) s"
     tail -n 12 "$out/$name.log" | cut -c1-1500
