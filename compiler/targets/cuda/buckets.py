@@ -80,20 +80,22 @@ class Buckets:
             self.batches[width] = BatchBucket(self._steps, self._table, *what, *how)
         return self.batches[width]
 
-    def prepare(self, longest: int) -> None:
-        """Capture all that steps may run, in every bucket, while nobody is seated; prompts of up to
-        ``longest`` tokens that are not captured run once, so that their kernels are there.
+    def prepare(self, longest: int, *, runs_long: bool) -> None:
+        """Capture all that steps may run, prompts of up to ``longest`` tokens among them, in every
+        bucket, while nobody is seated; ``runs_long``: prompts that are too long to be captured run
+        once, so that their kernels are there.
         """
         for width, _ in reversed(self._passes()):  # the largest first: the others run in its memory
             self._batch(width).prepare()
         for size in self.rows:
             self.decode(size).prepare()
-        for size in self.tokens:
-            self.prompt(size).prepare()
+        for less, size in zip((0, *self.tokens), self.tokens, strict=False):
+            if less < longest:
+                self.prompt(size).prepare()
         self._prepare_masks()
         device, size = self._steps.device, self.tokens[-1]
         last = torch.zeros(1, dtype=torch.int64).to(device)
-        while size < longest:
+        while runs_long and size < longest:
             size = min(2 * size, longest)
             rows = Rows.padding(size, device)
             for from_start in (False, True):

@@ -17,26 +17,32 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING, Choice, Drawing, make_choice
 from tilewright.compiler.targets.cuda.group import Group
 from tilewright.compiler.targets.cuda.marks import NO_MARKS, Marks
+from tilewright.compiler.targets.cuda.pages import PAGE
+from tilewright.compiler.targets.cuda.plan import has_mixers
 from tilewright.compiler.targets.cuda.ragged import lay_out
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable, send, send_into
 from tilewright.compiler.targets.cuda.state import PagedState
-from tilewright.compiler.targets.cuda.steps import LIBRARY_ATTENTION, Steps
+from tilewright.compiler.targets.cuda.steps import Steps
+from tilewright.compiler.targets.cuda.steps_attention import LIBRARY_ATTENTION
 from tilewright.compiler.targets.cuda.trials import read_trials
 from tilewright.compiler.targets.host import Sitting
-from tilewright.compiler.targets.program.instructions import Mixer, Plan
+from tilewright.compiler.targets.program.instructions import Plan
 from tilewright.compiler.targets.step import Chunk, Seat
 
-_PROMPTS = (16, 32, 64, 128, 256, 512)
-_LONG_PROMPTS = (768, 1024, 1536, 2048)
-"""The sizes captured of plans with mixers: a prompt is a thousand launches, which keep the host
-busy longer than the GPU.
+_PROMPTS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048)
+"""The sizes that are captured: a prompt is hundreds of launches, which keep the host busy for 25 to
+50 ms, and those of up to 2,048 tokens keep the GPU no longer.
+"""
+_BETWEEN = (384, 640, 896, 1280, 1792)
+"""More sizes of plans without mixers, whose time is their tokens'. With mixers a capture has a
+thousand launches, and experts are read whatever there is of padding.
 """
 
 
 def prompt_buckets(plan: Plan) -> tuple[int, ...]:
     """Tokens of the prompts that are captured, padding included."""
-    return (*_PROMPTS, *_LONG_PROMPTS) if has_mixers(plan) else _PROMPTS
+    return tuple(sorted(_PROMPTS + (() if has_mixers(plan) else _BETWEEN)))
 
 
 def decode_buckets(max_batch: int, most: int | None = None) -> tuple[int, ...]:
@@ -46,11 +52,6 @@ def decode_buckets(max_batch: int, most: int | None = None) -> tuple[int, ...]:
     most = most or read_trials().rows
     sizes = (1 << power for power in range(most.bit_length()))
     return tuple(size for size in sizes if size < 2 * max_batch)
-
-
-def has_mixers(plan: Plan) -> bool:
-    """Whether a plan has experts or linear attention."""
-    return any(isinstance(each, Mixer) for each in plan.instructions)
 
 
 class Captured:
@@ -146,7 +147,9 @@ class Bucket:
 
 
 class DecodeBucket(Bucket):
-    """One token of each of up to ``num_rows`` sequences; rows that are not used are padding."""
+    """One token of each of up to ``num_rows`` sequences; rows that are not used are padding. The
+    pages that the longest row has decide by which of the steps' reaches it runs.
+    """
 
     def __init__(self, steps: Steps, num_rows: int, width: int, num_ends: int, pool: Any) -> None:
         self.num_rows = num_rows
@@ -157,7 +160,7 @@ class DecodeBucket(Bucket):
         )
         super().__init__(choice, steps.device, pool)
         self._steps = steps
-        self._pass: Captured | None = None
+        self._passes: dict[int, Captured] = {}  # by reach
 
     def sit(self, table: SeatTable, seats: Sequence[Seat], positions: np.ndarray) -> Tensor:
         """Up to B seats take the rows of this bucket, and read their tokens at ``positions``; the
@@ -176,27 +179,32 @@ class DecodeBucket(Bucket):
 
     def prepare(self) -> None:
         """Capture all that a step may run; rows must not hold anybody yet."""
-        self._capture()
+        for reach in self._steps.attention.reaches:
+            self._capture(reach)
         self._prepare_choices()
 
-    def run(self, drawing: Drawing | None = None) -> None:
-        """Run a decode step; its chosen tokens are those of the next, one position on."""
-        self._capture()()
+    def run(self, longest: int, drawing: Drawing | None = None) -> None:
+        """Run a decode step, behind which the longest row has so many positions; its chosen tokens
+        are those of the next, one position on.
+        """
+        num_pages = -(-longest // PAGE)
+        reach = next(each for each in self._steps.attention.reaches if each >= num_pages)
+        self._capture(reach)()
         if drawing is not None:
             self._draw(drawing)
 
-    def _capture(self) -> Captured:
-        if self._pass is None:
+    def _capture(self, reach: int) -> Captured:
+        if reach not in self._passes:
             kept = [each.clone() for each in (self.rows.tokens, self.rows.positions)]
             self.rows.positions.fill_(-1)  # while it is compiled and captured, all is padding
-            self._pass = self._captured(self._run)
+            self._passes[reach] = self._captured(lambda: self._run(reach))
             self.rows.tokens.copy_(kept[0])
             self.rows.positions.copy_(kept[1])
-        return self._pass
+        return self._passes[reach]
 
-    def _run(self) -> None:
+    def _run(self, reach: int) -> None:
         is_gpu = self._device.type == "cuda"
-        self.logits = self._steps.decode(self.rows, captured=is_gpu)
+        self.logits = self._steps.decode(self.rows, reach=reach, captured=is_gpu)
         self.choice.take_likeliest(self.logits, advancing=self.rows.positions)
 
 
@@ -216,10 +224,11 @@ class Seated:
     is_late: bool
     lengths: np.ndarray
 
-    def advance(self, state: PagedState) -> None:
-        """Each seat has one position more, for which it must have a page."""
+    def advance(self, state: PagedState) -> int:
+        """Each seat has one position more, for which it must have a page; those of the longest."""
         np.add(self.lengths, 1, out=self.lengths)
         state.check_all(self.seats, self.lengths)
+        return int(self.lengths.max())
 
     def settle(self, sittings: Mapping[Seat, Sitting]) -> None:
         """Tell those who still sit how many positions they hold."""

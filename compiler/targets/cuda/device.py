@@ -12,13 +12,14 @@ from tilewright.compiler.distributed.world import place_of
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import Capabilities, CompileOptions
 from tilewright.compiler.targets.cuda.batches import USUAL_OF_MIXERS, Passes, passes_for
-from tilewright.compiler.targets.cuda.capture import decode_buckets, has_mixers
+from tilewright.compiler.targets.cuda.capture import decode_buckets
 from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds, copy_bytes, kinds_for
 from tilewright.compiler.targets.cuda.experts import held_sizes
 from tilewright.compiler.targets.cuda.invariance import invariant_of
 from tilewright.compiler.targets.cuda.marks import MOST_MARKS
 from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
 from tilewright.compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
+from tilewright.compiler.targets.cuda.plan import has_mixers
 from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
 from tilewright.compiler.targets.cuda.trials import APART, INSIDE, SEVERAL, read_trials

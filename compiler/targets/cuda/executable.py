@@ -188,9 +188,9 @@ class CudaExecutable(Executable):
     def prepare(self) -> None:
         assert not self._sittings, "somebody is seated"
         limits, is_gpu = self.capabilities, self.device.type == "cuda"
-        longest = min(limits.max_step_tokens, limits.max_context) if is_gpu else 0
+        longest = min(limits.max_step_tokens, limits.max_context)
         with self._group.patiently() if self._group else contextlib.nullcontext():
-            self._buckets.prepare(longest)
+            self._buckets.prepare(longest, runs_long=is_gpu)
 
     def reset(self) -> None:
         self._seated = None
@@ -263,8 +263,8 @@ class CudaExecutable(Executable):
         seated = self._seated
         bucket = seated.bucket
         is_captured = not seated.is_late and self._answers.may_be_captured((), step)
-        seated.advance(self._state)
-        bucket.run(seated.drawing if is_captured and not step.masked else None)
+        longest = seated.advance(self._state)
+        bucket.run(longest, seated.drawing if is_captured and not step.masked else None)
         logits = bucket.logits[: len(seats)]
         if step.masked or not is_captured:
             seated.settle(self._sittings)

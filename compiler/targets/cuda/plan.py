@@ -6,7 +6,7 @@ from torch.fx import GraphModule
 
 from tilewright.compiler.targets.cuda.held import TILE_ROWS
 from tilewright.compiler.targets.program import plan
-from tilewright.compiler.targets.program.instructions import Needs, Plan
+from tilewright.compiler.targets.program.instructions import Mixer, Needs, Plan
 
 NEEDS = Needs(
     target="cuda",
@@ -25,3 +25,8 @@ def make_plan(graph_module: GraphModule) -> Plan:
         CompileError: for an operator that no kernel stands for.
     """
     return plan.make_plan(graph_module, NEEDS)
+
+
+def has_mixers(plan: Plan) -> bool:
+    """Whether a plan has experts or linear attention."""
+    return any(isinstance(each, Mixer) for each in plan.instructions)

@@ -6,37 +6,28 @@ Legend: B rows of a decode step, T tokens of a prompt, R rows that want logits.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilewright.compiler.targets.cuda.beside import Beside
 from tilewright.compiler.targets.cuda.buffers import Buffers, padded
 from tilewright.compiler.targets.cuda.copies import NO_COPIES, Copies, Kinds
 from tilewright.compiler.targets.cuda.group import Group
-from tilewright.compiler.targets.cuda.kernels import (
-    attention_decode,
-    attention_prefill,
-    native,
-    native_attention,
-)
+from tilewright.compiler.targets.cuda.kernels import native
 from tilewright.compiler.targets.cuda.kernels.embedding import embed
 from tilewright.compiler.targets.cuda.kernels.norm import rms_norm_heads
-from tilewright.compiler.targets.cuda.kernels.rope import rotate_and_store
 from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu_apart
-from tilewright.compiler.targets.cuda.library import (
-    apply_function,
-    attend_from_start,
-)
+from tilewright.compiler.targets.cuda.library import apply_function
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.state import PagedState
+from tilewright.compiler.targets.cuda.steps_attention import Attention
 from tilewright.compiler.targets.cuda.steps_mixers import Mixers
 from tilewright.compiler.targets.cuda.steps_norms import Norms
 from tilewright.compiler.targets.cuda.steps_products import Products
-from tilewright.compiler.targets.cuda.trials import SPREAD, WALKED, Trials, read_trials
+from tilewright.compiler.targets.cuda.trials import BEHIND, Trials, read_trials
 from tilewright.compiler.targets.cuda.weights import Weights, table_of, vector_of
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
@@ -59,13 +50,6 @@ from tilewright.compiler.targets.program.instructions import (
     Route,
     SwiGLU,
 )
-
-LIBRARY_ATTENTION = 512
-"""Prompts longer than this, from their first position, attend through the library."""
-
-
-LIBRARY_HEAD_DIM = 256
-"""Heads are at most so wide there."""
 
 
 class Steps:
@@ -98,9 +82,12 @@ class Steps:
         self._plan, self._weights, self._state = plan, weights, state
         trials = trials or read_trials()
         self._prompt_wire = prompt_wire
-        self._spreads = trials.attention != WALKED, trials.attention == SPREAD  # bf16, bfp8 pages
         how: dict[str, Any] = {"exact": exact, "max_rows": max_rows, "trials": trials}
         self._mixers = Mixers(plan, weights, state, strict=strict, **how)
+        self.attention = Attention(
+            plan, weights, state, strict=strict, is_native=self.is_native, **how
+        )
+        self._beside = Beside(self.device) if trials.riders != BEHIND else None
         self._operand = torch.float32 if exact else torch.bfloat16
         self._num_rows = rows = native.room_for(max_rows) if self.is_native else max_rows
         self._products = Products(
@@ -114,63 +101,35 @@ class Steps:
             )
             for buffer in plan.buffers
         ]
-        self._attention = self._attention_scratch(max_rows)
-        attends = [each for each in plan.instructions if isinstance(each, Attend)]
-        self._shared: attention_prefill.Scratch | None = None
-        if attends and self.is_native and not strict:
-            heads = max(each.num_heads for each in attends)
-            width = max(each.state.shape[-1] for each in attends)
-            self._shared = attention_prefill.Scratch.empty(heads, width, self.device)
 
     @property
     def copies(self) -> Copies:
         """The weights that are held once more."""
         return self._products.copies
 
-    def _attention_scratch(self, max_rows: int) -> attention_decode.Scratch | None:
-        found = [each for each in self._plan.instructions if isinstance(each, Attend)]
-        if not found:
-            return None
-        most = max(found, key=lambda each: each.num_heads * each.state.shape[-1])
-        heads, width = most.num_heads, most.state.shape[-1]
-        num_pages = self._state.tables.shape[1]
-        if not any(map(self._why_no_native_attention, found)):
-            num_pages = min(num_pages, native_attention.MAX_GROUPS)
-        return attention_decode.decode_scratch(max_rows, heads, width, num_pages, self.device)
-
     def kernels(self) -> str:
         """Say which kernels run, and why where it is not the fast ones."""
         if self.exact:
             return "the library in float32"
         instructions = self._plan.instructions
-        attends = [each for each in instructions if isinstance(each, Attend)]
         rules = [each for each in instructions if isinstance(each, DeltaRule)]
         has_experts = any(isinstance(each, Route) for each in instructions)
         found = {
             "products": native.why_not(self.device),
-            "attention": next(filter(None, map(self._why_no_native_attention, attends)), ""),
+            "attention": self.attention.why_not_native,
             "experts": self._mixers.experts.why_not_native if has_experts else "",
             "linear attention": next(filter(None, map(self._mixers.why_no_native, rules)), ""),
         }
         parts = [f"{what} in Triton ({reason})" for what, reason in found.items() if reason]
         return "CUDA C++ kernels" + (", but " + " and ".join(parts) if parts else "")
 
-    def _why_no_native_attention(self, each: Attend) -> str:
-        if self.device.type != "cuda":
-            return "no GPU"
-        if each.qkv.stride:
-            return "q, k and v between other columns"
-        return native_attention.why_not(
-            self._state.pages[each.state.name],
-            num_heads=each.num_heads,
-            num_frequencies=math.prod(each.inv_freq.shape),
-        )
-
     def _type(self, role: str) -> torch.dtype:
         return self._operand if role == OPERAND else torch.float32
 
-    def decode(self, rows: Rows, *, captured: bool = False) -> Tensor:
+    def decode(self, rows: Rows, *, reach: int | None = None, captured: bool = False) -> Tensor:
         """One token of each of B sequences: logits ``[B, V]``, overwritten by the next step.
+
+        ``reach``: one of :attr:`.steps_attention.Attention.reaches`, pages that none has more of.
 
         ``captured``: nothing in the chain of these kernels writes ``rows``, tables, old pages or a
         layer's state of sequences before the last of them has read them, or that layer has.
@@ -181,7 +140,7 @@ class Steps:
             if isinstance(each, Gather):
                 step.alias(each.out, each.x)
             elif isinstance(each, Attend):
-                self._attend_decode(each, step, rows, captured)
+                self.attention.decode(each, step, rows, reach=reach, captured=captured)
             elif isinstance(each, Mixer):
                 self._mixers.run(each, step, rows, decodes=True, captured=captured)
             elif isinstance(each, Linear) and self._mixers.experts.runs_along(each, num_rows):
@@ -230,7 +189,6 @@ class Steps:
     ) -> Tensor | None:
         step = self._fresh_buffers(len(rows.tokens))
         is_mixed = riding.stop > riding.start
-        prompts = slice(0, riding.start) if is_mixed else slice(None)
         for each in self._plan.instructions:
             if isinstance(each, Gather):
                 if logit_rows is None:
@@ -243,21 +201,44 @@ class Steps:
                     else self._fresh_buffers(len(logit_rows), with_logits=True)
                 )
                 torch.index_select(x, 0, logit_rows, out=step.view(each.out))
-            elif isinstance(each, Attend) and is_mixed:
-                self._attend_prompt(each, step.part(prompts), rows.part(prompts), False, block)
-                self._attend_decode(each, step.part(riding), rows.part(riding), captured=False)
+            elif isinstance(each, Attend | DeltaRule | Convolve) and is_mixed:
+                self._run_mixed(each, step, rows, starts, block, riding)
             elif isinstance(each, Attend):
-                self._attend_prompt(each, step, rows, from_start, block)
+                self.attention.prompt(each, step, rows, from_start=from_start, block=block)
             elif isinstance(each, DeltaRule | Convolve):
-                among = step.part(prompts), rows.part(prompts)
-                self._mixers.run(each, *among, decodes=False, starts=starts)
-                if is_mixed:
-                    self._mixers.run(each, step.part(riding), rows.part(riding), decodes=True)
+                self._mixers.run(each, step, rows, decodes=False, starts=starts)
             elif isinstance(each, Mixer):
                 self._mixers.run(each, step, rows, decodes=False)
             else:
                 self._run(each, step, rows, decodes=False)
         return step.logits
+
+    def _run_mixed(
+        self,
+        each: Attend | DeltaRule | Convolve,
+        step: Buffers,
+        rows: Rows,
+        starts: Tensor | None,
+        block: int,
+        riding: slice,
+    ) -> None:
+        """What reads and writes the state of sequences: of those of prompts, and of those that ride
+        along, which are others.
+        """
+        first, second = (
+            (step.part(part), rows.part(part)) for part in (slice(0, riding.start), riding)
+        )
+        if isinstance(each, Attend):
+            prompts = partial(self.attention.prompt, each, *first, from_start=False, block=block)
+            riders = partial(self.attention.decode, each, *second, reach=None, captured=False)
+        else:
+            prompts = partial(self._mixers.run, each, *first, decodes=False, starts=starts)
+            riders = partial(self._mixers.run, each, *second, decodes=True)
+        if self._beside is None:
+            prompts()
+            riders()
+        else:
+            self._beside.run(prompts, riders)
 
     def _run(self, each: Plain, step: Buffers, rows: Rows, *, decodes: bool) -> None:
         if isinstance(each, Embed):
@@ -290,77 +271,6 @@ class Steps:
         norm = None if each.norm is None else self._weights.vector(vector_of(each.norm))
         normed = None if each.normed is None else step.view(each.normed)
         exchange.all_reduce_add(x, out, wire=wire, out=normed, norm=norm, eps=each.eps)
-
-    def _attend_decode(self, each: Attend, step: Buffers, rows: Rows, captured: bool) -> None:
-        assert self._attention is not None
-        pages, qkv = self._state.pages[each.state.name], step.view(each.qkv)
-        attend: Callable[..., None] = attention_decode.attend_decode
-        if not self._why_no_native_attention(each):
-            share = native_attention.share_of_step(
-                len(qkv), pages.num_kv_heads, self._state.tables.shape[1], pages.head_dim,
-                strict=self._strict, spreads=self._spreads[pages.exponents is not None],
-            )  # fmt: skip
-            attend = partial(native_attention.attend_decode, share=share)
-        attend(
-            pages,
-            qkv,
-            out=step.view(each.out),
-            positions=rows.positions,
-            slots=rows.slots,
-            block_tables=self._state.tables,
-            inv_freq=self._weights.vector(vector_of(each.inv_freq)),
-            num_heads=each.num_heads,
-            scale=each.scale,
-            window=each.window,
-            interleaved=each.interleaved,
-            scratch=self._attention,
-            early=captured,
-        )
-
-    def _attend_prompt(
-        self, each: Attend, step: Buffers, rows: Rows, from_start: bool, block: int
-    ) -> None:
-        pages, qkv = self._state.pages[each.state.name], step.view(each.qkv)
-        num_tokens, head_dim = len(qkv), each.state.shape[-1]
-        through_library = from_start and num_tokens > LIBRARY_ATTENTION
-        through_library = through_library and not (self.exact or self._strict)
-        through_library = through_library and self.device.type == "cuda" and not each.window
-        through_library = through_library and head_dim <= LIBRARY_HEAD_DIM
-        q = torch.empty(
-            num_tokens, each.num_heads, head_dim, dtype=self._operand, device=self.device
-        )
-        k = v = None
-        if through_library:
-            k = q.new_empty(num_tokens, *each.state.shape[1:])
-            v = torch.empty_like(k)
-        rotate_and_store(
-            pages,
-            qkv,
-            q_out=q,
-            k_out=k,
-            v_out=v,
-            positions=rows.positions,
-            slots=rows.slots,
-            block_tables=self._state.tables,
-            inv_freq=self._weights.vector(vector_of(each.inv_freq)),
-            num_heads=each.num_heads,
-            interleaved=each.interleaved,
-        )
-        if k is not None and v is not None:
-            step.put(each.out, attend_from_start(q, k, v, each.scale))
-            return
-        attention_prefill.attend_prefill(
-            pages,
-            q,
-            out=step.view(each.out),
-            positions=rows.positions,
-            slots=rows.slots,
-            block_tables=self._state.tables,
-            scale=each.scale,
-            window=each.window,
-            block=block,
-            scratch=self._shared,
-        )
 
     def _decode_buffers(self, num_rows: int) -> Buffers:
         return Buffers(self._plan, self._flat, num_rows)

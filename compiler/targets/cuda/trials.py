@@ -17,6 +17,8 @@ CUT, INSIDE = "cut", "inside"
 MANY = "many"
 BF16, SPREAD, WALKED = "bf16", "spread", "walked"
 JOINED = "joined"
+ALL = "all"
+BEHIND, BESIDE = "behind", "beside"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
@@ -27,6 +29,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "norms": (APART, INSIDE),
     "routers": (APART, JOINED),
     "attention": (WALKED, BF16, SPREAD),
+    "reaches": (ALL, APART),
+    "riders": (BEHIND, BESIDE),
     "prompts": ("1", "8", "64"),
     "hybrids": (APART, RIDING, SEVERAL),
     "totals": ("2048", "4096", "8192"),
@@ -73,6 +77,10 @@ class Trials:
         attention: of few rows over long tables, ``walked``: each block walks over pages; ``bf16``:
             rows over bfloat16 pages are spread over clusters of sixteen blocks; ``spread``: over
             bfp8 ones, too.
+        reaches: decode steps of a dense plan whose rows have few pages, ``apart``: captured by
+            themselves; ``all``: as those of long rows.
+        riders: rows that decode beside pieces of prompts, in what reads and writes the state of
+            sequences: ``behind`` these, or ``beside`` them on a stream of their own.
     """
 
     rows: int = 256
@@ -83,6 +91,8 @@ class Trials:
     norms: str = INSIDE
     routers: str = JOINED
     attention: str = BF16
+    reaches: str = APART
+    riders: str = BESIDE
     prompts: int = 0
     hybrids: str = SEVERAL
     totals: int = 8192
@@ -114,6 +124,8 @@ def read_trials() -> Trials:
         norms=found.get("norms", default.norms),
         routers=found.get("routers", default.routers),
         attention=found.get("attention", default.attention),
+        reaches=found.get("reaches", default.reaches),
+        riders=found.get("riders", default.riders),
         prompts=int(found.get("prompts", default.prompts)),
         hybrids=found.get("hybrids", default.hybrids),
         totals=int(found.get("totals", default.totals)),

@@ -12,7 +12,7 @@ import torch
 
 from tilewright.compiler.formats.base import BlockEncoded
 from tilewright.compiler.formats.block_float import BFP8
-from tilewright.compiler.targets.cuda import steps
+from tilewright.compiler.targets.cuda import steps_attention
 from tilewright.compiler.targets.cuda.kernels.rope import rotate_and_store
 from tilewright.compiler.targets.cuda.pages import PAGE, KVPages, allocate_pages
 
@@ -23,7 +23,7 @@ def _real_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     of the shortest prompts it is most rows, and half of a step's time.
     """
     if not torch.cuda.is_available():
-        monkeypatch.setattr(steps, "rotate_and_store", rotate_real_rows)
+        monkeypatch.setattr(steps_attention, "rotate_and_store", rotate_real_rows)
 
 
 def rotate_real_rows(pages: KVPages, qkv: torch.Tensor, **given: Any) -> None:

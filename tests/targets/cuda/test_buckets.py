@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tilewright.compiler.targets.cuda import capture
 from tilewright.compiler.targets.cuda.batches import passes_for
 from tilewright.compiler.targets.cuda.buckets import Buckets
 from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING
+from tilewright.compiler.targets.cuda.pages import PAGE
 from tilewright.compiler.targets.cuda.ragged import num_tokens_of
 from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.cuda.steps_routes import PART_TOKENS
@@ -38,6 +40,7 @@ class Unrun:
 
     device = torch.device("cpu")
     group = None
+    attention = SimpleNamespace(reaches=(2, 8))
 
     def __init__(self) -> None:
         self.prompts: list[tuple[int, bool]] = []
@@ -62,15 +65,16 @@ def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
         num_choosable=lambda: 61,
         table=SeatTable(4, 3, steps.device),
     )
-    made.prepare(3000)
+    made.prepare(3000, runs_long=True)
     assert steps.prompts == [(n, first) for n in (2048, 3000) for first in (False, True)]
     kinds = 1 + len(EVERY_DRAWING)
-    # Rows are chosen from again; a long prompt begins at 0, or does not.
-    ready = 3 * (kinds + 1) + kinds + (kinds + 1)
+    # Rows are chosen from again, and few or more pages long; a long prompt begins at 0, or not.
+    ready = 3 * (kinds + 2) + kinds + (kinds + 1)
     assert Counted.made == ready
     for count in (1, 2, 3, 4):
         for drawing in (None, *EVERY_DRAWING):
-            made.decode(count).run(drawing)
+            for longest in (1, 2 * PAGE, 2 * PAGE + 1, 8 * PAGE):
+                made.decode(count).run(longest, drawing)
             made.decode(count).choose_again(drawing)
     for count in (1, 16, 17, 1024):
         for first in (0, 64):
@@ -109,9 +113,9 @@ def test_passes_of_prompts_and_rows_are_captured_before_they_are_asked_for() -> 
         table=SeatTable(8, 3, steps.device),
         passes=lambda: ((4, (64, 256)), (8, (64, 512))),
     )
-    made.prepare(0)
+    made.prepare(1, runs_long=True)
     ready = Counted.made
-    assert ready == (4 + 1 + 2) * len(EVERY_DRAWING) + 2 * 4 + 1 + (3 + 3)
+    assert ready == (4 + 1 + 2) * len(EVERY_DRAWING) + 3 * 4 + 1 + (3 + 3)
     asked = {(1, 0): (4, 64), (65, 4): (4, 256), (64, 5): (8, 64), (257, 1): (8, 512)}
     for (tokens, choices), expected in asked.items():
         found = made.batch(tokens, choices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ from tilewright.compiler.targets.cuda.kernels.native_dense import FEW_TOKENS
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable
+from tilewright.compiler.targets.cuda.trials import VARIABLE
 from tilewright.compiler.targets.step import (
     END_TOKEN,
     NOT_A_NUMBER,
@@ -106,13 +108,15 @@ def test_a_decode_step_is_padded_to_its_bucket(rows: int) -> None:
     assert bucket.rows.positions.tolist() == [2] * rows + [-1] * (bucket.num_rows - rows)
 
 
-def test_longer_prompts_are_captured_where_they_are_many_launches() -> None:
+def test_prompts_are_captured_in_finer_sizes_where_their_tokens_cost() -> None:
     plans = [
         make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
         for model in (tiny_model(num_layers=1), tiny_model(model_type="qwen3_5", **ON_CUDA))
     ]
-    assert [prompt_buckets(plan)[-1] for plan in plans] == [512, 2048]
-    assert prompt_buckets(plans[1])[:6] == prompt_buckets(plans[0])
+    dense, mixers = map(prompt_buckets, plans)
+    assert dense[-1] == mixers[-1] == 2048 and {*mixers} < {*dense}
+    assert all(2 * less >= more for less, more in itertools.pairwise(dense))
+    assert all(4 * less >= 3 * more for less, more in itertools.pairwise(dense) if less >= 384)
 
 
 @pytest.mark.parametrize("first", [0, 3])
@@ -150,11 +154,13 @@ def _closed() -> Iterator[None]:
         _MADE.pop().close()
 
 
-def on_device(name: str, *, max_batch: int = BATCH, **changes: Any) -> Executable:
+def on_device(
+    name: str, *, max_batch: int = BATCH, max_context: int = 512, **changes: Any
+) -> Executable:
     """Two layers of a small model with real sizes, for 40 sequences of 512 positions."""
     model = tiny_model(std=0.05, **{**CHANGES, **changes})
     precision = precision_of(name, kv_cache="bf16")
-    options = {"compute": "fast", "max_batch": max_batch, "max_context": 512}
+    options = {"compute": "fast", "max_batch": max_batch, "max_context": max_context}
     _MADE.append(compiled(model, "cuda", precision=precision, **options))
     return _MADE[-1]
 
@@ -220,6 +226,35 @@ def test_rows_of_a_batch_are_those_of_each_alone(name: str, count: int) -> None:
     alone = torch.cat([step(executable, [each]) for each in singles])
     assert torch.equal(together, alone)
     assert torch.equal(step(executable, reverse), together.flip(0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["bf16", "bfp8"])
+@pytest.mark.parametrize("num_rows", [1, FEW_TOKENS, 9])
+def test_rows_go_on_in_other_graphs_where_they_have_more_pages(
+    num_rows: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From one reach to the next, as in one graph for all: equal where bits are promised."""
+    found = []
+    for reaches in ("apart", "all"):
+        monkeypatch.setenv(VARIABLE, f"reaches={reaches}")
+        executable = on_device(name, max_batch=num_rows, max_context=2560, max_positions=4096)
+        inner: Any = executable
+        assert len(inner._steps.attention.reaches) == (3 if reaches == "apart" else 1)
+        seats = [take_seat(executable, 2100) for _ in range(num_rows)]
+        logits = []
+        for start, count in ((0, 510), (514, 1532), (2050, 0)):
+            for seat in seats if count else ():
+                tokens = random_tokens(count, vocab_size=VOCABULARY, seed=seat + count)
+                step(executable, [(seat, tokens, start)])
+            for at in range(start + count, start + count + 4):
+                logits.append(step(executable, [(seat, [at % 60], at) for seat in seats]))
+        (bucket,) = inner._buckets.decodes.values()
+        assert [*bucket._passes] == list(inner._steps.attention.reaches)
+        found.append(torch.cat(logits))
+    assert noise(*found) < BF16_NOISE
+    if num_rows <= FEW_TOKENS:
+        assert torch.equal(*found)
 
 
 @pytest.mark.gpu

@@ -59,7 +59,7 @@ def test_nothing_is_switched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPa
         (
             "row=256",
             "'row'; allowed: rows, blocks, products, experts, few, norms, routers, attention, "
-            "prompts, hybrids, totals, ranks, snapshots; did you mean 'rows'?",
+            "reaches, riders, prompts, hybrids, totals, ranks, snapshots; did you mean 'rows'?",
         ),
         ("rows=100", "rows='100'; allowed: 64, 128, 256, 512"),
         ("blocks", "blocks=''; allowed: parts, wide"),

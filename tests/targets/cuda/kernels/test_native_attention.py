@@ -11,7 +11,12 @@ import torch
 
 from tests.targets.cuda.decode_step import SCALE, DecodeStep, rounded
 from tilewright.compiler.targets.cuda.kernels import native_attention
-from tilewright.compiler.targets.cuda.kernels.native_attention import Share, choose_share
+from tilewright.compiler.targets.cuda.kernels.native_attention import (
+    Share,
+    choose_share,
+    reaches_of,
+)
+from tilewright.compiler.targets.cuda.pages import PAGE
 
 NAN = float("nan")
 CONTEXTS = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 200, 330, 511, 512, 700, 999]
@@ -203,21 +208,22 @@ def test_large(
     paged: Callable[..., Any],
     device: torch.device,
 ) -> None:
-    """Several groups of splits, several pages a split."""
+    """Several groups of splits, several pages a split; rows that reach few pages have the bits of
+    launches that have no room for more.
+    """
+    positions = [8191, -1, 330, 64, 0, 5000, 4095, 2047, 2048]
     step = Step(
-        paged,
-        device,
-        kind=kind,
-        heads=heads,
-        head_dim=head_dim,
-        positions=[8191, -1, 330, 64, 0, 5000, 4095, 2047, 2048],
-        num_pages=130,
+        paged, device, kind=kind, heads=heads, head_dim=head_dim, positions=positions, num_pages=130
     )
     got = step.run()
     step.check(got)
     assert torch.equal(got, torch.cat([step.run([row]) for row in range(len(got))]))
     for _ in range(20):
         assert torch.equal(got, step.run(early=True))
+    for reach in reaches_of(130)[:-1]:
+        rows = [row for row, at in enumerate(positions) if at < reach * PAGE]
+        share = choose_share(len(rows), heads[1], reach, head_dim)
+        assert share.num_groups == 1 and torch.equal(got[rows], step.run(rows, share=share))
     groups = choose_share(1, heads[1], 130).num_groups
     for num_joined in (1, 2, 4, 8):
         share = Share(groups, num_joined, 8 // num_joined, groups)

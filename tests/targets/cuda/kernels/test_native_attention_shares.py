@@ -14,6 +14,7 @@ from tilewright.compiler.targets.cuda.kernels.native_attention import (
     Spread,
     choose_share,
     choose_spread,
+    reaches_of,
     share_of_step,
 )
 from tilewright.compiler.targets.cuda.pages import PAGE, KVPages, allocate_pages
@@ -54,8 +55,24 @@ def test_without_bits_a_block_has_one_split() -> None:
         free = choose_share(rows, num_kv_heads, pages, same_bits=False)
         assert free.each_block == 1 and free.num_groups == same.num_groups
         assert free.num_joined == same.num_joined or (pages <= 32 and free.num_joined == 4)
-    assert choose_share(16, 8, 20, same_bits=False) == Share(1, 4, 1)
+    assert choose_share(8, 8, 20, same_bits=False) == Share(1, 8, 1)
+    assert choose_share(16, 8, 20, same_bits=False) == Share(1, 2, 1), "two of many are faster"
+    assert choose_share(32, 2, 20, same_bits=False) == Share(1, 8, 1)
     assert choose_share(256, 8, 64, same_bits=False) == Share(12, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "expected"), [(7, (7,)), (8, (8,)), (9, (8, 9)), (32, (8, 32)), (64, (8, 32, 64))]
+)
+def test_launches_differ_by_the_pages_that_rows_reach(
+    num_pages: int, expected: tuple[int, ...]
+) -> None:
+    """All but the last have one group, with the splits that it has in a longer table."""
+    assert reaches_of(num_pages) == expected
+    for reach, rows in itertools.product(expected[:-1], (1, 4, 64)):
+        short, long = (choose_share(rows, 8, each) for each in (reach, num_pages))
+        assert short.num_groups == short.num_begun == 1
+        assert short.group_splits == long.group_splits == 8
 
 
 @pytest.mark.parametrize(

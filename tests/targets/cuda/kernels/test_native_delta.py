@@ -248,7 +248,7 @@ def test_chained_in_a_graph(device: torch.device) -> None:
 
     def steps() -> None:
         for layer, out in zip(layers, outs, strict=True):
-            layer.launch(out, early=True)
+            layer.launch(out, early=True, streams=None)
 
     torch.cuda.synchronize()
     steps()

@@ -1,4 +1,4 @@
-"""What steps ask of their kernels."""
+"""What attention of a step asks of its kernels."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from tilewright.compiler.targets.cuda import steps as steps_module
+from tilewright.compiler.targets.cuda import steps_attention
 from tilewright.compiler.targets.cuda.kernels import native_attention
 from tilewright.compiler.targets.cuda.kernels.native_dense import FEW_TOKENS
-from tilewright.compiler.targets.cuda.steps import Steps
+from tilewright.compiler.targets.cuda.steps_attention import Attention
 
 
 class _AskedError(Exception):
     pass
 
 
-def steps_over(
+def attention_over(
     *,
     head_dim: int,
     num_pages: int,
@@ -26,18 +26,18 @@ def steps_over(
     is_bfp8: bool = False,
     spreads: tuple[bool, bool] = (True, False),
 ) -> Any:
-    """Steps that have but what attention of decode steps asks for; two key/value heads."""
+    """Attention that has but what decode steps ask for; two key/value heads."""
     exponents = torch.zeros(1) if is_bfp8 else None
     pages = SimpleNamespace(num_kv_heads=2, head_dim=head_dim, exponents=exponents)
-    steps: Any = object.__new__(Steps)
-    steps._strict, steps._attention, steps._spreads = strict, object(), spreads
-    steps._state = SimpleNamespace(pages={"cache": pages}, tables=torch.zeros(3, num_pages))
-    steps._why_no_native_attention = lambda each: ""
-    steps._weights = SimpleNamespace(vector=lambda recipe: None)
-    return steps
+    found: Any = object.__new__(Attention)
+    found._strict, found._decode_scratch, found._spreads = strict, object(), spreads
+    found._state = SimpleNamespace(pages={"cache": pages}, tables=torch.zeros(3, num_pages))
+    found._why_not_native = lambda each: ""
+    found._weights = SimpleNamespace(vector=lambda recipe: None)
+    return found
 
 
-def attend(steps: Any, num_rows: int) -> None:
+def attend(attention: Any, num_rows: int, reach: int | None = None) -> None:
     """Until what was replaced is asked."""
     each: Any = SimpleNamespace(state=SimpleNamespace(name="cache"), qkv="qkv", out="out")
     for name in ("inv_freq", "num_heads", "scale", "window", "interleaved"):
@@ -45,16 +45,27 @@ def attend(steps: Any, num_rows: int) -> None:
     buffers: Any = SimpleNamespace(view=lambda place: torch.zeros(num_rows, 4))
     rows: Any = SimpleNamespace(positions=None, slots=None)
     with pytest.raises(_AskedError):
-        steps._attend_decode(each, buffers, rows, captured=True)
+        attention.decode(each, buffers, rows, reach=reach, captured=True)
 
 
 @pytest.mark.parametrize(
-    ("strict", "rows", "same_bits"),
-    [(True, 64, True), (False, FEW_TOKENS, True), (False, FEW_TOKENS + 1, False)],
+    ("strict", "rows", "same_bits", "reach", "num_pages"),
+    [
+        (True, 64, True, None, 40),
+        (False, FEW_TOKENS, True, 40, 40),
+        (False, FEW_TOKENS + 1, False, 32, 32),
+        (True, 64, True, 8, 8),
+    ],
 )
 def test_attention_keeps_bits_where_they_are_promised_or_rows_are_few(
-    strict: bool, rows: int, same_bits: bool, monkeypatch: pytest.MonkeyPatch
+    strict: bool,
+    rows: int,
+    same_bits: bool,
+    reach: int | None,
+    num_pages: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """As launches over no more pages than its rows reach."""
     asked: list[tuple[Any, ...]] = []
 
     def choose_share(*sizes: int, same_bits: bool) -> None:
@@ -62,9 +73,8 @@ def test_attention_keeps_bits_where_they_are_promised_or_rows_are_few(
         raise _AskedError
 
     monkeypatch.setattr(native_attention, "choose_share", choose_share)
-    steps = steps_over(head_dim=64, num_pages=8, strict=strict)
-    attend(steps, rows)
-    assert asked == [(rows, 2, 8, 64, same_bits)]
+    attend(attention_over(head_dim=64, num_pages=40, strict=strict), rows, reach)
+    assert asked == [(rows, 2, num_pages, 64, same_bits)]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +96,7 @@ def test_a_row_over_a_long_table_is_spread_where_that_was_faster(
         raise _AskedError
 
     monkeypatch.setattr(native_attention, "attend_decode", ask)
-    monkeypatch.setattr(steps_module, "vector_of", lambda recipe: None)
-    steps = steps_over(head_dim=256, num_pages=20, is_bfp8=is_bfp8, spreads=spreads)
-    attend(steps, 1)
+    monkeypatch.setattr(steps_attention, "vector_of", lambda recipe: None)
+    attention = attention_over(head_dim=256, num_pages=20, is_bfp8=is_bfp8, spreads=spreads)
+    attend(attention, 1)
     assert isinstance(asked[0], native_attention.Spread) == is_spread
