@@ -74,11 +74,12 @@ class EngineService:
         """What clients must know before they ask."""
         executable = self.loop.executable
         limits = executable.capabilities
-        most, cache_bytes = limits.max_context, executable.memory().state
+        most = limits.max_context  # of each seat, which grows as its sequence does
         if limits.page_size:
-            most = min(most, limits.num_pages * limits.page_size)
-        else:  # seats grow as their sequences do
-            cache_bytes = executable.state_bytes(limits.max_context, limits.max_seats)
+            pool = limits.num_pages * limits.page_size
+            most, cache_bytes = min(most, pool), executable.state_bytes(pool, limits.max_seats)
+        else:
+            cache_bytes = executable.state_bytes(most, limits.max_seats)
         return Ready(
             vocab_size=executable.vocab_size,
             max_seats=limits.max_seats,

@@ -187,6 +187,19 @@ def test_a_lost_device_ends_the_engine(is_read: bool) -> None:
         service.run()
 
 
+@pytest.mark.parametrize(
+    ("limits", "expected"), [({}, 64), ({"page_size": 4, "num_pages": 32}, 128)]
+)
+def test_the_bytes_of_all_state_are_told_before_anybody_sits(
+    limits: dict[str, int], expected: int
+) -> None:
+    """Of the whole pool, or of a seat at full length, and of what each of four seats keeps."""
+    executable: Any = QueuedExecutable(**limits)
+    executable.state_bytes = lambda positions, sequences: 1000 * positions + sequences
+    ready = EngineService(executable, QueueTransport()).ready({})
+    assert ready.cache_bytes == 1000 * expected + 4
+
+
 def test_forgotten_prefixes_are_not_found_again() -> None:
     transport = QueueTransport()
     service = EngineService(QueuedExecutable(page_size=4, num_pages=32), transport)
