@@ -5,6 +5,7 @@ stand. Tokens and positions go from one decode step to the next on the device.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,12 @@ thousand launches, and experts are read whatever there is of padding.
 """
 
 
+_ROOM = 4 << 30
+"""Bytes free on the device, of less a capture first gives back what is cached. `torch.cuda.graph`
+always does, and the next run then asks for it again.
+"""
+
+
 def prompt_buckets(plan: Plan) -> tuple[int, ...]:
     """Tokens of the prompts that are captured, padding included."""
     return tuple(sorted(_PROMPTS + (() if has_mixers(plan) else _BETWEEN)))
@@ -52,6 +59,12 @@ def decode_buckets(max_batch: int, most: int | None = None) -> tuple[int, ...]:
     most = most or read_trials().rows
     sizes = (1 << power for power in range(most.bit_length()))
     return tuple(size for size in sizes if size < 2 * max_batch)
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which everything is captured: the library's workspace of a stream is kept."""
+    return torch.cuda.Stream(device)
 
 
 class Captured:
@@ -82,9 +95,15 @@ class Captured:
         graph = torch.cuda.CUDAGraph()
         was_collecting = gc.isenabled()
         gc.disable()  # another executable's graphs must not be taken apart meanwhile
+        if torch.cuda.mem_get_info(device)[0] < _ROOM:
+            torch.cuda.empty_cache()  # what the run has left may be wanted
         try:
-            with torch.cuda.graph(graph, pool=pool):
-                run()
+            with torch.cuda.stream(_stream(device)):
+                graph.capture_begin(pool=pool)
+                try:
+                    run()
+                finally:
+                    graph.capture_end()
         finally:
             if was_collecting:
                 gc.enable()
