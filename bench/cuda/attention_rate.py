@@ -35,6 +35,9 @@ HEADS = {"8b": (32, 8, 128), "35b-a3b": (16, 2, 256)}
 FREE, SAME, WALKED = "free", "same", "walked"
 BITS = FREE, SAME, WALKED
 
+APART, ALL = "apart", "all"
+REACHES = APART, ALL
+
 SPREAD = 10
 """Positions that the first row is before the middle one, and the last behind it."""
 
@@ -60,6 +63,12 @@ class Options:
         default=(FREE,),
         choices=BITS,
     )
+    reaches: tuple[str, ...] = option(
+        "launches for rows of few pages, apart from others, as steps of dense plans have, or with "
+        "blocks for all that a table has room for, as a hybrid's and what decodes beside prompts",
+        default=(APART,),
+        choices=REACHES,
+    )
     positions: tuple[int, ...] = option(
         f"where the rows are, {SPREAD} before to {SPREAD} behind",
         default=(230,),
@@ -82,6 +91,7 @@ class Case:
     width: int
     heads: str = "8b"
     bits: str = FREE
+    reaches: str = APART
 
     @property
     def positions(self) -> list[int]:
@@ -112,9 +122,10 @@ def choose_cases(options: Options) -> list[Case]:
         ConfigError: where a table does not reach a position.
     """
     cases = [
-        Case(num_rows, kind, position, width, heads, bits)
+        Case(num_rows, kind, position, width, heads, bits, reaches)
         for heads in dict.fromkeys(options.heads)
         for bits in dict.fromkeys(options.bits)
+        for reaches in dict.fromkeys(options.reaches)
         for width in options.pages
         for position in options.positions
         for num_rows in options.rows
@@ -160,7 +171,11 @@ class Launches:
         ):
             raise TilewrightError(f"attention.cu cannot run here: {why}")
         self._num_heads, self._scale = num_heads, head_dim**-0.5
-        sizes = rows, num_kv_heads, case.width, head_dim
+        reach = case.width
+        if case.reaches == APART:
+            reaches = native_attention.reaches_of(case.width)
+            reach = next(each for each in reaches if each >= need)
+        sizes = rows, num_kv_heads, reach, head_dim
         self._share: native_attention.Share | native_attention.Spread
         self._share = native_attention.share_of_step(*sizes, strict=case.bits == SAME)
         if case.bits == WALKED:
@@ -212,13 +227,13 @@ def measure(case: Case, generator: torch.Generator) -> float:
 def show(options: Options, found: Mapping[Case, Sequence[float]]) -> str:
     """The figures of all rounds, a column for what pages hold."""
     kinds = dict.fromkeys(options.formats)
-    heads = ["heads", "bits", "rows", "position", "table, pages"]
+    heads = ["heads", "bits", "reaches", "rows", "position", "table, pages"]
     heads += [f"{kind}, us" for kind in kinds]
     lines: dict[tuple[object, ...], list[str]] = {}
     for case, figures in found.items():
         sizes = case.num_rows, case.position, case.width
-        key = case.heads, case.bits, *sizes
-        lines.setdefault(key, [*key[:2], *(f"{each:,}" for each in sizes)]).append(
+        key = case.heads, case.bits, case.reaches, *sizes
+        lines.setdefault(key, [*key[:3], *(f"{each:,}" for each in sizes)]).append(
             ", ".join(f"{each:.2f}" for each in figures)
         )
     return Table.of(heads, lines.values()).markdown()

@@ -43,10 +43,10 @@ def test_the_table_has_every_case() -> None:
     assert len(set(cases)) == 8
     text = show(options, {case: [case.width, case.num_rows / 3] for case in cases})
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]] == [
-        ["8b", "free", "1", "230", "7", "7.00, 0.33", "7.00, 0.33"],
-        ["8b", "free", "64", "230", "7", "7.00, 21.33", "7.00, 21.33"],
-        ["8b", "free", "1", "230", "34", "34.00, 0.33", "34.00, 0.33"],
-        ["8b", "free", "64", "230", "34", "34.00, 21.33", "34.00, 21.33"],
+        ["8b", "free", "apart", "1", "230", "7", "7.00, 0.33", "7.00, 0.33"],
+        ["8b", "free", "apart", "64", "230", "7", "7.00, 21.33", "7.00, 21.33"],
+        ["8b", "free", "apart", "1", "230", "34", "34.00, 0.33", "34.00, 0.33"],
+        ["8b", "free", "apart", "64", "230", "34", "34.00, 21.33", "34.00, 21.33"],
     ]
     both = Options(rows=(1,), pages=(7,), heads=("8b", "35b-a3b"), bits=("same", "free"))
     assert len(choose_cases(both)) == 8 and len(set(choose_cases(both))) == 8
@@ -72,9 +72,14 @@ def test_operands_are_of_the_case(kind: str, monkeypatch: pytest.MonkeyPatch) ->
         attention_rate.Launches(Case(rows, kind, 246, 34, bits=bits), torch.Generator())._share
         for rows, bits in ((4, "free"), (5, "same"), (5, "free"))
     ]
-    assert [each.group_splits for each in shares] == [8, 8, 4]
+    assert [each.group_splits for each in shares] == [8, 8, 8]
+    shares = [
+        attention_rate.Launches(Case(5, kind, at, 64, reaches=reaches), torch.Generator())._share
+        for at, reaches in ((246, "all"), (246, "apart"), (1150, "apart"), (2600, "apart"))
+    ]
+    assert [each.num_groups for each in shares] == [12, 1, 1, 12]
     spread, walked = (
-        attention_rate.Launches(Case(1, kind, 246, 24, bits=bits), torch.Generator())._share
+        attention_rate.Launches(Case(1, kind, 1150, 24, bits=bits), torch.Generator())._share
         for bits in ("free", "walked")
     )
     assert spread == native_attention.Spread(1, 1) and walked == native_attention.Share(1, 8, 1)
