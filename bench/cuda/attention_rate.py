@@ -147,7 +147,7 @@ class Launches:
     def __init__(self, case: Case, generator: torch.Generator) -> None:
         import torch
 
-        from tilewright.compiler.targets.cuda.kernels import native_attention
+        from tilewright.compiler.targets.cuda.kernels import attention_shares, native_attention
         from tilewright.compiler.targets.cuda.kernels.attention_decode import decode_scratch
 
         device, rows, need = generator.device, case.num_rows, case.num_pages
@@ -164,7 +164,7 @@ class Launches:
         half = head_dim // 2
         self.inv_freq = 1.0 / 500000.0 ** (torch.arange(half, device=device) / half)
         self.out = torch.empty(rows, num_heads * head_dim, dtype=torch.bfloat16, device=device)
-        num_splits = max(case.width, native_attention.MAX_GROUPS)
+        num_splits = max(case.width, attention_shares.MAX_GROUPS)
         self.scratch = decode_scratch(rows, num_heads, head_dim, num_splits, device)
         if why := native_attention.why_not(
             self.caches[0], num_heads=num_heads, num_frequencies=half
@@ -173,13 +173,13 @@ class Launches:
         self._num_heads, self._scale = num_heads, head_dim**-0.5
         reach = case.width
         if case.reaches == APART:
-            reaches = native_attention.reaches_of(case.width)
+            reaches = attention_shares.reaches_of(case.width)
             reach = next(each for each in reaches if each >= need)
         sizes = rows, num_kv_heads, reach, head_dim
-        self._share: native_attention.Share | native_attention.Spread
-        self._share = native_attention.share_of_step(*sizes, strict=case.bits == SAME)
+        self._share: attention_shares.Share | attention_shares.Spread
+        self._share = attention_shares.share_of_step(*sizes, strict=case.bits == SAME)
         if case.bits == WALKED:
-            self._share = native_attention.choose_share(*sizes)
+            self._share = attention_shares.choose_share(*sizes)
         self._attend = native_attention.attend_decode
 
     def run(self, index: int = 0) -> None:

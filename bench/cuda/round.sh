@@ -9,7 +9,8 @@
 #   streams    SHAPE served, STREAMS as USERS:REQUESTS, INPUT tokens in and OUTPUT out
 #   poisson    the same, RATES requests a second that arrive by chance, for PERIOD seconds each
 #   contest    the contest's load on SHAPE (LEVELS, FLUSH=1: an empty prefix cache before each)
-#              these three also joined, as in streams-poisson: one start of a server for all of them
+#              these three also joined, as in streams-poisson: one start of a server for all of them,
+#              where the contest is among them with a prefix cache and --step-ms 0
 #   start      seconds from a server's start to /health, twice: caches cold, or as they were, and warm
 #   overhead   128 tokens in and 256 out at 1 user and at USERS: what serving adds to a bare engine
 #   json       USERS, half of them with a schema
@@ -23,9 +24,9 @@
 #
 # PYTHON: the interpreter; TARGET: cuda; OPTIONS: more of `serve`; OUR_PORT: 18200; THEIRS: a command
 # that starts another server of OpenAI's API on port 18201, which `streams`, `poisson`, `contest` and
-# `start` have behind ours. Ours caches prefixes where the contest is among the loads. WORDS and
-# THEIR_WORDS: of a prompt of the contest, which shapes have as many tokens of (1,010 of 305 words, for
-# their tokens are bytes; a made-up tokenizer may have one a word).
+# `start` have behind ours. WORDS and THEIR_WORDS: of a prompt of the contest, which shapes have as
+# many tokens of (1,010 of 305 words, for their tokens are bytes; a made-up tokenizer may have one a
+# word).
 set -u
 [ $# -ge 2 ] || { sed -n '2,/^set -u/s/^# \{0,1\}//p' "$0" | sed '$d' >&2; exit 2; }
 PYTHON=${PYTHON:-python} TARGET=${TARGET:-cuda} OPTIONS=${OPTIONS:-} THEIRS=${THEIRS:-}

@@ -51,7 +51,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         max_positions: the most positions a request may need: prompt and answer, less the last
             token, which is never read.
-        cache_bytes: of the pool of pages, or of the state of all seats at full length.
+        cache_bytes: of the pool of pages, or of the state of all seats at full length; of several
+            ranks, the first one's.
         shares_prefixes: whether prompts that begin alike are computed once.
         facts: what the model is, for people: name, target, precision, device, weights.
     """

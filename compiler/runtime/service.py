@@ -74,23 +74,18 @@ class EngineService:
         """What clients must know before they ask."""
         executable = self.loop.executable
         limits = executable.capabilities
-        most = limits.max_context  # of each seat, which grows as its sequence does
-        if limits.page_size:
-            pool = limits.num_pages * limits.page_size
-            most, cache_bytes = min(most, pool), executable.state_bytes(pool, limits.max_seats)
-        else:
-            cache_bytes = executable.state_bytes(most, limits.max_seats)
+        pool = limits.num_pages * limits.page_size or limits.max_seats * limits.max_context
         return Ready(
             vocab_size=executable.vocab_size,
             max_seats=limits.max_seats,
             max_context=limits.max_context,
-            max_positions=most,
+            max_positions=min(limits.max_context, pool),
             num_pages=limits.num_pages,
             page_size=limits.page_size,
             num_snapshots=limits.num_snapshots,
             cell=limits.cell,
             invariant=limits.invariant,
-            cache_bytes=cache_bytes,
+            cache_bytes=executable.state_bytes(pool, limits.max_seats),
             shares_prefixes=self.loop.scheduler.policy.reuses,
             facts=facts,
         )

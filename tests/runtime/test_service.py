@@ -188,7 +188,7 @@ def test_a_lost_device_ends_the_engine(is_read: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "expected"), [({}, 64), ({"page_size": 4, "num_pages": 32}, 128)]
+    ("limits", "expected"), [({}, 256), ({"page_size": 4, "num_pages": 32}, 128)]
 )
 def test_the_bytes_of_all_state_are_told_before_anybody_sits(
     limits: dict[str, int], expected: int

@@ -8,10 +8,13 @@ import torch
 
 
 class Beside:
-    """A second stream of a device: what reads memory there runs beside what multiplies here."""
+    """A second stream of a device: what reads memory there runs beside what multiplies here.
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    ``is_on``: else, and on a CPU, one runs behind the other.
+    """
+
+    def __init__(self, device: torch.device, *, is_on: bool = True) -> None:
+        self._stream = torch.cuda.Stream(device) if is_on and device.type == "cuda" else None
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
         """Run both behind what the current stream has, and what comes behind both. Neither may

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -85,20 +88,23 @@ class Buckets:
         bucket, while nobody is seated; ``runs_long``: prompts that are too long to be captured run
         once, so that their kernels are there.
         """
-        for width, _ in reversed(self._passes()):  # the largest first: the others run in its memory
-            self._batch(width).prepare()
+        found: list[tuple[int, Callable[[], BatchBucket | PromptBucket]]] = []
+        for width, sizes in self._passes():
+            found.append((width + sizes[-1], partial(self._batch, width)))
+        for less, size in pairwise((0, *self.tokens)):
+            if less < longest:
+                found.append((size, partial(self.prompt, size)))
+        for _, make in sorted(found, key=itemgetter(0), reverse=True):
+            make().prepare()  # the largest first: the others run in its memory
         for size in self.rows:
             self.decode(size).prepare()
-        for less, size in zip((0, *self.tokens), self.tokens, strict=False):
-            if less < longest:
-                self.prompt(size).prepare()
         self._prepare_masks()
         device, size = self._steps.device, self.tokens[-1]
         last = torch.zeros(1, dtype=torch.int64).to(device)
         while runs_long and size < longest:
             size = min(2 * size, longest)
             rows = Rows.padding(size, device)
-            for from_start in (False, True):
+            for from_start in {False, self._steps.attention.begins_otherwise(size)}:
                 self._steps.prefill(rows, logit_rows=last, from_start=from_start)
 
     def _prepare_masks(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,31 +26,38 @@ from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable, send, send_into
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps import Steps
-from tilewright.compiler.targets.cuda.steps_attention import LIBRARY_ATTENTION
 from tilewright.compiler.targets.cuda.trials import read_trials
 from tilewright.compiler.targets.host import Sitting
-from tilewright.compiler.targets.program.instructions import Plan
+from tilewright.compiler.targets.program.instructions import Attend, Plan
 from tilewright.compiler.targets.step import Chunk, Seat
 
 _PROMPTS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048)
-"""The sizes that are captured: a prompt is hundreds of launches, which keep the host busy for 25 to
-50 ms, and those of up to 2,048 tokens keep the GPU no longer.
+"""The sizes of prompts that are captured: hundreds of launches keep the host busy longer than the
+GPU.
 """
 _BETWEEN = (384, 640, 896, 1280, 1792)
 """More sizes of plans without mixers, whose time is their tokens'. With mixers a capture has a
 thousand launches, and experts are read whatever there is of padding.
 """
-
-
-_ROOM = 4 << 30
-"""Bytes free on the device, of less a capture first gives back what is cached. `torch.cuda.graph`
-always does, and the next run then asks for it again.
+_LEAST_LONG = 512
+_LAYER_SECONDS, _RATE = 1.4e-3, 0.7e15
+"""What the host takes to launch a layer of a prompt kernel by kernel (37 to 54 ms for 32 of them),
+and operations a second of large products, on an H200.
 """
+_SPARE = 1 << 30
+"""Bytes that a capture may take beyond what its run did."""
 
 
 def prompt_buckets(plan: Plan) -> tuple[int, ...]:
-    """Tokens of the prompts that are captured, padding included."""
-    return tuple(sorted(_PROMPTS + (() if has_mixers(plan) else _BETWEEN)))
+    """Tokens of the prompts that are captured, padding included: without mixers up to where the GPU
+    takes longer than the host, so that padding would cost more than launches.
+    """
+    if has_mixers(plan):
+        return _PROMPTS
+    num_layers = sum(isinstance(each, Attend) for each in plan.instructions)
+    a_token = 2 * sum(math.prod(each.weight.shape) for each in plan.products[:-1])
+    most = max(_LEAST_LONG, num_layers * _LAYER_SECONDS * _RATE / max(1, a_token))
+    return tuple(size for size in sorted(_PROMPTS + _BETWEEN) if size <= most)
 
 
 def decode_buckets(max_batch: int, most: int | None = None) -> tuple[int, ...]:
@@ -93,10 +101,13 @@ class Captured:
         run()
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
+        # What the run has left stays cached for the next one, where the graph has room beside it:
+        # `torch.cuda.graph` gives it back each time.
+        left = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if torch.cuda.mem_get_info(device)[0] < left + _SPARE:
+            torch.cuda.empty_cache()
         was_collecting = gc.isenabled()
         gc.disable()  # another executable's graphs must not be taken apart meanwhile
-        if torch.cuda.mem_get_info(device)[0] < _ROOM:
-            torch.cuda.empty_cache()  # what the run has left may be wanted
         try:
             with torch.cuda.stream(_stream(device)):
                 graph.capture_begin(pool=pool)
@@ -304,7 +315,7 @@ class PromptBucket(Bucket):
 
     def _from_start(self, first: int) -> bool:
         """Whether it attends in the way of prompts that begin at position 0."""
-        return first == 0 and self.num_tokens > LIBRARY_ATTENTION
+        return first == 0 and self._steps.attention.begins_otherwise(self.num_tokens)
 
     def _capture(self, from_start: bool) -> Captured:
         if from_start not in self._passes:

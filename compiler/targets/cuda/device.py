@@ -12,7 +12,7 @@ from tilewright.compiler.distributed.world import place_of
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import Capabilities, CompileOptions
 from tilewright.compiler.targets.cuda.batches import USUAL_OF_MIXERS, Passes, passes_for
-from tilewright.compiler.targets.cuda.capture import decode_buckets
+from tilewright.compiler.targets.cuda.capture import decode_buckets, prompt_buckets
 from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds, copy_bytes, kinds_for
 from tilewright.compiler.targets.cuda.experts import held_sizes
 from tilewright.compiler.targets.cuda.invariance import invariant_of
@@ -361,12 +361,14 @@ def most_prompt_tokens(options: CompileOptions) -> int:
 
 
 def work_bytes(plan: Plan, options: CompileOptions) -> int:
-    """Bytes of a prompt's intermediate values, a dequantised weight, and what libraries take."""
+    """Bytes of a prompt's intermediate values, a dequantised weight, and what libraries take; those
+    of the largest prompt or pass that is captured once more, for graphs have memory of their own.
+    """
     tokens = min(options.max_context, most_prompt_tokens(options))
-    shared = most_shared(plan, options)
+    shared, captured = most_shared(plan, options), prompt_buckets(plan)
+    longest = next((each for each in captured if each >= tokens), captured[-1])
     prompt = _pass_bytes(plan, options, max(tokens, shared))
-    if shared > USUAL_OF_MIXERS:  # captured, in memory of its own; smaller ones have the workspace
-        prompt += _pass_bytes(plan, options, shared)
+    prompt += _pass_bytes(plan, options, max(longest, shared))
     marks = num_marks(plan, options) * sequence_bytes(plan.sequence_states)
     return _WORKSPACE + prompt + marks + _decode_bytes(plan, options)
 

@@ -87,7 +87,7 @@ class Steps:
         self.attention = Attention(
             plan, weights, state, strict=strict, is_native=self.is_native, **how
         )
-        self._beside = Beside(self.device) if trials.riders != BEHIND else None
+        self._beside = Beside(self.device, is_on=trials.riders != BEHIND)
         self._operand = torch.float32 if exact else torch.bfloat16
         self._num_rows = rows = native.room_for(max_rows) if self.is_native else max_rows
         self._products = Products(
@@ -129,7 +129,8 @@ class Steps:
     def decode(self, rows: Rows, *, reach: int | None = None, captured: bool = False) -> Tensor:
         """One token of each of B sequences: logits ``[B, V]``, overwritten by the next step.
 
-        ``reach``: one of :attr:`.steps_attention.Attention.reaches`, pages that none has more of.
+        ``reach``: one of :attr:`.steps_attention.Attention.reaches`, pages that none has more of;
+        None: the last of them, which is any number.
 
         ``captured``: nothing in the chain of these kernels writes ``rows``, tables, old pages or a
         layer's state of sequences before the last of them has read them, or that layer has.
@@ -234,11 +235,7 @@ class Steps:
         else:
             prompts = partial(self._mixers.run, each, *first, decodes=False, starts=starts)
             riders = partial(self._mixers.run, each, *second, decodes=True)
-        if self._beside is None:
-            prompts()
-            riders()
-        else:
-            self._beside.run(prompts, riders)
+        self._beside.run(prompts, riders)
 
     def _run(self, each: Plain, step: Buffers, rows: Rows, *, decodes: bool) -> None:
         if isinstance(each, Embed):

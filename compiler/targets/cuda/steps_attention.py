@@ -15,6 +15,7 @@ from tilewright.compiler.targets.cuda.buffers import Buffers
 from tilewright.compiler.targets.cuda.kernels import (
     attention_decode,
     attention_prefill,
+    attention_shares,
     native_attention,
 )
 from tilewright.compiler.targets.cuda.kernels.rope import rotate_and_store
@@ -56,20 +57,20 @@ class Attention:
         self._exact, self._strict = exact, strict
         self._spreads = trials.attention != WALKED, trials.attention == SPREAD  # bf16, bfp8 pages
         self._operand = torch.float32 if exact else torch.bfloat16
-        attends = [each for each in plan.instructions if isinstance(each, Attend)]
+        self._attends = attends = [each for each in plan.instructions if isinstance(each, Attend)]
         self.why_not_native = next(filter(None, map(self._why_not_native, attends)), "")
         device, num_pages = state.tables.device, state.tables.shape[1]
         is_own = bool(attends) and not self.why_not_native
         self.reaches: tuple[int, ...] = (num_pages,)
         """Pages that the longest row of a decode step has, at most: steps differ by them."""
         if is_own and not has_mixers(plan) and trials.reaches != ALL:
-            self.reaches = native_attention.reaches_of(num_pages)
+            self.reaches = attention_shares.reaches_of(num_pages)
         self._decode_scratch = self._prompt_scratch = None
         if not attends:
             return
         most = max(attends, key=lambda each: each.num_heads * each.state.shape[-1])
         heads, width = most.num_heads, most.state.shape[-1]
-        parts = min(num_pages, native_attention.MAX_GROUPS) if is_own else num_pages
+        parts = min(num_pages, attention_shares.MAX_GROUPS) if is_own else num_pages
         self._decode_scratch = attention_decode.decode_scratch(
             max_rows, heads, width, parts, device
         )
@@ -89,6 +90,15 @@ class Attention:
             num_frequencies=math.prod(each.inv_freq.shape),
         )
 
+    def begins_otherwise(self, num_tokens: int) -> bool:
+        """Whether a prompt of so many tokens attends in another way from its first position on."""
+        return any(self._is_by_library(each, num_tokens) for each in self._attends)
+
+    def _is_by_library(self, each: Attend, num_tokens: int) -> bool:
+        is_gpu = self._state.tables.device.type == "cuda" and not (self._exact or self._strict)
+        is_whole = not each.window and each.state.shape[-1] <= LIBRARY_HEAD_DIM
+        return is_gpu and is_whole and num_tokens > LIBRARY_ATTENTION
+
     def decode(
         self, each: Attend, step: Buffers, rows: Rows, *, reach: int | None, captured: bool
     ) -> None:
@@ -99,7 +109,7 @@ class Attention:
         pages, qkv = self._state.pages[each.state.name], step.view(each.qkv)
         attend: Callable[..., None] = attention_decode.attend_decode
         if not self._why_not_native(each):
-            share = native_attention.share_of_step(
+            share = attention_shares.share_of_step(
                 len(qkv), pages.num_kv_heads, reach or self._state.tables.shape[1], pages.head_dim,
                 strict=self._strict, spreads=self._spreads[pages.exponents is not None],
             )  # fmt: skip
@@ -126,13 +136,9 @@ class Attention:
         """T tokens of prompts; ``from_start`` and ``block`` as :meth:`.steps.Steps.prefill`."""
         pages, qkv = self._state.pages[each.state.name], step.view(each.qkv)
         num_tokens, head_dim, device = len(qkv), each.state.shape[-1], qkv.device
-        through_library = from_start and num_tokens > LIBRARY_ATTENTION
-        through_library = through_library and not (self._exact or self._strict)
-        through_library = through_library and device.type == "cuda" and not each.window
-        through_library = through_library and head_dim <= LIBRARY_HEAD_DIM
         q = torch.empty(num_tokens, each.num_heads, head_dim, dtype=self._operand, device=device)
         k = v = None
-        if through_library:
+        if from_start and self._is_by_library(each, num_tokens):
             k = q.new_empty(num_tokens, *each.state.shape[1:])
             v = torch.empty_like(k)
         rotate_and_store(

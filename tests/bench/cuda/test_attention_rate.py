@@ -57,6 +57,7 @@ def test_operands_are_of_the_case(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     from tilewright.compiler.formats.block_float import BLOCK_SIZE
     from tilewright.compiler.targets.cuda import pages
     from tilewright.compiler.targets.cuda.kernels import native_attention
+    from tilewright.compiler.targets.cuda.kernels.attention_shares import Share, Spread
 
     assert (attention_rate.PAGE, attention_rate.BLOCK) == (pages.PAGE, BLOCK_SIZE)
     monkeypatch.setattr(native_attention, "why_not", lambda *a, **k: "")
@@ -82,7 +83,7 @@ def test_operands_are_of_the_case(kind: str, monkeypatch: pytest.MonkeyPatch) ->
         attention_rate.Launches(Case(1, kind, 1150, 24, bits=bits), torch.Generator())._share
         for bits in ("free", "walked")
     )
-    assert spread == native_attention.Spread(1, 1) and walked == native_attention.Share(1, 8, 1)
+    assert spread == Spread(1, 1) and walked == Share(1, 8, 1)
     assert launches.qkv.shape == (3, 48 * 128) and (kind == "bfp8") == (
         launches.caches[0].exponents is not None
     )

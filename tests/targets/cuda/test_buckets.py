@@ -13,8 +13,9 @@ from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.targets.cuda import capture
-from tilewright.compiler.targets.cuda.batches import passes_for
+from tilewright.compiler.targets.cuda.batches import BatchBucket, passes_for
 from tilewright.compiler.targets.cuda.buckets import Buckets
+from tilewright.compiler.targets.cuda.capture import PromptBucket
 from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING
 from tilewright.compiler.targets.cuda.pages import PAGE
 from tilewright.compiler.targets.cuda.ragged import num_tokens_of
@@ -40,7 +41,9 @@ class Unrun:
 
     device = torch.device("cpu")
     group = None
-    attention = SimpleNamespace(reaches=(2, 8))
+    attention = SimpleNamespace(
+        reaches=(2, 8), begins_otherwise=lambda num_tokens: num_tokens > 512
+    )
 
     def __init__(self) -> None:
         self.prompts: list[tuple[int, bool]] = []
@@ -122,6 +125,35 @@ def test_passes_of_prompts_and_rows_are_captured_before_they_are_asked_for() -> 
         assert found is not None and (found[0].width, found[1]) == expected
     assert made.batch(513, 1) is None and made.batch(64, 9) is None
     assert Counted.made == ready
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [(1024, [2048, (4, 1028), 1024, (2, 66), 16]), (4096, [(4, 4100), 2048, 1024, (2, 66), 16])],
+)
+def test_the_largest_is_captured_first(
+    most: int, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts and passes alike, in whose memory the others run."""
+    steps: Any = Unrun()
+    passes = ((2, (64,)), (4, (64, most)))
+    made = Buckets(
+        steps,
+        rows=(1,),
+        tokens=(16, 1024, 2048, 4096),
+        num_choosable=lambda: 61,
+        table=SeatTable(4, 3, steps.device),
+        passes=lambda: passes,
+    )
+    order: list[Any] = []
+    monkeypatch.setattr(PromptBucket, "prepare", lambda self: order.append(self.num_tokens))
+    monkeypatch.setattr(
+        BatchBucket,
+        "prepare",
+        lambda self: order.append((self.width, self.width + self._sizes[-1])),
+    )
+    made.prepare(2048, runs_long=True)
+    assert order == expected and not steps.prompts
 
 
 def test_nothing_is_captured_once_a_loop_is_warm() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,15 +24,17 @@ from tests.tiny import (
     tiny_model,
 )
 from tilewright.compiler.targets.base import Executable
-from tilewright.compiler.targets.cuda import capture
 from tilewright.compiler.targets.cuda import steps as steps_module
 from tilewright.compiler.targets.cuda.capture import Captured, prompt_buckets
 from tilewright.compiler.targets.cuda.choice import Drawing, make_choice
+from tilewright.compiler.targets.cuda.kernels.attention_shares import Spread, share_of_step
 from tilewright.compiler.targets.cuda.kernels.native_dense import FEW_TOKENS
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable
+from tilewright.compiler.targets.cuda.steps_attention import Attention
 from tilewright.compiler.targets.cuda.trials import VARIABLE
+from tilewright.compiler.targets.program.instructions import Attend
 from tilewright.compiler.targets.step import (
     END_TOKEN,
     NOT_A_NUMBER,
@@ -119,12 +122,31 @@ def test_prompts_are_captured_in_finer_sizes_where_their_tokens_cost() -> None:
     assert all(4 * less >= 3 * more for less, more in itertools.pairwise(dense) if less >= 384)
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "shapes", "most"),
+    [
+        (32, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), 2048),  # Llama-3.1-8B
+        (80, ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)), 512),  # 70B
+        (64, ((10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600)), 896),  # Qwen3-32B
+    ],
+)
+def test_padding_costs_large_plans_more_than_launches(
+    num_layers: int, shapes: tuple[tuple[int, int], ...], most: int
+) -> None:
+    attend = object.__new__(Attend)
+    products = [SimpleNamespace(weight=SimpleNamespace(shape=each)) for each in shapes]
+    plan: Any = SimpleNamespace(
+        instructions=[attend] * num_layers, products=(*products * num_layers, products[0])
+    )
+    assert prompt_buckets(plan)[-1] == most
+
+
 @pytest.mark.parametrize("first", [0, 3])
 def test_a_long_bucket_tells_a_prompt_s_start_from_its_rest(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They attend in different ways, so each has a capture."""
-    monkeypatch.setattr(capture, "LIBRARY_ATTENTION", 8)
+    monkeypatch.setattr(Attention, "begins_otherwise", lambda self, num_tokens: num_tokens > 8)
     model = tiny_model(std=0.2, num_layers=1, hidden_size=16, num_heads=1, num_kv_heads=1)
     found = compiled(model, "cuda", precision=precision_of("bf16"), compute="fast", max_batch=1)
     inner: Any = found
@@ -230,15 +252,19 @@ def test_rows_of_a_batch_are_those_of_each_alone(name: str, count: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bf16", "bfp8"])
-@pytest.mark.parametrize("num_rows", [1, FEW_TOKENS, 9])
+@pytest.mark.parametrize(("num_rows", "head_dim"), [(1, 64), (1, 128), (FEW_TOKENS, 64), (9, 64)])
 def test_rows_go_on_in_other_graphs_where_they_have_more_pages(
-    num_rows: int, name: str, monkeypatch: pytest.MonkeyPatch
+    num_rows: int, head_dim: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From one reach to the next, as in one graph for all: equal where bits are promised."""
+    """From one reach to the next, as in one graph for all: equal where bits are promised, also
+    where one row is spread over its pages in the second.
+    """
+    assert isinstance(share_of_step(1, 2, 32, 128, strict=False), Spread)
     found = []
     for reaches in ("apart", "all"):
         monkeypatch.setenv(VARIABLE, f"reaches={reaches}")
-        executable = on_device(name, max_batch=num_rows, max_context=2560, max_positions=4096)
+        sizes = {"max_context": 2560, "max_positions": 4096, "head_dim": head_dim}
+        executable = on_device(name, max_batch=num_rows, **sizes)
         inner: Any = executable
         assert len(inner._steps.attention.reaches) == (3 if reaches == "apart" else 1)
         seats = [take_seat(executable, 2100) for _ in range(num_rows)]
@@ -279,6 +305,29 @@ def test_native_kernels_are_as_triton_s(
         found.append(torch.cat(rows))
     assert found[0].isfinite().all()
     assert noise(*found) < BF16_NOISE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("start", [0, 70])
+@pytest.mark.parametrize("length", [600, 1000, 2000])
+@pytest.mark.parametrize("name", ["bf16", "bfp8"])
+def test_a_long_prompt_s_last_row_is_near_that_of_its_bucket(
+    name: str, length: int, start: int
+) -> None:
+    """From a graph with padding, by the library from position 0 on, and with all rows of logits,
+    which no graph gives.
+    """
+    executable = on_device(name, max_batch=2, max_context=2560, max_positions=4096)
+    tokens = random_tokens(start + length, vocab_size=VOCABULARY)
+    seats = [take_seat(executable, start + length) for _ in range(2)]
+    torch.full((1 << 28,), float("nan"), device="cuda")
+    for seat in seats if start else ():
+        step(executable, [(seat, tokens[:start], 0)])
+    last = step(executable, [(seats[0], tokens[start:], start)])
+    rows = step(executable, [(seats[1], tokens[start:], start)], rows=range(length))
+    inner: Any = executable
+    assert next(size for size in inner._buckets.tokens if size >= length) in inner._buckets.prompts
+    assert rows.isfinite().all() and noise(last, rows[-1:]) < BF16_NOISE
 
 
 @pytest.mark.gpu

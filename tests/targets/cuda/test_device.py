@@ -162,13 +162,15 @@ def test_what_the_message_allows_does_fit(
 
 
 def test_the_message_of_gigabytes() -> None:
-    """256 bytes a position of 16.8 million; 2 GiB of workspace and 5 MB of a prompt's values."""
+    """256 bytes a position of 16.8 million; 2 GiB of workspace, 5 MB of a prompt's values, and half
+    of those once more.
+    """
     with pytest.raises(CompileError) as caught:
         check_fits(plan_of(), CompileOptions(max_batch=4096, max_context=4096), 4 * 10**9)
     assert str(caught.value) == (
-        "target cuda: 6.4 GB are needed (0.0 of weights, 4.3 of cache, 2.2 to work) for a batch of "
+        "target cuda: 6.5 GB are needed (0.0 of weights, 4.3 of cache, 2.2 to work) for a batch of "
         "4096 with 4096 positions each, and 4.0 GB of the GPU's memory are free; allowed: a "
-        "context of up to 1728 positions at this batch, or a batch of up to 1761 at this context"
+        "context of up to 1728 positions at this batch, or a batch of up to 1758 at this context"
     )
 
 

@@ -23,6 +23,7 @@ from tests.tiny import (
 from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.targets.base import Capabilities, CompileOptions, Executable
 from tilewright.compiler.targets.cuda import device
+from tilewright.compiler.targets.cuda.buckets import Buckets
 from tilewright.compiler.targets.cuda.joined import Joined
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.ragged import can_join, join, one, split
@@ -329,6 +330,27 @@ def test_rows_ride_along_on_the_device(
         found.append(logits_beside(executable, num_rows, context=200, count=300))
         executable.close()
     check_alike(*found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["bf16", "bfp8"])
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_rows_beside_prompts_have_the_bits_of_rows_behind_them(
+    weights: str, is_captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a stream of their own, in captured passes and in those that are launched one by one."""
+    size = {"hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "head_dim": 64}
+    model, found = tiny_model(std=0.05, max_positions=1024, **size), []
+    options = {"compute": "fast", "max_batch": 23, "max_context": 512}
+    if not is_captured:
+        monkeypatch.setattr(Buckets, "batch", lambda *_: None)
+    for riders in ("behind", "beside"):
+        monkeypatch.setenv(VARIABLE, f"prompts=8,riders={riders}")
+        executable = compiled(model, "cuda", precision=precision_of(weights), **options)
+        for _ in range(3):
+            found.append(logits_beside(executable, 20, context=200, count=300))
+        executable.close()
+    assert all(torch.equal(found[0], each) for each in found)
 
 
 def check_alike(apart: torch.Tensor, mixed: torch.Tensor, *, most: float = 0.05) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tilewright.compiler.targets.cuda import steps_attention
-from tilewright.compiler.targets.cuda.kernels import native_attention
+from tilewright.compiler.targets.cuda.kernels import attention_shares, native_attention
 from tilewright.compiler.targets.cuda.kernels.native_dense import FEW_TOKENS
 from tilewright.compiler.targets.cuda.steps_attention import Attention
 
@@ -72,7 +72,7 @@ def test_attention_keeps_bits_where_they_are_promised_or_rows_are_few(
         asked.append((*sizes, same_bits))
         raise _AskedError
 
-    monkeypatch.setattr(native_attention, "choose_share", choose_share)
+    monkeypatch.setattr(attention_shares, "choose_share", choose_share)
     attend(attention_over(head_dim=64, num_pages=40, strict=strict), rows, reach)
     assert asked == [(rows, 2, num_pages, 64, same_bits)]
 
@@ -99,4 +99,4 @@ def test_a_row_over_a_long_table_is_spread_where_that_was_faster(
     monkeypatch.setattr(steps_attention, "vector_of", lambda recipe: None)
     attention = attention_over(head_dim=256, num_pages=20, is_bfp8=is_bfp8, spreads=spreads)
     attend(attention, 1)
-    assert isinstance(asked[0], native_attention.Spread) == is_spread
+    assert isinstance(asked[0], attention_shares.Spread) == is_spread

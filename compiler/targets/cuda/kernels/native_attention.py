@@ -1,89 +1,40 @@
 """attention.cu on the device: decode attention of bf16 and bfp8 pages at the usual head sizes.
 
-Knows how a row's pages are shared out between blocks, and nothing of where its operands come from.
+Knows how a launch is made of a share, and nothing of where its operands come from.
 Legend: B rows, H query heads, G key/value heads, D head size, S slots, M pages of a slot.
 """
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
 from tilewright.compiler.targets.cuda.kernels import nvrtc
 from tilewright.compiler.targets.cuda.kernels.attention_decode import Scratch
+from tilewright.compiler.targets.cuda.kernels.attention_shares import (
+    CLUSTER_SPLITS,
+    FEW_PAGES,
+    MOST_SPLITS,
+    SHORT_PAGES,
+    Share,
+    Spread,
+    choose_share,
+    num_parts,
+)
 from tilewright.compiler.targets.cuda.kernels.launch import LOG2_E
-from tilewright.compiler.targets.cuda.kernels.native_dense import FEW_TOKENS
 from tilewright.compiler.targets.cuda.pages import KVPages
 
 HEAD_DIMS = (64, 96, 128, 256)
 MAX_GROUP_HEADS = 16
 """Query heads of a key/value head, at most."""
 
-SHORT_PAGES = 32
-"""Pages in sight, up to which one group of splits takes a row."""
-
-REACHES = (8, SHORT_PAGES)
-"""Pages that the rows of a step have at most, for which a launch over a longer table has no blocks
-but those that work. Others end at once, but have to be begun: 8 rows of Llama-3.1-8B at position
-230 of a table of 4,096 take 8.5 us with them and 4.5 without, on an H200.
-"""
-
-MANY_BLOCKS = 768
-"""Blocks of a launch of one row over a long table, about, by which its groups are counted, with a
-block for each split.
-"""
-
-ENOUGH_BLOCKS = 512
-"""Blocks from which on a launch has fewer blocks a group instead; half as many where a block has
-twice the threads, and half of either over a long table for more than two blocks a group. Rows are
-taken to have one group, whatever their table has room for.
-"""
-
-ENOUGH_EIGHTS = 128
-"""The same of eight blocks a group over a long table, however many threads a block has: further
-groups may work beside them.
-"""
-
-MOST_BLOCKS = 2048
-"""Blocks of a launch over a long table, about: beyond, blocks walk over several groups, most of
-which rows that are short do not have; of `WALKED_PAGES` pages at most.
-"""
-
-MOST_JOINED_BLOCKS = 3072
-"""The same where blocks are clusters. These were measured on an H200: at 230 positions of a table
-of 4,096 fewer blocks are faster, at 3,900 more.
-"""
-
-WALKED_PAGES = 64
-
-MAX_GROUPS = 16
-"""Groups of splits that a row's pages are cut into, at most."""
-
 MOST_FEW_HEADS = 8
 """Query heads of a key/value head, at most, of few rows that clusters of sixteen blocks take."""
 
-FEW_PAGES = {128: range(21, 33), 256: range(9, 65)}
-"""Of a table, with which few rows are spread, by channels of a head, as measured on an H200. Up to
-eight pages, no split has more than one. Of 128 channels short rows lose what longer ones gain in
-tables of up to 20, and of more than 32; of 256, a row of more than 32 pages loses less than
-shorter ones gain.
-"""
-
-MOST_FEW_CLUSTERS = 16
-"""Clusters of sixteen blocks that a GPU works at once, at most: two in each of its eight parts,
-half as many where a block has twice the threads.
-"""
-
 _WARPS = 4
-_WARP_CHANNELS = 128
-_MOST_SPLITS = 8
 _TEAMS = 8
-_CLUSTER_SPLITS = 32
-_FEW_LONG = 2  # rows times key/value heads of more than 32 pages: of more, walking is faster
 
 
 class _Attend(ctypes.Structure):
@@ -125,113 +76,6 @@ SOURCE = nvrtc.Source(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """How a launch shares out the splits of a row: groups of up to eight splits, blocks of a group,
-    splits of a block, and of how many groups there are blocks, which walk over the others. The
-    bits of a row depend on the groups and on how many splits each has.
-    """
-
-    num_groups: int
-    num_joined: int
-    each_block: int
-    num_begun: int = 1
-
-    @property
-    def group_splits(self) -> int:
-        """The splits of a group."""
-        return self.num_joined * self.each_block
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """The same of few rows: clusters of sixteen blocks take up to four pages of eight splits at
-    once, or of 32 splits one. A row has the bits of a :class:`Share` of as many groups, of eight
-    splits each.
-    """
-
-    num_groups: int
-    num_clusters: int  # of a row and key/value head
-
-    num_joined: ClassVar[int] = 16
-    group_splits: ClassVar[int] = 8
-
-
-def choose_share(
-    num_rows: int,
-    num_kv_heads: int,
-    num_pages: int,
-    head_dim: int = 128,
-    *,
-    same_bits: bool = True,
-) -> Share:
-    """Choose how a launch over tables of ``num_pages`` shares out its splits.
-
-    ``same_bits``: of a row however many rows there are. Else a group has as many splits as blocks,
-    and fewer sums are combined.
-    """
-    num_groups = 1
-    if num_pages > SHORT_PAGES:
-        of_a_row = MANY_BLOCKS // (_MOST_SPLITS * num_kv_heads)
-        num_groups = max(2, min(MAX_GROUPS, of_a_row))
-    splits = _MOST_SPLITS if num_groups > 1 else _splits_of_one_group(num_pages)
-    num_blocks, parts = num_rows * num_kv_heads, _num_parts(head_dim)
-    enough = ENOUGH_BLOCKS // parts
-    num_joined = _choose_joined(num_blocks, splits, num_groups, enough, same_bits)
-    most = MOST_JOINED_BLOCKS if num_joined > 1 else MOST_BLOCKS
-    wanted = -(-most // (parts * num_blocks * num_joined))
-    num_begun = min(num_groups, max(wanted, -(-num_pages // WALKED_PAGES)))
-    return Share(num_groups, num_joined, splits // num_joined if same_bits else 1, num_begun)
-
-
-def reaches_of(num_pages: int) -> tuple[int, ...]:
-    """The :data:`REACHES` of tables of ``num_pages``, and any row's."""
-    return (*(each for each in REACHES if each < num_pages), num_pages)
-
-
-def choose_spread(num_rows: int, num_kv_heads: int, num_pages: int, head_dim: int) -> Spread | None:
-    """Choose how few rows over tables of ``num_pages`` are spread; None where they are not."""
-    if num_rows > FEW_TOKENS or num_pages not in FEW_PAGES.get(head_dim, ()):
-        return None
-    most = MOST_FEW_CLUSTERS // _num_parts(head_dim)
-    if num_rows * num_kv_heads > (most if num_pages <= _CLUSTER_SPLITS else _FEW_LONG):
-        return None
-    num_groups = choose_share(num_rows, num_kv_heads, num_pages, same_bits=True).num_groups
-    assert num_groups == 1 or num_pages <= _MOST_SPLITS * num_groups  # a page a split
-    return Spread(num_groups, 1 if num_groups == 1 else -(-num_pages // _CLUSTER_SPLITS))
-
-
-def share_of_step(*sizes: int, strict: bool, spreads: bool = True) -> Share | Spread:
-    """Choose for ``sizes``, which are :func:`choose_share`'s, as a step does, which keeps a row's
-    bits where these are promised (``strict``), and with few rows; of more, products of bfloat16
-    promise none either. ``spreads``: few rows of long tables may be a :class:`Spread`.
-    """
-    if spreads and (spread := choose_spread(*sizes)):
-        return spread
-    return choose_share(*sizes, same_bits=strict or sizes[0] <= FEW_TOKENS)
-
-
-def _choose_joined(
-    num_blocks: int, splits: int, num_groups: int, enough: int, same_bits: bool
-) -> int:
-    """Blocks of a group, of launches of so many with one a group. Four were measured slower than
-    two where one group has eight splits, and else where there are more than half of enough.
-    """
-    fours = enough // 2
-    if num_groups == 1 and splits < _MOST_SPLITS:
-        fours = enough
-    elif num_groups == 1 and same_bits:
-        fours = 0
-    at_most = {8: enough if num_groups == 1 else ENOUGH_EIGHTS, 4: fours, 2: enough}
-    found = (each for each, most in at_most.items() if num_blocks * each <= most)
-    return next((each for each in found if each <= splits), 1)
-
-
-def _splits_of_one_group(num_pages: int) -> int:
-    """A power of two, as the blocks of a group are."""
-    return next(count for count in (1, 2, 4, 8) if count == _MOST_SPLITS or count >= num_pages)
-
-
 def why_not(pages: KVPages, *, num_heads: int, num_frequencies: int) -> str:
     """Why attention.cu cannot take such pages and heads; empty where it can."""
     if pages.values.dtype not in (torch.bfloat16, torch.int8):
@@ -269,11 +113,10 @@ def attend_decode(
     """
     num_rows, heads = qkv.shape[0], num_heads // pages.num_kv_heads
     if share is None or (isinstance(share, Spread) and not _fits(share, pages, num_rows, heads)):
-        is_short = share is not None and share.num_groups == 1
-        num_pages = SHORT_PAGES if is_short else block_tables.shape[1]
+        # A spread of one group is of rows that reach no more pages, whatever their table has.
+        num_pages = SHORT_PAGES if share and share.num_groups == 1 else block_tables.shape[1]
         share = choose_share(num_rows, pages.num_kv_heads, num_pages, pages.head_dim)
-    _check_operands(pages, qkv, out, block_tables, inv_freq)
-    assert positions.dtype == slots.dtype == torch.int64
+    _check_operands(pages, qkv, out, (positions, slots, block_tables), inv_freq)
     parts = num_rows * num_heads * share.num_groups if share.num_groups > 1 else 0
     assert scratch.peaks.numel() >= parts and scratch.partial.numel() >= parts * pages.head_dim
     arguments = _Attend(
@@ -334,7 +177,7 @@ def _launch(pages: KVPages, arguments: _Attend, num_rows: int, share: Share | Sp
         f"{way}_{kind}_{pages.head_dim}_{1 if heads <= 8 else 2}",
         at=nvrtc.Launch(
             blocks=(share.num_joined, num_rows, pages.num_kv_heads * share.num_begun),
-            num_threads=32 * _WARPS * _num_parts(pages.head_dim),
+            num_threads=32 * _WARPS * num_parts(pages.head_dim),
             shared=_shared_bytes(pages.head_dim, heads, share.group_splits),
             cluster=(share.num_joined, 1, 1),
         ),
@@ -351,10 +194,10 @@ def _few_name(pages: KVPages) -> str:
 
 
 def _spread_launch(share: Spread, pages: KVPages, num_rows: int) -> nvrtc.Launch:
-    most_splits = _MOST_SPLITS if share.num_groups == 1 else _CLUSTER_SPLITS
+    most_splits = MOST_SPLITS if share.num_groups == 1 else CLUSTER_SPLITS
     return nvrtc.Launch(
         blocks=(Spread.num_joined, num_rows, pages.num_kv_heads * share.num_clusters),
-        num_threads=32 * _TEAMS * _num_parts(pages.head_dim),
+        num_threads=32 * _TEAMS * num_parts(pages.head_dim),
         shared=_few_bytes(pages.head_dim, most_splits),
         cluster=(Spread.num_joined, 1, 1),
     )
@@ -373,10 +216,12 @@ def _check_operands(
     pages: KVPages,
     qkv: torch.Tensor,
     out: torch.Tensor,
-    block_tables: torch.Tensor,
+    where: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     inv_freq: torch.Tensor,
 ) -> None:
-    """What the kernel takes for granted."""
+    """What the kernel takes for granted; ``where``: positions, slots and tables."""
+    positions, slots, block_tables = where
+    assert positions.dtype == slots.dtype == torch.int64
     assert pages.values.is_contiguous() and block_tables.is_contiguous() and qkv.is_contiguous()
     assert pages.exponents is None or pages.exponents.is_contiguous()
     assert qkv.dtype == inv_freq.dtype == torch.float32 and out.dtype == torch.bfloat16
@@ -385,17 +230,12 @@ def _check_operands(
     assert out.stride(1) == 1 and out.stride(0) % 4 == 0 and out.data_ptr() % 8 == 0
 
 
-def _num_parts(head_dim: int) -> int:
-    """Warps that share positions, each with a part of the channels."""
-    return -(-head_dim // _WARP_CHANNELS)
-
-
 def _few_bytes(head_dim: int, num_splits: int) -> int:
     """`FewShared` of attention_few.cuh, with some to spare; behind it what the cluster sends."""
-    parts = _num_parts(head_dim)
+    parts = num_parts(head_dim)
     token = 12 * head_dim + 8 * (2 * head_dim + 64) + 48 * parts
     traded = 512 * (_TEAMS * parts if parts > 1 else 1)
-    left = _TEAMS * (32 + 512 + 64) + _CLUSTER_SPLITS * 64
+    left = _TEAMS * (32 + 512 + 64) + CLUSTER_SPLITS * 64
     return token + traded + left + 64 + num_splits * _WARPS * (64 + 2 * head_dim)
 
 
@@ -403,9 +243,9 @@ def _shared_bytes(head_dim: int, group_heads: int, num_splits: int) -> int:
     """`Shared` of attention.cu, with some to spare, and behind it the scores that two warps trade
     and the sums of warps, of a turn's heads, and of splits.
     """
-    eights, parts = 1 if group_heads <= 8 else 2, _num_parts(head_dim)
+    eights, parts = 1 if group_heads <= 8 else 2, num_parts(head_dim)
     queries = eights * 8 * (2 * head_dim + 64)
-    stats = (_WARPS * parts + _MOST_SPLITS) * eights * 8 * 8 + parts * eights * 8 * 4
+    stats = (_WARPS * parts + MOST_SPLITS) * eights * 8 * 8 + parts * eights * 8 * 4
     scores = 2 * _WARPS * parts * eights * 32 * 16 if parts > 1 else 0
     fixed = 8 * head_dim + queries + 4 * head_dim + 16 * parts + stats + 64 + scores
     of_a_turn = -(-group_heads // parts)

@@ -11,7 +11,7 @@ import torch
 
 from tests.targets.cuda.decode_step import SCALE, DecodeStep, rounded
 from tilewright.compiler.targets.cuda.kernels import native_attention
-from tilewright.compiler.targets.cuda.kernels.native_attention import (
+from tilewright.compiler.targets.cuda.kernels.attention_shares import (
     Share,
     choose_share,
     reaches_of,

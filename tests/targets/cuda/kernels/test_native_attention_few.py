@@ -10,8 +10,8 @@ import torch
 
 from tests.targets.cuda.kernels.test_native_attention import Step
 from tilewright.compiler.targets.cuda.kernels import native_attention, nvrtc
+from tilewright.compiler.targets.cuda.kernels.attention_shares import Share, Spread, choose_share
 from tilewright.compiler.targets.cuda.kernels.launch import num_processors
-from tilewright.compiler.targets.cuda.kernels.native_attention import Share, Spread, choose_share
 
 
 def spread_of(step: Step, num_pages: int) -> Spread:

@@ -9,13 +9,15 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.engine.parts.launches import CudaKernels, Tokens
 from tilewright.compiler.targets.cuda.engine.parts.native_cuda import native_launch, takes_native
 from tilewright.compiler.targets.cuda.engine.parts.steps import Bound
+from tilewright.compiler.targets.cuda.kernels.attention_shares import (
+    SHORT_PAGES,
+    choose_share,
+    num_parts,
+)
 from tilewright.compiler.targets.cuda.kernels.native_attention import (
     _WARPS,
-    SHORT_PAGES,
     _Attend,
-    _num_parts,
     _shared_bytes,
-    choose_share,
 )
 
 FEW_PAGES = 8
@@ -69,7 +71,7 @@ class NativeAttention(CudaKernels):
             ),
             arguments,
             blocks=(share.num_joined, len(qkv), s.num_kv_heads),
-            threads=32 * _WARPS * _num_parts(s.head_dim),
+            threads=32 * _WARPS * num_parts(s.head_dim),
             shared=_shared_bytes(s.head_dim, heads, share.group_splits),
             cluster=(share.num_joined, 1, 1),
             chained=self.chained,

@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 
-from tilewright.compiler.targets.cuda.kernels import native_attention, nvrtc
-from tilewright.compiler.targets.cuda.kernels.native_attention import (
+from tilewright.compiler.targets.cuda.kernels import attention_shares, native_attention, nvrtc
+from tilewright.compiler.targets.cuda.kernels.attention_shares import (
     Share,
     Spread,
     choose_share,
@@ -145,13 +145,13 @@ def test_arguments_are_in_the_kernel_s_order() -> None:
 
 
 def test_sizes_of_both_sides_agree() -> None:
-    assert f"constexpr int MOST_SPLITS = {native_attention._MOST_SPLITS};" in _source()
+    assert f"constexpr int MOST_SPLITS = {attention_shares.MOST_SPLITS};" in _source()
     assert f"constexpr int PAGE = {PAGE}, WARPS = {native_attention._WARPS};" in _source()
     blocks, teams = Spread.num_joined, native_attention._TEAMS
-    assert Spread.group_splits == native_attention._MOST_SPLITS
+    assert Spread.group_splits == attention_shares.MOST_SPLITS
     assert f"constexpr int JOINED = {blocks}, TEAMS = {teams};" in _few()
-    assert f"constexpr int CLUSTER_SPLITS = {native_attention._CLUSTER_SPLITS};" in _few()
-    most = native_attention.SHORT_PAGES // native_attention._MOST_SPLITS
+    assert f"constexpr int CLUSTER_SPLITS = {attention_shares.CLUSTER_SPLITS};" in _few()
+    most = attention_shares.SHORT_PAGES // attention_shares.MOST_SPLITS
     path = native_attention.SOURCE.path.with_name("attention_tiles.cuh")
     assert f"constexpr int MOST_PAGES = {most};" in path.read_text()
 
