@@ -193,7 +193,7 @@ def test_a_lost_device_ends_the_engine(is_read: bool) -> None:
 def test_the_bytes_of_all_state_are_told_before_anybody_sits(
     limits: dict[str, int], expected: int
 ) -> None:
-    """Of the whole pool, or of a seat at full length, and of what each of four seats keeps."""
+    """Of the whole pool, or of four seats at full length, and of what each of these keeps."""
     executable: Any = QueuedExecutable(**limits)
     executable.state_bytes = lambda positions, sequences: 1000 * positions + sequences
     ready = EngineService(executable, QueueTransport()).ready({})

@@ -122,6 +122,8 @@ def test_caches_in_blocks_have_the_bits_of_their_values(
         both = step(executable, [(target, tokens[601:], 601), (source, tokens[650:], 650)])
         assert torch.equal(both, whole[[-1, -1]])
         found.append((whole, executable.state_bytes(64)))
+        three = 2 * executable.state_bytes(300) + executable.state_bytes(301)
+        assert executable.state_bytes(901, 3) == three, "a window is each sequence's own"
         executable.close()
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] * 32 == found[1][1] * 17

@@ -48,12 +48,15 @@ _SPARE = 1 << 30
 """Bytes that a capture may take beyond what its run did."""
 
 
-def prompt_buckets(plan: Plan) -> tuple[int, ...]:
+def prompt_buckets(plan: Plan, num_ranks: int = 1) -> tuple[int, ...]:
     """Tokens of the prompts that are captured, padding included: without mixers up to where the GPU
-    takes longer than the host, so that padding would cost more than launches.
+    takes longer than the host, so that padding would cost more than launches. Several ranks, whose
+    parts may differ and who capture all in one order, have none of these longer ones.
     """
     if has_mixers(plan):
         return _PROMPTS
+    if num_ranks > 1:
+        return tuple(size for size in sorted(_PROMPTS + _BETWEEN) if size <= _LEAST_LONG)
     num_layers = sum(isinstance(each, Attend) for each in plan.instructions)
     a_token = 2 * sum(math.prod(each.weight.shape) for each in plan.products[:-1])
     most = max(_LEAST_LONG, num_layers * _LAYER_SECONDS * _RATE / max(1, a_token))
@@ -97,14 +100,15 @@ class Captured:
             self._capture(device, pool)
 
     def _capture(self, device: torch.device, pool: Any) -> None:
-        run = self._run
+        run, before = self._run, torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
         run()
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        # What the run has left stays cached for the next one, where the graph has room beside it:
+        # What the run took stays cached for the next one, where the graph has room beside it:
         # `torch.cuda.graph` gives it back each time.
-        left = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        if torch.cuda.mem_get_info(device)[0] < left + _SPARE:
+        taken = torch.cuda.max_memory_allocated(device) - before
+        if torch.cuda.mem_get_info(device)[0] < taken + _SPARE:
             torch.cuda.empty_cache()
         was_collecting = gc.isenabled()
         gc.disable()  # another executable's graphs must not be taken apart meanwhile

@@ -365,10 +365,11 @@ def work_bytes(plan: Plan, options: CompileOptions) -> int:
     of the largest prompt or pass that is captured once more, for graphs have memory of their own.
     """
     tokens = min(options.max_context, most_prompt_tokens(options))
-    shared, captured = most_shared(plan, options), prompt_buckets(plan)
-    longest = next((each for each in captured if each >= tokens), captured[-1])
-    prompt = _pass_bytes(plan, options, max(tokens, shared))
-    prompt += _pass_bytes(plan, options, max(longest, shared))
+    sizes = prompt_buckets(plan, options.parallel.tensor)
+    passes = _passes(plan, options) if may_share(plan, options) else ()
+    longest = next((each for each in sizes if each >= tokens), sizes[-1])
+    captured = max([longest, *(width + most[-1] for width, most in passes)])
+    prompt = sum(_pass_bytes(plan, options, each) for each in (max(tokens, captured), captured))
     marks = num_marks(plan, options) * sequence_bytes(plan.sequence_states)
     return _WORKSPACE + prompt + marks + _decode_bytes(plan, options)
 

@@ -103,7 +103,7 @@ class CudaExecutable(Executable):
             self.device_name = torch.cuda.get_device_name(device)
             self.device_detail = f"{self.device_name}, {self._steps.kernels()}"
         self._table = SeatTable(options.max_batch, _NUM_ENDS, device)
-        self._buckets = self._make_buckets(plan, rows)
+        self._buckets = self._make_buckets(plan, rows, options.parallel.tensor)
         self._sittings: dict[Seat, Sitting] = {}
         self._away = Away(self._sittings, self._state, self._table)
         self._seated: Seated | None = None
@@ -116,11 +116,11 @@ class CudaExecutable(Executable):
             check=self._check, leave=self._leave,
         )  # fmt: skip
 
-    def _make_buckets(self, plan: Plan, rows: Sequence[int]) -> Buckets:
+    def _make_buckets(self, plan: Plan, rows: Sequence[int], num_ranks: int) -> Buckets:
         return Buckets(
             self._steps,
             rows=rows,
-            tokens=prompt_buckets(plan),
+            tokens=prompt_buckets(plan, num_ranks),
             num_choosable=lambda: self.num_choosable,
             table=self._table,
             passes=lambda: self.capabilities.passes,

@@ -139,6 +139,7 @@ def test_padding_costs_large_plans_more_than_launches(
         instructions=[attend] * num_layers, products=(*products * num_layers, products[0])
     )
     assert prompt_buckets(plan)[-1] == most
+    assert prompt_buckets(plan, num_ranks=2)[-1] == 512, "whose parts may differ"
 
 
 @pytest.mark.parametrize("first", [0, 3])
@@ -314,12 +315,12 @@ def test_native_kernels_are_as_triton_s(
 def test_a_long_prompt_s_last_row_is_near_that_of_its_bucket(
     name: str, length: int, start: int
 ) -> None:
-    """From a graph with padding, by the library from position 0 on, and with all rows of logits,
-    which no graph gives.
+    """From a graph with padding, by the library from position 0 on; with all rows of logits, which
+    no graph gives; and behind a piece, by our own attention.
     """
-    executable = on_device(name, max_batch=2, max_context=2560, max_positions=4096)
+    executable = on_device(name, max_batch=3, max_context=2560, max_positions=4096)
     tokens = random_tokens(start + length, vocab_size=VOCABULARY)
-    seats = [take_seat(executable, start + length) for _ in range(2)]
+    seats = [take_seat(executable, start + length) for _ in range(3)]
     torch.full((1 << 28,), float("nan"), device="cuda")
     for seat in seats if start else ():
         step(executable, [(seat, tokens[:start], 0)])
@@ -328,6 +329,9 @@ def test_a_long_prompt_s_last_row_is_near_that_of_its_bucket(
     inner: Any = executable
     assert next(size for size in inner._buckets.tokens if size >= length) in inner._buckets.prompts
     assert rows.isfinite().all() and noise(last, rows[-1:]) < BF16_NOISE
+    step(executable, [(seats[2], tokens[start : start + 64], start)])
+    behind = step(executable, [(seats[2], tokens[start + 64 :], start + 64)])
+    assert noise(last, behind) < BF16_NOISE
 
 
 @pytest.mark.gpu

@@ -166,7 +166,7 @@ def test_a_smaller_pass_than_was_asked_for_is_said(monkeypatch: pytest.MonkeyPat
 def test_a_hybrid_s_rows_beside_prompts_have_the_bits_of_rows_behind_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the state that is kept of them, and of the prompts."""
+    """In this step and the next, whose logits tell of their state; and what prompts kept."""
     model = tiny_model(std=0.05, model_type="qwen3_5_moe", max_positions=2048, **ON_DEVICE)
     options = {"compute": "fast", "max_batch": 28, "max_context": 1152}
     pieces: list[Piece] = [(0, 300, (64, 256)), (128, 198, (192,)), (64, 65, ()), (0, 500, (448,))]

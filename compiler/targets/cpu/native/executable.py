@@ -174,8 +174,12 @@ class NativeExecutable(HostExecutable):
         return MemoryUse(self._weight_bytes, state + own)
 
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
-        own = num_sequences * self._sequence_bytes
-        return int(self._library.tw_seat_bytes(self._opened(), num_positions)) + own
+        """As if they were dealt out evenly: a window keeps no more of each sequence."""
+        each, longer = divmod(num_positions, num_sequences)
+        found = num_sequences * self._sequence_bytes
+        for length, count in ((each, num_sequences - longer), (each + 1, longer)):
+            found += count * int(self._library.tw_seat_bytes(self._opened(), length))
+        return found
 
     def _opened(self) -> int:
         """The engine; the library reads what it is given, so a closed one must not reach it."""
