@@ -174,10 +174,13 @@ class NativeExecutable(HostExecutable):
         return MemoryUse(self._weight_bytes, state + own)
 
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
-        """As if they were dealt out evenly: a window keeps no more of each sequence."""
-        each, longer = divmod(num_positions, num_sequences)
+        """As if they were dealt out evenly: a window keeps no more of each sequence. With none of
+        these, of the positions alone.
+        """
+        dealt = max(num_sequences, 1)
+        each, longer = divmod(num_positions, dealt)
         found = num_sequences * self._sequence_bytes
-        for length, count in ((each, num_sequences - longer), (each + 1, longer)):
+        for length, count in ((each, dealt - longer), (each + 1, longer)):
             found += count * int(self._library.tw_seat_bytes(self._opened(), length))
         return found
 
