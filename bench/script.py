@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from tilewright.compiler.commands.arguments import parse
 from tilewright.compiler.errors import TilewrightError
 
+_T = TypeVar("_T")
 
-def run_script(measured: Callable[[Sequence[str]], str], argv: Sequence[str]) -> int:
-    """Print what was measured as ``argv`` asks; returns the exit code. A mistake in the arguments,
-    or what keeps anything from being measured, is one line on standard error.
+
+def run_script(
+    measured: Callable[[_T], str],
+    kind: type[_T],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+) -> int:
+    """Print what was measured as ``argv`` asks, read as options of a ``kind``; returns the exit
+    code. A mistake in the arguments, or what keeps anything from being measured, is one line on
+    standard error.
     """
     try:
-        print(measured(argv), end="")
+        print(measured(parse(kind, argv, prog=prog, description=description)), end="")
     except TilewrightError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from bench.cuda.replays import need_gpu, replayed
 from bench.script import run_script
 from tilewright.compiler.bench.table import Table
-from tilewright.compiler.commands.arguments import integer, option, parse
+from tilewright.compiler.commands.arguments import integer, option
 from tilewright.compiler.errors import ConfigError, TilewrightError
 
 if TYPE_CHECKING:
@@ -241,16 +241,16 @@ def show(options: Options, found: Mapping[Case, Sequence[float]]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Print the table; 2 for a mistake in the arguments, or where nothing can be measured."""
-    return run_script(_measured, argv)
-
-
-def _measured(argv: Sequence[str]) -> str:
-    options = parse(
+    return run_script(
+        _measured,
         Options,
         argv,
         prog="python -m bench.cuda.attention_rate",
         description="Measure decode attention on a GPU by itself.",
     )
+
+
+def _measured(options: Options) -> str:
     cases = choose_cases(options)
     need_gpu()
     import torch

@@ -20,7 +20,7 @@ from bench.cuda.product_tables import read_shape, table_of
 from bench.cuda.replays import need_gpu, replayed
 from bench.script import run_script
 from tilewright.compiler.bench.display import decimal
-from tilewright.compiler.commands.arguments import integer, option, parse
+from tilewright.compiler.commands.arguments import integer, option
 from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.targets.cuda.e4m3 import exact_rows
 from tilewright.compiler.targets.cuda.held import HeldWeight
@@ -198,16 +198,16 @@ def _of_many(
 
 def main(argv: Sequence[str]) -> int:
     """Print the table; 2 for a mistake in the arguments, or where there is no GPU."""
-    return run_script(_measured, argv)
-
-
-def _measured(argv: Sequence[str]) -> str:
-    options = parse(
+    return run_script(
+        _measured,
         Options,
         argv,
         prog="python -m bench.cuda.dense_rate",
         description="Measure products with weights whose rows lie as they are.",
     )
+
+
+def _measured(options: Options) -> str:
     for text in options.shapes:
         shape, _, end = text.partition(":")
         read_shape(shape)

@@ -20,7 +20,7 @@ from bench.cuda.replays import need_gpu, replayed
 from bench.script import run_script
 from tilewright.compiler.bench.display import decimal
 from tilewright.compiler.bench.table import Table
-from tilewright.compiler.commands.arguments import integer, option, parse
+from tilewright.compiler.commands.arguments import integer, option
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.targets.cuda.kernels.expert_linear import (
     MANY_PAIRS,
@@ -89,16 +89,16 @@ class Layers:
 
 def main(argv: Sequence[str]) -> int:
     """Print the table; 2 for a mistake in the arguments, or where there is no GPU."""
-    return run_script(_measured, argv)
-
-
-def _measured(argv: Sequence[str]) -> str:
-    options = parse(
+    return run_script(
+        _measured,
         Options,
         argv,
         prog="python -m bench.cuda.expert_rate",
         description="Measure products with experts in prompts.",
     )
+
+
+def _measured(options: Options) -> str:
     if options.top_k > options.experts:
         raise ConfigError(f"--top-k {options.top_k}; allowed: up to --experts {options.experts}")
     need_gpu()

@@ -20,7 +20,7 @@ from bench.cuda.replays import need_gpu, replayed
 from bench.script import run_script
 from tilewright.compiler.bench.display import decimal
 from tilewright.compiler.bench.table import Table
-from tilewright.compiler.commands.arguments import integer, option, parse
+from tilewright.compiler.commands.arguments import integer, option
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.targets.cuda.held import TILE_COLUMNS
 from tilewright.compiler.targets.cuda.kernels import native_experts, native_route
@@ -145,16 +145,16 @@ class Step:
 
 def main(argv: Sequence[str]) -> int:
     """Print the table; 2 for a mistake in the arguments, or where there is no GPU."""
-    return run_script(_measured, argv)
-
-
-def _measured(argv: Sequence[str]) -> str:
-    options = parse(
+    return run_script(
+        _measured,
         Options,
         argv,
         prog="python -m bench.cuda.few_expert_rate",
         description="Measure experts of decode steps of a few rows.",
     )
+
+
+def _measured(options: Options) -> str:
     for name, count in (("hidden", options.hidden), ("inner", options.inner)):
         if count % TILE_COLUMNS:
             raise ConfigError(f"--{name} {count}; allowed: multiples of {TILE_COLUMNS}")

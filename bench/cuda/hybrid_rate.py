@@ -21,7 +21,7 @@ from bench.cuda.replays import need_gpu, replayed
 from bench.script import run_script
 from tilewright.compiler.bench.display import decimal
 from tilewright.compiler.bench.table import Table
-from tilewright.compiler.commands.arguments import integer, option, parse
+from tilewright.compiler.commands.arguments import integer, option
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.targets.cuda.kernels import (
     native,
@@ -125,16 +125,16 @@ class Router:
 
 def main(argv: Sequence[str]) -> int:
     """Print the tables; 2 for a mistake in the arguments, or where there is no GPU."""
-    return run_script(_measured, argv)
-
-
-def _measured(argv: Sequence[str]) -> str:
-    options = parse(
+    return run_script(
+        _measured,
         Options,
         argv,
         prog="python -m bench.cuda.hybrid_rate",
         description="Measure the delta rule's launch and routers of decode steps.",
     )
+
+
+def _measured(options: Options) -> str:
     if options.heads % options.key_heads:
         raise ConfigError(f"--heads {options.heads}; allowed: multiples of {options.key_heads}")
     if options.dim not in native_delta.HEAD_DIMS:

@@ -31,7 +31,6 @@ from tilewright.compiler.commands.arguments import (
     ModelOptions,
     integer,
     option,
-    parse,
     read_model_options,
 )
 from tilewright.compiler.errors import ConfigError
@@ -211,16 +210,16 @@ def show(found: Sequence[tuple[Kind, list[float]]]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Print the table; 2 for a mistake in the arguments, or where nothing can be measured."""
-    return run_script(_measured, argv)
-
-
-def _measured(argv: Sequence[str]) -> str:
-    options = parse(
+    return run_script(
+        _measured,
         Options,
         argv,
         prog="python -m bench.cuda.shared_pass",
         description="Measure passes that rows and pieces of prompts share.",
     )
+
+
+def _measured(options: Options) -> str:
     from tilewright.compiler.commands.source import compile_source, open_source
 
     choices: ModelOptions = read_model_options(options, _PRECISION)

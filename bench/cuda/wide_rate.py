@@ -19,7 +19,7 @@ from bench.cuda.product_tables import read_shape, table_of
 from bench.cuda.replays import need_gpu, replayed
 from bench.script import run_script
 from tilewright.compiler.bench.display import decimal
-from tilewright.compiler.commands.arguments import integer, option, parse
+from tilewright.compiler.commands.arguments import integer, option
 from tilewright.compiler.targets.cuda.held import TILE_BYTES, HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native, native_wide
 from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
@@ -118,16 +118,16 @@ def measure(shape: str, kind: str, counts: Sequence[int]) -> Iterator[list[str]]
 
 def main(argv: Sequence[str]) -> int:
     """Print the table; 2 for a mistake in the arguments, or where there is no GPU."""
-    return run_script(_measured, argv)
-
-
-def _measured(argv: Sequence[str]) -> str:
-    options = parse(
+    return run_script(
+        _measured,
         Options,
         argv,
         prog="python -m bench.cuda.wide_rate",
         description="Measure products with weights in blocks.",
     )
+
+
+def _measured(options: Options) -> str:
     for shape in options.shapes:
         read_shape(shape)
     need_gpu()
