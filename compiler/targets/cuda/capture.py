@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING, Choice, Drawi
 from tilewright.compiler.targets.cuda.group import Group
 from tilewright.compiler.targets.cuda.marks import NO_MARKS, Marks
 from tilewright.compiler.targets.cuda.pages import PAGE
-from tilewright.compiler.targets.cuda.plan import has_mixers
+from tilewright.compiler.targets.cuda.plan import has_mixers, num_multiplied
 from tilewright.compiler.targets.cuda.ragged import lay_out
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable, send, send_into
@@ -55,11 +54,11 @@ def prompt_buckets(plan: Plan, num_ranks: int = 1) -> tuple[int, ...]:
     """
     if has_mixers(plan):
         return _PROMPTS
-    if num_ranks > 1:
-        return tuple(size for size in sorted(_PROMPTS + _BETWEEN) if size <= _LEAST_LONG)
-    num_layers = sum(isinstance(each, Attend) for each in plan.instructions)
-    a_token = 2 * sum(math.prod(each.weight.shape) for each in plan.products[:-1])
-    most = max(_LEAST_LONG, num_layers * _LAYER_SECONDS * _RATE / max(1, a_token))
+    most: float = _LEAST_LONG
+    if num_ranks == 1:
+        num_layers = sum(isinstance(each, Attend) for each in plan.instructions)
+        a_token = max(1, 2 * num_multiplied(plan))
+        most = max(most, num_layers * _LAYER_SECONDS * _RATE / a_token)
     return tuple(size for size in sorted(_PROMPTS + _BETWEEN) if size <= most)
 
 

@@ -19,7 +19,7 @@ from tilewright.compiler.targets.cuda.invariance import invariant_of
 from tilewright.compiler.targets.cuda.marks import MOST_MARKS
 from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
 from tilewright.compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
-from tilewright.compiler.targets.cuda.plan import has_mixers
+from tilewright.compiler.targets.cuda.plan import has_mixers, num_multiplied
 from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
 from tilewright.compiler.targets.cuda.trials import APART, INSIDE, SEVERAL, read_trials
@@ -240,9 +240,8 @@ def far_of(plan: Plan) -> int:
     attends = [each for each in plan.instructions if isinstance(each, Attend)]
     if has_mixers(plan) or not attends or any(each.window for each in attends):
         return 0
-    products = sum(rows * columns for rows, columns in (p.weight.shape for p in plan.products[:-1]))
     a_position = sum(2 * each.num_heads * each.state.shape[-1] for each in attends)
-    return max(1, int(_ATTENTION_RATE * products / a_position))
+    return max(1, int(_ATTENTION_RATE * num_multiplied(plan) / a_position))
 
 
 def free_bytes(options: CompileOptions, device: torch.device) -> int:

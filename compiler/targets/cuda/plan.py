@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch.fx import GraphModule
 
 from tilewright.compiler.targets.cuda.held import TILE_ROWS
@@ -30,3 +32,8 @@ def make_plan(graph_module: GraphModule) -> Plan:
 def has_mixers(plan: Plan) -> bool:
     """Whether a plan has experts or linear attention."""
     return any(isinstance(each, Mixer) for each in plan.instructions)
+
+
+def num_multiplied(plan: Plan) -> int:
+    """Weights that a token of a prompt is multiplied with: those of all products but the head."""
+    return sum(math.prod(each.weight.shape) for each in plan.products[:-1])
