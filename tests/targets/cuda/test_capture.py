@@ -26,18 +26,14 @@ from tests.tiny import (
 from tilewright.compiler.targets.base import Executable
 from tilewright.compiler.targets.cuda import steps as steps_module
 from tilewright.compiler.targets.cuda.capture import Captured, prompt_buckets
-from tilewright.compiler.targets.cuda.choice import Drawing, make_choice
 from tilewright.compiler.targets.cuda.kernels.attention_shares import Spread, share_of_step
 from tilewright.compiler.targets.cuda.kernels.native_dense import FEW_TOKENS
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.rows import Rows
-from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.cuda.steps_attention import Attention
 from tilewright.compiler.targets.cuda.trials import VARIABLE
 from tilewright.compiler.targets.program.instructions import Attend
 from tilewright.compiler.targets.step import (
-    END_TOKEN,
-    NOT_A_NUMBER,
     Back,
     Choosing,
     Chunk,
@@ -52,39 +48,6 @@ from tilewright.compiler.targets.step import (
 
 CPU = torch.device("cpu")
 VOCABULARY = 1003
-
-
-def test_fewer_rows_leave_no_parameters_of_the_rows_before() -> None:
-    table = SeatTable(4, 3, CPU)
-    ends = [(1, 2, 3), (4, 5, 6), (9,), ()]
-    chosen = [
-        Choosing(temperature=0.5, top_k=7, top_p=0.25, seed=2**40 + seat, end_tokens=each)
-        for seat, each in enumerate(ends)
-    ]
-    table.open({Seat(seat): each for seat, each in enumerate(chosen)})
-    choice = make_choice(4, VOCABULARY, 3, torch.zeros(4, dtype=torch.int64))
-    choice.gather(table, table.index([Seat(0), Seat(1), Seat(2), Seat(3)]))
-    choice.gather(table, table.index([Seat(2), Seat(1)], 4))
-    by = choice.parameters
-    assert by.end_tokens.tolist() == [[9, -1, -1], [4, 5, 6], *[[-1] * 3] * 2]
-    assert by.seeds.tolist() == [2**40 + 2, 2**40 + 1, 0, 0]
-    assert by.top_p.tolist() == [0.25] * 2 + [1.0] * 2
-    assert by.top_k.tolist() == [7, 7, 0, 0]
-    assert by.temperature.tolist() == [0.5] * 2 + [0.0] * 2
-
-
-@pytest.mark.parametrize("is_greedy", [True, False])
-def test_a_choice_without_a_number_says_so(is_greedy: bool, device: torch.device) -> None:
-    """Rows whose logits have one are as ever, sampled or not."""
-    logits = torch.full((4, 40), -3.0, device=device)
-    logits[0, 5], logits[1], logits[2], logits[3, 11] = float("nan"), -torch.inf, torch.nan, 90.0
-    tokens = torch.zeros(4, dtype=torch.int64, device=device)
-    choice = make_choice(4, 40, 2, tokens)
-    choice.parameters.end_tokens[3, 1] = 11
-    if not is_greedy:
-        choice.parameters.temperature.fill_(0.7)
-    choice.apply(logits, None if is_greedy else Drawing(True, True))
-    assert choice.why.tolist() == [NOT_A_NUMBER] * 3 + [END_TOKEN]
 
 
 def test_without_a_gpu_a_capture_is_the_function_itself() -> None:
