@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -69,21 +71,25 @@ def test_operands_are_of_the_case(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     assert launches.tables[:, 5:].eq(0).all() and launches.slots.tolist() == [2, 1, 0]
     wide = attention_rate.Launches(Case(3, kind, 246, 7, "35b-a3b"), torch.Generator())
     assert wide.caches[0].values.shape == (15, 2, 2, 64, 256) and wide.qkv.shape == (3, 20 * 256)
+
+    def share(*case: Any, **more: Any) -> Any:
+        return attention_rate.Launches(Case(*case, **more), torch.Generator())._share
+
     shares = [
-        attention_rate.Launches(Case(rows, kind, 246, 34, bits=bits), torch.Generator())._share
+        share(rows, kind, 246, 34, bits=bits, reaches="all")
         for rows, bits in ((4, "free"), (5, "same"), (5, "free"))
     ]
-    assert [each.group_splits for each in shares] == [8, 8, 8]
+    assert [each.group_splits for each in shares] == [8, 8, 4]
     shares = [
-        attention_rate.Launches(Case(5, kind, at, 64, reaches=reaches), torch.Generator())._share
+        share(5, kind, at, 64, reaches=reaches)
         for at, reaches in ((246, "all"), (246, "apart"), (1150, "apart"), (2600, "apart"))
     ]
     assert [each.num_groups for each in shares] == [12, 1, 1, 12]
-    spread, walked = (
-        attention_rate.Launches(Case(1, kind, 1150, 24, bits=bits), torch.Generator())._share
-        for bits in ("free", "walked")
-    )
-    assert spread == Spread(1, 1) and walked == Share(1, 8, 1)
+    for reaches, at in (("all", 246), ("apart", 1150)):
+        spread, walked = (
+            share(1, kind, at, 24, bits=bits, reaches=reaches) for bits in ("free", "walked")
+        )
+        assert spread == Spread(1, 1) and walked == Share(1, 8, 1)
     assert launches.qkv.shape == (3, 48 * 128) and (kind == "bfp8") == (
         launches.caches[0].exponents is not None
     )
