@@ -44,9 +44,7 @@ _LEAST_PROMPT = 1024
 _MAX_SNAPSHOTS = 256
 _SHARE_OF_SNAPSHOTS = 8
 _SHARE_OF_MORE = 4
-"""Of the memory that pages would have without, what copies of weights take at most, and what larger
-passes do.
-"""
+"""Of the memory that pages would have without, what snapshots take at least, and others at most."""
 _GB = 1e9
 
 
@@ -276,10 +274,13 @@ def shared_pages(plan: Plan, options: CompileOptions, free: int, copies: int = 0
 
 
 def _left_to_pages(plan: Plan, options: CompileOptions, room: int) -> int:
-    """Of so many bytes, what is left when each sequence has its own state, and snapshots theirs."""
+    """Of so many bytes, what is left when each sequence has its own state, and snapshots theirs: an
+    eighth, or half of what every context leaves, where further pages find no prefix without.
+    """
     each = sequence_bytes(plan.sequence_states)
     left = room - options.max_batch * each
-    return left - min(_MAX_SNAPSHOTS * each, max(0, left) // _SHARE_OF_SNAPSHOTS)
+    share = max(0, left // _SHARE_OF_SNAPSHOTS, (room - state_bytes(plan, options)) // 2)
+    return left - min(_MAX_SNAPSHOTS * each, share)
 
 
 def _page_bytes(plan: Plan, options: CompileOptions) -> int:

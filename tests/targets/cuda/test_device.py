@@ -265,3 +265,19 @@ def test_snapshots_take_what_is_left_and_leave_room_to_work(no_workspace: None) 
     kept = weight_bytes(plan) + work + OPTIONS.max_batch * each
     pool = shared_pages(plan, OPTIONS, kept + 10**8) * page_bytes(plan.states[0], "bf16")
     assert 10**8 - pool * len(plan.states) >= 256 * each
+
+
+@pytest.mark.parametrize(("contexts", "share"), [(1.5, 1.5 / 8), (2.2, 2.2 / 8), (6.0, 4.0 / 2)])
+def test_snapshots_take_half_of_what_whole_contexts_leave_and_an_eighth_at_least(
+    contexts: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of memory for so many contexts, of which two are for the two seats."""
+    monkeypatch.setattr(device_module, "_MAX_SNAPSHOTS", 10**6)
+    model = tiny_model(model_type="qwen3_5", **ON_CUDA)
+    plan = make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
+    options = replace(OPTIONS, max_batch=2)
+    a_page = len(plan.states) * page_bytes(plan.states[0], "bf16")
+    a_context = pages_of(options.max_context) * a_page
+    kept = weight_bytes(plan) + work_bytes(plan, options) + 2 * sequence_bytes(plan.sequence_states)
+    pages = shared_pages(plan, options, kept + int(contexts * a_context))
+    assert pages * a_page == pytest.approx((contexts - share) * a_context, abs=a_page)
