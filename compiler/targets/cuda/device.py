@@ -41,7 +41,7 @@ in 7.8 s on an H200, where 1,024 take 24 ms.
 """
 _LEAST_PROMPT = 1024
 """Tokens of a prompt that a step has room for, whatever is asked: a cell of any model."""
-_MAX_SNAPSHOTS = 256
+_MAX_SNAPSHOTS = 512
 _SHARE_OF_SNAPSHOTS = 8
 _SHARE_OF_MORE = 4
 """Of the memory that pages would have without, what snapshots take at least, and others at most."""
@@ -348,7 +348,7 @@ def state_bytes(plan: Plan, options: CompileOptions) -> int:
 
 def num_snapshots(plan: Plan, options: CompileOptions, free: int) -> int:
     """Snapshots of a sequence's own state that there is room for in so many free bytes, beside
-    what steps need: at most 256, and none where sequences have no such state.
+    what steps need: at most ``_MAX_SNAPSHOTS``, none where sequences have no such state.
     """
     each = sequence_bytes(plan.sequence_states)
     room = free - work_bytes(plan, options)
