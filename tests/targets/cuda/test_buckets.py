@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.tiny import compiled, precision_of, tiny_model
+from tests.models.test_qwen3_5 import ON_CUDA
+from tests.tiny import compiled, lowered, precision_of, tiny_model
 from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.targets.cuda import capture
 from tilewright.compiler.targets.cuda.batches import BatchBucket, passes_for
 from tilewright.compiler.targets.cuda.buckets import Buckets
-from tilewright.compiler.targets.cuda.capture import PromptBucket
+from tilewright.compiler.targets.cuda.capture import PromptBucket, prompt_buckets
 from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING
 from tilewright.compiler.targets.cuda.pages import PAGE
+from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.ragged import num_tokens_of
 from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.cuda.steps_routes import PART_TOKENS
+from tilewright.compiler.targets.program.instructions import Attend
 from tilewright.compiler.targets.step import Chunk, Seat
 
 
@@ -181,3 +185,34 @@ def test_nothing_is_captured_once_a_loop_is_warm() -> None:
         assert all(each.finish_reason for each in requests)
     assert Counted.made == ready
     executable.close()
+
+
+def test_prompts_are_captured_in_finer_sizes_where_their_tokens_cost() -> None:
+    plans = [
+        make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
+        for model in (tiny_model(num_layers=1), tiny_model(model_type="qwen3_5", **ON_CUDA))
+    ]
+    dense, mixers = map(prompt_buckets, plans)
+    assert dense[-1] == mixers[-1] == 2048 and {*mixers} < {*dense}
+    assert all(2 * less >= more for less, more in itertools.pairwise(dense))
+    assert all(4 * less >= 3 * more for less, more in itertools.pairwise(dense) if less >= 384)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "shapes", "most"),
+    [
+        (32, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), 2048),  # Llama-3.1-8B
+        (80, ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)), 512),  # 70B
+        (64, ((10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600)), 896),  # Qwen3-32B
+    ],
+)
+def test_padding_costs_large_plans_more_than_launches(
+    num_layers: int, shapes: tuple[tuple[int, int], ...], most: int
+) -> None:
+    attend = object.__new__(Attend)
+    products = [SimpleNamespace(weight=SimpleNamespace(shape=each)) for each in shapes]
+    plan: Any = SimpleNamespace(
+        instructions=[attend] * num_layers, products=(*products * num_layers, products[0])
+    )
+    assert prompt_buckets(plan)[-1] == most
+    assert prompt_buckets(plan, num_ranks=2)[-1] == 512, "whose parts may differ"

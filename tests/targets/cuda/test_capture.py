@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.models.test_qwen3_5 import ON_CUDA
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, noise
 from tests.tiny import (
     compiled,
     copy_seat,
-    lowered,
     precision_of,
     random_tokens,
     step,
@@ -25,14 +21,12 @@ from tests.tiny import (
 )
 from tilewright.compiler.targets.base import Executable
 from tilewright.compiler.targets.cuda import steps as steps_module
-from tilewright.compiler.targets.cuda.capture import Captured, prompt_buckets
+from tilewright.compiler.targets.cuda.capture import Captured
 from tilewright.compiler.targets.cuda.kernels.attention_shares import Spread, share_of_step
 from tilewright.compiler.targets.cuda.kernels.native_dense import FEW_TOKENS
-from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.steps_attention import Attention
 from tilewright.compiler.targets.cuda.trials import VARIABLE
-from tilewright.compiler.targets.program.instructions import Attend
 from tilewright.compiler.targets.step import (
     Back,
     Choosing,
@@ -72,37 +66,6 @@ def test_a_decode_step_is_padded_to_its_bucket(rows: int) -> None:
     (bucket,) = inner._buckets.decodes.values()
     assert bucket.num_rows == (1, 2, 4)[rows - 1]
     assert bucket.rows.positions.tolist() == [2] * rows + [-1] * (bucket.num_rows - rows)
-
-
-def test_prompts_are_captured_in_finer_sizes_where_their_tokens_cost() -> None:
-    plans = [
-        make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
-        for model in (tiny_model(num_layers=1), tiny_model(model_type="qwen3_5", **ON_CUDA))
-    ]
-    dense, mixers = map(prompt_buckets, plans)
-    assert dense[-1] == mixers[-1] == 2048 and {*mixers} < {*dense}
-    assert all(2 * less >= more for less, more in itertools.pairwise(dense))
-    assert all(4 * less >= 3 * more for less, more in itertools.pairwise(dense) if less >= 384)
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "shapes", "most"),
-    [
-        (32, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), 2048),  # Llama-3.1-8B
-        (80, ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)), 512),  # 70B
-        (64, ((10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600)), 896),  # Qwen3-32B
-    ],
-)
-def test_padding_costs_large_plans_more_than_launches(
-    num_layers: int, shapes: tuple[tuple[int, int], ...], most: int
-) -> None:
-    attend = object.__new__(Attend)
-    products = [SimpleNamespace(weight=SimpleNamespace(shape=each)) for each in shapes]
-    plan: Any = SimpleNamespace(
-        instructions=[attend] * num_layers, products=(*products * num_layers, products[0])
-    )
-    assert prompt_buckets(plan)[-1] == most
-    assert prompt_buckets(plan, num_ranks=2)[-1] == 512, "whose parts may differ"
 
 
 @pytest.mark.parametrize("first", [0, 3])
