@@ -17,16 +17,17 @@
 #   intruder   a prompt of LONG tokens into eight streams
 #   chat       64 chats of eight turns
 #   invariant  500 requests alone and in company, of a strict server
-#   soak       SOAK requests of all kinds, ROUNDS times
+#   soak       SOAK requests of all kinds, ROUNDS times, as chat
 #   batch      BATCH rows through `tilewright batch`
 #   generate   the generator of engines, on the shape it is tested with
 #   sanitize   sanitize.sh
 #
 # PYTHON: the interpreter; TARGET: cuda; OPTIONS: more of `serve`; OUR_PORT: 18200; THEIRS: a command
-# that starts another server of OpenAI's API on port 18201, which `streams`, `poisson`, `contest` and
-# `start` have behind ours. WORDS and THEIR_WORDS: of a prompt of the contest, which shapes have as
-# many tokens of (1,010 of 305 words, for their tokens are bytes; a made-up tokenizer may have one a
-# word).
+# that starts another server of OpenAI's API on port 18201, which `streams`, `poisson`, `contest`,
+# `chat` (which wants its prefix cache, counts of cached tokens and POST /reset_prefix_cache) and
+# `start` have behind ours. WORDS and THEIR_WORDS: of a prompt of the contest and of what begins all
+# chats, of which shapes have as many tokens (1,010 of 305 words, for their tokens are bytes; a
+# made-up tokenizer may have one a word).
 set -u
 [ $# -ge 2 ] || { sed -n '2,/^set -u/s/^# \{0,1\}//p' "$0" | sed '$d' >&2; exit 2; }
 PYTHON=${PYTHON:-python} TARGET=${TARGET:-cuda} OPTIONS=${OPTIONS:-} THEIRS=${THEIRS:-}
@@ -125,10 +126,11 @@ intruder() {
         port=$OURS load intruder --concurrency 8 --input-tokens 128 --output-tokens 2000 \
         --long-tokens "$LONG"
 }
-chat() { # 300 words are about 1,000 tokens of a shape, whose answers come back as five times as many
-    CONTEXT=12288 serve &&
-        port=$OURS load chat --flush --concurrency 64 --long-tokens 300 --input-tokens 20
+load_chat() {
+    load chat --flush --rounds "$ROUNDS" --concurrency 64 --long-tokens "$WORDS" \
+        --input-tokens $((WORDS / 15))
 }
+chat() { both load_chat; }
 invariant() { serve --arithmetic strict && port=$OURS load invariant --concurrency 64 --requests 500; }
 soak() { serve && port=$OURS load soak --concurrency 64 --requests "$SOAK" --rounds "$ROUNDS"; }
 batch() {
@@ -141,8 +143,8 @@ generate() {
 }
 sanitize() { bash bench/cuda/sanitize.sh; }
 
-export -f tilewright ready serve load both tests rows load_streams load_poisson load_contest all_loads \
-    under_load start overhead json intruder chat invariant soak batch generate sanitize
+export -f tilewright ready serve load both tests rows load_streams load_poisson load_contest load_chat \
+    all_loads under_load start overhead json intruder chat invariant soak batch generate sanitize
 export CLI PYTHON TARGET OPTIONS THEIRS SHAPE STREAMS INPUT OUTPUT RATES PERIOD USERS LEVELS LONG SOAK \
     ROUNDS BATCH ROWS \
     WORKERS VOCABULARY SEATS CONTEXT FLUSH WORDS THEIR_WORDS DRAWN OURS out template

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from tilewright.models.tokenizer.tokenizer import Tokenizer, byte_of_character
 from tilewright.models.tokenizer.vocabulary import Vocabulary
@@ -14,18 +14,21 @@ NUM_BYTES = 256
 
 
 def byte_tokenizer(vocab_size: int, where: str) -> Tokenizer:
-    """UTF-8 bytes as ids 0 to 255; id N from 256 on is the text ``" <N>"``, which no text becomes.
+    """UTF-8 bytes as ids 0 to 255, and the text ``" <N>"`` as id N from 256 on.
 
-    It has no end token, no special ones and no chat template. ``vocab_size``: 256 or more.
-    ``where`` stands in messages.
+    So an answer that comes back in a chat has the ids it was made of, as with most tokenizers. It
+    has no end token, no special ones and no chat template. ``vocab_size``: 256 or more. ``where``
+    stands in messages.
     """
     assert vocab_size >= NUM_BYTES, vocab_size
     characters = {byte: character for character, byte in byte_of_character().items()}
     space = characters[ord(" ")]
     vocab = {characters[byte]: byte for byte in range(NUM_BYTES)}
     vocab.update({f"{space}<{index}>": index for index in range(NUM_BYTES, vocab_size)})
-    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [], ignore_merges=True))
+    names = pre_tokenizers.Split(Regex(" <[1-9][0-9]*>"), "isolated")
+    text = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([names, text])
     backend.decoder = decoders.ByteLevel()
     parts = Vocabulary(
         where=Path(where), backend=backend, special_tokens={}, eos_ids=(), chat_template=None

@@ -39,6 +39,17 @@ def test_other_ids_are_shown_as_numbers_and_streams_agree() -> None:
     assert "".join(map(stream.push, ids)) + stream.flush() == tokenizer.decode(ids)
 
 
+def test_an_answer_comes_back_as_the_ids_it_was_made_of() -> None:
+    tokenizer = byte_tokenizer(1000, "shape:x")
+    ids = [300, 104, 105, 256, 999, 0xF0, 0x9F, 0x8E, 0x89, 400, 400, 32]
+    assert tokenizer.encode(tokenizer.decode(ids)) == ids
+
+
+@pytest.mark.parametrize("text", [" <255>", " <1000>", " <0300>", "<300>", " <300", " <>", " < 300>"])
+def test_what_is_no_name_of_an_id_is_bytes(text: str) -> None:
+    assert byte_tokenizer(1000, "shape:x").encode(text) == list(text.encode())
+
+
 def test_every_id_has_its_own_bytes() -> None:
     tokenizer = byte_tokenizer(600, "shape:x")
     assert [tokenizer.token_bytes(index) for index in range(256)] == [
