@@ -63,7 +63,10 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
         source, options.model, seats=options.max_seats, progress=silent, ends_process=True
     )
     executable = compiled.executable
-    policy = options.policy(step_ms=options.step_ms, cache_replies=options.cache_replies)
+    replies = options.cache_replies
+    if replies is None:
+        replies = executable.capabilities.invariant == "none"
+    policy = options.policy(step_ms=options.step_ms, cache_replies=replies)
     grammars = grammars_of(folder / TOKENIZER, source.tokenizer.eos_ids, executable.vocab_size)
     service = EngineService(executable, transport, policy=policy, grammars=grammars)
     service.loop.warm_up()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,9 +99,10 @@ class ServeOptions(EngineArguments):
         group="engine",
         type=real(0, 10_000),
     )
-    cache_replies: bool = option(
-        "share answers too: the next turn of a chat computes less, and is equal up to rounding",
-        default=False,
+    cache_replies: bool | None = option(
+        "share answers too: the next turn of a chat computes less, and is equal up to rounding "
+        "(default: where no promise of bits is kept by leaving it)",
+        action=argparse.BooleanOptionalAction,
         group="engine",
     )
     replicas: int = option(
@@ -166,6 +168,8 @@ def read_serve_options(argv: Sequence[str], sign: Sign | None = None) -> ServeOp
     given = values_of(ServeOptions, arguments)
     if len(given["api_key"]) > _MAX_KEYS or not all(given["api_key"]):
         raise ConfigError(f"--api-key: allowed: up to {_MAX_KEYS}, none of them empty")
+    if given["cache_replies"] and given["no_prefix_cache"]:
+        raise ConfigError("--cache-replies with --no-prefix-cache; allowed: one of them")
     if arguments.detach and not arguments.port:
         raise ConfigError("--detach with --port 0; allowed: a port that is named")
     devices: tuple[int, ...] = ()

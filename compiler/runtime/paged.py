@@ -7,12 +7,13 @@ from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.runtime.running import Policy, Running
 from tilewright.compiler.runtime.seating import NOTHING, Found, Seating, StateBytes, common_keys
 from tilewright.compiler.targets.base import Capabilities
-from tilewright.compiler.targets.step import Pages
+from tilewright.compiler.targets.step import Pages, Save
 
 
 class PagedSeating(Seating):
     """A page enters the prefix cache when a step was planned that fills it, and is not written
-    from then on; steps are in order, so who finds it computes behind that step.
+    from then on; steps are in order, so who finds it computes behind that step. Pages of answers
+    enter it, where they do, when these have ended and all their tokens are known.
     """
 
     def __init__(self, capabilities: Capabilities, policy: Policy, state_bytes: StateBytes) -> None:
@@ -54,7 +55,7 @@ class PagedSeating(Seating):
         running = self._begin(request, seat, found)
         self._give_pages(running, [*found.pages, *self.pool.take(fresh)])
         running.num_named = len(found.pages)
-        self._load(seat, found)
+        running.latest = self._load(request, seat, found)
         return running
 
     def follow(self, leader: Running, request: Request) -> Running | None:
@@ -80,12 +81,24 @@ class PagedSeating(Seating):
         self._num_growing -= _grows(running)
         running.room += self.grain
         self._num_growing += _grows(running)
+        if self._has_state and self._names_reply(running):
+            self._keep_state(running)
         return True
+
+    def _keep_state(self, running: Running) -> None:
+        """Keep the state behind an answer that fills whole pages now, in place of what was kept
+        of it before.
+        """
+        place = running.reply[1] if running.reply else self.snapshots.borrow()
+        if place is not None:
+            self.edits.append(Save(running.seat, place))
+            running.reply = running.computed, place
 
     def leave(self, running: Running, *, may_keep: bool) -> None:
         self._take_out(running)
-        if may_keep and self.policy.cache_replies and not self._has_state:
-            self._name_reply(running)
+        keys = self._name_reply(running) if may_keep and self._names_reply(running) else []
+        if running.reply is not None:
+            self._name_state(running, keys)
         self._give_seat(running.seat)
         self.pool.release(running.pages)
         self._num_growing -= _grows(running)
@@ -132,15 +145,31 @@ class PagedSeating(Seating):
         revived = sum(not self.pool.count(page) for page in shared)
         return num_fresh + revived + self._num_growing <= self.pool.num_available
 
-    def _name_reply(self, running: Running) -> None:
-        """The full pages of an answer enter the prefix cache."""
+    def _names_reply(self, running: Running) -> bool:
+        """Whether the full pages of an answer enter the prefix cache."""
+        policy, is_private = self.policy, running.request.is_private
+        return policy.cache_replies and policy.reuses and self._wants_keys and not is_private
+
+    def _name_reply(self, running: Running) -> list[bytes]:
+        """The full pages of an answer enter the prefix cache: the keys of all of the sequence."""
         request = running.request
-        if not self.policy.reuses or request.is_private:
-            return
         known = (*request.prompt, *request.output)[: running.computed]
         keys = chain_keys(known, self.grain, request.cache_salt)
         for index in range(running.num_named, len(keys)):
             self.pool.name(running.pages[index], keys[index])
+        return keys
+
+    def _name_state(self, running: Running, keys: list[bytes]) -> None:
+        """The state of an answer has the name of what it is behind, if all of that is known: what
+        was computed behind an end token or a cancellation is not.
+        """
+        assert running.reply is not None
+        (position, place), running.reply = running.reply, None
+        at = position // self.grain
+        key = keys[at - 1] if at <= len(keys) else None
+        self.snapshots.give_back(place, key)
+        if key is not None:
+            self._go_on(running, key)
 
 
 def _grows(running: Running) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tilewright.compiler.runtime.request import Request
-from tilewright.compiler.targets.step import HostPlace, Seat, Step
+from tilewright.compiler.targets.step import HostPlace, Seat, Snapshot, Step
 
 STEP_MS = 20.0
 """Milliseconds that a piece of a prompt may take beside running streams."""
@@ -30,8 +30,9 @@ class Policy:
             measures has it off, so that no figure comes from a cache.
         prompts_first: whether streams wait while prompts are computed: right where all requests
             are there from the beginning and nobody listens.
-        cache_replies: whether full pages of an answer are shared too. What finds them reads what
-            the kernels of decode have written, which is equal to a prompt's up to rounding.
+        cache_replies: whether full pages of an answer are shared too, and the state behind the
+            last of them. What finds them reads what the kernels of decode have written, which is
+            equal to a prompt's up to rounding.
         host_bytes: host memory for the state of preempted requests, and as much for that of kept
             seats; what does not fit is computed again.
     """
@@ -58,7 +59,11 @@ class Running:
         room: positions that the seat's pages hold.
         replay: known tokens of the answer that decode steps must still read, after preemption.
         num_named: full pages of the prompt that are in the prefix cache.
-        saves: positions of the prompt at which the per-sequence state is to be kept.
+        saves: positions of the prompt at which the per-sequence state is to be kept; ``partings``:
+            those of them at which it leaves another prompt.
+        latest: the key of the prefix whose snapshot is the last that the sequence began with, or
+            that was taken of its prompt.
+        reply: a position of the answer, and the snapshot of the per-sequence state there.
         place: where its state is, in host memory.
     """
 
@@ -74,6 +79,9 @@ class Running:
     pages: list[int] = field(default_factory=list)
     num_named: int = 0
     saves: set[int] = field(default_factory=set)
+    partings: set[int] = field(default_factory=set)
+    latest: bytes | None = None
+    reply: tuple[int, Snapshot] | None = None
     place: HostPlace | None = None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tilewright.compiler.runtime.pages import chain_keys
 from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.runtime.running import Policy, Running
-from tilewright.compiler.runtime.snapshots import GRAIN, Snapshots, places_worth
+from tilewright.compiler.runtime.snapshots import GRAIN, Snapshots, places_worth, spacing
 from tilewright.compiler.targets.base import Capabilities
 from tilewright.compiler.targets.step import (
     Back,
@@ -154,6 +154,7 @@ class Seating(ABC):
             if shared > other.computed and shared - found.length >= self.capabilities.cell:
                 if self._has_state:
                     other.saves.add(shared)
+                    other.partings.add(shared)
                 return True
         return False
 
@@ -167,10 +168,23 @@ class Seating(ABC):
         running.saves.difference_update(passed)
         found = []
         for at in passed:
-            snapshot = self.snapshots.take(running.request.page_keys[at // self.grain - 1])
+            key = running.request.page_keys[at // self.grain - 1]
+            snapshot = self.snapshots.take(key)
             if snapshot is not None:
                 found.append((at, snapshot))
+            if at in running.partings:
+                self.snapshots.use(key, 2)
+            if not running.saves and at == passed[-1]:
+                self._go_on(running, key)
+            elif at % spacing(self.grain) == 0:
+                self.snapshots.supersede(key)
         return tuple(found)
+
+    def _go_on(self, running: Running, key: bytes) -> None:
+        """A sequence has a snapshot further on than its latest."""
+        if running.latest is not None and running.latest != key:
+            self.snapshots.supersede(running.latest)
+        running.latest = key
 
     def forget(self) -> None:
         """The executable holds nothing any more, and nobody has a seat."""
@@ -187,9 +201,14 @@ class Seating(ABC):
         wants_prompt = choosing.is_penalised or choosing.min_tokens
         self.edits.append(Open(seat, choosing, request.prompt if wants_prompt else (), keeps))
 
-    def _load(self, seat: Seat, found: Found) -> None:
-        if found.snapshot is not None:
-            self.edits.append(Load(seat, found.snapshot))
+    def _load(self, request: Request, seat: Seat, found: Found) -> bytes | None:
+        """The state of what was found into a seat: the key of its prefix; None for no snapshot."""
+        if found.snapshot is None:
+            return None
+        self.edits.append(Load(seat, found.snapshot))
+        key = request.page_keys[found.length // self.grain - 1]
+        self.snapshots.use(key)
+        return key
 
     def _begin(self, request: Request, seat: Seat, found: Found) -> Running:
         request.num_cached = found.length
@@ -210,6 +229,7 @@ class Seating(ABC):
             running.saves = places_worth(
                 request.prompt, self.grain, ends, known=known, junction=junction
             )
+            running.partings = {junction}
         self._take_in(running)
         return running
 

@@ -102,8 +102,10 @@ class SlotSeating(Seating):
         if is_copied:
             assert source is not None
             self.edits.append(Copy(source, seat, found.length))
-        self._load(seat, found)
-        return self._begin(request, seat, found)
+        latest = self._load(request, seat, found)
+        running = self._begin(request, seat, found)
+        running.latest = latest
+        return running
 
     def _choose(self, request: Request, found: Found) -> tuple[Seat, bool]:
         """A seat, and whether what was found is copied into it."""

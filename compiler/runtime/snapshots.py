@@ -5,7 +5,7 @@ For sequences whose state cannot be cut back to a position. Knows keys and numbe
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 
 from tilewright.compiler.targets.step import Snapshot
@@ -17,11 +17,15 @@ _FIRST_TURNS, _LAST_TURNS = 2, 4
 
 
 class Snapshots:
-    """A pool of snapshots, each named by the key of the prefix that it is the state behind."""
+    """A pool of snapshots, each named by the key of the prefix that it is the state behind; those
+    of answers that go on are borrowed, and get their names when these end.
+    """
 
     def __init__(self, count: int) -> None:
         self._free = [Snapshot(at) for at in range(count - 1, -1, -1)]
         self._of_key: OrderedDict[bytes, Snapshot] = OrderedDict()
+        self._uses: Counter[bytes] = Counter()
+        self._most_borrowed, self._num_borrowed = count // 2, 0
 
     def __len__(self) -> int:
         return len(self._of_key)
@@ -42,6 +46,10 @@ class Snapshots:
                 return count, found
         return None
 
+    def use(self, key: bytes, count: int = 1) -> None:
+        """Note that sequences go on from a prefix of which there is a snapshot."""
+        self._uses[key] += count
+
     def take(self, key: bytes) -> Snapshot | None:
         """A place for the state behind a prefix, the least recently used where none is free; None
         where there is one of it already, or no place at all.
@@ -49,19 +57,56 @@ class Snapshots:
         if key in self._of_key:
             self._of_key.move_to_end(key)
             return None
-        if self._free:
-            place = self._free.pop()
-        elif self._of_key:
-            _, place = self._of_key.popitem(last=False)
-        else:
-            return None
-        self._of_key[key] = place
+        place = self._place()
+        if place is not None:
+            self._of_key[key] = place
         return place
 
+    def supersede(self, key: bytes) -> None:
+        """Note that a sequence that goes on from a prefix has a snapshot further on: the one of
+        the prefix is the first to go, unless others have gone on from it, too.
+        """
+        if key in self._of_key and self._uses[key] <= 1:
+            self._of_key.move_to_end(key, last=False)
+
+    def borrow(self) -> Snapshot | None:
+        """A place for state behind what nobody knows the name of yet; None where half of all are
+        lent, so that answers that go on leave some to prompts.
+        """
+        if self._num_borrowed >= self._most_borrowed or (place := self._place()) is None:
+            return None
+        self._num_borrowed += 1
+        return place
+
+    def give_back(self, place: Snapshot, key: bytes | None) -> None:
+        """A borrowed place is of the state behind a prefix now; None: of nothing of use."""
+        self._num_borrowed -= 1
+        if key is None or key in self._of_key:
+            self._free.append(place)
+        else:
+            self._of_key[key] = place
+
     def forget(self) -> None:
-        """Forget all snapshots: the state they hold is worth nothing any more."""
+        """Forget all snapshots but those that are lent: what they hold is worth nothing now."""
         self._free.extend(self._of_key.values())
         self._of_key.clear()
+        self._uses.clear()
+
+    def _place(self) -> Snapshot | None:
+        if self._free:
+            return self._free.pop()
+        if not self._of_key:
+            return None
+        key, place = self._of_key.popitem(last=False)
+        del self._uses[key]
+        return place
+
+
+def spacing(grain: int) -> int:
+    """Positions between places where a prompt may be left for no reason that it shows: about 4,096,
+    a multiple of ``grain``.
+    """
+    return _EVERY - _EVERY % grain
 
 
 def places_worth(
@@ -72,10 +117,10 @@ def places_worth(
 
     They are the last one before its end, the last one before the end of a turn (one of the tokens
     ``ends``) for the first two and the last four turns, ``junction``, where it itself left another
-    prompt, and one every 4,096 positions.
+    prompt, and one every `spacing` positions.
     """
     last = (len(prompt) - 1) // grain * grain
-    found = {last, junction, *range(_EVERY - _EVERY % grain, last, _EVERY - _EVERY % grain)}
+    found = {last, junction, *range(spacing(grain), last, spacing(grain))}
     turns = [at for at, token in enumerate(prompt) if token in ends] if ends else []
     if len(turns) > _FIRST_TURNS + _LAST_TURNS:
         turns = turns[:_FIRST_TURNS] + turns[-_LAST_TURNS:]

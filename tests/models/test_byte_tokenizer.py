@@ -45,7 +45,7 @@ def test_an_answer_comes_back_as_the_ids_it_was_made_of() -> None:
     assert tokenizer.encode(tokenizer.decode(ids)) == ids
 
 
-@pytest.mark.parametrize("text", [" <255>", " <1000>", " <0300>", "<300>", " <300", " <>", " < 300>"])
+@pytest.mark.parametrize("text", [" <255>", " <1000>", " <0300>", "<300>", " <300", " <>"])
 def test_what_is_no_name_of_an_id_is_bytes(text: str) -> None:
     assert byte_tokenizer(1000, "shape:x").encode(text) == list(text.encode())
 

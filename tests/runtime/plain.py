@@ -18,7 +18,9 @@ from tilewright.compiler.runtime.request import FAILED, Request
 from tilewright.compiler.runtime.running import Plan, Policy, Running
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.runtime.scheduler import Scheduler
+from tilewright.compiler.runtime.seating import Seating
 from tilewright.compiler.runtime.slots import SlotSeating
+from tilewright.compiler.runtime.snapshots import Snapshots
 from tilewright.compiler.targets.base import Capabilities
 from tilewright.compiler.targets.step import (
     Seat,
@@ -270,6 +272,7 @@ class Operations:
         assert sorted(seats) == list(range(self.limits.max_seats)), "each seat is somewhere, once"
         if isinstance(seating, PagedSeating):
             check_pool(seating.pool, seating)
+        check_snapshots(seating.snapshots, seating)
 
 
 def check_pool(pool: PagePool, seating: PagedSeating) -> None:
@@ -283,6 +286,13 @@ def check_pool(pool: PagePool, seating: PagedSeating) -> None:
     assert len(pool._page_of) == len(pool._key_of)
     growing = [each for each in seating.by_seat if each.room < each.request.max_positions]
     assert seating._num_growing == len(growing)
+
+
+def check_snapshots(snapshots: Snapshots, seating: Seating) -> None:
+    """Every place is free, named or lent to an answer, once."""
+    lent = [each.reply[1] for each in seating.by_seat if each.reply is not None]
+    places = [*snapshots._free, *snapshots._of_key.values(), *lent]
+    assert sorted(places) == list(range(len(places))) and snapshots._num_borrowed == len(lent)
 
 
 def draw_limits(rng: random.Random) -> dict[str, Any]:

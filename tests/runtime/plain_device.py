@@ -17,6 +17,7 @@ from tilewright.compiler.targets.step import (
     Open,
     Out,
     Pages,
+    Save,
     Seat,
 )
 
@@ -60,6 +61,9 @@ class PlainDevice:
             seat.pages += edit.ids
             self._find_shared(seat)
             self.users.update(edit.ids)
+        elif isinstance(edit, Save):
+            self.snapshots[edit.snapshot] = list(self.seats[edit.seat].tokens)
+            assert self.seats[edit.seat].state == self.snapshots[edit.snapshot]
         elif isinstance(edit, Load):
             seat = self.seats[edit.seat]
             seat.state = list(self.snapshots[edit.snapshot])

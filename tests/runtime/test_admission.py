@@ -132,6 +132,41 @@ def test_a_prompt_that_leaves_another_marks_where_for_those_who_follow() -> None
     assert found == [0, 0, 12]
 
 
+@pytest.mark.parametrize("state", [0, 2, 6])
+@pytest.mark.parametrize("shares", [False, True])
+def test_the_next_turn_of_a_chat_finds_the_answer_before_it(state: int, shares: bool) -> None:
+    """Its full pages; with state per sequence, up to the snapshot behind the last of them."""
+    facts: dict[str, Any] = {"page_size": 4, "num_pages": 64}
+    if state:
+        facts |= {"has_sequence_state": True, "num_snapshots": state}
+    loop = EngineLoop(QueuedExecutable(**facts), policy=Policy(cache_replies=shares))
+    prompt, found = (1,) * 11, []
+    for turn in range(3):
+        request = Request(turn, prompt, SamplingParams(seed=turn, max_tokens=11))
+        loop.generate([request])
+        assert request.output == answer(request)
+        found.append(request.num_cached)
+        prompt = (*prompt, *request.output, turn)
+    assert found == ([0, 20, 32] if shares else [0, 8, 32 - 12])
+
+
+def test_an_answer_that_ends_early_leaves_no_state_of_what_was_computed_behind_its_end() -> None:
+    """A step runs ahead of the token that ends it, and fills a page."""
+    executable = QueuedExecutable(
+        page_size=4, num_pages=64, has_sequence_state=True, num_snapshots=4
+    )
+    loop = EngineLoop(executable, policy=Policy(cache_replies=True))
+    first = Request(0, (1,) * 6, SamplingParams(max_tokens=30))
+    loop.add(first)
+    while len(first.output) < 9:  # 14 positions computed, and those of steps under way
+        loop.step()
+    loop.cancel(first)
+    second = Request(1, (*first.prompt, *first.output, 5, 5), SamplingParams(max_tokens=3))
+    loop.generate([second])
+    assert second.output == answer(second) and second.num_cached in (8, 12)
+    assert not loop.scheduler.seating.snapshots._num_borrowed
+
+
 def test_a_short_prompt_passes_a_long_one_that_gets_every_second_piece() -> None:
     limits = Capabilities(max_seats=4, max_context=64, cell=4)
     loop = Scheduler(limits, policy=Policy(step_ms=1e-9))

@@ -126,8 +126,7 @@ class PagedState:
             old, new = self._held[source][at], self._held[target][at]
             for pool in self._pools():
                 pool[new] = pool[old]
-        for state in self.sequences.values():
-            state[target] = state[source]
+        _copy_all(self._own(source), self._own(target))
 
     def save(self, seat: Seat, snapshot: Snapshot, position: int) -> None:
         """Keep what a seat has of state per sequence, as it is at ``position``."""
@@ -135,8 +134,7 @@ class PagedState:
             kept = [torch.empty_like(state[0]) for state in self.sequences.values()]
         else:
             kept = self._snapshots[snapshot][1]
-        for place, state in zip(kept, self.sequences.values(), strict=True):
-            place.copy_(state[seat])
+        _copy_all(self._own(seat), kept)
         self._snapshots[snapshot] = position, kept
 
     def marks(self, chunks: Sequence[Chunk]) -> Marks:
@@ -155,15 +153,14 @@ class PagedState:
     def load(self, seat: Seat, snapshot: Snapshot) -> int:
         """Put a snapshot into a seat; returns the position it was saved at."""
         position, kept = self._snapshots[snapshot]
-        for place, state in zip(kept, self.sequences.values(), strict=True):
-            state[seat].copy_(place)
+        _copy_all(kept, self._own(seat))
         return position
 
     def put_out(self, seat: Seat, place: HostPlace, num_positions: int) -> None:
         """Copy the pages of a seat's first positions, and its own state, to host memory."""
         ids = self._ids(self._held[seat][: pages_of(num_positions)])
         kept = [_to_host(each.index_select(0, ids)) for each in self._pools()]
-        kept += [_to_host(state[seat]) for state in self.sequences.values()]
+        kept += [_to_host(state) for state in self._own(seat)]
         self._places[place] = kept
 
     def take_back(self, place: HostPlace, seat: Seat, num_positions: int) -> None:
@@ -172,8 +169,8 @@ class PagedState:
         ids = self._ids(self._held[seat][: pages_of(num_positions)])
         for pool in self._pools():
             pool.index_copy_(0, ids, next(kept).to(self.device, non_blocking=True))
-        for state in self.sequences.values():
-            state[seat].copy_(next(kept), non_blocking=True)
+        for state in self._own(seat):
+            state.copy_(next(kept), non_blocking=True)
 
     def drop(self, place: HostPlace) -> None:
         """Free the host memory in which :meth:`put_out` kept a seat's state."""
@@ -185,6 +182,10 @@ class PagedState:
         self._room.fill(0)
         self._snapshots.clear()
         self._places.clear()
+
+    def _own(self, seat: int) -> list[Tensor]:
+        """What a seat keeps whatever its length, by layer."""
+        return [state[seat] for state in self.sequences.values()]
 
     def _pools(self) -> list[Tensor]:
         """Tensors with a row a page: values and exponents of every layer."""
@@ -205,6 +206,12 @@ class PagedState:
         """
         pages = {page for held in self._held.values() for page in held}
         return self.num_bytes(PAGE * len(pages), len(self._held) + len(self._snapshots))
+
+
+def _copy_all(sources: list[Tensor], targets: list[Tensor]) -> None:
+    """Copy tensors into others of their shapes, in a launch or two: of 35B-A3B they are 60."""
+    if sources:
+        torch._foreach_copy_(targets, sources)
 
 
 def _to_host(values: Tensor) -> Tensor:
