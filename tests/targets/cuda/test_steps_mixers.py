@@ -131,6 +131,27 @@ def test_lengths_of_steps_that_run_ahead(exact: Executable) -> None:
         leave_seat(exact, handle)
 
 
+def test_state_kept_while_rows_decode_is_that_of_its_position(exact: Executable) -> None:
+    """As it is before the step that keeps it, of rows that go on as they are."""
+    handles = tuple(take_seat(exact, 20) for _ in range(2))
+    for handle in handles:
+        step(exact, [(handle, random_tokens(3), 0)])
+    forced = dict(zip(handles, (1, 2), strict=True))
+    parts = [*exact.step(Step(decode=handles, forced=forced)).parts]
+    kept = (Save(handles[1], Snapshot(4)),)
+    parts += exact.step(Step(decode=handles, edits=kept)).parts
+    output = exact.step(Step(decode=handles, want_logits=True))
+    chosen = [2, *(part.read().tokens[1] for part in parts)]
+    other = take_seat(exact, 20)
+    edits = (Copy(handles[1], other, 6), Load(other, Snapshot(4)))
+    exact.step(Step(edits=edits))
+    again = prefill(exact, [*random_tokens(3), *chosen])
+    assert_near(joined(output)[1], again[-1], EXACT)
+    assert_near(step(exact, [(other, chosen[1:], 4)])[0], again[-1], EXACT)
+    for handle in (*handles, other):
+        leave_seat(exact, handle)
+
+
 def test_snapshots_on_the_way_through_a_prompt_continue_as_the_whole(exact: Executable) -> None:
     """Also two of one position, one at the chunk's end, and one that is written over."""
     tokens = random_tokens(9)
