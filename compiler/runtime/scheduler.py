@@ -214,10 +214,14 @@ class Scheduler:
         """Take everything off the executable: all that ran waits again, and is replayed."""
         for running in self.running:
             self.seating.leave(running, may_keep=False)
-            self._put_back(running)
+            self.line.put_back(running.request)
         self._swapped.clear()
         self.places.forget()
         self.seating.forget()
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
+        """The next step's rows are not those of the last, whoever they are of."""
         self._decoding, self._decode, self._rows = [], (), {}
 
     def _admit(self) -> None:
@@ -256,6 +260,7 @@ class Scheduler:
                 return False
             del self._swapped[request]
             seating.take_back(swapped, self._give_place_back(swapped))
+            self._forget_rows()  # the same may decode as in the last step, this one on another seat
             return True
         if self._is_copied_later(request):
             return None
@@ -321,9 +326,6 @@ class Scheduler:
         else:
             self.seating.put_out(running, running.place)
             self._swapped[request] = running
-        self._put_back(running)
-
-    def _put_back(self, running: Running) -> None:
         self.line.put_back(running.request)
 
     def _give_place_back(self, running: Running) -> HostPlace:

@@ -167,6 +167,35 @@ def test_an_answer_that_ends_early_leaves_no_state_of_what_was_computed_behind_i
     assert not loop.scheduler.seating.snapshots._num_borrowed
 
 
+def test_one_that_made_room_and_comes_back_decodes_on_its_new_seat() -> None:
+    """Nothing was planned between, so the same rows decode as in the last step: on another seat."""
+    limits = Capabilities(
+        max_seats=2, max_context=64, cell=4, page_size=4, num_pages=6, max_prompts=2
+    )
+    policy = Policy(step_ms=1e-9, reuses=False, host_bytes=1000)
+    scheduler = Scheduler(limits, policy=policy, state_bytes=lambda positions, _: positions)
+    first, decoding, last = (
+        Request(n, (1,) * length, SamplingParams(max_tokens=most), priority)
+        for n, length, most, priority in ((0, 1, 1, 0), (1, 3, 8, 1), (2, 16, 1, 0))
+    )
+    plan, steps = None, []
+    for request in (first, decoding):
+        scheduler.add(request)
+    while True:
+        before, plan = plan, scheduler.schedule()
+        for running in before.rows.values() if before is not None else ():
+            scheduler.take(running, 7, is_end=False)
+        if plan is None:
+            break
+        steps.append((plan.step.decode, [chunk.seat for chunk in plan.step.prompts]))
+        if first.finish_reason is not None and last.order == 0:
+            scheduler.add(last)
+    assert steps[-1] == ((1,), [0]), "the last piece of a prompt that holds all other pages"
+    assert last.finish_reason is not None and scheduler.num_swapped == 1
+    plan = scheduler.schedule()
+    assert plan is not None and plan.step.decode == (0,) and list(plan.rows) == [0]
+
+
 def test_a_short_prompt_passes_a_long_one_that_gets_every_second_piece() -> None:
     limits = Capabilities(max_seats=4, max_context=64, cell=4)
     loop = Scheduler(limits, policy=Policy(step_ms=1e-9))
