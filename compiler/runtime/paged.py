@@ -55,7 +55,7 @@ class PagedSeating(Seating):
         running = self._begin(request, seat, found)
         self._give_pages(running, [*found.pages, *self.pool.take(fresh)])
         running.num_named = len(found.pages)
-        running.latest = self._load(request, seat, found)
+        self._load(running, found)
         return running
 
     def follow(self, leader: Running, request: Request) -> Running | None:

@@ -20,7 +20,7 @@ from tilewright.compiler.runtime.seating import Seating, StateBytes
 from tilewright.compiler.runtime.slots import SlotSeating
 from tilewright.compiler.runtime.waiting import WaitingLine
 from tilewright.compiler.targets.base import Capabilities
-from tilewright.compiler.targets.step import Chunk, Drop, Edit, HostPlace, Seat, Step
+from tilewright.compiler.targets.step import Chunk, Drop, HostPlace, Seat, Step
 
 HOLD_SECONDS = 5.0
 """How long a request that does not fit holds back those behind it, before one of them passes."""
@@ -148,7 +148,7 @@ class Scheduler:
         step = Step(
             decode=self._decode,
             prompts=tuple(chunk for _, _, chunk in chunks),
-            edits=self._take_edits(),
+            edits=self.seating.take_edits(),
             forced=forced,
             masked=_any_masked(rows) if chunks else self._masked,
             logprobs=_most_logprobs(rows, asking) if chunks else self._logprobs,
@@ -180,7 +180,7 @@ class Scheduler:
         """What frees the seats of those who ended, where nothing else is to be computed."""
         if not self.seating.edits or self.seating.seated:
             return None
-        return Step(edits=self._take_edits())
+        return Step(edits=self.seating.take_edits())
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request for ``reason``; its seat and pages go to others from the next step on."""
@@ -373,11 +373,6 @@ class Scheduler:
                 self.line.leave(request)
                 found[running.seat] = running
         return found
-
-    def _take_edits(self) -> tuple[Edit, ...]:
-        edits = tuple(self.seating.edits)
-        self.seating.edits.clear()
-        return edits
 
 
 def _rank(running: Running) -> tuple[int, int]:

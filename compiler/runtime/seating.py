@@ -166,18 +166,22 @@ class Seating(ABC):
             return ()
         passed = sorted(at for at in running.saves if start < at <= end)
         running.saves.difference_update(passed)
-        found = []
+        found, keys = [], []
         for at in passed:
             key = running.request.page_keys[at // self.grain - 1]
             snapshot = self.snapshots.take(key)
             if snapshot is not None:
                 found.append((at, snapshot))
+                keys.append(key)
+            if key not in self.snapshots:
+                continue
             if at in running.partings:
                 self.snapshots.use(key, 2)
             if not running.saves and at == passed[-1]:
                 self._go_on(running, key)
             elif at % spacing(self.grain) == 0:
                 self.snapshots.supersede(key)
+        self.snapshots.fill(keys)
         return tuple(found)
 
     def _go_on(self, running: Running, key: bytes) -> None:
@@ -185,6 +189,13 @@ class Seating(ABC):
         if running.latest is not None and running.latest != key:
             self.snapshots.supersede(running.latest)
         running.latest = key
+
+    def take_edits(self) -> tuple[Edit, ...]:
+        """The edits of the step that is planned now, which has all its pieces of prompts."""
+        edits = tuple(self.edits)
+        self.edits.clear()
+        self.snapshots.end_step()
+        return edits
 
     def forget(self) -> None:
         """The executable holds nothing any more, and nobody has a seat."""
@@ -201,14 +212,12 @@ class Seating(ABC):
         wants_prompt = choosing.is_penalised or choosing.min_tokens
         self.edits.append(Open(seat, choosing, request.prompt if wants_prompt else (), keeps))
 
-    def _load(self, request: Request, seat: Seat, found: Found) -> bytes | None:
-        """The state of what was found into a seat: the key of its prefix; None for no snapshot."""
-        if found.snapshot is None:
-            return None
-        self.edits.append(Load(seat, found.snapshot))
-        key = request.page_keys[found.length // self.grain - 1]
-        self.snapshots.use(key)
-        return key
+    def _load(self, running: Running, found: Found) -> None:
+        """The state of what was found into a seat, where it is a snapshot's."""
+        if found.snapshot is not None:
+            self.edits.append(Load(running.seat, found.snapshot))
+            running.latest = running.request.page_keys[found.length // self.grain - 1]
+            self.snapshots.use(running.latest)
 
     def _begin(self, request: Request, seat: Seat, found: Found) -> Running:
         request.num_cached = found.length

@@ -102,9 +102,8 @@ class SlotSeating(Seating):
         if is_copied:
             assert source is not None
             self.edits.append(Copy(source, seat, found.length))
-        latest = self._load(request, seat, found)
         running = self._begin(request, seat, found)
-        running.latest = latest
+        self._load(running, found)
         return running
 
     def _choose(self, request: Request, found: Found) -> tuple[Seat, bool]:

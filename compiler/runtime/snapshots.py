@@ -6,7 +6,7 @@ For sequences whose state cannot be cut back to a position. Knows keys and numbe
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from tilewright.compiler.targets.step import Snapshot
 
@@ -26,9 +26,13 @@ class Snapshots:
         self._of_key: OrderedDict[bytes, Snapshot] = OrderedDict()
         self._uses: Counter[bytes] = Counter()
         self._most_borrowed, self._num_borrowed = count // 2, 0
+        self._filling: set[bytes] = set()
 
     def __len__(self) -> int:
         return len(self._of_key)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._of_key
 
     @property
     def is_empty(self) -> bool:
@@ -61,6 +65,16 @@ class Snapshots:
         if place is not None:
             self._of_key[key] = place
         return place
+
+    def fill(self, keys: Iterable[bytes]) -> None:
+        """Note that a piece of a prompt in the step being planned fills these, in whatever order
+        the pieces of a step run: their places are no other piece's before :meth:`end_step`.
+        """
+        self._filling.update(keys)
+
+    def end_step(self) -> None:
+        """Note that a step is planned; what the next one fills is filled behind it."""
+        self._filling.clear()
 
     def supersede(self, key: bytes) -> None:
         """Note that a sequence that goes on from a prefix has a snapshot further on: the one of
@@ -95,11 +109,11 @@ class Snapshots:
     def _place(self) -> Snapshot | None:
         if self._free:
             return self._free.pop()
-        if not self._of_key:
+        key = next((each for each in self._of_key if each not in self._filling), None)
+        if key is None:
             return None
-        key, place = self._of_key.popitem(last=False)
         del self._uses[key]
-        return place
+        return self._of_key.pop(key)
 
 
 def spacing(grain: int) -> int:

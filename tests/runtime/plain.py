@@ -147,7 +147,7 @@ class Operations:
             held.holds = None
             if seat in plan.rows:
                 found[seat] = self._choose(plan.rows[seat])
-        for chunk in step.prompts:
+        for chunk in self.rng.sample(step.prompts, len(step.prompts)):  # targets may reorder them
             running, held = of_seat[chunk.seat], self.device.seats[chunk.seat]
             assert chunk.start == len(held.tokens), "a gap, or computed twice"
             for at, token in enumerate(chunk.tokens, chunk.start + 1):
@@ -292,7 +292,9 @@ def check_snapshots(snapshots: Snapshots, seating: Seating) -> None:
     """Every place is free, named or lent to an answer, once."""
     lent = [each.reply[1] for each in seating.by_seat if each.reply is not None]
     places = [*snapshots._free, *snapshots._of_key.values(), *lent]
-    assert sorted(places) == list(range(len(places))) and snapshots._num_borrowed == len(lent)
+    count = seating.capabilities.num_snapshots if seating.policy.reuses else 0
+    assert sorted(places) == list(range(count)) and snapshots._num_borrowed == len(lent)
+    assert not snapshots._uses.keys() - snapshots._of_key.keys()
 
 
 def draw_limits(rng: random.Random) -> dict[str, Any]:

@@ -6,48 +6,36 @@ import random
 
 import pytest
 
-from tilewright.compiler.runtime.snapshots import GRAIN, Snapshots, places_worth, spacing
+from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.runtime.scheduler import Scheduler
+from tilewright.compiler.runtime.snapshots import Snapshots
+from tilewright.compiler.targets.base import Capabilities
 
 CHATS, TURNS = 64, 8
 SYSTEM, A_TURN = 1000, 1120
-
-
-def prefix_keys(chat: int, num_tokens: int) -> list[bytes]:
-    """Keys of a prompt's blocks: those of the system prompt are all chats'."""
-    return [
-        f"{chat if (block + 1) * GRAIN > SYSTEM else 'all'} {block}".encode()
-        for block in range(num_tokens // GRAIN)
-    ]
 
 
 def percent_found(num_snapshots: int) -> float:
     """Of the tokens of prompts that an earlier one has, those before a snapshot that is there,
     where all chats have a turn before any has its next.
     """
-    snapshots, rng = Snapshots(num_snapshots), random.Random(0)
+    limits = Capabilities(
+        max_seats=1, max_context=1 << 14, page_size=64, num_pages=1 << 14, max_step_tokens=1 << 14,
+        has_sequence_state=True, num_snapshots=num_snapshots,
+    )  # fmt: skip
+    scheduler, rng = Scheduler(limits), random.Random(0)
     found = shared = 0
-    latest: dict[int, bytes] = {}
     for turn in range(TURNS):
         for count, chat in enumerate(rng.sample(range(CHATS), CHATS)):
-            prompt = range(SYSTEM + 50 + A_TURN * turn)
-            keys = prefix_keys(chat, len(prompt))
+            prompt = (CHATS,) * SYSTEM + (chat,) * (50 + A_TURN * turn)
+            request = Request(0, prompt, SamplingParams(max_tokens=1))
+            scheduler.add(request)
+            while (plan := scheduler.schedule()) is not None:
+                for running in plan.rows.values():
+                    scheduler.take(running, 0, is_end=False)
             before = len(prompt) - A_TURN if turn else SYSTEM * min(count, 1)
-            hit = snapshots.find(keys, (len(prompt) - 1) // GRAIN)
-            known = hit[0] * GRAIN if hit else 0
-            if hit:
-                latest[chat] = keys[hit[0] - 1]
-                snapshots.use(latest[chat])
-            junction = before // GRAIN * GRAIN
-            for at in sorted(places_worth(prompt, GRAIN, (), known=known, junction=junction)):
-                snapshots.take(keys[at // GRAIN - 1])
-                if at == junction:
-                    snapshots.use(keys[at // GRAIN - 1], 2)
-                elif at % spacing(GRAIN) == 0:
-                    snapshots.supersede(keys[at // GRAIN - 1])
-            if chat in latest:
-                snapshots.supersede(latest[chat])
-            latest[chat] = keys[-1]
-            found, shared = found + min(known, before), shared + before
+            found, shared = found + min(request.num_cached, before), shared + before
     return 100 * found / shared
 
 
@@ -69,6 +57,19 @@ def test_what_a_sequence_has_gone_beyond_goes_first_but_not_what_several_went_on
     assert taken == [2, 0]
     assert snapshots.find([b"shared"], 1) == (1, 1)
     assert snapshots.find([b"old"], 1) is None and snapshots.find([b"latest"], 1) is None
+
+
+def test_a_place_that_a_step_fills_is_no_other_piece_s_in_it() -> None:
+    """Its pieces may run in another order, and the one that was first would be kept last."""
+    snapshots = Snapshots(2)
+    kept = [snapshots.take(key) for key in (b"a", b"b")]
+    snapshots.fill([b"a"])
+    snapshots.supersede(b"a")
+    assert kept == [0, 1] and snapshots.take(b"c") == 1
+    snapshots.fill([b"c"])
+    assert snapshots.take(b"d") is None and b"d" not in snapshots
+    snapshots.end_step()
+    assert snapshots.take(b"d") == 0
 
 
 def test_half_of_the_places_are_lent_to_answers_and_come_back() -> None:
