@@ -116,8 +116,7 @@ class PagedSeating(Seating):
 
     def _deal(self, running: Running) -> None:
         self._give_pages(running, self.pool.take(self._num_again(running)))
-        # the pages it had may still be named; these are copies of them
-        running.num_named = max(running.num_named, running.computed // self.grain)
+        running.num_named = 0  # these are copies of those it had, which may be cached no more
 
     def forget(self) -> None:
         super().forget()
@@ -154,7 +153,7 @@ class PagedSeating(Seating):
         """The full pages of an answer enter the prefix cache: the keys of all of the sequence."""
         request = running.request
         known = (*request.prompt, *request.output)[: running.computed]
-        keys = chain_keys(known, self.grain, request.cache_salt)
+        keys = chain_keys(known, self.grain, request.cache_salt, request.page_keys)
         for index in range(running.num_named, len(keys)):
             self.pool.name(running.pages[index], keys[index])
         return keys

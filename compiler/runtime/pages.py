@@ -21,13 +21,17 @@ def pages_of(num_positions: int, page_size: int) -> int:
     return -(-num_positions // page_size)
 
 
-def chain_keys(tokens: Sequence[int], page_size: int, salt: str = "") -> list[bytes]:
+def chain_keys(
+    tokens: Sequence[int], page_size: int, salt: str = "", made: Sequence[bytes] = ()
+) -> list[bytes]:
     """A key for each full page of ``tokens``, which names the page and all that stands before it.
 
-    ``salt`` keeps those apart who must not learn from each other's hits.
+    ``salt`` keeps those apart who must not learn from each other's hits. ``made``: the keys of a
+    sequence, made so, of which one begins with the other: they are not made again.
     """
-    keys: list[bytes] = []
-    last = salt.encode()
+    keys = [*made[: len(tokens) // page_size]]
+    last = keys[-1] if keys else salt.encode()
+    tokens = tokens[len(keys) * page_size :]
     packed = struct.pack(f"<{len(tokens)}I", *tokens)
     for end in range(page_size, len(tokens) + 1, page_size):
         page = packed[4 * (end - page_size) : 4 * end]

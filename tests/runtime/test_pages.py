@@ -64,6 +64,8 @@ def test_keys_name_all_that_stands_before() -> None:
     first, second = chain_keys([1, 2, 3, 4, 5], 2), chain_keys([9, 2, 3, 4], 2)
     assert len(first) == len(second) == 2 and not set(first) & set(second)
     assert chain_keys([1, 2, 3, 4], 2) == first
+    for made in ([], first[:1], first, [*first, b"longer"]):
+        assert chain_keys([1, 2, 3, 4, 5], 2, made=made) == first
     assert not set(chain_keys([1, 2, 3, 4], 2, salt="theirs")) & set(first)
 
 
