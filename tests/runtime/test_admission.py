@@ -150,21 +150,30 @@ def test_the_next_turn_of_a_chat_finds_the_answer_before_it(state: int, shares: 
     assert found == ([0, 20, 32] if shares else [0, 8, 32 - 12])
 
 
-def test_an_answer_that_ends_early_leaves_no_state_of_what_was_computed_behind_its_end() -> None:
-    """A step runs ahead of the token that ends it, and fills a page."""
-    executable = QueuedExecutable(
-        page_size=4, num_pages=64, has_sequence_state=True, num_snapshots=4
-    )
-    loop = EngineLoop(executable, policy=Policy(cache_replies=True))
+def test_a_cancelled_answer_leaves_what_is_known_of_it_while_a_step_runs_ahead() -> None:
+    """Of which the token is not: neither is the page that the step fills with it."""
+    limits = Capabilities(
+        max_seats=1, max_context=64, page_size=4, num_pages=16,
+        has_sequence_state=True, num_snapshots=4,
+    )  # fmt: skip
+    scheduler = Scheduler(limits, policy=Policy(cache_replies=True))
     first = Request(0, (1,) * 6, SamplingParams(max_tokens=30))
-    loop.add(first)
-    while len(first.output) < 9:  # 14 positions computed, and those of steps under way
-        loop.step()
-    loop.cancel(first)
-    second = Request(1, (*first.prompt, *first.output, 5, 5), SamplingParams(max_tokens=3))
-    loop.generate([second])
-    assert second.output == answer(second) and second.num_cached in (8, 12)
-    assert not loop.scheduler.seating.snapshots._num_borrowed
+    scheduler.add(first)
+    plan = scheduler.schedule()
+    while len(first.output) < 5:
+        before, plan = plan, scheduler.schedule()
+        assert before is not None and plan is not None
+        for running in before.rows.values():
+            scheduler.take(running, 7, is_end=False)
+    (running,) = scheduler.running
+    scheduler.schedule()
+    assert running.computed == len(first.prompt) + len(first.output) + 1 == 12
+    scheduler.cancel(first)
+    assert not scheduler.seating.snapshots._num_borrowed
+    second = Request(1, (*first.prompt, *first.output, 7, 5), SamplingParams(max_tokens=3))
+    scheduler.add(second)
+    scheduler.schedule()
+    assert second.num_cached == 8
 
 
 def test_one_that_made_room_and_comes_back_decodes_on_its_new_seat() -> None:

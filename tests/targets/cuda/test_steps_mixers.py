@@ -38,7 +38,7 @@ from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
-from tilewright.compiler.targets.step import Chunk, Copy, Load, Save, Snapshot, Step
+from tilewright.compiler.targets.step import Chunk, Copy, Load, Save, Seat, Snapshot, Step
 
 TINY: dict[str, Any] = {**ON_CUDA, "hidden_size": 16, "num_layers": 1, "linear_layers": (True,)}
 BF16 = precision_of("bf16")
@@ -112,19 +112,30 @@ def test_a_copy_is_a_snapshot(exact: Executable) -> None:
     leave_seat(exact, kept)
 
 
-def test_lengths_of_steps_that_run_ahead(exact: Executable) -> None:
+def three_steps(
+    exact: Executable, *between: Snapshot
+) -> tuple[tuple[Seat, ...], list[int], Tensor]:
+    """Two seats decode three times behind prompts of three tokens, without a token being read. The
+    seats, what the second has read, and the last logits; ``between``: snapshots that keep its state
+    before the second step.
+    """
     handles = tuple(take_seat(exact, 20) for _ in range(2))
     for handle in handles:
         step(exact, [(handle, random_tokens(3), 0)])
     forced = dict(zip(handles, (1, 2), strict=True))
     parts = [*exact.step(Step(decode=handles, forced=forced)).parts]
-    parts += exact.step(Step(decode=handles)).parts
+    kept = tuple(Save(handles[1], each) for each in between)
+    parts += exact.step(Step(decode=handles, edits=kept)).parts
     output = exact.step(Step(decode=handles, want_logits=True))
-    chosen = [2, *(part.read().tokens[1] for part in parts)]
+    return handles, [2, *(part.read().tokens[1] for part in parts)], joined(output)
+
+
+def test_lengths_of_steps_that_run_ahead(exact: Executable) -> None:
+    handles, chosen, logits = three_steps(exact)
     copy = take_seat(exact, 20)
     exact.step(Step(edits=(Copy(handles[1], copy, 6),)))
     again = prefill(exact, [*random_tokens(3), *chosen])
-    assert_near(joined(output)[1], again[-1], EXACT)
+    assert_near(logits[1], again[-1], EXACT)
     after = prefill(exact, [*random_tokens(3), *chosen, 7])
     assert_near(step(exact, [(copy, [7], 6)])[0], after[-1], EXACT)
     for handle in (*handles, copy):
@@ -133,20 +144,12 @@ def test_lengths_of_steps_that_run_ahead(exact: Executable) -> None:
 
 def test_state_kept_while_rows_decode_is_that_of_its_position(exact: Executable) -> None:
     """As it is before the step that keeps it, of rows that go on as they are."""
-    handles = tuple(take_seat(exact, 20) for _ in range(2))
-    for handle in handles:
-        step(exact, [(handle, random_tokens(3), 0)])
-    forced = dict(zip(handles, (1, 2), strict=True))
-    parts = [*exact.step(Step(decode=handles, forced=forced)).parts]
-    kept = (Save(handles[1], Snapshot(4)),)
-    parts += exact.step(Step(decode=handles, edits=kept)).parts
-    output = exact.step(Step(decode=handles, want_logits=True))
-    chosen = [2, *(part.read().tokens[1] for part in parts)]
+    handles, chosen, logits = three_steps(exact, Snapshot(4))
     other = take_seat(exact, 20)
     edits = (Copy(handles[1], other, 6), Load(other, Snapshot(4)))
     exact.step(Step(edits=edits))
     again = prefill(exact, [*random_tokens(3), *chosen])
-    assert_near(joined(output)[1], again[-1], EXACT)
+    assert_near(logits[1], again[-1], EXACT)
     assert_near(step(exact, [(other, chosen[1:], 4)])[0], again[-1], EXACT)
     for handle in (*handles, other):
         leave_seat(exact, handle)
