@@ -101,7 +101,7 @@ class ServeOptions(EngineArguments):
     )
     cache_replies: bool | None = option(
         "share answers too: the next turn of a chat computes less, and is equal up to rounding "
-        "(default: where no promise of bits is kept by leaving it)",
+        "(default: where no promise of bits is kept by leaving it; without pages always)",
         action=argparse.BooleanOptionalAction,
         group="engine",
     )

@@ -16,9 +16,9 @@ NUM_BYTES = 256
 def byte_tokenizer(vocab_size: int, where: str) -> Tokenizer:
     """UTF-8 bytes as ids 0 to 255, and the text ``" <N>"`` as id N from 256 on.
 
-    So an answer that comes back in a chat has the ids it was made of, as with most tokenizers. It
-    has no end token, no special ones and no chat template. ``vocab_size``: 256 or more. ``where``
-    stands in messages.
+    So an answer that comes back in a chat has the ids it was made of, as with most tokenizers,
+    where its bytes are UTF-8 and spell no such name. It has no end token, no special ones and no
+    chat template. ``vocab_size``: 256 or more. ``where`` stands in messages.
     """
     assert vocab_size >= NUM_BYTES, vocab_size
     characters = {byte: character for character, byte in byte_of_character().items()}
