@@ -37,10 +37,9 @@ WITH_PEERS := $(VENV)/.peers
 WITH_RAY := $(VENV)/.ray
 WITH_DOCS := $(VENV)/.docs
 WITH_TTNN := $(VENV)/ttnn/.made
-TYPED := $(VENV)/typed
 
 RUFF = "$(BIN)/ruff" check --quiet . && "$(BIN)/ruff" format --quiet --check .
-MYPY = MYPYPATH="$(TYPED):." "$(BIN)/mypy" "$(TYPED)/tilewright" bench demo
+MYPY = "$(BIN)/mypy" tilewright bench demo
 
 # An environment whose interpreter is gone, or is not the one asked for, is made anew.
 ifneq ($(wildcard $(MADE)),)
@@ -87,7 +86,7 @@ demo: $(WITH_DEMO)
 	"$(BIN)/python" demo/simple_text_demo.py $(ARGS)
 
 # mypy runs beside the tests; what it says comes after them.
-test: $(WITH_TEST) $(TYPED)
+test: $(WITH_TEST)
 	$(RUFF)
 	@said=$$(mktemp); $(MYPY) >"$$said" 2>&1 & mypy=$$!; \
 	"$(BIN)/python" -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal $(ARGS); \
@@ -154,8 +153,8 @@ compare-serve: $(WITH_TEST)
 	"$(BIN)/tilewright" compare-serve --llama-server "$(LLAMA_SERVER)" $(ARGS)
 
 # Nothing is fetched but the tools, once. A dead link, or a name that is not there, is an error.
-docs: $(WITH_DOCS) $(TYPED)
-	TILEWRIGHT_TYPED="$(TYPED)" NO_MKDOCS_2_WARNING=1 "$(BIN)/python" -m mkdocs build --quiet --clean
+docs: $(WITH_DOCS)
+	NO_MKDOCS_2_WARNING=1 "$(BIN)/python" -m mkdocs build --quiet --clean
 	@echo "site/index.html"
 
 test-gpu: $(WITH_TEST)
@@ -201,17 +200,9 @@ check-ttnn: $(WITH_TEST)
 	    echo "check-ttnn: skipped: $(TTNN) cannot be installed here, as said above"; \
 	fi
 
-lint: $(WITH_TEST) $(TYPED)
+lint: $(WITH_TEST)
 	$(RUFF)
 	$(MYPY)
-
-# The import package as one folder, of links: mypy does not read setuptools' package-dir.
-$(TYPED): $(MADE)
-	@mkdir -p "$(TYPED)/tilewright"
-	@for part in tilewright/__init__.py compiler models precision_cfgs demo; do \
-	    ln -sfn "$(CURDIR)/$$part" "$(TYPED)/tilewright/$${part##*/}"; \
-	done
-	@touch "$@"
 
 format: $(WITH_TEST)
 	"$(BIN)/ruff" check --quiet --fix .

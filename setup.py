@@ -15,7 +15,7 @@ from types import ModuleType
 from setuptools import Distribution, setup
 from setuptools.command.build_py import build_py
 
-NATIVE = Path("compiler", "targets", "cpu", "native")
+NATIVE = Path("tilewright", "compiler", "targets", "cpu", "native", "library")
 
 
 def _recipe() -> ModuleType:
@@ -43,7 +43,7 @@ class BuildWithKernels(build_py):
         super().run()
         if not HAS_KERNELS:
             return
-        library = Path(self.build_lib, "tilewright", NATIVE, RECIPE.packaged_name())
+        library = Path(self.build_lib, NATIVE, RECIPE.packaged_name())
         with tempfile.TemporaryDirectory() as folder:
             try:
                 for command in RECIPE.commands(COMPILER, Path(folder), library):

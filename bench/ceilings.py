@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from tilewright.compiler.bench.record import Ceilings
 from tilewright.compiler.devices import describe_cpu
+from tilewright.evaluate.results.record import Ceilings
 
 BUFFER_BYTES = 1 << 30
 _READ_PASSES = 3
@@ -31,7 +31,7 @@ def measure_ceilings(target: str) -> Ceilings:
         CompileError: for ``cuda`` without a GPU.
     """
     if target == "cuda":
-        from tilewright.compiler.targets.cuda.device import open_device
+        from tilewright.compiler.targets.cuda.memory_budget import open_device
 
         device = open_device()
         if device.type == "cuda":

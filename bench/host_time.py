@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.commands.arguments import Parser
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.messages import Submit
-from tilewright.compiler.runtime.request import Request
-from tilewright.compiler.runtime.running import Policy
-from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.runtime.service import EngineService, QueueTransport
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.contract import NumericContract
+from tilewright.compiler.targets.contract.record import NumericContract
+from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.null import NullExecutable
+from tilewright.evaluate.report.table import Table
+from tilewright.options.arguments import Parser
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.messages import Submit
+from tilewright.runtime.request import Request
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.runtime.scheduling.request_state import Policy
+from tilewright.runtime.service import EngineService, QueueTransport
 
 _VOCAB, _PROMPT = 49_152, 8
 _MAX_CONTEXT = 1 << 20

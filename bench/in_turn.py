@@ -14,16 +14,16 @@ from typing import Any
 
 import msgspec
 
-from tilewright.compiler.artifacts.places import cache_dir
-from tilewright.compiler.bench.display import decimal, span
-from tilewright.compiler.child import PYTHON, Child
-from tilewright.compiler.commands.arguments import integer, option
+from tilewright.compiler.artifacts.paths import cache_dir
 from tilewright.compiler.devices import describe_cpu
-from tilewright.compiler.environment import environment
-from tilewright.compiler.errors import ConfigError, TilewrightError
-from tilewright.compiler.json_lines import append_lines, check_writable, read_records
+from tilewright.errors import ConfigError, TilewrightError
+from tilewright.evaluate.report.display import decimal, span
+from tilewright.options.arguments import integer, option
+from tilewright.utils.child_process import PYTHON, Child
+from tilewright.utils.environment import environment
+from tilewright.utils.json_lines import append_lines, check_writable, read_records
 
-TILEWRIGHT = (*PYTHON, "-m", "tilewright.compiler.cli")
+TILEWRIGHT = (*PYTHON, "-m", "tilewright.cli.main")
 """Begins the command line of a ``tilewright`` verb in a process of its own."""
 
 

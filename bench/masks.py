@@ -17,19 +17,19 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.commands.arguments import Parser, integer
-from tilewright.compiler.runtime.grammar import JSON_SCHEMA, GrammarSpec
-from tilewright.compiler.runtime.matchers import grammars_of
-from tilewright.compiler.runtime.messages import Failed, Finished, Submit
-from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.runtime.service import EngineService, QueueTransport
-from tilewright.compiler.serve.load.schemas import SCHEMA
-from tilewright.compiler.targets.allowed import Allowed
-from tilewright.compiler.targets.base import Capabilities, Executable, MemoryUse
-from tilewright.compiler.targets.contract import NumericContract
-from tilewright.compiler.targets.step import GOES_ON, Chosen, Part, Seat, Step, StepOutput
+from tilewright.compiler.targets.contract.record import NumericContract
+from tilewright.compiler.targets.interface.base import Capabilities, Executable, MemoryUse
+from tilewright.compiler.targets.interface.step import GOES_ON, Chosen, Part, Seat, Step, StepOutput
+from tilewright.compiler.targets.interface.token_masks import Allowed
+from tilewright.evaluate.load.schemas import SCHEMA
+from tilewright.evaluate.report.table import Table
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
+from tilewright.options.arguments import Parser, integer
+from tilewright.runtime.grammar.matchers import grammars_of
+from tilewright.runtime.grammar.spec import JSON_SCHEMA, GrammarSpec
+from tilewright.runtime.messages import Failed, Finished, Submit
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.runtime.service import EngineService, QueueTransport
 
 _CONTEXT, _PROMPT = 1 << 16, 128
 _ENDLESS = 4000

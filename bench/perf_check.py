@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.cuda.rows import ROWS
-from tilewright.compiler.bench import row
-from tilewright.compiler.bench.cases import CASES
-from tilewright.compiler.bench.display import decimal, span
-from tilewright.compiler.bench.record import Result
-from tilewright.compiler.bench.results import read
-from tilewright.compiler.bench.selection import (
+from tilewright.compiler.devices import CPU_BACKENDS, describe_cpu, target_options
+from tilewright.errors import CheckpointError, ConfigError
+from tilewright.evaluate.cases.cases import CASES
+from tilewright.evaluate.report.display import decimal, span
+from tilewright.evaluate.results import row
+from tilewright.evaluate.results.record import Result
+from tilewright.evaluate.results.result_file import read
+from tilewright.evaluate.results.selection import (
     BATCH_32,
     SHORT,
     SpeedTable,
@@ -27,10 +29,8 @@ from tilewright.compiler.bench.selection import (
     is_placed,
     several_users,
 )
-from tilewright.compiler.child import PYTHON, Child
-from tilewright.compiler.commands.arguments import option, parse, real
-from tilewright.compiler.devices import CPU_BACKENDS, describe_cpu, target_options
-from tilewright.compiler.errors import CheckpointError, ConfigError
+from tilewright.options.arguments import option, parse, real
+from tilewright.utils.child_process import PYTHON, Child
 
 EXIT_NOT_REPRODUCED = 1
 ACCURACY_POINTS = 0.5

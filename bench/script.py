@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from tilewright.compiler.commands.arguments import parse
-from tilewright.compiler.errors import TilewrightError
+from tilewright.errors import TilewrightError
+from tilewright.options.arguments import parse
 
 _T = TypeVar("_T")
 

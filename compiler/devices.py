@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from tilewright.compiler.errors import CompileError, ConfigError
-from tilewright.compiler.registry import Registry
+from tilewright.errors import CompileError, ConfigError
+from tilewright.utils.registry import Registry
 
 # A worker core does 4.096 TFLOP/s at LoFi and 1 GHz; 2, 3 and 4 phases take 2, 3 and 4 times as
 # long. 64 cores a chip. Of the DRAM rate 240 to 265 GB/s are reached in practice.

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tilewright.compiler.distributed.parallel import ALONE, Parallel
 from tilewright.compiler.formats import stored_together
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.passes.runner import PassContext, run_passes
 from tilewright.compiler.precision import PrecisionConfig, ResolvedPrecision
-from tilewright.compiler.targets.base import CompileOptions, Progress, Stage
-from tilewright.compiler.targets.compiled import Compiled, check_options, silent
+from tilewright.compiler.targets.interface.base import CompileOptions, Progress, Stage
+from tilewright.compiler.targets.interface.compiled import Compiled, check_options, silent
 from tilewright.compiler.targets.pipeline import RANK, with_ranks
 from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.tracer import grouped_modules, trace
+from tilewright.distributed.parallel import ALONE, Parallel
 
 
 class CompilableModel(Protocol):

@@ -2,7 +2,7 @@
 
 import sys
 
-from tilewright.compiler.cli import main
+from tilewright.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["compare-targets", *sys.argv[1:]]))

@@ -19,9 +19,9 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from tilewright.compiler.child import PYTHON, Child
-from tilewright.compiler.errors import TilewrightError
-from tilewright.compiler.serve.health import is_healthy
+from tilewright.errors import TilewrightError
+from tilewright.serve.web.health import is_healthy
+from tilewright.utils.child_process import PYTHON, Child
 
 _ADDRESS = b"tilewright: http://"
 _START_SECONDS, _LOOK_SECONDS = 1800.0, 0.1
@@ -39,7 +39,7 @@ class Served:
     """
 
     def __init__(self, argv: list[str]) -> None:
-        command = [*PYTHON, "-m", "tilewright.compiler.cli", "serve", *argv]
+        command = [*PYTHON, "-m", "tilewright.cli.main", "serve", *argv]
         command += ["--host", "127.0.0.1", "--port", "0"]
         self._child = Child(command, has_pipes=True, what="tilewright serve")
         deadline = time.monotonic() + _START_SECONDS

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from tilewright.compiler.errors import CheckpointError
+from tilewright.errors import CheckpointError
 from tilewright.models.architectures.table import model_types
 from tilewright.models.hub import FORM, fetch, parse_hub_name
 from tilewright.models.shapes import FORM as SHAPE_FORM

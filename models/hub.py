@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilewright.compiler.errors import CheckpointError
-from tilewright.models.checkpoints.shards import INDEX, find_shards
+from tilewright.errors import CheckpointError
+from tilewright.models.checkpoints.huggingface.shards import INDEX, find_shards
 
 FORM = "OWNER/NAME[@REVISION][:FILE.gguf] on the Hugging Face hub"
 _PART = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9_])?"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from tilewright.compiler.errors import CheckpointError, allowed
+from tilewright.errors import CheckpointError, allowed
 from tilewright.models.architectures.table import model_types
 from tilewright.models.shape_factors import PHI3_LONG, PHI3_SHORT, PHI35_LONG, PHI35_SHORT
 
@@ -339,6 +339,6 @@ def parse_shape_name(text: str) -> ShapeName | None:
 
 def shape_config(shape: ShapeName) -> ModelConfig:
     """The configuration of a shape, checked as one from a file is."""
-    from tilewright.models.checkpoints.hf_config import config_of_hf
+    from tilewright.models.checkpoints.huggingface.config import config_of_hf
 
     return config_of_hf(SHAPES[shape.name], where=str(shape))

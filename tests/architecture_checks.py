@@ -29,12 +29,12 @@ from tests.tiny import (
     take_seat,
 )
 from tests.twins import twin_of
-from tilewright.compiler.runtime.engine import Engine
-from tilewright.compiler.targets.base import Executable
+from tilewright.compiler.targets.interface.base import Executable
 from tilewright.models.architectures.table import architecture_of
 from tilewright.models.checkpoints.base import Checkpoint, check_tensors
 from tilewright.models.checkpoints.containers import open_checkpoint
 from tilewright.models.sources import stored_shapes
+from tilewright.runtime.engine import Engine
 
 TARGETS = ("reference", "cpu")
 WITHIN = 1e-4

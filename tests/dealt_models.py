@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tests.tiny import lowered, precision_of, prefill, random_tokens, tiny_model
-from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.driver import compile_virtual
 from tilewright.compiler.passes.runner import PassContext, run_passes
-from tilewright.compiler.passes.shard import shard
-from tilewright.compiler.passes.take_rank import take_rank
+from tilewright.compiler.passes.sharding.shard import shard
+from tilewright.compiler.passes.sharding.take_rank import take_rank
 from tilewright.compiler.precision import PrecisionConfig
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.compiled import Compiled
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.interface.compiled import Compiled
+from tilewright.distributed.parallel import Parallel
 from tilewright.models.config import DeltaShape, RopeConfig
 
 VOCABULARY = 131

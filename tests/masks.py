@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tilewright.compiler.targets.allowed import Allowed, num_words
-from tilewright.compiler.targets.step import Seat
+from tilewright.compiler.targets.interface.step import Seat
+from tilewright.compiler.targets.interface.token_masks import Allowed, num_words
 
 
 def allowed_of(masks: Mapping[Seat, np.ndarray]) -> Allowed:

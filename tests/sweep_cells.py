@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tilewright.compiler.bench.record import Accuracy, Repeat, Result, medians, pack_hits
-from tilewright.compiler.bench.results import dumps
-from tilewright.compiler.sweep.cell import Cell
-from tilewright.compiler.sweep.journal import VERSION, Finished, Journal, Planned
+from tilewright.evaluate.results.record import Accuracy, Repeat, Result, medians, pack_hits
+from tilewright.evaluate.results.result_file import dumps
+from tilewright.evaluate.sweep.cell import Cell
+from tilewright.evaluate.sweep.journal import VERSION, Finished, Journal, Planned
 
 HEADING = "precision_cfg = {ff1_3: bfp8}, fidelity_cfg = {li_ff1_3: hifi2}"
 NUM_POSITIONS = 16

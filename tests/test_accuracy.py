@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from tilewright.compiler.bench import perf_md
-from tilewright.compiler.bench.accuracy import score, teacher_force
-from tilewright.compiler.bench.cases import ACCURACY_CONTEXT
-from tilewright.compiler.bench.precision_titles import section_precision
-from tilewright.compiler.bench.record import Accuracy
-from tilewright.compiler.bench.reference import load_reference, reference_path
-from tilewright.compiler.errors import CheckpointError, ConfigError
 from tilewright.compiler.precision import PrecisionConfig, list_precisions, load_precision
+from tilewright.errors import CheckpointError, ConfigError
+from tilewright.evaluate.cases.cases import ACCURACY_CONTEXT
+from tilewright.evaluate.cases.reference import load_reference, reference_path
+from tilewright.evaluate.measure.accuracy import score, teacher_force
+from tilewright.evaluate.report import perf_md
+from tilewright.evaluate.report.precision_titles import section_precision
+from tilewright.evaluate.results.record import Accuracy
 
 PERF_MD = Path(__file__).resolve().parent.parent / "PERF.md"
 TOLERANCE = 0.5
@@ -104,10 +104,10 @@ def measured() -> dict[str, Accuracy]:
 
 def measure(model_path: str, target: str, precision: PrecisionConfig) -> Accuracy:
     """Top-1 and top-5 against the versioned reference."""
-    from tilewright.compiler.commands.measure import subject_of
-    from tilewright.compiler.commands.source import open_source
+    from tilewright.cli.measure.measure import subject_of
     from tilewright.compiler.driver import compile_model
-    from tilewright.compiler.targets.base import CompileOptions
+    from tilewright.compiler.targets.interface.base import CompileOptions
+    from tilewright.loading.source import open_source
     from tilewright.models import find_model
 
     source = open_source(find_model(model_path))

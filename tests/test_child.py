@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.compiler import child as child_module
-from tilewright.compiler.child import PYTHON, Child
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
+from tilewright.utils import child_process as child_module
+from tilewright.utils.child_process import PYTHON, Child
 
 SHELL = ("/bin/sh", "-c")
 
@@ -54,7 +54,7 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from tilewright.compiler.child import Child\n"
+        "from tilewright.utils.child_process import Child\n"
         f"Path({str(tmp_path / 'pid')!r}).write_text(str(Child(['sleep', '600']).pid))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 import yaml
 
-from tilewright.compiler.cli import main
-from tilewright.compiler.distributed.world import machines_of
+from tilewright.cli.main import main
+from tilewright.distributed.world import machines_of
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tilewright.compiler.devices import DEVICES, describe_cpu, get_device
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
 
 
 def test_chips() -> None:

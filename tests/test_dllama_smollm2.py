@@ -16,10 +16,10 @@ import torch
 
 from tests.tiny import prefill
 from tests.twins import twin_of
-from tilewright.compiler.cli import main
+from tilewright.cli.main import main
 from tilewright.compiler.driver import compile_model
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.models import LoadedModel, load_model
 
 pytestmark = pytest.mark.weights

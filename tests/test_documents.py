@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.compiler.cli import main
+from tilewright.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 FOLDERS = ("bench", "compiler", "demo", "docs", "models", "precision_cfgs", "results", "tests")
+FOLDERS += ("tilewright",)
 SCRIPTS = {
     "simple_text_demo": "bench",
     "sweep": "sweep",

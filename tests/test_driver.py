@@ -13,12 +13,12 @@ from tests.models.test_gemma3_text import make as make_gemma3
 from tests.models.test_qwen3_next import make as make_qwen3_next
 from tests.tiny import compiled, lowered, pipeline, precision_of, prefill, random_tokens, tiny_model
 from tilewright.compiler.driver import compile_model, resolve_precision, weight_source
-from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError
 from tilewright.compiler.ir.text import graph_text
 from tilewright.compiler.precision import list_precisions, load_precision
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.compiled import check_options
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.interface.compiled import check_options
 from tilewright.compiler.targets.table import get_target, target_names
+from tilewright.errors import CheckpointError, CompileError, ConfigError
 
 OPTIONS = CompileOptions(max_batch=2, max_context=32, compute="exact", num_threads=1)
 

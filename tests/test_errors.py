@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.compiler.bench.cases import CASES
-from tilewright.compiler.cli import main
-from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.cli.main import main
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.table import get_target
+from tilewright.errors import ConfigError, allowed
+from tilewright.evaluate.cases.cases import CASES
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -59,7 +59,7 @@ def test_what_is_said_to_be_installed_is_there_to_install() -> None:
         "optional-dependencies"
     ]
     said = set[str]()
-    folders = ("compiler", "models", "demo", "bench")
+    folders = ("compiler", "models", "tilewright", "demo", "bench")
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     documents = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     for path in (*sources, *documents):

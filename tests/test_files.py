@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.compiler.files import create_file, replace_file
+from tilewright.utils.files import create_file, replace_file
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.bench.test_results import full, make
-from tilewright.compiler.bench import results
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.json_lines import TornLineWarning, check_writable
+from tilewright.errors import ConfigError
+from tilewright.evaluate.results import result_file as results
+from tilewright.utils.json_lines import TornLineWarning, check_writable
 
 
 def test_a_torn_last_line_is_dropped_with_a_warning(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeGuard
@@ -20,34 +19,39 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom to the top; a module imports from its own layer and from those below.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "registry", "environment", "files", "json_lines", "child", "plain_yaml"),
-    ("formats",),
-    ("devices",),
+    ("errors",),
+    ("utils",),
+    ("compiler.formats",),
+    ("compiler.mesh", "compiler.devices"),
     ("distributed",),
-    ("precision",),
-    ("choosing",),
-    ("ops",),
-    ("ir",),
-    ("tracer",),
-    ("passes",),
-    ("targets",),
-    ("driver",),
-    ("artifacts",),
+    ("compiler.precision",),
+    ("compiler.sampling",),
+    ("compiler.ops",),
+    ("compiler.ir",),
+    ("compiler.tracer",),
+    ("compiler.passes",),
+    ("compiler.targets",),
+    ("compiler.driver",),
+    ("compiler.artifacts",),
     ("runtime",),
-    ("bench",),
-    ("sweep",),
+    ("options",),
+    ("loading", "api"),
+    ("llm",),
+    ("evaluate",),
     ("serve",),
     ("batch",),
-    ("commands", "cli"),
+    ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-# Of the compiler: ``files``, because a checkpoint's files are opened as carefully as all others;
+# Of the rest: ``files``, because a checkpoint's files are opened as carefully as all others;
 # ``formats``, because what the bytes of a stored type mean is said once.
-MODELS_MAY_IMPORT = ("ops", "errors", "files", "formats")
+MODELS_MAY_IMPORT = ("compiler.ops", "errors", "utils", "compiler.formats")
 SEES_MODELS = (
     "tilewright.models",
-    "tilewright.compiler.commands",
-    "tilewright.compiler.cli",
+    "tilewright.options",
+    "tilewright.loading",
+    "tilewright.llm",
+    "tilewright.cli",
     "bench",
 )
 
@@ -63,18 +67,18 @@ ONLY_IN = {
     "ttnn": ("tilewright.compiler.targets.tenstorrent",),
     "transformers": (),
     "matplotlib": (
-        "tilewright.compiler.bench",
-        "tilewright.compiler.sweep",
-        "tilewright.compiler.commands.sweep.report",
+        "tilewright.evaluate",
+        "tilewright.evaluate.sweep",
+        "tilewright.cli.sweep.report",
     ),
-    "textual": ("tilewright.compiler.commands.sweep",),
-    "aiohttp": ("tilewright.compiler.serve", "demo.serve_ray"),
-    "uvloop": ("tilewright.compiler.serve",),
-    "zmq": ("tilewright.compiler.serve",),
-    "prometheus_client": ("tilewright.compiler.serve",),
-    "llguidance": ("tilewright.compiler.runtime.matchers",),
-    "pyarrow": ("tilewright.compiler.batch.parquet_rows",),
-    "ray": ("tilewright.compiler.commands.batch_ray", "demo.serve_ray"),
+    "textual": ("tilewright.cli.sweep",),
+    "aiohttp": ("tilewright.serve", "tilewright.evaluate.load", "demo.serve_ray"),
+    "uvloop": ("tilewright.serve",),
+    "zmq": ("tilewright.serve",),
+    "prometheus_client": ("tilewright.serve",),
+    "llguidance": ("tilewright.runtime.grammar.matchers",),
+    "pyarrow": ("tilewright.batch.parquet_rows",),
+    "ray": ("tilewright.cli.processes.batch_ray", "demo.serve_ray"),
     "llama_cpp": ("bench.peers",),
     "onnxruntime_genai": ("bench.peers",),
     "openvino_genai": ("bench.peers",),
@@ -85,7 +89,10 @@ MAX_FUNCTION_LINES = 49
 
 
 # Import names of the folders at the top of the tree.
-PACKAGES = {"tilewright": "tilewright", "compiler": "tilewright.compiler"}
+PACKAGES = {
+    "tilewright": "tilewright",
+    "compiler": "tilewright.compiler",
+}  # of links, none is followed
 PACKAGES |= {"models": "tilewright.models", "bench": "bench", "demo": "demo"}
 PUBLIC_FACE = "tilewright"
 
@@ -94,7 +101,12 @@ GENERATED = ROOT / "demo" / "engine_generator" / "workspace"
 
 
 def source_files(*folders: str) -> list[Path]:
-    found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    found = (
+        path
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        if path.resolve() == path
+    )
     return sorted(path for path in found if not path.is_relative_to(GENERATED))
 
 
@@ -141,7 +153,7 @@ def complaint_about_import(module: str, imported: str) -> str | None:
     top = imported.partition(".")[0]
     if top in ONLY_IN and not any(is_within(module, place) for place in ONLY_IN[top]):
         return f"belongs in {ONLY_IN[top] or 'tests'} only"
-    if top in ("compiler", "models"):
+    if top in ("compiler", "models", "precision_cfgs"):
         return f"is tilewright.{top}"
     if top == "bench":
         return None if is_within(module, "bench") else "is outside the wheel"
@@ -152,8 +164,8 @@ def complaint_about_import(module: str, imported: str) -> str | None:
         return None if sees else "is the models package"
     if imported == "tilewright.compiler.__version__":
         return None
-    layer = [*imported.split("."), "", ""][2]
-    if not is_within(imported, "tilewright.compiler") or layer not in LEVEL:
+    layer = layer_of(imported)
+    if layer is None:
         return "is the root package, or in no layer"
     if is_within(module, "tilewright.models"):
         return None if layer in MODELS_MAY_IMPORT else f"is not one of {MODELS_MAY_IMPORT}"
@@ -161,10 +173,18 @@ def complaint_about_import(module: str, imported: str) -> str | None:
         return None
     if module == "tilewright.compiler":
         return "from inside the root package"
-    own = module.split(".")[2]
-    if own not in LEVEL:
+    own = layer_of(module)
+    if own is None:
         return f"but {module} is in no layer"
     return None if LEVEL[layer] <= LEVEL[own] else "is in a layer above"
+
+
+def layer_of(module: str) -> str | None:
+    """The layer of a module of ours: the longest name that holds it."""
+    _, _, rest = module.partition("tilewright.")
+    parts = rest.split(".")
+    names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((name for name in names if name in LEVEL), None)
 
 
 @functools.cache
@@ -274,27 +294,31 @@ def name_complaints(module: str) -> list[str]:
         ("~.passes.fuse_x", "import ~.driver", False),
         ("~.ir.info", "def f():\n    from ~.passes import runner", False),
         ("~.ir.info", "if True:\n    import ~.targets.base as b", False),
-        ("~.errors", "from ~.formats.floats import BF16", False),
+        ("tilewright.errors", "from ~.formats.floats import BF16", False),
         ("~.ops.dense", "import ~", False),
         ("~.ops.dense", "from ~ import *", False),
         ("~.ops.dense", "from ~ import __version__", True),
         ("~.ops.dense", "from . import library", False),
         ("~.ops.dense", "from ..errors import ConfigError", False),
-        ("~.unheard_of", "from ~.errors import ConfigError", False),
+        ("~.unheard_of", "from tilewright.errors import ConfigError", False),
         ("~.ops.dense", "from ~.unheard_of import f", False),
-        ("~", "from ~.errors import ConfigError", False),
+        ("~", "from tilewright.errors import ConfigError", False),
         ("~.driver", "from tilewright.models import load_model", False),
         ("~.driver", "importlib.import_module('tilewright.models.architectures.llama')", False),
-        ("~.commands.demo", "from tilewright.models import load_model", True),
-        ("~.cli", "import tilewright.models", True),
+        ("tilewright.cli.commands.demo", "from tilewright.models import load_model", True),
+        ("tilewright.cli", "import tilewright.models", True),
         (
             "tilewright.models.architectures.llama",
             "from tilewright.models.architectures.layers import RMSNorm",
             True,
         ),
         ("tilewright.models.architectures.llama", "from ~ import ops", True),
-        ("tilewright.models.architectures.llama", "from ~.errors import CheckpointError", True),
-        ("tilewright.models.checkpoints.gguf", "from ~.formats import BF16", True),
+        (
+            "tilewright.models.architectures.llama",
+            "from tilewright.errors import CheckpointError",
+            True,
+        ),
+        ("tilewright.models.checkpoints.gguf.checkpoint", "from ~.formats import BF16", True),
         ("tilewright.models.architectures.llama", "from ~.precision import MIXED", False),
         ("~.targets.cuda.kernels.linear", "import triton.language as tl", True),
         ("~.ops.dense", "import triton", False),
@@ -303,7 +327,7 @@ def name_complaints(module: str) -> list[str]:
         ("~.ir.mlir", "from torch_mlir import fx", True),
         ("tilewright.models.tokenizer.tokenizer", "def f():\n    import transformers", False),
         ("demo.sweep", "import transformers", False),
-        ("demo.sweep", "from ~.cli import main", True),
+        ("demo.sweep", "from tilewright.cli.main import main", True),
     ],
 )
 def test_the_import_check_tells_good_from_bad(module: str, source: str, is_allowed: bool) -> None:
@@ -331,16 +355,15 @@ def test_the_circle_check_finds_one(sources: dict[str, str], circle: str | tuple
     assert circles(import_graph(sources)) == ([expected] if expected else [])
 
 
-def test_every_folder_of_the_wheel_is_a_package() -> None:
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
-    kinds = {".py", *(pattern.removeprefix("*") for pattern in tool["package-data"]["*"])}
-    found = {
-        ".".join([package, *path.relative_to(ROOT / folder).parts[:-1]])
-        for package, folder in tool["package-dir"].items()
-        for path in (ROOT / folder).rglob("*")
-        if path.suffix in kinds
+def test_the_package_is_one_folder() -> None:
+    """The folders at the top that are its parts are links in it; all else in it is real."""
+    links = {
+        path.name: path.readlink() for path in (ROOT / "tilewright").iterdir() if path.is_symlink()
     }
-    assert found == set(tool["packages"])
+    assert links == {
+        **{name: Path("..", name) for name in ("compiler", "models", "precision_cfgs")},
+        "sample_prompts": Path("../demo/sample_prompts"),
+    }
 
 
 def test_no_modules_import_each_other() -> None:
@@ -366,11 +389,11 @@ def test_the_name_check_knows_standard_modules() -> None:
 
 
 def test_the_walk_finds_the_sources() -> None:
-    names = {module_name(path) for path in source_files("compiler", "models")}
+    names = {module_name(path) for path in source_files("compiler", "models", "tilewright")}
     assert {
         "tilewright.compiler",
-        "tilewright.compiler.errors",
-        "tilewright.compiler.bench.cases",
+        "tilewright.errors",
+        "tilewright.evaluate.cases.cases",
         "tilewright.models.architectures.llama",
     } <= names
 

@@ -42,7 +42,7 @@ def test_version_has_one_source() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", tilewright.compiler.__version__)
     assert PROJECT["project"]["dynamic"] == ["version"]
     dynamic = PROJECT["tool"]["setuptools"]["dynamic"]["version"]
-    assert dynamic == {"attr": "compiler.__version__"}
+    assert dynamic == {"attr": "tilewright.compiler.__version__"}
 
 
 def test_running_needs_no_test_library() -> None:

@@ -19,17 +19,17 @@ import transformers
 from torch import Tensor
 
 from tests.tiny import compiled, lowered, prefill
-from tilewright.compiler.bench.accuracy import divergence
-from tilewright.compiler.bench.prompts import bench_text, sample_prompts
-from tilewright.compiler.bench.record import Result
-from tilewright.compiler.bench.results import loads
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.runtime.engine import Engine
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.request import Request, SamplingParams
-from tilewright.compiler.targets.base import Executable
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.evaluate.cases.prompts import bench_text, sample_prompts
+from tilewright.evaluate.measure.accuracy import divergence
+from tilewright.evaluate.results.record import Result
+from tilewright.evaluate.results.result_file import loads
 from tilewright.models import LoadedModel, load_model
+from tilewright.runtime.engine import Engine
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import Request, SamplingParams
 
 pytestmark = pytest.mark.weights
 
@@ -269,7 +269,7 @@ def run_alone(path: Path, name: str, *options: str) -> tuple[Result, float]:
     argv += ["--max-generated-tokens", "1", "--repeat-batches", "1", *options]
     started = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "tilewright.compiler.cli", "bench", "--model", str(path), *argv],
+        [sys.executable, "-m", "tilewright.cli.main", "bench", "--model", str(path), *argv],
         cwd=ROOT,
         capture_output=True,
         timeout=300,

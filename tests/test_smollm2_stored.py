@@ -12,8 +12,8 @@ from tests.ggml_blocks import file_values
 from tilewright.compiler.driver import lower_model, resolve_precision, weight_source
 from tilewright.compiler.ir.recipe import load_values
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.targets.compiled import silent
-from tilewright.compiler.targets.holdings import weight_uses
+from tilewright.compiler.targets.contract.weight_storage import weight_uses
+from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.table import get_target
 from tilewright.models import load_model, quantised_types
 

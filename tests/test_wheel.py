@@ -107,12 +107,12 @@ def test_wheel_holds_the_sources_and_the_data(wheel: Path) -> None:
         "compiler/**/*.py",
         "models/**/*.py",
         "precision_cfgs/*.yaml",
-        "demo/sample_prompts/*.json",
-        "compiler/bench/texts/*.txt",
+        "tilewright/**/*.py",
+        "tilewright/evaluate/cases/texts/*.txt",
     )
     assert expected >= {
         "tilewright/precision_cfgs/performance.yaml",
-        "tilewright/demo/sample_prompts/questions.json",
+        "tilewright/precision_cfgs/base.yaml",
     }
     assert expected <= names, sorted(expected - names)
 
@@ -122,7 +122,7 @@ def test_wheel_holds_nothing_else(wheel: Path) -> None:
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"tilewright"}
     assert not [name for name in names if re.search(r"(^|/)(tests|__pycache__)/|/test_", name)]
-    assert all("/demo/sample_prompts/" in name for name in names if "/demo/" in name)
+    assert not [name for name in names if "/demo/" in name]
 
 
 def test_wheel_carries_the_licence_and_the_version(wheel: Path) -> None:
@@ -139,7 +139,7 @@ def test_installed_wheel_finds_its_data(installed: Path) -> None:
     code = (
         "import tilewright.compiler\n"
         "from tilewright.compiler.precision import list_precisions\n"
-        "from tilewright.compiler.bench.prompts import bench_text, sample_prompts\n"
+        "from tilewright.evaluate.cases.prompts import bench_text, sample_prompts\n"
         "print(tilewright.compiler.__file__)\n"
         "print(len(sample_prompts('questions.json')), bench_text('accuracy.txt')[:18])\n"
         "print(*list_precisions())\n"
@@ -152,17 +152,17 @@ def test_installed_wheel_finds_its_data(installed: Path) -> None:
 
 
 def test_installed_command_prints_its_version(wheel: Path, installed: Path) -> None:
-    code = "from tilewright.compiler.cli import main; raise SystemExit(main(['--version']))"
+    code = "from tilewright.cli.main import main; raise SystemExit(main(['--version']))"
     assert wheel.name.split("-")[1] in run_installed(installed, code)
     scripts = (next(installed.glob("*.dist-info")) / "entry_points.txt").read_text()
-    assert "tilewright = tilewright.compiler.cli:main" in scripts
+    assert "tilewright = tilewright.cli.main:main" in scripts
 
 
 def test_a_model_runs_where_only_its_dependencies_are(installed: Path, tiny_gguf: Path) -> None:
     """As `make demo` installs them: what else the tests' environment holds cannot be imported."""
     argv = ["bench", "--model", str(tiny_gguf), "--prompt", "hello", "--no-results"]
     argv += ["--max-generated-tokens", "2", "--repeat-batches", "1"]
-    code = "from tilewright.compiler.cli import main\n"
+    code = "from tilewright.cli.main import main\n"
     code += f"print(main.__code__.co_filename)\ncode = main({argv})\n"
     code += "assert not hidden & {*sys.modules}, hidden & {*sys.modules}\nraise SystemExit(code)"
     location, *out = run_installed(installed, ONLY_WHAT_RUNNING_NEEDS + code).splitlines()

@@ -25,12 +25,11 @@ from tilewright.compiler.ir.recipe import load_dense, load_values
 from tilewright.compiler.ir.state import PER_TOKEN
 from tilewright.compiler.passes.runner import Pass, PassContext, PassReport, run_passes
 from tilewright.compiler.precision import PrecisionConfig, load_precision
-from tilewright.compiler.runtime.pages import PagePool, pages_of
-from tilewright.compiler.targets.base import (
+from tilewright.compiler.targets.interface.base import (
     CompileOptions,
     Executable,
 )
-from tilewright.compiler.targets.step import (
+from tilewright.compiler.targets.interface.step import (
     Choosing,
     Chunk,
     Close,
@@ -47,6 +46,7 @@ from tilewright.models.architectures.table import architecture_of
 from tilewright.models.checkpoints.base import Rows, TensorMeta, inner_part, outer_rows
 from tilewright.models.config import ModelConfig, RopeConfig
 from tilewright.models.sources import stored_shapes
+from tilewright.runtime.memory.pages import PagePool, pages_of
 
 GOLDENS = Path(__file__).parent / "goldens"
 UPDATE_VARIABLE = "TILEWRIGHT_UPDATE_GOLDENS"

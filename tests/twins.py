@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from tests.tiny import random_tokens
-from tilewright.models.checkpoints.hf_config import hf_values
+from tilewright.models.checkpoints.huggingface.config import hf_values
 from tilewright.models.config import LongRopeScaling, ModelConfig
 from tilewright.models.sources import TensorSource
 

@@ -10,17 +10,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tilewright.compiler.commands.face import compile_model
-    from tilewright.compiler.commands.llm import LLM
-    from tilewright.compiler.runtime.engine import Engine
+    from tilewright.api import compile_model
+    from tilewright.llm import LLM
     from tilewright.models import load_model
+    from tilewright.runtime.engine import Engine
 
 __all__ = ["LLM", "Engine", "compile_model", "load_model"]
 
 _HOMES = {
-    "LLM": "tilewright.compiler.commands.llm",
-    "Engine": "tilewright.compiler.runtime.engine",
-    "compile_model": "tilewright.compiler.commands.face",
+    "LLM": "tilewright.llm",
+    "Engine": "tilewright.runtime.engine",
+    "compile_model": "tilewright.api",
     "load_model": "tilewright.models",
 }
 

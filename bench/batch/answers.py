@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from bench.batch.made import RowOptions
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.cli import main as tilewright
-from tilewright.compiler.commands.arguments import (
+from tilewright.cli.main import main as tilewright
+from tilewright.errors import TilewrightError
+from tilewright.evaluate.report.table import Table
+from tilewright.options.arguments import (
     CHECKPOINT_PRECISION,
     ModelArguments,
     Parser,
     add_options,
     values_of,
 )
-from tilewright.compiler.errors import TilewrightError
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.request import Request
-from tilewright.compiler.runtime.running import Policy
-from tilewright.compiler.runtime.sampling import MAX_LOGPROBS, SamplingParams
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import Request
+from tilewright.runtime.sampling import MAX_LOGPROBS, SamplingParams
+from tilewright.runtime.scheduling.request_state import Policy
 
 _MODEL = ("model", "target", "precision", "compute")
 
@@ -80,7 +80,7 @@ def _batched(rows: list[dict[str, Any]], words: list[str], seats: int) -> list[l
 def _compare(
     rows: list[dict[str, Any]], batched: list[list[int]], arguments: Any
 ) -> tuple[list[Parting], int]:
-    from tilewright.compiler.commands.llm import LLM
+    from tilewright.llm import LLM
 
     model = {name: getattr(arguments, name) for name in _MODEL}
     model["precision"] = model["precision"] or CHECKPOINT_PRECISION

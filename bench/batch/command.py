@@ -15,9 +15,9 @@ from bench.batch.sides import Bodies, Sizes, ours, theirs
 from bench.in_turn import BesideLlama, keeper, model_and_copy
 from bench.peers.options import Pair, read_pair
 from bench.serving.servers import check_program
-from tilewright.compiler.bench.display import decimal
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.commands.arguments import integer, option, parse
+from tilewright.evaluate.report.display import decimal
+from tilewright.evaluate.report.table import Table
+from tilewright.options.arguments import integer, option, parse
 
 OURS, THEIRS = "tilewright batch", "llama.cpp"
 

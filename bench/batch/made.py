@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilewright.compiler.commands.arguments import integer, option, parse
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.files import create_file
+from tilewright.errors import ConfigError
+from tilewright.options.arguments import integer, option, parse
+from tilewright.utils.files import create_file
 
 Row = tuple[str, int, int]
 PROMPTS, OUTPUTS = (4, 1024), (6, 1776)

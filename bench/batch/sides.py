@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from bench.in_turn import answer_of
 from bench.serving.servers import llama_cpp, running
-from tilewright.compiler.errors import TilewrightError
+from tilewright.errors import TilewrightError
 
 Bodies = Sequence[dict[str, Any]]
 _TIMEOUT = 3600.0

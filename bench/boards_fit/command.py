@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.compiler.bench import perf_md
-from tilewright.compiler.commands.arguments import option, parse
-from tilewright.compiler.commands.console import err, out
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.files import replace_file
+from tilewright.cli.terminal.console import err, out
+from tilewright.errors import ConfigError
+from tilewright.evaluate.report import perf_md
+from tilewright.options.arguments import option, parse
+from tilewright.utils.files import replace_file
 
 if TYPE_CHECKING:
     from bench.boards_fit.report import Study
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     from bench.boards_fit.programs import READINGS, Programs
     from bench.boards_fit.report import study_report, study_rows
     from bench.boards_fit.rows import read_rows
-    from tilewright.compiler.targets.tenstorrent import perf_constants
+    from tilewright.compiler.targets.tenstorrent.perf import constants as perf_constants
 
     programs = Programs()
     studies = [study_rows(each, read_rows(document, programs, each)) for each in READINGS]
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 def is_kept(study: Study) -> bool:
     """Whether the constants in the source are those of a fit."""
-    from tilewright.compiler.targets.tenstorrent.perf_constants import ERROR_BARS, FITTED
+    from tilewright.compiler.targets.tenstorrent.perf.constants import ERROR_BARS, FITTED
 
     pairs = [
         (getattr(FITTED, field.name), getattr(study.constants, field.name))

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewright.compiler.targets.tenstorrent.perf_constants import START, Constants
-from tilewright.compiler.targets.tenstorrent.perf_price import once_seconds, work_seconds
-from tilewright.compiler.targets.tenstorrent.perf_work import Work, program_work
-from tilewright.compiler.targets.tenstorrent.program import DECODE, DeviceProgram
+from tilewright.compiler.targets.tenstorrent.perf.constants import START, Constants
+from tilewright.compiler.targets.tenstorrent.perf.price import once_seconds, work_seconds
+from tilewright.compiler.targets.tenstorrent.perf.work import Work, program_work
+from tilewright.compiler.targets.tenstorrent.program.instructions import DECODE, DeviceProgram
 
 Vector = NDArray[np.float64]
 

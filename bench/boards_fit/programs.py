@@ -11,22 +11,22 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from tilewright.compiler.distributed.mesh import Mesh
+from tilewright.compiler.mesh import Mesh
 from tilewright.compiler.passes.runner import PassContext, run_passes
 from tilewright.compiler.precision import PHASES, Phase, PrecisionConfig, load_precision
 from tilewright.compiler.targets.table import get_target
-from tilewright.compiler.targets.tenstorrent.lower import lower_program
+from tilewright.compiler.targets.tenstorrent.lower.graph import lower_program
 from tilewright.compiler.targets.tenstorrent.target import MESHES
 from tilewright.compiler.tracer import trace
 from tilewright.models.architectures.table import architecture_of
-from tilewright.models.checkpoints.hf_config import config_of_hf
+from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.config import RopeConfig
 from tilewright.models.shapes import SHAPES
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from tilewright.compiler.targets.tenstorrent.program import DeviceProgram
+    from tilewright.compiler.targets.tenstorrent.program.instructions import DeviceProgram
 
 _ANY_BOARD = "n150"
 """The passes are those of every board; the mesh comes in when a graph is lowered."""

@@ -11,9 +11,9 @@ import numpy as np
 from bench.boards_fit import fitting
 from bench.boards_fit.programs import PUBLISHED
 from bench.boards_fit.rows import PublishedRow
-from tilewright.compiler.bench.display import percent
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.targets.tenstorrent.perf_constants import START, Constants
+from tilewright.compiler.targets.tenstorrent.perf.constants import START, Constants
+from tilewright.evaluate.report.display import percent
+from tilewright.evaluate.report.table import Table
 
 _BAR = 90
 """Percent of held-out rows that lie within the error bar of a prediction."""

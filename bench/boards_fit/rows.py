@@ -10,8 +10,8 @@ from bench.boards_fit.programs import (
     Programs,
     published_precision,
 )
-from tilewright.compiler.bench.perf_md import Document, PerfRow, Section
 from tilewright.compiler.precision import Phase, load_precision
+from tilewright.evaluate.report.perf_md import Document, PerfRow, Section
 
 PROMPT, GENERATED = 128, 200
 """Tokens of a published short row; a decode step sees half of the generated ones on average."""

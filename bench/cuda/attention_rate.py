@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from bench.cuda.replays import need_gpu, replayed
 from bench.script import run_script
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.commands.arguments import integer, option
-from tilewright.compiler.errors import ConfigError, TilewrightError
+from tilewright.errors import ConfigError, TilewrightError
+from tilewright.evaluate.report.table import Table
+from tilewright.options.arguments import integer, option
 
 if TYPE_CHECKING:
     import torch
 
-    from tilewright.compiler.targets.cuda.pages import KVPages
+    from tilewright.compiler.targets.cuda.state.pages import KVPages
 
 KINDS = "bf16", "bfp8"
 PAGE, BLOCK = 64, 16
@@ -147,8 +147,9 @@ class Launches:
     def __init__(self, case: Case, generator: torch.Generator) -> None:
         import torch
 
-        from tilewright.compiler.targets.cuda.kernels import attention_shares, native_attention
-        from tilewright.compiler.targets.cuda.kernels.attention_decode import decode_scratch
+        from tilewright.compiler.targets.cuda.kernels.attention import attention as native_attention
+        from tilewright.compiler.targets.cuda.kernels.attention import split as attention_shares
+        from tilewright.compiler.targets.cuda.kernels.attention.decode_triton import decode_scratch
 
         device, rows, need = generator.device, case.num_rows, case.num_pages
         num_heads, num_kv_heads, head_dim = HEADS[case.heads]
@@ -203,7 +204,7 @@ class Launches:
 def _random_pages(case: Case, count: int, generator: torch.Generator) -> KVPages:
     import torch
 
-    from tilewright.compiler.targets.cuda.pages import KVPages
+    from tilewright.compiler.targets.cuda.state.pages import KVPages
 
     _, num_kv_heads, head_dim = HEADS[case.heads]
     shape, device = (count, 2, num_kv_heads, PAGE, head_dim), generator.device

@@ -13,9 +13,9 @@ import sys
 import torch
 
 from bench.cuda.replays import replayed
-from tilewright.compiler.targets.cuda.choice import Drawing, make_choice
-from tilewright.compiler.targets.cuda.seats import SeatTable
-from tilewright.compiler.targets.step import Choosing, Seat
+from tilewright.compiler.targets.cuda.outputs.sampling_batch import Drawing, make_choice
+from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
+from tilewright.compiler.targets.interface.step import Choosing, Seat
 
 ROWS = (1, 8, 64, 256)
 VOCABULARIES = (128_256, 248_320)

@@ -17,12 +17,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from bench.in_turn import median_and_range
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.commands.arguments import integer, option, parse
-from tilewright.compiler.commands.console import err, note
-from tilewright.compiler.distributed.world import forbid_multicast
-from tilewright.compiler.errors import TilewrightError
-from tilewright.compiler.json_lines import append_lines
+from tilewright.cli.terminal.console import err, note
+from tilewright.distributed.world import forbid_multicast
+from tilewright.errors import TilewrightError
+from tilewright.evaluate.report.table import Table
+from tilewright.options.arguments import integer, option, parse
+from tilewright.utils.json_lines import append_lines
 
 _SECONDS = 140.0
 PING = "ping"

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.kernels.exchange import (
+from tilewright.compiler.targets.cuda.collectives.exchange import (
     EMPTY,
     SLOTS,
     Exchange,
     Shape,
     shape_for,
 )
-from tilewright.compiler.targets.cuda.peers import Peers, check_no_multicast
+from tilewright.compiler.targets.cuda.collectives.peer_memory import Peers, check_no_multicast
 
 SIZES = tuple(1024 * each for each in (4, 8, 16, 32, 64, 128, 512, 1024))
 REPEATS, TURNS, ROW = 7, 1000, 4096
@@ -177,8 +177,8 @@ def _ours(side: Rank, threads: tuple[int, ...]) -> None:
 
 def _gathered(side: Rank) -> None:
     """What ranks do whose GPUs do not reach each other: NCCL gathers, and our kernel adds."""
-    from tilewright.compiler.targets.cuda.kernels.gathered import GatheredExchange
-    from tilewright.compiler.targets.cuda.nccl import Nccl
+    from tilewright.compiler.targets.cuda.collectives.gathered import GatheredExchange
+    from tilewright.compiler.targets.cuda.collectives.nccl import Nccl
 
     device = torch.device("cuda", side.rank)
     library = Nccl(side.rank, device, side.swap, check=lambda: None)

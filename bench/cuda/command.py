@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.cuda.rows import DECODE, METRICS, START, BenchRow, find_rows
-from tilewright.compiler.bench.display import decimal, percent, span
-from tilewright.compiler.bench.record import RANDOM_WEIGHTS
-from tilewright.compiler.bench.results import append
-from tilewright.compiler.bench.table import Columns, Table
-from tilewright.compiler.commands.arguments import integer, option, parse
-from tilewright.compiler.commands.console import err, note, out, print_table
+from tilewright.cli.terminal.console import err, note, out, print_table
 from tilewright.compiler.devices import check_gpu
-from tilewright.compiler.distributed.parallel import EXCHANGES
-from tilewright.compiler.errors import CheckpointError, ConfigError, TilewrightError, one_line
-from tilewright.compiler.json_lines import check_writable
+from tilewright.distributed.parallel import EXCHANGES
+from tilewright.errors import CheckpointError, ConfigError, TilewrightError, one_line
+from tilewright.evaluate.report.display import decimal, percent, span
+from tilewright.evaluate.report.table import Columns, Table
+from tilewright.evaluate.results.record import RANDOM_WEIGHTS
+from tilewright.evaluate.results.result_file import append
+from tilewright.options.arguments import integer, option, parse
+from tilewright.utils.json_lines import check_writable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from bench.cuda.measure import Bench, Figures
-    from tilewright.compiler.bench.record import Ceilings
+    from tilewright.evaluate.results.record import Ceilings
 
 REPEATS = 5
 QUICK_REPEATS, QUICK_TOKENS = 2, 40
@@ -173,7 +173,7 @@ class _Session:
 
     def _measure(self, rows: Sequence[BenchRow]) -> None:
         from bench.cuda.measure import Bench, measure_start
-        from tilewright.compiler.commands.console import compile_progress
+        from tilewright.cli.terminal.console import compile_progress
 
         target, repeats = self.choices.target, self.choices.repeats
         if rows[0].metric == START:

@@ -19,23 +19,25 @@ from torch import Tensor
 from bench.cuda.product_tables import read_shape, table_of
 from bench.cuda.replays import need_gpu, replayed
 from bench.script import run_script
-from tilewright.compiler.bench.display import decimal
-from tilewright.compiler.commands.arguments import integer, option
-from tilewright.compiler.errors import ConfigError, allowed
-from tilewright.compiler.targets.cuda.e4m3 import exact_rows
-from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.kernels import native, native_dense, native_many
-from tilewright.compiler.targets.cuda.kernels.e4m3 import round_rows, scale_rows
-from tilewright.compiler.targets.cuda.kernels.launch import num_processors
-from tilewright.compiler.targets.cuda.kernels.native_dense import Codes, Way
-from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu
-from tilewright.compiler.targets.cuda.library import (
+from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
+from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu
+from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
+from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
+from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul.dense import Codes, Way
+from tilewright.compiler.targets.cuda.kernels.matmul.e4m3 import round_rows, scale_rows
+from tilewright.compiler.targets.cuda.steps.cublas import (
     add_product,
     codes_product,
     scaled_product,
     store_product,
 )
-from tilewright.compiler.targets.cuda.packing import hold
+from tilewright.compiler.targets.cuda.weights.e4m3 import exact_rows
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packing import hold
+from tilewright.errors import ConfigError, allowed
+from tilewright.evaluate.report.display import decimal
+from tilewright.options.arguments import integer, option
 
 CHAIN_BYTES = 1_000_000_000
 EPILOGUES = {"store": native.STORE, "add": native.ADD, "swiglu": native.SWIGLU}

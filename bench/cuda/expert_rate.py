@@ -18,17 +18,17 @@ from torch import Tensor
 from bench.cuda.random_experts import random_experts
 from bench.cuda.replays import need_gpu, replayed
 from bench.script import run_script
-from tilewright.compiler.bench.display import decimal
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.commands.arguments import integer, option
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.targets.cuda.kernels.expert_linear import (
+from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
     MANY_PAIRS,
     MOST_PAIRS,
     Tiling,
     expert_linear,
 )
-from tilewright.compiler.targets.cuda.kernels.route import Groups, group
+from tilewright.compiler.targets.cuda.kernels.experts.route_triton import Groups, group
+from tilewright.errors import ConfigError
+from tilewright.evaluate.report.display import decimal
+from tilewright.evaluate.report.table import Table
+from tilewright.options.arguments import integer, option
 
 _NUM_LAYERS = 2
 _CHAIN = tuple(range(_NUM_LAYERS)) * 4

@@ -18,16 +18,17 @@ import torch
 from bench.cuda.random_experts import random_experts
 from bench.cuda.replays import need_gpu, replayed
 from bench.script import run_script
-from tilewright.compiler.bench.display import decimal
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.commands.arguments import integer, option
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.targets.cuda.held import TILE_COLUMNS
-from tilewright.compiler.targets.cuda.kernels import native_experts, native_route
-from tilewright.compiler.targets.cuda.kernels import native_few_experts as few_experts
-from tilewright.compiler.targets.cuda.kernels.native_experts import Shared
-from tilewright.compiler.targets.cuda.kernels.native_route import Choice, Tiles
-from tilewright.compiler.targets.cuda.packing import hold
+from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
+from tilewright.compiler.targets.cuda.kernels.experts import experts_few as few_experts
+from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
+from tilewright.compiler.targets.cuda.kernels.experts.experts import Shared
+from tilewright.compiler.targets.cuda.kernels.experts.route import Choice, Tiles
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_COLUMNS
+from tilewright.compiler.targets.cuda.weights.packing import hold
+from tilewright.errors import ConfigError
+from tilewright.evaluate.report.display import decimal
+from tilewright.evaluate.report.table import Table
+from tilewright.options.arguments import integer, option
 
 _LENGTH = 12
 _CHAIN = tuple(range(_LENGTH)) * 2

@@ -19,19 +19,17 @@ import torch
 
 from bench.cuda.replays import need_gpu, replayed
 from bench.script import run_script
-from tilewright.compiler.bench.display import decimal
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.commands.arguments import integer, option
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.targets.cuda.kernels import (
-    native,
-    native_delta,
-    native_dense,
-    native_route,
-    native_router,
-)
-from tilewright.compiler.targets.cuda.kernels.delta_rule import DeltaInputs
-from tilewright.compiler.targets.cuda.packing import hold
+from tilewright.compiler.targets.cuda.kernels.delta_rule import delta_step as native_delta
+from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import DeltaInputs
+from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
+from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
+from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
+from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.weights.packing import hold
+from tilewright.errors import ConfigError
+from tilewright.evaluate.report.display import decimal
+from tilewright.evaluate.report.table import Table
+from tilewright.options.arguments import integer, option
 
 _CHAIN_BYTES = 400_000_000
 _ROUTERS = 12  # of 1 MB each

@@ -17,15 +17,15 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from bench.cuda.rows import DECODE, DECODE_SHARE, BenchRow
-from tilewright.compiler.bench.display import decimal, percent
-from tilewright.compiler.bench.record import RANDOM_WEIGHTS, Ceilings
-from tilewright.compiler.bench.roofline import STATE, Work, product_groups
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.bench.timing import OFFLINE, Job
-from tilewright.compiler.commands.console import print_table
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.request import Request
-from tilewright.compiler.targets.base import Executable
+from tilewright.cli.terminal.console import print_table
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.evaluate.measure.roofline import STATE, Work, product_groups
+from tilewright.evaluate.measure.timing import OFFLINE, Job
+from tilewright.evaluate.report.display import decimal, percent
+from tilewright.evaluate.report.table import Table
+from tilewright.evaluate.results.record import RANDOM_WEIGHTS, Ceilings
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import Request
 
 if TYPE_CHECKING:
     from rich.console import Console

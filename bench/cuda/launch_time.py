@@ -17,10 +17,10 @@ from dataclasses import replace
 
 from bench.cuda.measure import Bench
 from bench.cuda.rows import find_rows
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.request import Request
-from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.targets.base import Executable
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import Request
+from tilewright.runtime.sampling import SamplingParams
 
 _PROMPT, _STEPS = 100, 150
 _DRAWN = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}

@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, fx
 
 from bench.targets.windows import cut_windows
+from tilewright.cli.measure.measure import compile_reference
 from tilewright.compiler import ops
-from tilewright.compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
-from tilewright.compiler.bench.record import Paired
-from tilewright.compiler.bench.stats import mean_and_error
-from tilewright.compiler.commands.measure import compile_reference
-from tilewright.compiler.commands.source import open_source
 from tilewright.compiler.driver import compile_model
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.cuda.e4m3 import exact_rows, round_rows, values
+from tilewright.compiler.targets.cuda.weights.e4m3 import exact_rows, round_rows, values
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.interface.step import Choosing, Chunk, Open, Seat, Step
 from tilewright.compiler.targets.reference import ReferenceExecutable
-from tilewright.compiler.targets.step import Choosing, Chunk, Open, Seat, Step
+from tilewright.evaluate.cases.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
+from tilewright.evaluate.results.record import Paired
+from tilewright.evaluate.results.stats import mean_and_error
+from tilewright.loading.source import open_source
 from tilewright.models import find_model
 
 _PRECISIONS = "performance", "all-bfp4"

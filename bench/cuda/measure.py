@@ -25,32 +25,32 @@ from bench.cuda.rows import (
     BenchRow,
 )
 from bench.cuda.scaling import group_seconds
-from tilewright.compiler.bench.cases import CASES, TABLE_PROMPT_LENGTH, Case
-from tilewright.compiler.bench.record import Ceilings, Result
-from tilewright.compiler.bench.roofline import (
+from tilewright.cli.arguments.bench import RunOptions, read_options
+from tilewright.cli.measure import measure
+from tilewright.cli.terminal.console import RANDOM_NOTE
+from tilewright.compiler.ops.collectives import all_reduce, all_reduce_add
+from tilewright.compiler.ops.moe import expected_experts
+from tilewright.compiler.targets.interface.base import CompileOptions, Progress, Seat
+from tilewright.compiler.targets.interface.compiled import Compiled
+from tilewright.errors import CompileError
+from tilewright.evaluate.cases.cases import CASES, TABLE_PROMPT_LENGTH, Case
+from tilewright.evaluate.measure.roofline import (
     Work,
     decode_work,
     limit_seconds,
     prefill_work,
 )
-from tilewright.compiler.bench.timing import Job, Run, time_jobs
-from tilewright.compiler.child import PYTHON, Child
-from tilewright.compiler.commands import measure
-from tilewright.compiler.commands.arguments import ModelOptions
-from tilewright.compiler.commands.console import RANDOM_NOTE
-from tilewright.compiler.commands.options import RunOptions, read_options
-from tilewright.compiler.commands.source import (
+from tilewright.evaluate.measure.timing import Job, Run, time_jobs
+from tilewright.evaluate.results.record import Ceilings, Result
+from tilewright.loading.source import (
     Source,
     compile_alone,
     compile_source,
     open_source,
 )
-from tilewright.compiler.errors import CompileError
-from tilewright.compiler.ops.collectives import all_reduce, all_reduce_add
-from tilewright.compiler.ops.moe import expected_experts
-from tilewright.compiler.runtime.engine import Engine
-from tilewright.compiler.targets.base import CompileOptions, Progress, Seat
-from tilewright.compiler.targets.compiled import Compiled
+from tilewright.options.arguments import ModelOptions
+from tilewright.runtime.engine import Engine
+from tilewright.utils.child_process import PYTHON, Child
 
 SUMS = (all_reduce.overload, all_reduce_add.overload)
 _LONG_PROMPT = 16384
@@ -239,8 +239,8 @@ def _solo_rank(
     source: Source, model: ModelOptions, options: CompileOptions, progress: Progress
 ) -> Compiled:
     """Rank 0 of the group that was asked for, its own values standing in for the others'."""
+    from tilewright.compiler.targets.cuda.collectives.group import alone
     from tilewright.compiler.targets.cuda.executable import CudaExecutable
-    from tilewright.compiler.targets.cuda.group import alone
 
     parallel = model.grouping.parallel
     options = replace(options, parallel=parallel)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
+from tilewright.evaluate.report.table import Table
 
 
 def read_shape(text: str) -> tuple[int, int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
-from tilewright.compiler.targets.cuda.experts import place_experts
-from tilewright.compiler.targets.cuda.held import HeldWeight
+from tilewright.compiler.targets.cuda.weights.experts import place_experts
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 
 
 def random_experts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from tilewright.compiler.errors import TilewrightError
+from tilewright.errors import TilewrightError
 
 _WARM_UP, _NUM_REPLAYS = 2, 9
 

@@ -41,7 +41,7 @@ OURS=${OUR_PORT:-18200}
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
 shift
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
-CLI='import sys; from tilewright.compiler.cli import main; sys.exit(main())'
+CLI='import sys; from tilewright.cli.main import main; sys.exit(main())'
 tilewright() { "$PYTHON" -P -c "$CLI" "$@"; }
 
 # The chat template of shapes, which have none, and a server that is ended with its part.

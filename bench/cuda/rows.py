@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from tilewright.compiler.bench.cases import TABLE_GENERATED_TOKENS, TABLE_PROMPT_LENGTH
-from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.errors import ConfigError, allowed
+from tilewright.evaluate.cases.cases import TABLE_GENERATED_TOKENS, TABLE_PROMPT_LENGTH
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tilewright.compiler.bench.table import Table
+from tilewright.evaluate.report.table import Table
 
 RATE = 4.49e12
 """Bytes a second that one GPU reads."""

@@ -23,20 +23,29 @@ from dataclasses import dataclass
 
 from bench.cuda.kernel_profile import kernel_rows, profile_steps, record_launches
 from bench.script import run_script
-from tilewright.compiler.bench.display import decimal
-from tilewright.compiler.bench.record import RANDOM_WEIGHTS
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.commands.arguments import (
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable, StepOutput
+from tilewright.compiler.targets.interface.compiled import silent
+from tilewright.compiler.targets.interface.step import (
+    Choosing,
+    Chunk,
+    Close,
+    Edit,
+    Open,
+    Pages,
+    Seat,
+    Step,
+)
+from tilewright.errors import ConfigError
+from tilewright.evaluate.report.display import decimal
+from tilewright.evaluate.report.table import Table
+from tilewright.evaluate.results.record import RANDOM_WEIGHTS
+from tilewright.options.arguments import (
     ModelArguments,
     ModelOptions,
     integer,
     option,
     read_model_options,
 )
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.targets.base import CompileOptions, Executable, StepOutput
-from tilewright.compiler.targets.compiled import silent
-from tilewright.compiler.targets.step import Choosing, Chunk, Close, Edit, Open, Pages, Seat, Step
 
 _PRECISION = "bf16"
 _WARM_UP, _PROFILED = 3, 5
@@ -220,7 +229,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _measured(options: Options) -> str:
-    from tilewright.compiler.commands.source import compile_source, open_source
+    from tilewright.loading.source import compile_source, open_source
 
     choices: ModelOptions = read_model_options(options, _PRECISION)
     source = open_source(choices.path)

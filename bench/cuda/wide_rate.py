@@ -18,13 +18,14 @@ from torch import Tensor
 from bench.cuda.product_tables import read_shape, table_of
 from bench.cuda.replays import need_gpu, replayed
 from bench.script import run_script
-from tilewright.compiler.bench.display import decimal
-from tilewright.compiler.commands.arguments import integer, option
-from tilewright.compiler.targets.cuda.held import TILE_BYTES, HeldWeight
-from tilewright.compiler.targets.cuda.kernels import native, native_wide
-from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
-from tilewright.compiler.targets.cuda.library import store_product
-from tilewright.compiler.targets.cuda.packing import hold
+from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
+from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import dequantise
+from tilewright.compiler.targets.cuda.steps.cublas import store_product
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, HeldWeight
+from tilewright.compiler.targets.cuda.weights.packing import hold
+from tilewright.evaluate.report.display import decimal
+from tilewright.options.arguments import integer, option
 
 CHAIN_BYTES = 240_000_000
 

@@ -24,25 +24,25 @@ from bench.cuda.measure import Bench, run_options
 from bench.cuda.rows import DECODE, BenchRow
 from bench.engine.measure import waits
 from bench.in_turn import median_and_range, with_checkout
-from tilewright.compiler.bench.display import percent
-from tilewright.compiler.bench.record import RANDOM_WEIGHTS
-from tilewright.compiler.bench.table import Columns, Table
-from tilewright.compiler.child import PYTHON, Child
-from tilewright.compiler.commands import measure
-from tilewright.compiler.commands.console import compile_progress, err, out, print_table
-from tilewright.compiler.commands.engine_config import engine_config
-from tilewright.compiler.commands.source import Source, open_source
+from tilewright.cli.measure import measure
+from tilewright.cli.terminal.console import compile_progress, err, out, print_table
 from tilewright.compiler.driver import lower_model, resolve_precision, silent
-from tilewright.compiler.errors import TilewrightError, one_line
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.targets.cuda.engine.emit import engine_source
-from tilewright.compiler.targets.cuda.engine.parts.weights import plain_name
-from tilewright.compiler.targets.cuda.engine.trial import load_engine
+from tilewright.compiler.targets.cuda.engine_generator.emit import engine_source
+from tilewright.compiler.targets.cuda.engine_generator.parts.weights import plain_name
+from tilewright.compiler.targets.cuda.engine_generator.trial import load_engine
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.table import get_target
+from tilewright.errors import TilewrightError, one_line
+from tilewright.evaluate.report.display import percent
+from tilewright.evaluate.report.table import Columns, Table
+from tilewright.evaluate.results.record import RANDOM_WEIGHTS
+from tilewright.loading.engine_config import engine_config
+from tilewright.loading.source import Source, open_source
 from tilewright.models import LoadedModel, load_model
 from tilewright.models.checkpoints.base import Checkpoint
 from tilewright.models.shapes import ShapeName
+from tilewright.utils.child_process import PYTHON, Child
 
 TARGET, FILE = "target", "file"
 FEWEST_TOKENS = 3

@@ -22,27 +22,27 @@ from bench.engine import beside
 from bench.engine.compiled import CASES, MODES, Asked, command
 from bench.engine.measure import errors_of, measure
 from bench.in_turn import with_checkout
-from tilewright.compiler.child import PYTHON, Child
-from tilewright.compiler.commands.arguments import integer, option, parse, real
 from tilewright.compiler.devices import check_gpu
-from tilewright.compiler.errors import ConfigError, one_line
-from tilewright.compiler.json_lines import check_writable
-from tilewright.compiler.targets.cuda.engine.cases import Trace, cases
-from tilewright.compiler.targets.cuda.engine.parts.engine import Engine, read_device
-from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
-from tilewright.compiler.targets.cuda.engine.parts.self_test import (
+from tilewright.compiler.targets.cuda.engine_generator.cases import Trace, cases
+from tilewright.compiler.targets.cuda.engine_generator.parts.engine import Engine, read_device
+from tilewright.compiler.targets.cuda.engine_generator.parts.reference import Reference
+from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import (
     compare,
     random_weights,
 )
-from tilewright.compiler.targets.cuda.engine.parts.settings import (
+from tilewright.compiler.targets.cuda.engine_generator.parts.settings import (
     EngineError,
     Settings,
     read_settings,
 )
-from tilewright.compiler.targets.cuda.engine.parts.torch_steps import TorchExecutor
-from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
-from tilewright.compiler.targets.cuda.engine.trial import load_engine
+from tilewright.compiler.targets.cuda.engine_generator.parts.torch_steps import TorchExecutor
+from tilewright.compiler.targets.cuda.engine_generator.parts.weights import load_weights
+from tilewright.compiler.targets.cuda.engine_generator.trial import load_engine
+from tilewright.errors import ConfigError, one_line
 from tilewright.models.shapes import FORM, parse_shape_name
+from tilewright.options.arguments import integer, option, parse, real
+from tilewright.utils.child_process import PYTHON, Child
+from tilewright.utils.json_lines import check_writable
 
 HIDDEN_LIKE = {
     "model_type": "tiny_llama",

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.engine.measure import measure
-from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
-from tilewright.compiler.targets.cuda.engine.parts.settings import read_settings
-from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
+from tilewright.compiler.targets.cuda.engine_generator.parts.reference import Reference
+from tilewright.compiler.targets.cuda.engine_generator.parts.settings import read_settings
+from tilewright.compiler.targets.cuda.engine_generator.parts.weights import load_weights
 
 CASES = {
     "decode 8 x 32 + 16": False,

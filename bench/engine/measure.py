@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from tilewright.compiler.targets.cuda.engine.cases import Trace, cases
-from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
-from tilewright.compiler.targets.cuda.engine.parts.self_test import error_of
+from tilewright.compiler.targets.cuda.engine_generator.cases import Trace, cases
+from tilewright.compiler.targets.cuda.engine_generator.parts.reference import Reference
+from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import error_of
 
 
 def waits(device: torch.device) -> Callable[[], object]:

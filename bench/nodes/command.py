@@ -21,9 +21,9 @@ from bench.in_turn import TILEWRIGHT, keeper
 from bench.nodes.files import SHAPES, write_files
 from bench.nodes.links import address, inside, machines, read_link
 from bench.nodes.tables import FREE, Run
-from tilewright.compiler.child import Child
-from tilewright.compiler.commands.arguments import integer, option, parse
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
+from tilewright.options.arguments import integer, option, parse
+from tilewright.utils.child_process import Child
 
 _PORT, _SECONDS = 9999, 900.0
 

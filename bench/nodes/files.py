@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tilewright.models.checkpoints.dllama_header import (
+from tilewright.models.checkpoints.dllama.header import (
     TENSOR_TYPES,
     DllamaHeader,
     DllamaTensor,

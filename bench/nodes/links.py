@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilewright.compiler.child import Child
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.targets.cpu.native.build import find_compiler
+from tilewright.compiler.targets.cpu.native.library.build import find_compiler
+from tilewright.errors import ConfigError
+from tilewright.utils.child_process import Child
 
 _NAME, _NET = "twn", "10.213.77"
 _NAMESPACES, _LINKS = Path("/run/netns"), Path("/sys/class/net")

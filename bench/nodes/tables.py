@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.in_turn import kept_rows, median_and_range
-from tilewright.compiler.bench.display import short_commit
-from tilewright.compiler.bench.table import Table
+from tilewright.evaluate.report.display import short_commit
+from tilewright.evaluate.report.table import Table
 
 FREE = "free"
 _QUIET = 0.1

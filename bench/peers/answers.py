@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bench.peers import PEERS
-from tilewright.compiler.artifacts.places import cache_dir
-from tilewright.compiler.bench.display import short_commit
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.commands.arguments import integer, option, parse
+from tilewright.compiler.artifacts.paths import cache_dir
 from tilewright.compiler.devices import describe_cpu
-from tilewright.compiler.environment import PACKAGES, environment
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
+from tilewright.evaluate.report.display import short_commit
+from tilewright.evaluate.report.table import Table
 from tilewright.models import find_model
+from tilewright.options.arguments import integer, option, parse
+from tilewright.utils.environment import PACKAGES, environment
 
 if TYPE_CHECKING:
     from bench.peers.llama_cpp import LlamaCpp
-    from tilewright.compiler.commands.llm import LLM
+    from tilewright.llm import LLM
 
 QUESTIONS = (
     "hi",
@@ -115,7 +115,7 @@ def open_sides(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from bench.peers.gguf_copy import cached_gguf
     from bench.peers.llama_cpp import LlamaCpp
-    from tilewright.compiler.commands.llm import LLM
+    from tilewright.llm import LLM
 
     threads = options.threads or describe_cpu().num_cores
     ours: dict[str, Any] = {"num_threads": threads, "max_seats": 1, "max_context": _CONTEXT}
@@ -137,7 +137,7 @@ def open_sides(
 def _of_ours(llm: LLM, options: AnswerOptions) -> Side:
     import torch
 
-    from tilewright.compiler.runtime.engine import Engine
+    from tilewright.runtime.engine import Engine
 
     def answer(prompt: Sequence[int]) -> tuple[int, ...]:
         with llm.stream_tokens(prompt, max_tokens=options.max_tokens) as stream:

@@ -14,11 +14,11 @@ from bench.peers.records import write_part
 from bench.peers.rounds import Contestant, measure_all
 from bench.peers.tilewright_worker import OURS
 from bench.peers.worker import Worker, WorkerError
-from tilewright.compiler.artifacts.places import cache_dir
-from tilewright.compiler.bench.prompts import bench_text
-from tilewright.compiler.child import PYTHON
+from tilewright.compiler.artifacts.paths import cache_dir
 from tilewright.compiler.devices import CPU_BACKENDS
-from tilewright.compiler.errors import ConfigError, RequestError, one_line
+from tilewright.errors import ConfigError, RequestError, one_line
+from tilewright.evaluate.cases.prompts import bench_text
+from tilewright.utils.child_process import PYTHON
 
 if TYPE_CHECKING:
     from tilewright.models import LoadedModel
@@ -45,7 +45,7 @@ def _measure(options: CompareOptions) -> tuple[dict[str, Any], bool]:
     """A part's record, printed as tables, and whether a configuration of ours is missing in it."""
     from bench.ceilings import read_bandwidth
     from bench.peers.report import print_report, report_record
-    from tilewright.compiler.commands.console import compile_progress, err, out
+    from tilewright.cli.terminal.console import compile_progress, err, out
     from tilewright.models import load_model
 
     model = load_model(Path(options.model))

@@ -14,7 +14,7 @@ import numpy as np
 from gguf.quants import dequantize, quant_shape_to_byte_shape, quantize
 
 from bench.peers.worker import Loaded, cache_name
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _WRITTEN_BY_WRITER = "general.architecture"

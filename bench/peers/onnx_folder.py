@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers.worker import cache_name
-from tilewright.compiler.child import PYTHON, Child
-from tilewright.compiler.errors import ConfigError
-from tilewright.models.checkpoints.hf_config import hf_values
+from tilewright.errors import ConfigError
+from tilewright.models.checkpoints.huggingface.config import hf_values
+from tilewright.utils.child_process import PYTHON, Child
 
 BUILDER = "onnxruntime_genai.models.builder"
 _BUILD = (*PYTHON, "-m", BUILDER)

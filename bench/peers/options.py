@@ -10,13 +10,13 @@ from types import MappingProxyType
 from bench.peers import PEERS
 from bench.peers.records import read_parts
 from bench.peers.rounds import Plan
-from tilewright.compiler.artifacts.places import cache_dir, is_compiled
-from tilewright.compiler.commands.arguments import integer, option, parse, real
+from tilewright.compiler.artifacts.paths import cache_dir, is_compiled
 from tilewright.compiler.devices import CPU_BACKENDS, describe_cpu
-from tilewright.compiler.errors import ConfigError, allowed
-from tilewright.compiler.json_lines import check_writable
 from tilewright.compiler.precision import load_precision
+from tilewright.errors import ConfigError, allowed
 from tilewright.models import ShapeName, find_model_or_shape
+from tilewright.options.arguments import integer, option, parse, real
+from tilewright.utils.json_lines import check_writable
 
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "F16", "BF16")
 

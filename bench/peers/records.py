@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tilewright.compiler.commands.sweep.files import write_text
-from tilewright.compiler.errors import ConfigError
+from tilewright.cli.sweep.files import write_text
+from tilewright.errors import ConfigError
 
 SCHEMA = 2
 

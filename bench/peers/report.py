@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from bench.peers import PEERS
 from bench.peers.rounds import Contestant, ratios
 from bench.peers.tables import rates_table, source_of
-from tilewright.compiler.commands.console import print_table
+from tilewright.cli.terminal.console import print_table
 from tilewright.compiler.devices import describe_cpu
-from tilewright.compiler.environment import PACKAGES, environment
+from tilewright.utils.environment import PACKAGES, environment
 
 if TYPE_CHECKING:
     from rich.console import Console

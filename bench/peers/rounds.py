@@ -15,9 +15,9 @@ from itertools import pairwise
 from typing import Any
 
 from bench.peers.worker import Generated, Loaded, Worker, WorkerError
-from tilewright.compiler.bench import stats
-from tilewright.compiler.bench.prompts import cut_prompts
-from tilewright.compiler.child import PYTHON, Child
+from tilewright.evaluate.cases.prompts import cut_prompts
+from tilewright.evaluate.results import stats
+from tilewright.utils.child_process import PYTHON, Child
 
 _WARM_UP_TOKENS = 8
 _SHARE_OF_TOGETHER = 4

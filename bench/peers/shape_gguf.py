@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers.pre_tokenizers import ByteLevel
 
 from bench.peers.worker import cache_name
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
 from tilewright.models.config import ModelConfig
 from tilewright.models.shapes import ShapeName, shape_config
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers.records import read_parts
-from tilewright.compiler.bench import stats
-from tilewright.compiler.bench.display import decimal, megabytes, short_commit, span, with_spread
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.errors import ConfigError, allowed
+from tilewright.evaluate.report.display import decimal, megabytes, short_commit, span, with_spread
+from tilewright.evaluate.report.table import Table
+from tilewright.evaluate.results import stats
 
 _RATIOS = "ratios"
 _TITLES = {"prefill": "prefill {}", "decode": "decode"}

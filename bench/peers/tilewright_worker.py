@@ -44,7 +44,7 @@ class Tilewright:
         from tilewright.compiler.artifacts.cache import ProgramCache
         from tilewright.compiler.artifacts.program import compile_cached
         from tilewright.compiler.precision import load_precision
-        from tilewright.compiler.targets.base import CompileOptions
+        from tilewright.compiler.targets.interface.base import CompileOptions
         from tilewright.models import load_model
 
         options = CompileOptions(
@@ -62,7 +62,7 @@ class Tilewright:
 
     def loaded(self) -> Loaded:
         """The weights as the target holds them, all of them and those that a step reads."""
-        from tilewright.compiler.bench.roofline import compiled_weight_bytes
+        from tilewright.evaluate.measure.roofline import compiled_weight_bytes
 
         step_bytes = int(sum(compiled_weight_bytes(self._compiled).values()))
         return Loaded(self._compiled.executable.memory().weights, step_bytes)
@@ -75,9 +75,9 @@ class Tilewright:
         self, tokens: Sequence[int], num_tokens: int, num_users: int
     ) -> Generated:
         """Do what ``generate`` does for so many users of one prompt at a time."""
-        from tilewright.compiler.bench.timing import OFFLINE
-        from tilewright.compiler.runtime.loop import EngineLoop
-        from tilewright.compiler.runtime.request import Request, SamplingParams
+        from tilewright.evaluate.measure.timing import OFFLINE
+        from tilewright.runtime.loop import EngineLoop
+        from tilewright.runtime.request import Request, SamplingParams
 
         sampling = SamplingParams(max_tokens=num_tokens)
         requests = [Request(user, tuple(tokens), sampling) for user in range(num_users)]

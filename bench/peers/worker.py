@@ -21,7 +21,7 @@ from typing import Any, Protocol, TextIO, TypeVar, cast
 
 import msgspec
 
-from tilewright.compiler.child import Child, Ended
+from tilewright.utils.child_process import Child, Ended
 
 _CLOSING_SECONDS = 5
 _SETTLING_SECONDS = 5

@@ -12,12 +12,12 @@ from bench.in_turn import BesideLlama, answer_of, keeper, model_and_copy
 from bench.peers.options import Pair, read_pair
 from bench.serving.servers import Contestant, in_turn, llama_cpp, ours, running
 from bench.serving.tables import render
-from tilewright.compiler.commands.arguments import integer, option, parse
-from tilewright.compiler.errors import ConfigError, TilewrightError
-from tilewright.compiler.serve.load.client import connected
-from tilewright.compiler.serve.load.figures import rows_of
-from tilewright.compiler.serve.load.plans import PLANS, streams
-from tilewright.compiler.serve.load.shape import Shape
+from tilewright.errors import ConfigError, TilewrightError
+from tilewright.evaluate.load.client import connected
+from tilewright.evaluate.load.figures import rows_of
+from tilewright.evaluate.load.plans import PLANS, streams
+from tilewright.evaluate.load.shape import Shape
+from tilewright.options.arguments import integer, option, parse
 
 _STORY = "Tell a long story of a lighthouse keeper, a storm and a ship, with all that is said."
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import cast
 
 from bench.serving.servers import Contestant, running
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.child import PYTHON
-from tilewright.compiler.commands.arguments import Parser
-from tilewright.compiler.serve.load.client import COMPLETIONS, Client, connected
+from tilewright.evaluate.load.client import COMPLETIONS, Client, connected
+from tilewright.evaluate.report.table import Table
+from tilewright.options.arguments import Parser
+from tilewright.utils.child_process import PYTHON
 
 _PACED = Path(__file__).with_name("paced.py")
 _EVENT, _LAST, _FEW_TOKENS = b"data: {", b"data: [DONE]", 2

@@ -10,20 +10,20 @@ import sys
 import time
 from pathlib import Path
 
-from tilewright.compiler.serve.engine_client import TOKENIZER
-from tilewright.compiler.serve.says import tell
 from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 from tilewright.models.tokenizer.load import load_tokenizer
 from tilewright.models.tokenizer.tokenizer import Tokenizer
+from tilewright.serve.engines.client import TOKENIZER
+from tilewright.serve.web.server_log import tell
 
 CONTEXT, VOCABULARY = 4096, 256
 
 
 def front(seats: str, steps: str, engines: str, *where: str) -> int:
     """Serve until a signal; returns the exit code."""
-    from tilewright.compiler.serve.server import serve
-    from tilewright.compiler.serve.settings import Replica, Settings
+    from tilewright.serve.web.server import serve
+    from tilewright.serve.web.settings import Replica, Settings
 
     command = [__file__, "engine", "{}", seats, steps]
     settings = Settings(port=int(where[-1]), replicas=(Replica(),) * int(engines))
@@ -36,12 +36,12 @@ def _load(folder: Path) -> Tokenizer:
 
 def engine(folder: str, seats: str, steps: str) -> int:
     """Answer what comes, a token for each seat ``steps`` times a second at most."""
-    from tilewright.compiler.runtime.service import EngineService
-    from tilewright.compiler.serve.sockets import SocketTransport
-    from tilewright.compiler.targets.base import CompileOptions, Step
-    from tilewright.compiler.targets.contract import NumericContract
+    from tilewright.compiler.targets.contract.record import NumericContract
+    from tilewright.compiler.targets.interface.base import CompileOptions, Step
+    from tilewright.compiler.targets.interface.step import Part
     from tilewright.compiler.targets.null import NullExecutable
-    from tilewright.compiler.targets.step import Part
+    from tilewright.runtime.service import EngineService
+    from tilewright.serve.engines.sockets import SocketTransport
 
     class Paced(NullExecutable):
         """Decodes no faster than it is told to."""

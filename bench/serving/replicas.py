@@ -21,13 +21,13 @@ from typing import Any
 
 from bench.in_turn import TILEWRIGHT, InTurn, keeper, median_and_range
 from bench.serving.servers import Contestant, in_turn, running
-from tilewright.compiler.bench.display import decimal
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.commands.arguments import integer, option, parse
-from tilewright.compiler.errors import TilewrightError
-from tilewright.compiler.serve.load.client import COMPLETIONS, Heard, at_most, connected
-from tilewright.compiler.serve.load.figures import summary
-from tilewright.compiler.serve.load.shape import Shape
+from tilewright.errors import TilewrightError
+from tilewright.evaluate.load.client import COMPLETIONS, Heard, at_most, connected
+from tilewright.evaluate.load.figures import summary
+from tilewright.evaluate.load.shape import Shape
+from tilewright.evaluate.report.display import decimal
+from tilewright.evaluate.report.table import Table
+from tilewright.options.arguments import integer, option, parse
 
 _WARM_TOKENS = 8
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.in_turn import TILEWRIGHT
-from tilewright.compiler.child import Child
-from tilewright.compiler.errors import ConfigError, TilewrightError
-from tilewright.compiler.serve.health import is_healthy
+from tilewright.errors import ConfigError, TilewrightError
+from tilewright.serve.web.health import is_healthy
+from tilewright.utils.child_process import Child
 
 _PATIENCE_SECONDS = 300.0
 

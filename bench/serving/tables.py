@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.in_turn import kept_rows, median_and_range
-from tilewright.compiler.bench.display import cell_text, short_commit
-from tilewright.compiler.bench.table import Table
+from tilewright.evaluate.report.display import cell_text, short_commit
+from tilewright.evaluate.report.table import Table
 
 _FIGURES = {
     "output_tokens_per_second": "output t/s",

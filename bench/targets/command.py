@@ -13,23 +13,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.targets import target_runs
-from tilewright.compiler.bench.display import percent
-from tilewright.compiler.bench.table import Columns, Table
-from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.devices import check_gpu
-from tilewright.compiler.environment import environment
-from tilewright.compiler.errors import ConfigError, allowed
-from tilewright.compiler.json_lines import Located, check_writable
 from tilewright.compiler.precision import PrecisionConfig, load_precision
+from tilewright.errors import ConfigError, allowed
+from tilewright.evaluate.report.display import percent
+from tilewright.evaluate.report.table import Columns, Table
 from tilewright.models import find_model
+from tilewright.options.arguments import integer, option, parse
+from tilewright.utils.environment import environment
+from tilewright.utils.json_lines import Located, check_writable
 
 if TYPE_CHECKING:
-    from tilewright.compiler.bench.accuracy import Predictions, Truth
-    from tilewright.compiler.bench.record import Paired
-    from tilewright.compiler.bench.stats import Ratio
-    from tilewright.compiler.commands.source import Source
-    from tilewright.compiler.targets.base import Progress
-    from tilewright.compiler.targets.compiled import Compiled
+    from tilewright.compiler.targets.interface.base import Progress
+    from tilewright.compiler.targets.interface.compiled import Compiled
+    from tilewright.evaluate.measure.accuracy import Predictions, Truth
+    from tilewright.evaluate.results.record import Paired
+    from tilewright.evaluate.results.stats import Ratio
+    from tilewright.loading.source import Source
 
 TARGETS = ("cpu", "cuda", "reference")
 _PRECISIONS = ("bf16", "accuracy", "performance")
@@ -135,7 +135,7 @@ class _Work:
 
 def _measure_all(options: Options, merged: Sequence[_Run]) -> list[_Run]:
     """Our own runs, one after another, each recorded when it is done."""
-    from tilewright.compiler.commands.console import compile_progress, err
+    from tilewright.cli.terminal.console import compile_progress, err
 
     screen, found = err(), []
     started = time.perf_counter()
@@ -166,8 +166,8 @@ def _prepare(options: Options, merged: Sequence[_Run], progress: Progress) -> _W
         ConfigError: for runs to merge with that are of something else, before time is spent.
     """
     from bench.targets.windows import build_windows, cut_windows, windows_hash
-    from tilewright.compiler.commands.measure import compile_reference, subject_of
-    from tilewright.compiler.commands.source import open_source
+    from tilewright.cli.measure.measure import compile_reference, subject_of
+    from tilewright.loading.source import open_source
 
     source = open_source(find_model(options.model))
     subject, _ = subject_of(source)
@@ -191,11 +191,11 @@ def _measure(
     work: _Work, precision: PrecisionConfig, *, choice: Choice, progress: Progress
 ) -> target_runs.TargetRun:
     """Compile one precision for one target, and force all windows through it."""
-    from tilewright.compiler.bench.accuracy import teacher_force
-    from tilewright.compiler.bench.cases import ACCURACY_CONTEXT
-    from tilewright.compiler.commands.arguments import ModelOptions
-    from tilewright.compiler.commands.source import compile_source
-    from tilewright.compiler.targets.base import CompileOptions
+    from tilewright.compiler.targets.interface.base import CompileOptions
+    from tilewright.evaluate.cases.cases import ACCURACY_CONTEXT
+    from tilewright.evaluate.measure.accuracy import teacher_force
+    from tilewright.loading.source import compile_source
+    from tilewright.options.arguments import ModelOptions
 
     options = work.options
     compiled = compile_source(
@@ -222,7 +222,7 @@ def _measure(
 
 
 def _record(work: _Work, compiled: Compiled, predictions: Predictions) -> target_runs.TargetRun:
-    from tilewright.compiler.commands.measure import device_of
+    from tilewright.cli.measure.measure import device_of
 
     fives = [five for reference, _ in work.windows for five in reference.guesses]
     values: dict[str, Any] = target_runs.figures(predictions.guesses, fives, predictions.kl)
@@ -248,7 +248,7 @@ def _record(work: _Work, compiled: Compiled, predictions: Predictions) -> target
 
 
 def _print(rows: Sequence[target_runs.Compared]) -> None:
-    from tilewright.compiler.commands.console import out, print_table
+    from tilewright.cli.terminal.console import out, print_table
 
     screen, first = out(), rows[0].run
     title = f"{first.model}: {first.num_windows} windows, {first.num_positions} positions"

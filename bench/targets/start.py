@@ -42,7 +42,7 @@ def _run(folder: Path, started: int) -> int:
         marks[name] = (time.monotonic_ns() - started) / 1e9
 
     mark("interpreter (s)")
-    from tilewright.compiler.commands.llm import LLM
+    from tilewright.llm import LLM
 
     mark("imports (s)")
     with LLM(folder) as llm:

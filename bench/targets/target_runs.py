@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from tilewright.compiler.bench.record import Paired, pack_hits, unpack_hits
-from tilewright.compiler.bench.stats import Ratio, mean_and_error, mean_ratio
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.json_lines import Located, append_lines, read_records
+from tilewright.errors import ConfigError
+from tilewright.evaluate.results.record import Paired, pack_hits, unpack_hits
+from tilewright.evaluate.results.stats import Ratio, mean_and_error, mean_ratio
+from tilewright.utils.json_lines import Located, append_lines, read_records
 
 VERSION = 1
 BASE_RUN = "cpu"

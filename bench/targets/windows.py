@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from tilewright.compiler.bench.accuracy import Truth
-from tilewright.compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
-from tilewright.compiler.bench.prompts import bench_text
-from tilewright.compiler.bench.reference import Subject, build_reference, text_hash
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.targets.base import Executable
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.errors import ConfigError
+from tilewright.evaluate.cases.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
+from tilewright.evaluate.cases.prompts import bench_text
+from tilewright.evaluate.cases.reference import Subject, build_reference, text_hash
+from tilewright.evaluate.measure.accuracy import Truth
 
 TEXTS = ("accuracy.txt", "held_out.txt", "long.txt")
 """What windows are cut from, one behind the other."""

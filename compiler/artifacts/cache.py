@@ -23,10 +23,10 @@ import msgspec
 from tilewright.compiler.artifacts.digests import file_digest, sources_digest, write_whole
 from tilewright.compiler.artifacts.folder import open_folder
 from tilewright.compiler.artifacts.manifest import FORMAT, Manifest, read_manifest
-from tilewright.compiler.artifacts.places import MANIFEST, cache_dir
-from tilewright.compiler.environment import versions
-from tilewright.compiler.errors import CheckpointError, ConfigError, NoRoomError, TilewrightError
-from tilewright.compiler.files import read_regular
+from tilewright.compiler.artifacts.paths import MANIFEST, cache_dir
+from tilewright.errors import CheckpointError, ConfigError, NoRoomError, TilewrightError
+from tilewright.utils.environment import versions
+from tilewright.utils.files import read_regular
 
 SIZE_VARIABLE = "TILEWRIGHT_CACHE_GB"
 DEFAULT_GB = 20.0

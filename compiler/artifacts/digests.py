@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tilewright.compiler.files import open_regular
+from tilewright.utils.files import open_regular
 
 _SETTLED_NS = 3_000_000_000
 """Beyond the coarsest clock of a common file system, so that a later write is seen."""
@@ -59,7 +59,7 @@ def write_whole(path: Path, data: bytes) -> None:
 @functools.cache
 def sources_digest() -> str:
     """SHA-256 over Tilewright's own sources, so that no program outlives the code that made it."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).parents[2]  # the package, whose `compiler` may be a link
     digest = hashlib.sha256()
     for path in _sources(root):
         digest.update(f"{path.relative_to(root)}\0".encode())
@@ -68,7 +68,7 @@ def sources_digest() -> str:
 
 
 def _sources(root: Path) -> Iterable[Path]:
-    for package in ("compiler", "models"):
+    for package in ("compiler", "models", "distributed", "utils"):
         yield from sorted((root / package).rglob("*.py"))
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from tilewright.compiler.artifacts.digests import file_digest
 from tilewright.compiler.artifacts.manifest import FileFacts, Manifest, manifest_json, read_manifest
-from tilewright.compiler.artifacts.places import MANIFEST, is_of_another
-from tilewright.compiler.errors import CheckpointError, ConfigError, NoRoomError
-from tilewright.compiler.files import check_fresh, mode_of_new, read_regular
+from tilewright.compiler.artifacts.paths import MANIFEST, is_of_another
+from tilewright.errors import CheckpointError, ConfigError, NoRoomError
+from tilewright.utils.files import check_fresh, mode_of_new, read_regular
 
 
 def seal_folder(folder: Path, manifest: Manifest, memory: Path) -> None:

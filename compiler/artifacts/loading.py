@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from tilewright.compiler.artifacts.folder import read_file
 from tilewright.compiler.artifacts.manifest import Manifest
-from tilewright.compiler.artifacts.parts import as_compiled, own_part
-from tilewright.compiler.targets.base import CompileOptions, Program, Progress
-from tilewright.compiler.targets.compiled import Compiled, check_options, silent
+from tilewright.compiler.artifacts.rank_programs import as_compiled, own_part
+from tilewright.compiler.targets.interface.base import CompileOptions, Program, Progress
+from tilewright.compiler.targets.interface.compiled import Compiled, check_options, silent
 from tilewright.compiler.targets.table import get_target
 
 if TYPE_CHECKING:

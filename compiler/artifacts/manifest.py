@@ -8,11 +8,11 @@ from typing import Literal
 
 import msgspec
 
-from tilewright.compiler.artifacts.places import MANIFEST
-from tilewright.compiler.errors import CheckpointError, one_line
-from tilewright.compiler.files import read_regular
+from tilewright.compiler.artifacts.paths import MANIFEST
 from tilewright.compiler.precision import PrecisionSummary
-from tilewright.compiler.targets.contract import NumericContract
+from tilewright.compiler.targets.contract.record import NumericContract
+from tilewright.errors import CheckpointError, one_line
+from tilewright.utils.files import read_regular
 
 _MAX_NAME = 255
 FORMAT = 1

@@ -11,9 +11,8 @@ from tilewright.compiler.artifacts.cache import CacheUnusableError, ProgramCache
 from tilewright.compiler.artifacts.folder import make_folder, seal_folder, write_file
 from tilewright.compiler.artifacts.loading import GRAPH, load_part
 from tilewright.compiler.artifacts.manifest import Manifest, ModelFacts
-from tilewright.compiler.artifacts.parts import group_facts
-from tilewright.compiler.artifacts.places import part_of
-from tilewright.compiler.distributed.parallel import ALONE, Parallel
+from tilewright.compiler.artifacts.paths import part_of
+from tilewright.compiler.artifacts.rank_programs import group_facts
 from tilewright.compiler.driver import (
     CompilableModel,
     compile_model,
@@ -21,13 +20,14 @@ from tilewright.compiler.driver import (
     resolve_precision,
     weight_source,
 )
-from tilewright.compiler.environment import environment
-from tilewright.compiler.errors import CheckpointError, one_line
 from tilewright.compiler.ir.serialise import graph_json
 from tilewright.compiler.precision import PrecisionConfig
-from tilewright.compiler.targets.base import CompileOptions, Progress
-from tilewright.compiler.targets.compiled import Compiled, check_options, silent
+from tilewright.compiler.targets.interface.base import CompileOptions, Progress
+from tilewright.compiler.targets.interface.compiled import Compiled, check_options, silent
 from tilewright.compiler.targets.table import get_target
+from tilewright.distributed.parallel import ALONE, Parallel
+from tilewright.errors import CheckpointError, one_line
+from tilewright.utils.environment import environment
 
 
 def write_program(

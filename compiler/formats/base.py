@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from tilewright.compiler.errors import CheckpointError
-from tilewright.compiler.registry import Registry
+from tilewright.errors import CheckpointError
+from tilewright.utils.registry import Registry
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats.base import BlockEncoded, DataFormat, Encoded
+from tilewright.errors import CompileError
 
 if TYPE_CHECKING:
     import torch

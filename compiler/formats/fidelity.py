@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.compiler.registry import Registry
+from tilewright.utils.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)

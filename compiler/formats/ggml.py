@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
-from tilewright.compiler.errors import CompileError, ConfigError
 from tilewright.compiler.formats.base import DataFormat, Encoded, ScaledEncoded
+from tilewright.errors import CompileError, ConfigError
 
 if TYPE_CHECKING:
     import torch

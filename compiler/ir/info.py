@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from tilewright.compiler.distributed.mesh import Split
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import StateSpec
+from tilewright.compiler.mesh import Split
 
 _KEY = "tilewright"
 

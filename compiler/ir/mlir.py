@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from tilewright.compiler.errors import CompileError, ConfigError, allowed
 from tilewright.compiler.ir.info import CONSTANT, INPUT, STATE, info
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ops import OPERATORS
+from tilewright.errors import CompileError, ConfigError, allowed
 
 DIALECTS = ("torch", "linalg")
 FUNCTION = "main"

@@ -16,9 +16,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from tilewright.compiler.distributed.mesh import Run
-from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.formats import get_format
+from tilewright.compiler.mesh import Run
+from tilewright.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,14 @@ import msgspec
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from tilewright.compiler.distributed.parallel import WIRES
-from tilewright.compiler.errors import CheckpointError, one_line
 from tilewright.compiler.ir.info import INPUT, STATE, NodeInfo, info, set_info
 from tilewright.compiler.ir.lazy import module_of
 from tilewright.compiler.ir.rewrite import dynamic_size, emit
 from tilewright.compiler.ir.text import dimension_names, operator_name
 from tilewright.compiler.ir.verify import BESIDE_OURS, verify_lowered
 from tilewright.compiler.ops import OPERATORS
+from tilewright.distributed.parallel import WIRES
+from tilewright.errors import CheckpointError, one_line
 
 _DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 _WORDS = ("none", "tanh", *WIRES)

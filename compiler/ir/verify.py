@@ -10,11 +10,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.info import COMPUTE, CONSTANT, STATE, WEIGHT, info, product_info
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.ir.text import operator_name
 from tilewright.compiler.ops import OPERATORS
+from tilewright.errors import CompileError
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""The choice of each row's token as an operator; `tilewright.compiler.choosing` defines it."""
+"""The choice of each row's token as an operator; `tilewright.compiler.sampling` defines it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.compiler.choosing.draw import draw
 from tilewright.compiler.ops.library import Cost, operator
+from tilewright.compiler.sampling.draw import draw
 
 
 def likeliest(logits: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ from collections import defaultdict
 from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats import get_format, stored_format, stored_together
 from tilewright.compiler.ir.info import WEIGHT, Compute, EdgeFormats, info, set_info
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.passes.runner import PassContext, numerics_changing_pass
 from tilewright.compiler.precision import ALWAYS_HIGH, BLOCK_OUTPUTS, OP_GROUP_OF, STORED
+from tilewright.errors import CompileError
 
 
 @numerics_changing_pass

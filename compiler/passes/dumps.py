@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
 
 DUMP_VARIABLE = "TILEWRIGHT_DUMP"
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from tilewright.compiler.distributed.parallel import ALONE, Parallel
-from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.ir.info import CONSTANT, WEIGHT, info
 from tilewright.compiler.ir.text import graph_text, operator_name
 from tilewright.compiler.precision import ResolvedPrecision
+from tilewright.distributed.parallel import ALONE, Parallel
+from tilewright.errors import ConfigError
 
 
 @dataclass(slots=True)

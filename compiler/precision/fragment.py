@@ -14,7 +14,6 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import TypeAlias
 
-from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.precision.names import (
     BLOCK_AXES,
     GLOBAL_GROUPS,
@@ -26,6 +25,7 @@ from tilewright.compiler.precision.names import (
     normalise_value,
 )
 from tilewright.compiler.precision.phases import expand_phases
+from tilewright.errors import ConfigError, allowed
 
 Settings: TypeAlias = Mapping[str, str]
 NO_SETTINGS: Settings = MappingProxyType({})

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.precision.fragment import LayerRule, Settings
 from tilewright.compiler.precision.names import (
     OP_GROUPS,
@@ -19,6 +18,7 @@ from tilewright.compiler.precision.names import (
     TENSOR_GROUPS,
 )
 from tilewright.compiler.precision.phases import compact_settings
+from tilewright.errors import ConfigError, allowed
 
 SECTIONS = ("precision_cfg", "fidelity_cfg", "layer_cfg", "block_axis")
 MAX_HEADING_LENGTH = 1 << 20

@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.precision.fragment import Fragment, LayerRule
 from tilewright.compiler.precision.names import ALWAYS_HIGH, BLOCK_OUTPUTS, FOLLOWS, OP_GROUP_OF
 from tilewright.compiler.precision.phases import fold_phases, stored_op_groups
+from tilewright.errors import ConfigError, allowed
 
 _NUM_EXAMPLES = 3
 

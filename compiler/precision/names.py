@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.formats import FIDELITIES, FORMATS
+from tilewright.errors import ConfigError, allowed
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, Phase] = ("prefill", "decode")

@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from tilewright.compiler.errors import ConfigError, allowed
-from tilewright.compiler.plain_yaml import cut, is_name, parse_yaml, read_text
 from tilewright.compiler.precision.config import PrecisionConfig
 from tilewright.compiler.precision.fragment import (
     FRAGMENT_KEYS,
@@ -27,6 +25,8 @@ from tilewright.compiler.precision.fragment import (
 )
 from tilewright.compiler.precision.heading import looks_like_heading, split_heading
 from tilewright.compiler.precision.names import normalise_key
+from tilewright.errors import ConfigError, allowed
+from tilewright.utils.plain_yaml import cut, is_name, parse_yaml, read_text
 
 BASE = "base"
 FOLDER = "precision_cfgs"

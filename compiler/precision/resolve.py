@@ -15,7 +15,6 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
-from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.precision.fragment import Fragment, LayerRule, Settings
 from tilewright.compiler.precision.heading import render_heading
 from tilewright.compiler.precision.hits import (
@@ -39,6 +38,7 @@ from tilewright.compiler.precision.names import (
     output_format,
 )
 from tilewright.compiler.precision.phases import compact_settings, fold_phases
+from tilewright.errors import ConfigError
 
 T = TypeVar("T")
 

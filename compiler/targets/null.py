@@ -12,7 +12,15 @@ from torch.fx import GraphModule
 from tilewright.compiler.ir.info import NodeInfo
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import StateSpec
-from tilewright.compiler.targets.base import (
+from tilewright.compiler.targets.contract.build import build_contract
+from tilewright.compiler.targets.contract.record import (
+    NOT_HONOURED,
+    Meaning,
+    Meanings,
+    NumericContract,
+)
+from tilewright.compiler.targets.host.executable import Batch, HostExecutable
+from tilewright.compiler.targets.interface.base import (
     Capabilities,
     CompileOptions,
     Executable,
@@ -26,11 +34,8 @@ from tilewright.compiler.targets.base import (
     StepOutput,
     Target,
 )
-from tilewright.compiler.targets.build_contract import build_contract
-from tilewright.compiler.targets.contract import NOT_HONOURED, Meaning, Meanings, NumericContract
-from tilewright.compiler.targets.host import Batch, HostExecutable
+from tilewright.compiler.targets.interface.step import END_TOKEN, GOES_ON, Chosen, Part
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, lower, vocab_size
-from tilewright.compiler.targets.step import END_TOKEN, GOES_ON, Chosen, Part
 
 _ZERO = Meaning(NOT_HONOURED, "zeros")
 _MEANINGS = Meanings(

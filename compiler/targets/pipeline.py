@@ -23,9 +23,9 @@ from tilewright.compiler.passes.match_router import match_router
 from tilewright.compiler.passes.match_sigmoid_gate import match_sigmoid_gate
 from tilewright.compiler.passes.match_swiglu import match_swiglu
 from tilewright.compiler.passes.runner import Pass
-from tilewright.compiler.passes.shard import shard
-from tilewright.compiler.passes.take_rank import take_rank
-from tilewright.compiler.targets.base import Stage
+from tilewright.compiler.passes.sharding.shard import shard
+from tilewright.compiler.passes.sharding.take_rank import take_rank
+from tilewright.compiler.targets.interface.base import Stage
 
 MATCH = Stage(
     "match",

@@ -14,13 +14,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tilewright.compiler.distributed.peers import Peers
-from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.ir.info import INPUT, NodeInfo, info
 from tilewright.compiler.ir.recipe import WeightRecipe, load_values
 from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
 from tilewright.compiler.passes.round_activations import ROUNDED, round_activations
-from tilewright.compiler.targets.base import (
+from tilewright.compiler.targets.contract.build import build_contract
+from tilewright.compiler.targets.contract.record import (
+    EMULATED,
+    HONOURED,
+    NOT_HONOURED,
+    Meaning,
+    Meanings,
+    NumericContract,
+)
+from tilewright.compiler.targets.host.executable import Batch, HostExecutable
+from tilewright.compiler.targets.host.tensor_files import save_tensors
+from tilewright.compiler.targets.interface.base import (
     Capabilities,
     CompileOptions,
     Emission,
@@ -33,21 +42,16 @@ from tilewright.compiler.targets.base import (
     Stage,
     Target,
 )
-from tilewright.compiler.targets.build_contract import build_contract
-from tilewright.compiler.targets.contract import (
-    EMULATED,
-    HONOURED,
-    NOT_HONOURED,
-    Meaning,
-    Meanings,
-    NumericContract,
-)
-from tilewright.compiler.targets.exchange import run_together
-from tilewright.compiler.targets.host import Batch, HostExecutable
-from tilewright.compiler.targets.peer_values import Exchange, RankInterpreter, has_collectives
+from tilewright.compiler.targets.interface.step import Snapshot
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower, vocab_size
-from tilewright.compiler.targets.step import Snapshot
-from tilewright.compiler.targets.tensor_files import save_tensors
+from tilewright.compiler.targets.ranks.collective_driver import run_together
+from tilewright.compiler.targets.ranks.gathered_values import (
+    Exchange,
+    RankInterpreter,
+    has_collectives,
+)
+from tilewright.distributed.peers import Peers
+from tilewright.errors import CheckpointError
 
 _WEIGHTS = "weights.safetensors"
 _NUM_SNAPSHOTS = 64

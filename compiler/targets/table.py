@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from tilewright.compiler.errors import ConfigError, allowed
-from tilewright.compiler.targets.base import Target
+from tilewright.compiler.targets.interface.base import Target
+from tilewright.errors import ConfigError, allowed
 
 _TARGETS = {
     "reference": ("tilewright.compiler.targets.reference", "ReferenceTarget"),
     "null": ("tilewright.compiler.targets.null", "NullTarget"),
-    "cpu": ("tilewright.compiler.targets.cpu.target", "CpuTarget"),
+    "cpu": ("tilewright.compiler.targets.cpu.onnxruntime.target", "CpuTarget"),
     "cpu-native": ("tilewright.compiler.targets.cpu.native.target", "NativeTarget"),
-    "cuda": ("tilewright.compiler.targets.cuda", "CudaTarget"),
+    "cuda": ("tilewright.compiler.targets.cuda.target", "CudaTarget"),
     "n150": ("tilewright.compiler.targets.tenstorrent", "N150"),
     "n300": ("tilewright.compiler.targets.tenstorrent", "N300"),
     "t3k": ("tilewright.compiler.targets.tenstorrent", "T3K"),

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import nn
 
-    from tilewright.models.checkpoints.keys import Keys
     from tilewright.models.checkpoints.pieces import View
+    from tilewright.models.checkpoints.spelling.keys import Keys
 
 Refine = Callable[["Keys", Any], Any]
 """A function of keys and a configuration, `ModelConfig` or the architecture's own, which returns

@@ -23,9 +23,14 @@ from tilewright.models.architectures.layers import (
 )
 from tilewright.models.architectures.llama import LlamaForCausalLM
 from tilewright.models.architectures.rope import inverse_frequencies
-from tilewright.models.checkpoints.keys import Keys
-from tilewright.models.checkpoints.rope import MAX_THETA, hf_rope
-from tilewright.models.checkpoints.windows import FULL, SLIDING, checked_types, windows_by_type
+from tilewright.models.checkpoints.spelling.keys import Keys
+from tilewright.models.checkpoints.spelling.rope import MAX_THETA, hf_rope
+from tilewright.models.checkpoints.spelling.windows import (
+    FULL,
+    SLIDING,
+    checked_types,
+    windows_by_type,
+)
 from tilewright.models.config import MAX_POSITIONS, ModelConfig, RopeConfig
 from tilewright.models.sources import Sources, TensorSource
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tilewright.models.architectures.base import Architecture
 from tilewright.models.architectures.llama import LlamaForCausalLM
-from tilewright.models.checkpoints.windows import hf_windows_of_all
+from tilewright.models.checkpoints.spelling.windows import hf_windows_of_all
 
 
 class MistralForCausalLM(LlamaForCausalLM):

@@ -8,8 +8,8 @@ import dataclasses
 
 from tilewright.models.architectures.base import Architecture
 from tilewright.models.architectures.llama import LlamaForCausalLM
-from tilewright.models.checkpoints.keys import Keys
-from tilewright.models.checkpoints.windows import hf_windows_of_all
+from tilewright.models.checkpoints.spelling.keys import Keys
+from tilewright.models.checkpoints.spelling.windows import hf_windows_of_all
 from tilewright.models.config import MAX_POSITIONS, ModelConfig
 from tilewright.models.sources import Sources, TensorSource
 

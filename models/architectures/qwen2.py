@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewright.models.architectures.base import Architecture
 from tilewright.models.architectures.llama import LlamaForCausalLM
-from tilewright.models.checkpoints.windows import hf_windows_of_upper
+from tilewright.models.checkpoints.spelling.windows import hf_windows_of_upper
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):

@@ -15,7 +15,7 @@ from tilewright.models.architectures.gated_delta_net import TENSOR_GROUPS as DEL
 from tilewright.models.architectures.gated_delta_net import GatedDeltaNet
 from tilewright.models.architectures.layers import MLP, Attention, Linear, RMSNorm
 from tilewright.models.architectures.llama import LlamaForCausalLM, LlamaModel
-from tilewright.models.checkpoints.delta import gguf_delta, hf_delta
+from tilewright.models.checkpoints.spelling.delta import gguf_delta, hf_delta
 from tilewright.models.config import HybridConfig
 from tilewright.models.sources import Sources, TensorSource, cut_rows
 

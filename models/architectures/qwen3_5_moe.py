@@ -18,9 +18,9 @@ from tilewright.models.architectures.qwen3_5 import (
     HybridModel,
     Qwen35ForCausalLM,
 )
-from tilewright.models.checkpoints.delta import gguf_delta, hf_delta
-from tilewright.models.checkpoints.experts import gguf_experts, hf_experts
-from tilewright.models.checkpoints.keys import Keys
+from tilewright.models.checkpoints.spelling.delta import gguf_delta, hf_delta
+from tilewright.models.checkpoints.spelling.experts import gguf_experts, hf_experts
+from tilewright.models.checkpoints.spelling.keys import Keys
 from tilewright.models.config import HybridConfig
 from tilewright.models.sources import Sources
 

@@ -14,7 +14,7 @@ from tilewright.models.architectures.moe import (
     sources_by_expert,
 )
 from tilewright.models.architectures.qwen3 import ARCHITECTURE as QWEN3
-from tilewright.models.checkpoints.experts import gguf_experts, hf_experts
+from tilewright.models.checkpoints.spelling.experts import gguf_experts, hf_experts
 from tilewright.models.config import MoeConfig
 from tilewright.models.sources import Sources
 

@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tilewright.compiler.errors import CheckpointError, allowed
+from tilewright.errors import CheckpointError, allowed
 from tilewright.models.architectures.base import Architecture
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(

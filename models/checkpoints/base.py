@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from tilewright.compiler.errors import CheckpointError, allowed
+from tilewright.errors import CheckpointError, allowed
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,13 +14,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: files that are missing, cut short, corrupt or of a kind that is not read.
     """
     if path.is_dir():
-        from tilewright.models.checkpoints.safetensors import SafetensorsCheckpoint
+        from tilewright.models.checkpoints.huggingface.checkpoint import SafetensorsCheckpoint
 
         return SafetensorsCheckpoint(path)
     if path.suffix.lower() == ".m":
-        from tilewright.models.checkpoints.dllama import DllamaCheckpoint
+        from tilewright.models.checkpoints.dllama.checkpoint import DllamaCheckpoint
 
         return DllamaCheckpoint(path)
-    from tilewright.models.checkpoints.gguf import GGUFCheckpoint
+    from tilewright.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
 
     return GGUFCheckpoint(path)

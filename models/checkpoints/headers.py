@@ -6,7 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 from tilewright.models.architectures.table import check_model_type, find_gguf_type
-from tilewright.models.checkpoints import dllama_header, gguf_header
+from tilewright.models.checkpoints.dllama import header as dllama_header
+from tilewright.models.checkpoints.gguf import header as gguf_header
 from tilewright.models.checkpoints.json_file import read_json
 from tilewright.models.checkpoints.mapped_file import map_file
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tilewright.compiler.errors import CheckpointError, one_line
-from tilewright.compiler.files import read_regular
+from tilewright.errors import CheckpointError, one_line
+from tilewright.utils.files import read_regular
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-from tilewright.compiler.errors import CheckpointError
-from tilewright.compiler.files import open_regular
+from tilewright.errors import CheckpointError
+from tilewright.utils.files import open_regular
 
 
 def map_file(path: Path) -> mmap.mmap:

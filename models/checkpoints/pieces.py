@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.compiler.errors import CheckpointError
+from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.base import check_shape
 
 if TYPE_CHECKING:

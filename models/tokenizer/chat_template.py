@@ -17,7 +17,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.utils
 
-from tilewright.compiler.errors import CheckpointError, RequestError, one_line
+from tilewright.errors import CheckpointError, RequestError, one_line
 from tilewright.models.tokenizer.template_limits import BoundedEnvironment, bounded
 
 Message = Mapping[str, object]

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilewright.compiler.errors import CheckpointError, RequestError, allowed
+from tilewright.errors import CheckpointError, RequestError, allowed
 from tilewright.models.tokenizer.chat_template import ChatTemplate, Message
 from tilewright.models.tokenizer.vocabulary import (
     Vocabulary,

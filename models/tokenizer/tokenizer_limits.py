@@ -10,7 +10,7 @@ import binascii
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tilewright.compiler.errors import CheckpointError
+from tilewright.errors import CheckpointError
 
 MAX_UNUSED_IDS = 1 << 16
 MAX_GROWTH = 10_000

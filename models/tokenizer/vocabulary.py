@@ -15,10 +15,10 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from tilewright.compiler.errors import CheckpointError, TilewrightError, one_line
-from tilewright.compiler.files import read_regular
+from tilewright.errors import CheckpointError, TilewrightError, one_line
 from tilewright.models.checkpoints.json_file import read_json
 from tilewright.models.tokenizer.tokenizer_limits import check_costs
+from tilewright.utils.files import read_regular
 
 # Tokens with which instruction-tuned models end a turn; one counts where the template writes it.
 CHAT_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")

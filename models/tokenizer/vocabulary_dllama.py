@@ -18,10 +18,10 @@ import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from tilewright.compiler.errors import CheckpointError, allowed
-from tilewright.compiler.files import read_regular
+from tilewright.errors import CheckpointError, allowed
 from tilewright.models.tokenizer.tokenizer import Tokenizer, byte_of_character
 from tilewright.models.tokenizer.vocabulary import Vocabulary, collect_eos, library_errors
+from tilewright.utils.files import read_regular
 
 MAGIC = 0x567124
 MAX_PIECE = 256  # bytes; finding merges tries every cut of every token

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from tilewright.compiler.errors import CheckpointError, allowed
+from tilewright.errors import CheckpointError, allowed
 from tilewright.models.tokenizer.vocabulary import Vocabulary, collect_eos, library_errors
 
 _CONTROL, _USER_DEFINED = 3, 4

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import MACHINE_CODE
 from tests.tiny import FakeCheckpoint, tiny_model
 from tilewright.compiler.artifacts.cache import ProgramCache
-from tilewright.compiler.files import CACHE_VARIABLE, cache_dir
+from tilewright.utils.files import CACHE_VARIABLE, cache_dir
 
 
 class FileCheckpoint(FakeCheckpoint):

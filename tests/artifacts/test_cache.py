@@ -16,9 +16,9 @@ from tilewright.compiler.artifacts.cache import DEFAULT_GB, ProgramCache
 from tilewright.compiler.artifacts.digests import file_digest, write_whole
 from tilewright.compiler.artifacts.folder import seal_folder
 from tilewright.compiler.artifacts.manifest import Manifest, ModelFacts
-from tilewright.compiler.errors import CompileError, ConfigError
 from tilewright.compiler.precision import PrecisionSummary
-from tilewright.compiler.targets.contract import NumericContract
+from tilewright.compiler.targets.contract.record import NumericContract
+from tilewright.errors import CompileError, ConfigError
 
 FORK = multiprocessing.get_context("fork")
 

@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from tests.tiny import lowered, precision_of, random_tokens, tiny_model
 from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.compiler.artifacts.folder import seal_folder
-from tilewright.compiler.artifacts.places import digest_memory
+from tilewright.compiler.artifacts.paths import digest_memory
 from tilewright.compiler.artifacts.program import compile_cached, write_program
 from tilewright.compiler.driver import compile_model, weight_source
-from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError
-from tilewright.compiler.targets.base import CompileOptions, Program
-from tilewright.compiler.targets.compiled import silent
-from tilewright.compiler.targets.contract import NumericContract
-from tilewright.compiler.targets.cpu.native import build
-from tilewright.compiler.targets.cpu.native.mapping import WEIGHTS
-from tilewright.compiler.targets.cpu.native.packed import PROGRAM
-from tilewright.compiler.targets.step import Choosing, Chunk, Open, Seat, Step
+from tilewright.compiler.targets.contract.record import NumericContract
+from tilewright.compiler.targets.cpu.native.library import build
+from tilewright.compiler.targets.cpu.native.program.mapping import WEIGHTS
+from tilewright.compiler.targets.cpu.native.program.packed import PROGRAM
+from tilewright.compiler.targets.interface.base import CompileOptions, Program
+from tilewright.compiler.targets.interface.compiled import silent
+from tilewright.compiler.targets.interface.step import Choosing, Chunk, Open, Seat, Step
 from tilewright.compiler.targets.table import get_target
+from tilewright.errors import CheckpointError, CompileError, ConfigError
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
@@ -37,15 +37,15 @@ BFP8 = precision_of("bfp8", "hifi2", embedding="bf16")
 RUN = """
 import json, re, sys
 from pathlib import Path
-import tilewright.compiler.commands.llm, tilewright.compiler.commands.serve_engine
+import tilewright.llm, tilewright.cli.processes.serve_engine
 from tilewright.compiler.artifacts.folder import open_folder
 from tilewright.compiler.artifacts.loading import load_program
-from tilewright.compiler.artifacts.places import digest_memory
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.request import Request
-from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.runtime.service import EngineService
-from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.artifacts.paths import digest_memory
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import Request
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.runtime.service import EngineService
+from tilewright.compiler.targets.interface.base import CompileOptions
 
 folder = Path(sys.argv[1])
 compiled = load_program(folder, open_folder(folder, digest_memory()), CompileOptions(2, 64))

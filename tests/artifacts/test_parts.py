@@ -9,23 +9,23 @@ from types import SimpleNamespace
 import pytest
 
 from tests.tiny import precision_of
-from tilewright.compiler.artifacts import parts as parts_module
+from tilewright.compiler.artifacts import rank_programs as parts_module
 from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.compiler.artifacts.folder import open_folder, seal_folder
 from tilewright.compiler.artifacts.loading import load_program
 from tilewright.compiler.artifacts.manifest import Manifest
-from tilewright.compiler.artifacts.places import digest_memory
+from tilewright.compiler.artifacts.paths import digest_memory
 from tilewright.compiler.artifacts.program import compile_cached, write_program, write_ranks
-from tilewright.compiler.commands import source as source_module
-from tilewright.compiler.commands.arguments import ModelOptions
-from tilewright.compiler.commands.source import Source, compile_source
-from tilewright.compiler.distributed.grouping import Grouping
-from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.driver import compile_model
-from tilewright.compiler.errors import CheckpointError, TilewrightError
 from tilewright.compiler.ir.text import graph_text
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.compiled import Compiled, silent
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.interface.compiled import Compiled, silent
+from tilewright.distributed.grouping import Grouping
+from tilewright.distributed.parallel import Parallel
+from tilewright.errors import CheckpointError, TilewrightError
+from tilewright.loading import source as source_module
+from tilewright.loading.source import Source, compile_source
+from tilewright.options.arguments import ModelOptions
 
 BFP8 = precision_of("bfp8", "hifi2", embedding="bf16")
 TWO = Parallel(2, wire="bf16")

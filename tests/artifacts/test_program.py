@@ -17,14 +17,14 @@ from tilewright.compiler.artifacts import program as program_module
 from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.compiler.artifacts.folder import open_folder, seal_folder
 from tilewright.compiler.artifacts.loading import load_program
-from tilewright.compiler.artifacts.places import digest_memory, is_compiled
+from tilewright.compiler.artifacts.paths import digest_memory, is_compiled
 from tilewright.compiler.artifacts.program import compile_cached, write_program
 from tilewright.compiler.driver import compile_model
-from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError, NoRoomError
 from tilewright.compiler.ir.text import graph_text
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.compiled import Compiled
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.interface.compiled import Compiled
 from tilewright.compiler.targets.table import target_names
+from tilewright.errors import CheckpointError, CompileError, ConfigError, NoRoomError
 
 OPTIONS = CompileOptions(max_batch=2, max_context=32, num_threads=1)
 TOKENS = random_tokens(9)

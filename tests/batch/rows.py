@@ -8,19 +8,19 @@ from pathlib import Path
 
 import msgspec
 
-from tilewright.compiler.batch.engine import BatchEngine, Ended
-from tilewright.compiler.batch.preparing import GrammarTrials, Preparer
-from tilewright.compiler.batch.records import Item, Record, refused
-from tilewright.compiler.runtime.matchers import grammars_of
-from tilewright.compiler.runtime.service import EngineService, QueueTransport
-from tilewright.compiler.serve.errors import ApiError
-from tilewright.compiler.serve.jobs import Served
-from tilewright.compiler.serve.template import read_template
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.contract import NumericContract
+from tilewright.batch.engine import BatchEngine, Ended
+from tilewright.batch.preparing import GrammarTrials, Preparer
+from tilewright.batch.records import Item, Record, refused
+from tilewright.compiler.targets.contract.record import NumericContract
+from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.null import NullExecutable
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 from tilewright.models.tokenizer.tokenizer import Tokenizer
+from tilewright.runtime.grammar.matchers import grammars_of
+from tilewright.runtime.service import EngineService, QueueTransport
+from tilewright.serve.jobs import Served
+from tilewright.serve.prompt.template import read_template
+from tilewright.serve.web.errors import ApiError
 
 VOCABULARY = 256
 

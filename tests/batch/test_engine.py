@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from tests.batch.rows import completion, null_engine, null_executable, record, run
-from tilewright.compiler.batch.figures import Meter
-from tilewright.compiler.batch.records import Item
-from tilewright.compiler.errors import CompileError
-from tilewright.compiler.targets.step import Step, StepOutput
+from tilewright.batch.figures import Meter
+from tilewright.batch.records import Item
+from tilewright.compiler.targets.interface.step import Step, StepOutput
+from tilewright.errors import CompileError
 
 
 def test_more_rows_than_seats_are_answered_each_once(tmp_path: Path) -> None:

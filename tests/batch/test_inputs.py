@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch.rows import record
-from tilewright.compiler.batch.dataset import DataSet
-from tilewright.compiler.batch.inputs import open_data_set
-from tilewright.compiler.batch.lines import Lines
-from tilewright.compiler.batch.plain_rows import Asking
-from tilewright.compiler.batch.records import Record, refused
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.serve.errors import ApiError
-from tilewright.compiler.serve.settings import MAX_BODY
+from tilewright.batch.dataset import DataSet
+from tilewright.batch.inputs import open_data_set
+from tilewright.batch.lines import Lines
+from tilewright.batch.plain_rows import Asking
+from tilewright.batch.records import Record, refused
+from tilewright.errors import ConfigError
+from tilewright.serve.web.errors import ApiError
+from tilewright.serve.web.settings import MAX_BODY
 
 Write = Callable[..., Path]
 

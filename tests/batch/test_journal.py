@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch.rows import record
-from tilewright.compiler.batch.journal import Journal
-from tilewright.compiler.errors import ConfigError
+from tilewright.batch.journal import Journal
+from tilewright.errors import ConfigError
 
 FACTS = {"data set": "abc", "model": "tiny"}
 

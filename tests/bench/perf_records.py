@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewright.compiler.bench import perf_md
-from tilewright.compiler.bench.perf_tables import render_results
-from tilewright.compiler.bench.record import Accuracy, Result
+from tilewright.evaluate.report import perf_md
+from tilewright.evaluate.report.perf_tables import render_results
+from tilewright.evaluate.results.record import Accuracy, Result
 
 HEADINGS = {
     name: f"precision_cfg = {{ff1_3: {form}}}, fidelity_cfg = {{li_ff1_3: hifi2}}"

@@ -12,8 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny import compiled, precision_of, random_tokens, tiny_model
-from tilewright.compiler.bench import accuracy
-from tilewright.compiler.bench.accuracy import (
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.compiler.targets.interface.step import Step, StepOutput
+from tilewright.errors import CompileError
+from tilewright.evaluate.cases.cases import ACCURACY_CONTEXT
+from tilewright.evaluate.cases.reference import Reference, Subject, build_reference
+from tilewright.evaluate.measure import accuracy
+from tilewright.evaluate.measure.accuracy import (
     BASE,
     Predictions,
     divergence,
@@ -23,12 +28,7 @@ from tilewright.compiler.bench.accuracy import (
     score,
     teacher_force,
 )
-from tilewright.compiler.bench.cases import ACCURACY_CONTEXT
-from tilewright.compiler.bench.reference import Reference, Subject, build_reference
-from tilewright.compiler.bench.stats import mcnemar, wilson_interval
-from tilewright.compiler.errors import CompileError
-from tilewright.compiler.targets.base import Executable
-from tilewright.compiler.targets.step import Step, StepOutput
+from tilewright.evaluate.results.stats import mcnemar, wilson_interval
 
 SUBJECT = Subject("tiny", "m", "t", "x")
 

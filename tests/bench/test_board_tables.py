@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from tests.bench.perf_records import accuracy, make
-from tilewright.compiler.bench import perf_md
-from tilewright.compiler.bench.board_tables import published_row, published_tables
-from tilewright.compiler.bench.perf_tables import render_results
-from tilewright.compiler.bench.record import ContractLine, Result
 from tilewright.compiler.precision import load_precision
+from tilewright.evaluate.report import perf_md
+from tilewright.evaluate.report.board_tables import published_row, published_tables
+from tilewright.evaluate.report.perf_tables import render_results
+from tilewright.evaluate.results.record import ContractLine, Result
 
 ONE_B = {"model": "Llama-3.2-1B", "device": "N300", "target": "n300", "mesh": "1x2"}
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.bench.cases import (
+from tilewright.errors import ConfigError
+from tilewright.evaluate.cases.cases import (
     ACCURACY_CONTEXT,
     CASES,
     DEFAULT_CASE,
@@ -18,7 +19,7 @@ from tilewright.compiler.bench.cases import (
     Case,
     check_case,
 )
-from tilewright.compiler.bench.prompts import (
+from tilewright.evaluate.cases.prompts import (
     MAX_FILE_BYTES,
     MAX_TEXT_BYTES,
     Prompt,
@@ -29,8 +30,7 @@ from tilewright.compiler.bench.prompts import (
     sample_prompts,
     sample_prompts_dir,
 )
-from tilewright.compiler.bench.record import Accuracy
-from tilewright.compiler.errors import ConfigError
+from tilewright.evaluate.results.record import Accuracy
 
 SUFFIXES = (
     *("batch-1", "short", "batch-32", "ci-1", "ci-32", "dp-4", "dp-8", "reasoning", "stress"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.ceilings import cpu_ceilings, measure_ceilings, read_bandwidth
-from tilewright.compiler.errors import CompileError
+from tilewright.errors import CompileError
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

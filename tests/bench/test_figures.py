@@ -9,8 +9,8 @@ import pytest
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 
-from tilewright.compiler.bench.figures import NAME_LENGTH, new_figure, save, settings, shown
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
+from tilewright.evaluate.plots.style import NAME_LENGTH, new_figure, save, settings, shown
 
 
 def draw(title: str = "a title") -> Figure:

@@ -14,9 +14,9 @@ from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from tilewright.compiler.bench import plot
-from tilewright.compiler.bench.heat_map import _short
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
+from tilewright.evaluate.plots import plot
+from tilewright.evaluate.plots.heat_map import _short
 
 GROUPS = ["attn_qkv", "attn_out", "ff1_3", "ff2", "kv_cache", "lm_head"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench import in_turn
-from tilewright.compiler.errors import ConfigError, TilewrightError
-from tilewright.compiler.json_lines import TornLineWarning
+from tilewright.errors import ConfigError, TilewrightError
+from tilewright.utils.json_lines import TornLineWarning
 
 
 def test_kept_rows_are_read_as_every_kind_of_json_lines(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.compiler.bench.labels import LEADER_START, MARKER_RADIUS, Box, place_labels
+from tilewright.evaluate.plots.labels import LEADER_START, MARKER_RADIUS, Box, place_labels
 
 FRAME = Box(0, 0, 500, 300)
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.bench import perf_md
-from tilewright.compiler.bench.pareto import (
+from tilewright.evaluate.report import perf_md
+from tilewright.evaluate.results.pareto import (
     Comparison,
     Placed,
     Point,

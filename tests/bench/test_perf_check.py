@@ -11,10 +11,10 @@ import pytest
 from bench import perf_check
 from bench.perf_check import EXIT_NOT_REPRODUCED, Claim, claims, command_of, compare, main
 from tests.bench.perf_records import accuracy, make, measured_accuracy
-from tilewright.compiler.bench.record import Repeat, Result, medians
-from tilewright.compiler.bench.results import append
 from tilewright.compiler.devices import CpuDescription
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
+from tilewright.evaluate.results.record import Repeat, Result, medians
+from tilewright.evaluate.results.result_file import append
 
 TWO_CORES = CpuDescription("a processor", 2, None, ())
 

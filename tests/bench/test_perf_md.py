@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.bench import perf_md
-from tilewright.compiler.bench.markdown import (
+from tilewright.errors import ConfigError, TilewrightError
+from tilewright.evaluate.report import perf_md
+from tilewright.evaluate.report.markdown import (
     Heading,
     TableBlock,
     Text,
@@ -19,8 +20,7 @@ from tilewright.compiler.bench.markdown import (
     merge,
     parse_blocks,
 )
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.errors import ConfigError, TilewrightError
+from tilewright.evaluate.report.table import Table
 
 SEED = (Path(__file__).parents[1] / "goldens" / "seed_perf.md").read_bytes().decode()
 TABLE = "## Performance\n\n| Model | Device | Speed (t/s/u) |\n|---|---|---|\n"

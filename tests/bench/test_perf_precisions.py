@@ -6,10 +6,10 @@ from pathlib import Path
 from unittest import mock
 
 from tests.bench.perf_records import HEADINGS, make, rows
-from tilewright.compiler.bench import perf_md, perf_tables
-from tilewright.compiler.bench.perf_tables import render_results
-from tilewright.compiler.bench.record import Result
 from tilewright.compiler.precision import list_precisions, load_precision
+from tilewright.evaluate.report import perf_md, perf_tables
+from tilewright.evaluate.report.perf_tables import render_results
+from tilewright.evaluate.results.record import Result
 
 
 def precision_sections(results: list[Result]) -> list[perf_md.Section]:

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.bench.perf_records import HEADINGS, make
-from tilewright.compiler.bench import perf_md
-from tilewright.compiler.bench.markdown import merge
-from tilewright.compiler.bench.perf_tables import plan_tables, render_results
-from tilewright.compiler.bench.record import KINDS, Accuracy, ContractLine, Paired, Result
-from tilewright.compiler.bench.selection import unplaced
+from tilewright.evaluate.report import perf_md
+from tilewright.evaluate.report.markdown import merge
+from tilewright.evaluate.report.perf_tables import plan_tables, render_results
+from tilewright.evaluate.results.record import KINDS, Accuracy, ContractLine, Paired, Result
+from tilewright.evaluate.results.selection import unplaced
 
 shapes = st.characters(categories="LMNPS", include_characters=" ", exclude_characters="|()")
 plain = st.text(shapes, min_size=1, max_size=8).filter(lambda text: text == text.strip())

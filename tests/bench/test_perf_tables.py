@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from tests.bench.perf_records import HEADINGS, accuracy, make, measured_accuracy, rows
-from tilewright.compiler.bench import perf_md
-from tilewright.compiler.bench.perf_tables import SEVERAL_USERS, plan_tables, render_results
-from tilewright.compiler.bench.record import (
+from tilewright.evaluate.report import perf_md
+from tilewright.evaluate.report.perf_tables import SEVERAL_USERS, plan_tables, render_results
+from tilewright.evaluate.results.record import (
     KINDS,
     ContractLine,
     Paired,
     Repeat,
     medians,
 )
-from tilewright.compiler.bench.selection import unplaced
+from tilewright.evaluate.results.selection import unplaced
 
 
 def test_a_row_has_speed_and_accuracy_of_their_own_measurements() -> None:

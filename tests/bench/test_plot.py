@@ -12,9 +12,9 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 
-from tilewright.compiler.bench import plot
-from tilewright.compiler.bench.pareto import Placed, Point
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
+from tilewright.evaluate.plots import plot
+from tilewright.evaluate.results.pareto import Placed, Point
 
 ROWS = {
     "fp32": (60, 99.5, "front"),

@@ -10,15 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.bench.test_results import make
-from tilewright.compiler.bench import perf_md, precision_titles
-from tilewright.compiler.bench.precision_titles import (
-    count_layer_rules,
-    linked_file,
-    section_precision,
-    titles_of,
-)
-from tilewright.compiler.bench.record import Result
-from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.precision import (
     PrecisionConfig,
     list_precisions,
@@ -26,6 +17,15 @@ from tilewright.compiler.precision import (
     parse_heading,
 )
 from tilewright.compiler.precision import reading as precision_reading
+from tilewright.errors import ConfigError
+from tilewright.evaluate.report import perf_md, precision_titles
+from tilewright.evaluate.report.precision_titles import (
+    count_layer_rules,
+    linked_file,
+    section_precision,
+    titles_of,
+)
+from tilewright.evaluate.results.record import Result
 
 START = "precision_cfg = {ff1_3: bfp8}, fidelity_cfg = {li_ff1_3: hifi2}"
 LAYERED = f"{START}, layer_cfg = {{0-3: {{ff2: bfp4}}, 5: {{ff2: bf16, wo: bfp4}}}}"

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny import compiled, prefill, random_tokens, tiny_model
-from tilewright.compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
-from tilewright.compiler.bench.reference import (
+from tilewright.errors import ConfigError
+from tilewright.evaluate.cases.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
+from tilewright.evaluate.cases.reference import (
     Reference,
     Subject,
     build_reference,
@@ -26,7 +27,6 @@ from tilewright.compiler.bench.reference import (
     text_hash,
     text_tokens,
 )
-from tilewright.compiler.errors import ConfigError
 
 SUBJECT = Subject("a model", "m" * 64, "t" * 64, "x" * 64)
 

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.bench import results
-from tilewright.compiler.bench.record import (
+from tilewright.errors import ConfigError, TilewrightError
+from tilewright.evaluate.results import result_file as results
+from tilewright.evaluate.results.record import (
     KINDS,
     SCHEMA,
     Accuracy,
@@ -28,9 +29,8 @@ from tilewright.compiler.bench.record import (
     pack_hits,
     unpack_hits,
 )
-from tilewright.compiler.environment import commit, environment
-from tilewright.compiler.errors import ConfigError, TilewrightError
-from tilewright.compiler.json_lines import TornLineWarning
+from tilewright.utils.environment import commit, environment
+from tilewright.utils.json_lines import TornLineWarning
 
 HEADING = "precision_cfg = {ff1_3: bfp8, ff2: bfp8}, fidelity_cfg = {li_ff1_3: hifi2}"
 
@@ -383,7 +383,8 @@ def test_commit_of_a_checkout_alone(tmp_path: Path) -> None:
 
 def test_nothing_here_imports_torch() -> None:
     code = (
-        "import sys, tilewright.compiler.bench.results, tilewright.compiler.bench.perf_tables; "
+        "import sys, tilewright.evaluate.results.result_file;"
+        "import tilewright.evaluate.report.perf_tables;"
         "sys.exit('torch' in sys.modules or 'onnxruntime' in sys.modules)"
     )
     root = Path(__file__).resolve().parents[2]

@@ -10,8 +10,13 @@ import pytest
 
 from tests.models.test_qwen3_5_moe import make as make_hybrid
 from tests.tiny import lowered, precision_of, tiny_model
-from tilewright.compiler.bench.record import Ceilings
-from tilewright.compiler.bench.roofline import (
+from tilewright.compiler.driver import compile_model
+from tilewright.compiler.ir.info import info, set_info
+from tilewright.compiler.ops.moe import expected_experts
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.interface.compiled import Compiled
+from tilewright.compiler.targets.table import get_target
+from tilewright.evaluate.measure.roofline import (
     EMBEDDING,
     OTHER,
     STATE,
@@ -22,12 +27,7 @@ from tilewright.compiler.bench.roofline import (
     product_groups,
     step_work,
 )
-from tilewright.compiler.driver import compile_model
-from tilewright.compiler.ir.info import info, set_info
-from tilewright.compiler.ops.moe import expected_experts
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.compiled import Compiled
-from tilewright.compiler.targets.table import get_target
+from tilewright.evaluate.results.record import Ceilings
 
 CEILINGS = Ceilings("made up", (90.0, 100.0, 1000.0), (2000.0, 1000.0, 1.0), "bf16")
 LAYERS, HIDDEN, MIDDLE, VOCAB, HEADS, KV_HEADS, HEAD = 2, 32, 48, 61, 4, 2, 16

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.bench.test_results import full, make
-from tilewright.compiler.bench import display
-from tilewright.compiler.bench.record import Paired
-from tilewright.compiler.bench.row import COLUMNS, Row, cells, table_of
-from tilewright.compiler.bench.stats import mean_and_error, mean_interval, mean_ratio
-from tilewright.compiler.bench.table import Table, csv_text
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.json_lines import read_records
+from tilewright.errors import ConfigError
+from tilewright.evaluate.report import display
+from tilewright.evaluate.report.table import Table, csv_text
+from tilewright.evaluate.results.record import Paired
+from tilewright.evaluate.results.row import COLUMNS, Row, cells, table_of
+from tilewright.evaluate.results.stats import mean_and_error, mean_interval, mean_ratio
+from tilewright.utils.json_lines import read_records
 
 
 def test_a_row_says_what_its_record_does_in_every_output() -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.bench.stats import (
+from tilewright.evaluate.results.stats import (
     mcnemar,
     mean_ratio,
     paired_ratio,

@@ -8,9 +8,9 @@ import pytest
 
 from tests.runtime.queued import QueuedExecutable
 from tests.tiny import compiled, random_tokens, tiny_model
-from tilewright.compiler.bench.timing import Job, figures, time_jobs
-from tilewright.compiler.runtime.request import Request, SamplingParams
-from tilewright.compiler.targets.base import Executable
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.evaluate.measure.timing import Job, figures, time_jobs
+from tilewright.runtime.request import Request, SamplingParams
 
 
 def finished(prompt: int, times: Sequence[float]) -> Request:

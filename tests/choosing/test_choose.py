@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.choosing.choose import Row, adjusted, choose_tokens
-from tilewright.compiler.choosing.draw import draw, log_probabilities, uniform
 from tilewright.compiler.ops import sample
-from tilewright.compiler.targets.step import Choosing
+from tilewright.compiler.sampling.choose import Row, adjusted, choose_tokens
+from tilewright.compiler.sampling.draw import draw, log_probabilities, uniform
+from tilewright.compiler.targets.interface.step import Choosing
 
 LOGITS = np.array([1.0, 3.0, 2.0, -1.0], dtype=np.float32)
 

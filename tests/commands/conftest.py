@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.models.conftest import add_tokenizer, permute, tiny_hf_config, to_gguf_name
-from tilewright.compiler.cli import main
+from tilewright.cli.main import main
 
 CONTEXT = 1536
 """Enough for token accuracy, not for the long contexts."""

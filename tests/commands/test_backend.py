@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.compiler.cli import main
-from tilewright.compiler.targets.cpu.native import build, library
+from tilewright.cli.main import main
+from tilewright.compiler.targets.cpu.native.library import binding as library
+from tilewright.compiler.targets.cpu.native.library import build
 
 FEW = ("--max-generated-tokens", "3", "--repeat-batches", "1", "--no-results")
 

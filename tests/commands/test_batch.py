@@ -18,11 +18,11 @@ import pytest
 from tests.commands.conftest import Run
 from tests.commands.test_ranks import followers_of
 from tilewright import LLM
-from tilewright.compiler.batch.journal import Journal
-from tilewright.compiler.child import PYTHON
-from tilewright.compiler.cli import main
-from tilewright.compiler.commands import batch_engine
-from tilewright.compiler.errors import CompileError, RankError
+from tilewright.batch.journal import Journal
+from tilewright.cli.main import main
+from tilewright.cli.processes import batch_engine
+from tilewright.errors import CompileError, RankError
+from tilewright.utils.child_process import PYTHON
 
 FAST = ("--target", "null", "--max-context", "256", "--no-cache")
 
@@ -347,7 +347,7 @@ def kill_at(asked: Sequence[str], out: Path, num_lines: int, *, of: int = 0) -> 
     """
     journal = out.with_name(f"{out.name}.journal")
     child = subprocess.Popen(
-        [*PYTHON, "-m", "tilewright.compiler.cli", "batch", *asked],
+        [*PYTHON, "-m", "tilewright.cli.main", "batch", *asked],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from tests.batch.rows import record
-from tilewright.compiler.batch.engine import Ended
-from tilewright.compiler.commands import batch_progress, pulse
-from tilewright.compiler.commands.batch_progress import Bar
-from tilewright.compiler.commands.pulse import PulsingSign
+from tilewright.batch.engine import Ended
+from tilewright.cli.terminal import batch_progress, pulse
+from tilewright.cli.terminal.batch_progress import Bar
+from tilewright.cli.terminal.pulse import PulsingSign
 
 
 def shown(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.test_batch import command, lines_of, make_set
-from tilewright.compiler.child import PYTHON
+from tilewright.utils.child_process import PYTHON
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def test_an_actor_killed_in_the_middle_leaves_every_row_once(
     spread = ("--engine", "ray", "--actors", "2", "--threads", "1")
     asked = [*command(data, out, tiny_gguf, *spread), "--ignore-eos"]
     child = subprocess.Popen(
-        [*PYTHON, "-m", "tilewright.compiler.cli", "batch", *asked], stderr=subprocess.PIPE
+        [*PYTHON, "-m", "tilewright.cli.main", "batch", *asked], stderr=subprocess.PIPE
     )
     killed: list[int] = []
     while child.poll() is None:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.commands.conftest import CONTEXT, Refused
-from tilewright.compiler.bench.record import Result, unpack_hits
-from tilewright.compiler.bench.results import loads, read
-from tilewright.compiler.cli import main
+from tilewright.cli.main import main
+from tilewright.evaluate.results.record import Result, unpack_hits
+from tilewright.evaluate.results.result_file import loads, read
 
 FEW = ("--max-generated-tokens", "5", "--repeat-batches", "2")
 
@@ -146,7 +146,7 @@ def test_rotated_prompts_keep_their_texts(run: Run) -> None:
 def test_texts_that_differ_are_an_exit_code(
     tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from tilewright.compiler.bench import timing
+    from tilewright.evaluate.measure import timing
 
     real, seen = timing.time_once, []
 
@@ -232,7 +232,7 @@ def test_a_folder_is_a_model_too(tiny_folder: Path, results: Path) -> None:
 def test_peak_memory_is_of_this_process_and_not_of_the_one_that_started_it() -> None:
     """As a sweep or a test runner would; the system's own counter does not begin at zero."""
     ballast = b"x" * 10**9
-    module = "tilewright.compiler.commands.measure"
+    module = "tilewright.cli.measure.measure"
     script = f"from {module} import peak_memory_bytes; print(peak_memory_bytes())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     assert 20e6 < int(done.stdout) < len(ballast)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.commands.conftest import Refused
-from tilewright.compiler.bench.cases import CASES
-from tilewright.compiler.bench.results import loads, read
-from tilewright.compiler.cli import main
+from tilewright.cli.main import main
+from tilewright.evaluate.cases.cases import CASES
+from tilewright.evaluate.results.result_file import loads, read
 
 FEW = ("--max-generated-tokens", "3")
 Run = Callable[..., str]

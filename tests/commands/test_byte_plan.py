@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tilewright.compiler.cli import main
-from tilewright.compiler.errors import CompileError
-from tilewright.compiler.targets.modes import COMPUTE_MODES
+from tilewright.cli.main import main
+from tilewright.compiler.targets.interface.modes import COMPUTE_MODES
+from tilewright.errors import CompileError
 
 RUN = ["--prompt", "a", "--max-generated-tokens", "3", "--repeat-batches", "1", "--no-results"]
 SHOWN = {
@@ -44,7 +44,7 @@ def test_it_comes_before_anything_is_compiled(
     def stop(*_: Any, **__: Any) -> None:
         raise CompileError("stopped here")
 
-    monkeypatch.setattr("tilewright.compiler.commands.measure.compile_for", stop)
+    monkeypatch.setattr("tilewright.cli.measure.measure.compile_for", stop)
     assert main(["bench", "--model", "shape:tiny-moe", "--target", "reference", *RUN]) == 2
     _, err = capfd.readouterr()
     assert err.index("experts_ff1_3") < err.index("tilewright: stopped here\n")

@@ -14,9 +14,9 @@ import pytest
 
 from tests.commands.conftest import Refused
 from tilewright import LLM
-from tilewright.compiler.cli import main
-from tilewright.compiler.commands import chat
-from tilewright.compiler.commands.asking import Sign, read_asked
+from tilewright.cli.arguments.ask import Sign, read_asked
+from tilewright.cli.commands import chat
+from tilewright.cli.main import main
 from tilewright.models.tokenizer.chat_template import Message
 from tilewright.models.tokenizer.tokenizer import StreamDecoder
 

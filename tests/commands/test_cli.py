@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tilewright.cli.main import CLONE_VERBS, VERBS, main
 from tilewright.compiler import __version__
-from tilewright.compiler.bench.cases import CASES
-from tilewright.compiler.cli import CLONE_VERBS, VERBS, main
-from tilewright.compiler.errors import TilewrightError
 from tilewright.compiler.precision import list_precisions
+from tilewright.errors import TilewrightError
+from tilewright.evaluate.cases.cases import CASES
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "demo" / "simple_text_demo.py")
@@ -52,7 +52,7 @@ def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_first_sign_of_life_comes_within_half_a_second(argv: tuple[str, ...]) -> None:
     """Of CPU time, which other work on the machine does not stretch, on a terminal."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-P", "-m", "tilewright.compiler.cli", *argv]
+    command = [sys.executable, "-P", "-m", "tilewright.cli.main", *argv]
     with subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
     ) as child:
@@ -108,7 +108,7 @@ def test_an_error_of_many_lines_is_printed_as_one(
     def fail(argv: list[str]) -> int:
         raise TilewrightError("one\n  two\r\nthree")
 
-    monkeypatch.setattr("tilewright.compiler.commands.bench.main", fail)
+    monkeypatch.setattr("tilewright.cli.commands.bench.main", fail)
     assert main(["bench"]) == 2
     assert capsys.readouterr().err == "tilewright: one two three\n"
 
@@ -117,7 +117,7 @@ def test_a_keyboard_interrupt_has_its_own_exit_code(monkeypatch: pytest.MonkeyPa
     def interrupted(argv: list[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tilewright.compiler.commands.bench.main", interrupted)
+    monkeypatch.setattr("tilewright.cli.commands.bench.main", interrupted)
     assert main(["bench"]) == 130
 
 
@@ -125,7 +125,7 @@ def test_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(argv: list[str]) -> int:
         raise ValueError("ours")
 
-    monkeypatch.setattr("tilewright.compiler.commands.bench.main", fail)
+    monkeypatch.setattr("tilewright.cli.commands.bench.main", fail)
     with pytest.raises(ValueError, match="ours"):
         main(["bench"])
 
@@ -172,7 +172,7 @@ def test_bytes_that_are_no_text(argv: list[str | bytes], stdin: bytes, message: 
 
 _WITHOUT = """
 import sys
-from tilewright.compiler.cli import main
+from tilewright.cli.main import main
 code = main(sys.argv[1:])
 heavy = {name.partition(".")[0] for name in sys.modules} & set(
     ["torch", "onnxruntime", "onnx", "transformers", "numpy", "tokenizers", "safetensors", "rich"])

@@ -17,13 +17,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tests.commands.conftest import Refused, Run
 from tests.ggml_blocks import SHAPES, write_llama
 from tests.tiny import prefill
-from tilewright.compiler.bench.record import Result
-from tilewright.compiler.bench.results import loads
-from tilewright.compiler.cli import main
+from tilewright.cli.main import main
 from tilewright.compiler.driver import compile_model
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.cpu import generate
+from tilewright.compiler.targets.cpu.onnxruntime import generate
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.evaluate.results.record import Result
+from tilewright.evaluate.results.result_file import loads
 from tilewright.models import load_model
 from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.tokenizer.load import load_tokenizer

@@ -20,13 +20,13 @@ from tests.models.conftest import add_tokenizer
 from tests.models.test_experts_dllama import model_of
 from tests.tiny import prefill, random_tokens
 from tests.twins import twin_of
-from tilewright.compiler.cli import main
+from tilewright.cli.main import main
 from tilewright.compiler.driver import compile_model
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.models import load_model
-from tilewright.models.checkpoints import dllama_writer
+from tilewright.models.checkpoints.dllama import writer as dllama_writer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "demo" / "convert.py"
 BY_TOKEN = ("model.embed_tokens.weight", "lm_head.weight")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tilewright.compiler.commands.arguments import parse
-from tilewright.compiler.commands.engine_options import EngineArguments
+from tilewright.cli.arguments.engine import EngineArguments
+from tilewright.options.arguments import parse
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.serve.fronts import running_front
-from tilewright.compiler.cli import main
-from tilewright.compiler.commands.sweep.options import read_options
-from tilewright.compiler.plain_yaml import parse_yaml
+from tilewright.cli.arguments.sweep import read_options
+from tilewright.cli.main import main
 from tilewright.compiler.precision import load_precision
+from tilewright.utils.plain_yaml import parse_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "docs/run.md", "docs/precision.md", "docs/sweeps.md", "docs/measure.md")

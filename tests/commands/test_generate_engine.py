@@ -18,16 +18,16 @@ import torch
 from tests.commands.conftest import Run
 from tests.targets.cuda.engine.conftest import CONFIG
 from tests.tiny import prefill
-from tilewright.compiler.commands import generate_engine
-from tilewright.compiler.commands.generate_engine import SECONDS_VARIABLE, main
+from tilewright.cli.commands import generate_engine
+from tilewright.cli.commands.generate_engine import SECONDS_VARIABLE, main
 from tilewright.compiler.driver import compile_model
-from tilewright.compiler.errors import CompileError, ConfigError, TilewrightError
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.cuda.engine.parts.self_test import random_weights
-from tilewright.compiler.targets.cuda.engine.parts.settings import read_settings
-from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
-from tilewright.compiler.targets.cuda.engine.trial import load_engine, run_trial
+from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import random_weights
+from tilewright.compiler.targets.cuda.engine_generator.parts.settings import read_settings
+from tilewright.compiler.targets.cuda.engine_generator.parts.weights import load_weights
+from tilewright.compiler.targets.cuda.engine_generator.trial import load_engine, run_trial
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.errors import CompileError, ConfigError, TilewrightError
 from tilewright.models import load_model
 
 
@@ -62,7 +62,7 @@ def test_an_emitted_engine_has_the_logits_of_its_checkpoint(
 def test_engines_take_no_precision_and_are_of_cuda(
     said: str, given: list[str], tiny_folder: Path, tmp_path: Path
 ) -> None:
-    from tilewright.compiler.commands.compile import main as compile_main
+    from tilewright.cli.commands.compile import main as compile_main
 
     argv = [str(tiny_folder), "--emit", "engine", "-o", str(tmp_path / "x"), *given]
     with pytest.raises(TilewrightError, match=said):

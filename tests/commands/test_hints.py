@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.commands.conftest import Refused
-from tilewright.compiler.cli import main
+from tilewright.cli.main import main
 
-CODE = Path(__file__).resolve().parents[2] / "compiler"
+CODE = Path(__file__).resolve().parents[2] / "tilewright"
 ODD = "it's a folder"
 """Hints are for a shell, whatever the folder is called."""
 
@@ -131,13 +131,13 @@ def test_no_hint_is_missing_here(run: Run) -> None:
                 found.add(path.relative_to(CODE).as_posix())
     assert "performance-batch-1" in run("bench", "--list"), "what options of sweeps point to"
     assert found == {
-        "commands/compile.py",
-        "commands/convert.py",
-        "commands/sweep/main.py",
-        "commands/sweep/options.py",
-        "commands/sweep/run.py",
-        "commands/sweep/show.py",
-        "commands/sweep/show_app.py",
-        "commands/sweep/tables.py",
-        "sweep/hunt.py",
+        "cli/commands/compile.py",
+        "cli/commands/convert.py",
+        "cli/sweep/main.py",
+        "cli/arguments/sweep.py",
+        "cli/sweep/run.py",
+        "cli/sweep/show.py",
+        "cli/sweep/show_app.py",
+        "cli/sweep/tables.py",
+        "evaluate/search/run.py",
     }

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tilewright import LLM
-from tilewright.compiler.errors import ConfigError, RequestError, TilewrightError
-from tilewright.compiler.targets.step import Step, StepOutput
+from tilewright.compiler.targets.interface.step import Step, StepOutput
+from tilewright.errors import ConfigError, RequestError, TilewrightError
 from tilewright.models.tokenizer.chat_template import Message
 
 HELLO: list[Message] = [{"role": "user", "content": "hello"}]

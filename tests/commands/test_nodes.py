@@ -13,13 +13,13 @@ import pytest
 from tests.commands.conftest import Refused, Run
 from tests.dllama_files import model_bytes, random_weights, tokenizer_bytes, tokens
 from tests.serve.conftest import free_port
-from tilewright.compiler.child import PYTHON
-from tilewright.compiler.cli import main
-from tilewright.compiler.commands import nodes
-from tilewright.compiler.commands.arguments import ModelOptions
-from tilewright.compiler.distributed import launch
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.targets.cpu.native import build
+from tilewright.cli.commands import nodes
+from tilewright.cli.main import main
+from tilewright.compiler.targets.cpu.native.library import build
+from tilewright.distributed import launch
+from tilewright.errors import ConfigError
+from tilewright.options.arguments import ModelOptions
+from tilewright.utils.child_process import PYTHON
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
@@ -156,7 +156,7 @@ def worker(model: Path) -> Iterator[str]:
     port = free_port()
     given = ["nodes", "worker", "--host", "127.0.0.1", "--port", str(port), "--model", str(model)]
     process = subprocess.Popen(
-        [*PYTHON, "-m", "tilewright.compiler.cli", *given],
+        [*PYTHON, "-m", "tilewright.cli.main", *given],
         env={**os.environ, "TILEWRIGHT_TOKEN": TOKEN},
         stderr=subprocess.PIPE,
         text=True,

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.commands.conftest import Refused
-from tilewright.compiler.bench.cases import CASES
-from tilewright.compiler.bench.prompts import sample_prompts
-from tilewright.compiler.commands import arguments
-from tilewright.compiler.commands.options import RunOptions, read_options
+from tilewright.cli.arguments.bench import RunOptions, read_options
 from tilewright.compiler.devices import CPU_BACKENDS
-from tilewright.compiler.errors import ConfigError, TilewrightError
 from tilewright.compiler.targets.table import target_names
+from tilewright.errors import ConfigError, TilewrightError
+from tilewright.evaluate.cases.cases import CASES
+from tilewright.evaluate.cases.prompts import sample_prompts
+from tilewright.options import arguments
 
 
 def read(model: Path, *argv: str) -> RunOptions:

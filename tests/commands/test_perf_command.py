@@ -9,9 +9,9 @@ import pytest
 
 from tests.bench.test_results import make
 from tests.commands.conftest import Refused
-from tilewright.compiler.bench.record import Repeat, medians
-from tilewright.compiler.bench.results import append
-from tilewright.compiler.cli import main
+from tilewright.cli.main import main
+from tilewright.evaluate.results.record import Repeat, medians
+from tilewright.evaluate.results.result_file import append
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("PERF.md", "README.md", "docs/figures.md")

@@ -19,25 +19,26 @@ import pytest
 import torch
 
 from tests.test_child import gone
-from tilewright.compiler.child import PYTHON
-from tilewright.compiler.cli import main
-from tilewright.compiler.commands import arguments, ranks
-from tilewright.compiler.commands.arguments import ModelOptions, read_model_options
-from tilewright.compiler.commands.following import is_follower
-from tilewright.compiler.commands.source import compile_source, open_source
-from tilewright.compiler.distributed.grouping import Grouping, check_devices, read_grouping
-from tilewright.compiler.distributed.hello import RanksDifferError
-from tilewright.compiler.distributed.parallel import Parallel
-from tilewright.compiler.errors import CompileError, ConfigError, RankError
-from tilewright.compiler.targets.base import CompileOptions, Executable
-from tilewright.compiler.targets.compiled import silent
-from tilewright.compiler.targets.cpu import choice
-from tilewright.compiler.targets.cuda import peers
-from tilewright.compiler.targets.cuda.device import open_device
+from tilewright.cli.main import main
+from tilewright.cli.processes.follow import is_follower
+from tilewright.compiler.targets.cpu import backend as choice
+from tilewright.compiler.targets.cuda.collectives import peer_memory as peers
+from tilewright.compiler.targets.cuda.memory_budget import open_device
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable
+from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.table import get_target
+from tilewright.distributed.grouping import Grouping, check_devices, read_grouping
+from tilewright.distributed.hello import RanksDifferError
+from tilewright.distributed.parallel import Parallel
+from tilewright.errors import CompileError, ConfigError, RankError
+from tilewright.loading import ranks
+from tilewright.loading.source import compile_source, open_source
 from tilewright.models import ShapeName
+from tilewright.options import arguments
+from tilewright.options.arguments import ModelOptions, read_model_options
+from tilewright.utils.child_process import PYTHON
 
-RUN = (*PYTHON, "-m", "tilewright.compiler.cli", "run", "--target", "null", "--tensor-parallel")
+RUN = (*PYTHON, "-m", "tilewright.cli.main", "run", "--target", "null", "--tensor-parallel")
 TORCHRUN = {
     "RANK": "1",
     "WORLD_SIZE": "2",

@@ -15,7 +15,7 @@ import pytest
 
 from tests.commands.conftest import Refused
 from tilewright import LLM
-from tilewright.compiler.cli import main
+from tilewright.cli.main import main
 
 SIX = ("--max-tokens", "6")
 
@@ -112,8 +112,8 @@ def test_a_sign_of_life_comes_before_anything_heavy(tiny_gguf: Path) -> None:
     """On a terminal, and gone in the end; what stays there is the answer and one line."""
     script = """
 import sys
-from tilewright.compiler.cli import main
-import tilewright.compiler.commands.asking as asking
+from tilewright.cli.main import main
+import tilewright.cli.arguments.ask as asking
 show = asking.Sign.show
 def first(self, text):
     heavy = {"torch", "onnxruntime", "tokenizers", "numpy", "rich"} & {*sys.modules}

@@ -7,9 +7,9 @@ import io
 from rich.console import Console
 
 from tests.dealt_models import grouped, make
-from tilewright.compiler.commands.screen import explain_cost, explain_places
-from tilewright.compiler.distributed.parallel import ALONE, Parallel
-from tilewright.compiler.targets.compiled import Compiled
+from tilewright.cli.measure.explain import explain_cost, explain_places
+from tilewright.compiler.targets.interface.compiled import Compiled
+from tilewright.distributed.parallel import ALONE, Parallel
 
 
 def explained(compiled: Compiled) -> str:

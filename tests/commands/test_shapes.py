@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.commands.conftest import Refused
+from tilewright.cli.main import main
+from tilewright.cli.measure.measure import device_of
 from tilewright.compiler.artifacts.manifest import read_manifest
-from tilewright.compiler.bench.record import Result
-from tilewright.compiler.bench.results import loads, read
-from tilewright.compiler.cli import main
-from tilewright.compiler.commands.measure import device_of
-from tilewright.compiler.files import CACHE_VARIABLE
+from tilewright.evaluate.results.record import Result
+from tilewright.evaluate.results.result_file import loads, read
+from tilewright.utils.files import CACHE_VARIABLE
 
 SHAPE = ("--model", "shape:tiny")
 FEW = ("--max-generated-tokens", "5", "--repeat-batches", "1")

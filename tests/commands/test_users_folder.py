@@ -16,7 +16,7 @@ COMMAND = Path(sysconfig.get_path("scripts")) / "tilewright"
 
 EVERY_HELP = """
 import sys
-from tilewright.compiler.cli import CLONE_VERBS, VERBS, main
+from tilewright.cli.main import CLONE_VERBS, VERBS, main
 for verb in [*VERBS, *CLONE_VERBS]:
     try:
         code = main([verb, "--help"])

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.commands.conftest import CONTEXT, tiny_gguf
-from tilewright.compiler.bench.cases import CASES, Case, check_case
-from tilewright.compiler.bench.results import loads, read
-from tilewright.compiler.cli import main
-from tilewright.compiler.commands.options import read_options
-from tilewright.compiler.errors import ConfigError
+from tilewright.cli.arguments.bench import read_options
+from tilewright.cli.main import main
+from tilewright.errors import ConfigError
+from tilewright.evaluate.cases.cases import CASES, Case, check_case
+from tilewright.evaluate.results.result_file import loads, read
 from tilewright.models import load_model
 
 __all__ = ["tiny_gguf"]

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from tests.sweep_cells import cell, done, planned, speed_result
-from tilewright.compiler.environment import environment
-from tilewright.compiler.sweep.journal import Journal
+from tilewright.evaluate.sweep.journal import Journal
+from tilewright.utils.environment import environment
 
 SCRIPT = Path(__file__).resolve().parents[2] / "demo" / "sweep.py"
 

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tilewright.compiler.distributed.group import Follower, Leader
-from tilewright.compiler.distributed.launch import Ranks, gather, gather_here, join
-from tilewright.compiler.distributed.world import Place, local_place
+from tilewright.distributed.group import Follower, Leader
+from tilewright.distributed.launch import Ranks, gather, gather_here, join
+from tilewright.distributed.world import Place, local_place
 
 JOINED = (
-    "from tilewright.compiler.distributed.launch import join\n"
-    "from tilewright.compiler.distributed.world import place_of\n"
+    "from tilewright.distributed.launch import join\n"
+    "from tilewright.distributed.world import place_of\n"
     "follower = join(place_of())\n"
 )
 """How a follower's program begins."""

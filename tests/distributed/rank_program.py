@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tilewright.compiler.distributed import group, launch
-from tilewright.compiler.distributed.peers import Peers
-from tilewright.compiler.distributed.world import place_of
-from tilewright.compiler.errors import TilewrightError
+from tilewright.distributed import group, launch
+from tilewright.distributed.peers import Peers
+from tilewright.distributed.world import place_of
+from tilewright.errors import TilewrightError
 
 LOADING, LIMIT, STAYS = 60.0, 3.0, 90.0
 _STEPS = ("capture", "prompt", "decode")
@@ -51,8 +51,8 @@ def null(rank: int) -> Any:
 
 
 def lead() -> None:
-    from tilewright.compiler.targets.sharded import ShardedExecutable, meet
-    from tilewright.compiler.targets.step import Choosing, Chunk, Open, Seat, Step
+    from tilewright.compiler.targets.interface.step import Choosing, Chunk, Open, Seat, Step
+    from tilewright.compiler.targets.ranks.sharded import ShardedExecutable, meet
 
     def begin(*what: Any) -> Any:
         children = start_all(*what)
@@ -87,7 +87,7 @@ def lead() -> None:
 
 
 def follow(rank: int) -> None:
-    from tilewright.compiler.targets.sharded import meet, serve_steps
+    from tilewright.compiler.targets.ranks.sharded import meet, serve_steps
 
     enter(rank, "hello")
     follower = launch.join(place_of())  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import pytest
 from tests.distributed import rank_program
 from tests.distributed.rank_program import LIMIT
 from tests.test_child import gone
-from tilewright.compiler.child import PYTHON
+from tilewright.utils.child_process import PYTHON
 
 PHASES = ("hello", "join", "load", "capture", "prompt", "decode", "idle", "close")
 

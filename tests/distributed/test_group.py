@@ -16,26 +16,26 @@ import pytest
 
 from tests.distributed.groups import JOINED, process_group, thread_group
 from tests.test_child import gone
-from tilewright.compiler.child import Child
-from tilewright.compiler.distributed import group, peers
-from tilewright.compiler.distributed.channel import (
+from tilewright.distributed import group, peers
+from tilewright.distributed.channel import (
     Address,
     Channel,
     ChannelClosedError,
     Listener,
     call,
 )
-from tilewright.compiler.distributed.group import (
+from tilewright.distributed.group import (
     END,
     Follower,
     overdue,
 )
-from tilewright.compiler.distributed.hello import check_equal
-from tilewright.compiler.distributed.launch import gather_here
-from tilewright.compiler.distributed.peers import Peers
-from tilewright.compiler.distributed.processes import is_stopped
-from tilewright.compiler.distributed.worker import wait_for
-from tilewright.compiler.errors import ConfigError, RankError, RankRefusedError
+from tilewright.distributed.hello import check_equal
+from tilewright.distributed.launch import gather_here
+from tilewright.distributed.peers import Peers
+from tilewright.distributed.processes import is_stopped
+from tilewright.distributed.worker import wait_for
+from tilewright.errors import ConfigError, RankError, RankRefusedError
+from tilewright.utils.child_process import Child
 
 WAITS = "while follower.receive().kind != 3: pass\n"
 EARLY = "import time; time.sleep(60)\n"
@@ -87,7 +87,7 @@ def test_who_does_not_know_the_token_is_hung_up_on(tmp_path: Path, is_local: boo
 def test_a_rank_0_that_is_stopped_before_it_answers_is_missed(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path\n"
-        "from tilewright.compiler.distributed.channel import Address, Listener\n"
+        "from tilewright.distributed.channel import Address, Listener\n"
         "kept = Listener(Address(path=Path(sys.argv[1])), b'x'); print('there', flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -173,8 +173,8 @@ def test_a_rank_0_that_does_not_come_back_is_ended(place: str) -> None:
     """In a kernel or a library; one that waits for its user is not, and hears of it later."""
     program = (
         "import contextlib, os, signal, sys, time\n"
-        "from tilewright.compiler.distributed import group, launch\n"
-        "from tilewright.compiler.errors import RankError\n"
+        "from tilewright.distributed import group, launch\n"
+        "from tilewright.errors import RankError\n"
         "group._RETURN_SECONDS = 0.3\n"
         f"follow = {JOINED + WAITS!r}\n"
         "leader = launch.gather_here(2, ('-c', follow), limit_s=1.5).leader\n"
@@ -268,7 +268,7 @@ def test_followers_end_when_rank_0_is_killed() -> None:
 def test_a_follower_that_does_not_hear_is_ended_with_rank_0() -> None:
     code = "follower.ends_process = True\nimport time; time.sleep(60)\n"
     ranks = process_group(
-        "from tilewright.compiler.distributed import group\ngroup.PATIENCE_SECONDS = 0.2\n" + code
+        "from tilewright.distributed import group\ngroup.PATIENCE_SECONDS = 0.2\n" + code
     )
     (member,) = ranks.leader.members
     assert member.child is not None
@@ -303,7 +303,7 @@ def test_a_worker_ends_a_rank_that_was_stopped() -> None:
 def test_followers_end_when_rank_0_is_stopped_in_loading(hears: bool) -> None:
     """Whether they wait for it, or compute and hear nothing."""
     follower = (
-        "from tilewright.compiler.distributed import group\n"
+        "from tilewright.distributed import group\n"
         "group.PATIENCE_SECONDS, group._BEAT_SECONDS = 0.2, 0.1\n"
         "follower.ends_process, follower.limit_s = True, 0.5\n"
         + ("follower.receive()" if hears else EARLY)

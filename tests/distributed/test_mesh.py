@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.distributed.mesh import (
+from tilewright.compiler.mesh import (
     COLUMNS,
     ROWS,
     UNEVEN,
@@ -20,7 +20,7 @@ from tilewright.compiler.distributed.mesh import (
     join,
     split_heads,
 )
-from tilewright.compiler.errors import CompileError
+from tilewright.errors import CompileError
 
 COUNTS = st.sampled_from([1, 2, 3, 4, 8])
 

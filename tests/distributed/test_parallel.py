@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.tiny import precision_of, tiny_model
-from tilewright.compiler.distributed.mesh import UNEVEN, in_shares
-from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.driver import compile_model
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.mesh import UNEVEN, in_shares
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.distributed.parallel import Parallel
+from tilewright.errors import ConfigError
 
 
 @pytest.mark.parametrize(

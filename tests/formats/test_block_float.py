@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.formats.slow_blocks import slow_pack, slow_unpack
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats import FORMATS, BlockEncoded, BlockFloat
+from tilewright.errors import CompileError
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 BLOCK_FORMATS = ("bfp8", "bfp4", "bfp2")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewright.compiler.errors import CheckpointError, ConfigError
 from tilewright.compiler.formats import FORMATS, BlockFloat, get_format
 from tilewright.compiler.formats.block_float import BlockEncoded
+from tilewright.errors import CheckpointError, ConfigError
 
 BLOCK_FORMATS = ("bfp8", "bfp4", "bfp2")
 

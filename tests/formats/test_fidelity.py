@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.formats import FIDELITIES
+from tilewright.errors import ConfigError
 
 
 def test_names_and_phases() -> None:

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.formats.slow_ggml import slow_q40, slow_q80
-from tilewright.compiler.errors import CheckpointError, CompileError
 from tilewright.compiler.formats import FORMATS, GgmlFormat, ScaledEncoded
+from tilewright.errors import CheckpointError, CompileError
 
 KINDS = {
     "q40": gguf.GGMLQuantizationType.Q4_0,

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ggml_blocks import SCALES_AT, assert_same_bits, library_values, random_blocks
-from tilewright.compiler.errors import CheckpointError, ConfigError
 from tilewright.compiler.formats import FORMATS, STORED_NAMES, ggml_blocks, stored_format
 from tilewright.compiler.formats.ggml_blocks import DECODERS, SIZES, dequantise
+from tilewright.errors import CheckpointError, ConfigError
 
 
 def test_the_tables_agree_with_the_library() -> None:

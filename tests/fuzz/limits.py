@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tilewright.compiler.errors import TilewrightError
+from tilewright.errors import TilewrightError
 
 CONSTANT_BYTES = 32 << 20
 APART_BYTES = 1 << 30  # threads' stacks and arenas are address space too

@@ -22,11 +22,11 @@ from tilewright.compiler.artifacts.digests import file_digest
 from tilewright.compiler.artifacts.folder import open_folder, seal_folder
 from tilewright.compiler.artifacts.loading import load_program
 from tilewright.compiler.artifacts.manifest import read_manifest
-from tilewright.compiler.artifacts.places import MANIFEST
+from tilewright.compiler.artifacts.paths import MANIFEST
 from tilewright.compiler.artifacts.program import write_program
 from tilewright.compiler.ir.serialise import read_graph
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.cpu.model_file import MODEL, WEIGHTS
+from tilewright.compiler.targets.cpu.onnxruntime.model_file import MODEL, WEIGHTS
+from tilewright.compiler.targets.interface.base import CompileOptions
 
 OPTIONS = CompileOptions(max_batch=1, max_context=16, num_threads=1)
 GRAPH = "graph.json"

@@ -13,17 +13,18 @@ from hypothesis import strategies as st
 
 from tests.fuzz.limits import guarded
 from tests.fuzz.mutations import Mutation, damaged_trees, mutations
-from tilewright.compiler.bench import perf_md, results
-from tilewright.compiler.bench.prompts import MAX_FILE_BYTES, read_prompts
-from tilewright.compiler.bench.record import Repeat
-from tilewright.compiler.bench.reference import (
+from tilewright.evaluate.cases.prompts import MAX_FILE_BYTES, read_prompts
+from tilewright.evaluate.cases.reference import (
     Reference,
     Subject,
     cached_logits,
     load_reference,
     reference_bytes,
 )
-from tilewright.compiler.json_lines import TornLineWarning
+from tilewright.evaluate.report import perf_md
+from tilewright.evaluate.results import result_file as results
+from tilewright.evaluate.results.record import Repeat
+from tilewright.utils.json_lines import TornLineWarning
 
 SEED = (Path(__file__).parents[1] / "goldens" / "seed_perf.md").read_bytes()
 SUBJECT = Subject("a model", "m" * 64, "t" * 64, "x" * 64)

@@ -23,8 +23,8 @@ from tests.fuzz.limits import guarded, guarded_apart
 from tests.fuzz.mutations import LYING_NUMBERS, Mutation, mutations
 from tilewright.models import load_model
 from tilewright.models.checkpoints.base import TokenizerSource
-from tilewright.models.checkpoints.dllama import DllamaCheckpoint
-from tilewright.models.checkpoints.dllama_header import KEYS
+from tilewright.models.checkpoints.dllama.checkpoint import DllamaCheckpoint
+from tilewright.models.checkpoints.dllama.header import KEYS
 from tilewright.models.tokenizer.load import load_tokenizer, read_vocabulary
 from tilewright.models.tokenizer.vocabulary_dllama import pack_tokenizer
 

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.limits import guarded, guarded_apart
-from tilewright.compiler.bench import perf_md, results
-from tilewright.compiler.bench.prompts import read_prompts
-from tilewright.compiler.bench.reference import Subject, load_reference
 from tilewright.compiler.precision import load_precision
+from tilewright.evaluate.cases.prompts import read_prompts
+from tilewright.evaluate.cases.reference import Subject, load_reference
+from tilewright.evaluate.report import perf_md
+from tilewright.evaluate.results import result_file as results
 from tilewright.models import load_model
 from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.checkpoints.containers import open_checkpoint
-from tilewright.models.checkpoints.gguf import GGUFCheckpoint
+from tilewright.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from tilewright.models.checkpoints.json_file import read_json
 from tilewright.models.tokenizer.load import load_tokenizer
 

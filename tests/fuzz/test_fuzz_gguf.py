@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.fuzz.limits import guarded, guarded_apart
 from tests.fuzz.mutations import LYING_NUMBERS, Mutation, mutations
 from tilewright.models import load_model
-from tilewright.models.checkpoints.gguf import GGUFCheckpoint
+from tilewright.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from tilewright.models.tokenizer.load import load_tokenizer
 from tilewright.models.tokenizer.vocabulary_gguf import MAX_PIECE
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.fuzz import limits
 from tests.fuzz.limits import guarded, guarded_apart
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
 
 
 def fail_with(message: str) -> Callable[[], None]:

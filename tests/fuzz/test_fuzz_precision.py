@@ -15,9 +15,9 @@ from hypothesis import example, given
 
 from tests.fuzz.limits import guarded
 from tests.fuzz.mutations import Mutation, damaged_trees, mutations
-from tilewright.compiler.plain_yaml import MAX_FILE_BYTES
 from tilewright.compiler.precision import GroupedModule, load_precision, parse_heading, reading
 from tilewright.compiler.precision.heading import MAX_HEADING_LENGTH
+from tilewright.utils.plain_yaml import MAX_FILE_BYTES
 
 SHIPPED = (reading._shipped_folder() / "accuracy.yaml").read_bytes()
 TREE: dict[str, Any] = {

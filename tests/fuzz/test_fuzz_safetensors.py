@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from tests.fuzz.limits import guarded, guarded_apart
 from tests.fuzz.mutations import LYING_NUMBERS, ODD_VALUES, Mutation, damaged_trees, mutations
 from tilewright.models.checkpoints.base import check_tensors
-from tilewright.models.checkpoints.safetensors import SafetensorsCheckpoint
-from tilewright.models.checkpoints.shards import INDEX, SINGLE
+from tilewright.models.checkpoints.huggingface.checkpoint import SafetensorsCheckpoint
+from tilewright.models.checkpoints.huggingface.shards import INDEX, SINGLE
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -26,11 +26,11 @@ from tests.sweep_cells import (
     planned,
     speed_result,
 )
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.json_lines import TornLineWarning
-from tilewright.compiler.sweep import sensitivity_report, summary
-from tilewright.compiler.sweep.estimate import remaining_seconds
-from tilewright.compiler.sweep.journal import Added, Asked, Event, Journal, Started
+from tilewright.errors import ConfigError
+from tilewright.evaluate.sweep import sensitivity_report, summary
+from tilewright.evaluate.sweep.estimate import remaining_seconds
+from tilewright.evaluate.sweep.journal import Added, Asked, Event, Journal, Started
+from tilewright.utils.json_lines import TornLineWarning
 
 STATUSES = {"queued", "running", "done", "failed", "timed out", "out of memory", "cancelled"}
 

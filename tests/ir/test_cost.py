@@ -10,14 +10,14 @@ from tests.dealt_models import make as make_dealt
 from tests.models.test_experts_gguf import make
 from tests.tiny import lowered, precision_of
 from tilewright.compiler import ops
-from tilewright.compiler.bench.roofline import weight_bytes
-from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.ir.cost import GroupCost, step_costs
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.passes.runner import run_passes
-from tilewright.compiler.passes.shard import shard
-from tilewright.compiler.passes.take_rank import take_rank
+from tilewright.compiler.passes.sharding.shard import shard
+from tilewright.compiler.passes.sharding.take_rank import take_rank
 from tilewright.compiler.targets.table import get_target
+from tilewright.distributed.parallel import Parallel
+from tilewright.evaluate.measure.roofline import weight_bytes
 
 
 def costs(kind: str, target: str, num_tokens: int) -> dict[str, GroupCost]:

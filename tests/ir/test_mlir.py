@@ -21,7 +21,6 @@ from tests.function_graphs import function_graph
 from tests.tiny import context_of, lowered, run_graph, step_inputs, tiny_config, tiny_model
 from tilewright.compiler import ops
 from tilewright.compiler.driver import weight_source
-from tilewright.compiler.errors import CompileError, ConfigError
 from tilewright.compiler.ir.info import INPUT
 from tilewright.compiler.ir.mlir import DIALECTS, MlirModule, emit_mlir
 from tilewright.compiler.ir.recipe import load_dense
@@ -30,6 +29,7 @@ from tilewright.compiler.ops import COLLECTIVES, OPERATORS
 from tilewright.compiler.passes.runner import run_passes
 from tilewright.compiler.targets.pipeline import MATCH
 from tilewright.compiler.tracer import trace
+from tilewright.errors import CompileError, ConfigError
 from tilewright.models import load_model
 
 pytest.importorskip("torch_mlir")

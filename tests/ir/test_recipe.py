@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe, concatenate, load_dense
 from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
+from tilewright.errors import CheckpointError
 
 A = torch.arange(24.0).view(6, 4)
 B = 100 + torch.arange(8.0).view(2, 4)

@@ -15,15 +15,12 @@ from tests.dllama_files import tokenizer_bytes, tokens
 from tests.ggml_blocks import SHAPES, random_blocks, write_llama
 from tests.models.test_dllama import write as write_dllama
 from tests.tiny import precision_of
-from tilewright.compiler.distributed.mesh import Run
-from tilewright.compiler.distributed.parallel import Parallel, Ranks
 from tilewright.compiler.driver import (
     CompilableModel,
     lower_model,
     resolve_precision,
     weight_source,
 )
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats import FORMATS, get_format, stored_format
 from tilewright.compiler.formats.ggml import GgmlFileFormat
 from tilewright.compiler.formats.ggml_blocks import SIZES
@@ -37,11 +34,14 @@ from tilewright.compiler.ir.recipe import (
     load_values,
     take,
 )
+from tilewright.compiler.mesh import Run
 from tilewright.compiler.passes.runner import run_passes
-from tilewright.compiler.passes.shard import shard
+from tilewright.compiler.passes.sharding.shard import shard
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.targets.compiled import silent
+from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION
+from tilewright.distributed.parallel import Parallel, Ranks
+from tilewright.errors import CompileError
 from tilewright.models import LoadedModel, load_model
 
 QUANTISED = [

@@ -15,9 +15,7 @@ from torch.fx import GraphModule
 
 from tests.dealt_models import dealt, make
 from tests.tiny import QWEN2, lowered, precision_of, prefill, random_tokens, tiny_model
-from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.driver import weight_source
-from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.ir.cost import step_costs
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.serialise import graph_json, read_graph
@@ -27,10 +25,12 @@ from tilewright.compiler.passes.gather_logit_rows import gather_logit_rows
 from tilewright.compiler.passes.insert_state import insert_state
 from tilewright.compiler.passes.runner import run_passes
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.program.instructions import Needs
 from tilewright.compiler.targets.program.plan import make_plan
 from tilewright.compiler.targets.table import get_target
+from tilewright.distributed.parallel import Parallel
+from tilewright.errors import CheckpointError
 from tilewright.models import load_model
 
 WHERE = Path("graph.json")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.compiler.errors import RequestError
+from tilewright.errors import RequestError
 from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 from tilewright.models.tokenizer.load import load_tokenizer

@@ -7,7 +7,7 @@ import tokenizers
 import transformers
 from tokenizers.models import BPE
 
-from tilewright.compiler.errors import CheckpointError, RequestError
+from tilewright.errors import CheckpointError, RequestError
 from tilewright.models.tokenizer.chat_template import ChatTemplate
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -10,10 +10,10 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tilewright.compiler.errors import CheckpointError
+from tilewright.errors import CheckpointError
 from tilewright.models.architectures.rope import inverse_frequencies
-from tilewright.models.checkpoints.gguf_config import config_of_gguf
-from tilewright.models.checkpoints.hf_config import config_of_hf
+from tilewright.models.checkpoints.gguf.config import config_of_gguf
+from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.config import LinearScaling, Llama3Scaling, ModelConfig, RopeConfig
 
 HF: dict[str, Any] = {

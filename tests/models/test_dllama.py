@@ -22,10 +22,10 @@ from tests.dllama_files import (
     tokenizer_bytes,
     tokens,
 )
-from tilewright.compiler.errors import CheckpointError
+from tilewright.errors import CheckpointError
 from tilewright.models import find_model, load_model
-from tilewright.models.checkpoints.dllama import DllamaCheckpoint
-from tilewright.models.checkpoints.dllama_header import read_header, tensors, write_header
+from tilewright.models.checkpoints.dllama.checkpoint import DllamaCheckpoint
+from tilewright.models.checkpoints.dllama.header import read_header, tensors, write_header
 from tilewright.models.config import Llama3Scaling
 
 SCALING = [(14, 8), (15, 1), (16, 4), (17, 8192), (18, 2)]

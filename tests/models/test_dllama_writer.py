@@ -27,19 +27,19 @@ from tests.dllama_files import (
 from tests.models.conftest import tiny_hf_config, with_random_norms
 from tests.tiny import prefill, random_tokens
 from tilewright.compiler.driver import compile_model
-from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.errors import CheckpointError
 from tilewright.models import load_model
 from tilewright.models.architectures.rope import inverse_frequencies
 from tilewright.models.checkpoints.base import Checkpoint, TensorMeta
 from tilewright.models.checkpoints.containers import open_checkpoint
-from tilewright.models.checkpoints.dllama import DllamaCheckpoint
-from tilewright.models.checkpoints.dllama_header import read_header
-from tilewright.models.checkpoints.dllama_writer import write_model, write_tensors
-from tilewright.models.checkpoints.gguf import GGUFCheckpoint
-from tilewright.models.checkpoints.safetensors import SafetensorsCheckpoint
+from tilewright.models.checkpoints.dllama.checkpoint import DllamaCheckpoint
+from tilewright.models.checkpoints.dllama.header import read_header
+from tilewright.models.checkpoints.dllama.writer import write_model, write_tensors
+from tilewright.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from tilewright.models.checkpoints.huggingface.checkpoint import SafetensorsCheckpoint
 from tilewright.models.config import Llama3Scaling, RopeConfig
 
 Q40 = get_format("q40")

@@ -29,15 +29,15 @@ from tests.models.test_experts_folder import rewritten, saved, together
 from tests.models.test_experts_gguf import make
 from tests.tiny import prefill, random_tokens
 from tilewright.compiler.driver import compile_model
-from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.errors import CheckpointError
 from tilewright.models import load_model
 from tilewright.models.checkpoints.base import Checkpoint, check_tensors
 from tilewright.models.checkpoints.containers import open_checkpoint
-from tilewright.models.checkpoints.dllama import DllamaCheckpoint
-from tilewright.models.checkpoints.dllama_writer import write_model
+from tilewright.models.checkpoints.dllama.checkpoint import DllamaCheckpoint
+from tilewright.models.checkpoints.dllama.writer import write_model
 from tilewright.models.config import MoeConfig
 from tilewright.models.sources import stored_shapes
 

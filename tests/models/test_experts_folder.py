@@ -17,11 +17,11 @@ from torch import Tensor
 from tests import architecture_checks as checks
 from tests.models.test_experts_gguf import KINDS, SPARSE, make
 from tests.twins import twin_of
-from tilewright.compiler.errors import CheckpointError
+from tilewright.errors import CheckpointError
 from tilewright.models.architectures.table import architecture_of
 from tilewright.models.checkpoints.base import check_tensors
 from tilewright.models.checkpoints.containers import open_checkpoint
-from tilewright.models.checkpoints.hf_config import config_of_hf
+from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.config import ModelConfig
 from tilewright.models.sources import stored_shapes
 

@@ -17,12 +17,12 @@ import torch
 from tests import gguf_models as files
 from tests.tiny import lowered, tiny_model
 from tilewright.compiler.driver import weight_source
-from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.recipe import load_dense
+from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.base import check_tensors
 from tilewright.models.checkpoints.containers import open_checkpoint
-from tilewright.models.checkpoints.gguf import GGUFCheckpoint
+from tilewright.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from tilewright.models.sources import stored_shapes
 
 KINDS = ("qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next")

@@ -17,12 +17,12 @@ from tests import architecture_checks as checks
 from tests.tiny import compiled, prefill, random_tokens, tiny_model
 from tests.twins import Twin, assert_eager_equals_twin, twin_of
 from tilewright.compiler.driver import trace_model
-from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.ir.info import WEIGHT, info
+from tilewright.errors import CheckpointError
 from tilewright.models.architectures.gemma3_text import Gemma3Config
 from tilewright.models.checkpoints.containers import open_checkpoint
-from tilewright.models.checkpoints.hf_config import config_of_hf
-from tilewright.models.checkpoints.rope import hf_rope_values
+from tilewright.models.checkpoints.huggingface.config import config_of_hf
+from tilewright.models.checkpoints.spelling.rope import hf_rope_values
 from tilewright.models.config import LinearScaling, RopeConfig
 
 

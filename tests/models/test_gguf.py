@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from tilewright.compiler.errors import CheckpointError, TilewrightError
+from tilewright.errors import CheckpointError, TilewrightError
 from tilewright.models.architectures.rope import inverse_frequencies
 from tilewright.models.checkpoints.base import check_tensors
-from tilewright.models.checkpoints.gguf import GGUFCheckpoint
-from tilewright.models.checkpoints.gguf_header import read_header
+from tilewright.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from tilewright.models.checkpoints.gguf.header import read_header
 from tilewright.models.tokenizer.load import load_tokenizer
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")

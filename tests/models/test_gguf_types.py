@@ -19,11 +19,11 @@ from tests.ggml_blocks import (
     write_llama,
 )
 from tests.models.conftest import to_gguf_name
-from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.formats.ggml_blocks import SIZES
+from tilewright.errors import CheckpointError
 from tilewright.models import ShapeName, find_model_or_shape, load_model, quantised_types
-from tilewright.models.checkpoints.gguf import GGUFCheckpoint
-from tilewright.models.checkpoints.gguf_header import TENSOR_TYPES
+from tilewright.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from tilewright.models.checkpoints.gguf.header import TENSOR_TYPES
 
 
 def test_the_types_are_the_librarys() -> None:

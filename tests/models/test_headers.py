@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tilewright.compiler.errors import CheckpointError
+from tilewright.errors import CheckpointError
 from tilewright.models import ShapeName, check_header, load_model, quantised_types
-from tilewright.models.checkpoints import gguf_header
+from tilewright.models.checkpoints.gguf import header as gguf_header
 
 ROOT = Path(__file__).resolve().parents[2]
 VERBS = ("run", "chat", "bench", "compile", "convert", "reference")
@@ -34,7 +34,7 @@ def test_a_bad_gguf_is_refused_before_torch_is_imported(tiny_gguf: Path) -> None
     cut.write_bytes(whole[:100])
     code = f"""
 import sys
-from tilewright.compiler.cli import main
+from tilewright.cli.main import main
 heavy = ("torch", "onnxruntime", "tokenizers")
 for path in sys.argv[1:3]:
     for verb in {VERBS}:

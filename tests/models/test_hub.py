@@ -19,8 +19,8 @@ import hypothesis.strategies as st
 import pytest
 from huggingface_hub import constants, errors
 
-from tilewright.compiler.cli import main
-from tilewright.compiler.errors import CheckpointError
+from tilewright.cli.main import main
+from tilewright.errors import CheckpointError
 from tilewright.models import find_model, load_model
 from tilewright.models.hub import HubName, parse_hub_name, repository_name
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tilewright.compiler.errors import CheckpointError
+from tilewright.errors import CheckpointError
 from tilewright.models import find_model, load_model, model_types
 from tilewright.models.architectures import table as architectures
 from tilewright.models.architectures.table import architecture_of

@@ -10,7 +10,7 @@ import pytest
 from tests import architecture_checks as checks
 from tests.tiny import tiny_model
 from tests.twins import assert_eager_equals_twin, twin_of
-from tilewright.models.checkpoints.hf_config import config_of_hf
+from tilewright.models.checkpoints.huggingface.config import config_of_hf
 
 SHAPES: dict[str, dict[str, Any]] = {
     "window": {"windows": (5, 5)},

@@ -18,12 +18,12 @@ from tests.twins import assert_eager_equals_twin, twin_of
 from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.compiler.artifacts.program import compile_cached
 from tilewright.compiler.driver import compile_model, trace_model
-from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.ir.info import WEIGHT, info
-from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.base import check_tensors
 from tilewright.models.checkpoints.containers import open_checkpoint
-from tilewright.models.checkpoints.rope import longrope_attention_factor
+from tilewright.models.checkpoints.spelling.rope import longrope_attention_factor
 from tilewright.models.config import LongRopeScaling, RopeConfig
 from tilewright.models.sources import stored_shapes
 

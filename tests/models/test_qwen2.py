@@ -19,13 +19,13 @@ from tests.models.test_tokenizer import CHATML, PIPELINES, gguf_metadata, train_
 from tests.tiny import QWEN2, precision_of, tiny_model
 from tests.twins import assert_eager_equals_twin
 from tilewright.compiler.driver import compile_model
-from tilewright.compiler.errors import CheckpointError
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.request import Request, SamplingParams
-from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.errors import CheckpointError
 from tilewright.models import load_model
 from tilewright.models.architectures.llama import LlamaForCausalLM
 from tilewright.models.architectures.qwen2 import Qwen2ForCausalLM
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import Request, SamplingParams
 
 PROMPTS = [
     "hello world",

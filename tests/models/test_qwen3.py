@@ -11,7 +11,7 @@ import pytest
 from tests import architecture_checks as checks
 from tests.tiny import tiny_model
 from tests.twins import assert_eager_equals_twin, twin_of
-from tilewright.compiler.errors import CheckpointError
+from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.base import check_tensors
 from tilewright.models.checkpoints.containers import open_checkpoint
 from tilewright.models.config import RopeConfig

@@ -12,8 +12,8 @@ from torch import Tensor
 from tests import architecture_checks as checks
 from tests.tiny import tiny_model
 from tests.twins import TWINS, Twin, assert_eager_equals_twin, twin_of
-from tilewright.compiler.errors import CheckpointError
-from tilewright.models.checkpoints.hf_config import config_of_hf
+from tilewright.errors import CheckpointError
+from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.config import MoeConfig
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilewright.compiler.errors import CheckpointError
+from tilewright.errors import CheckpointError
 from tilewright.models import load_model
 from tilewright.models.checkpoints import random_weights
 from tilewright.models.checkpoints.base import check_tensors

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tilewright.compiler.errors import CheckpointError
+from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.base import check_tensors
-from tilewright.models.checkpoints.safetensors import SafetensorsCheckpoint
+from tilewright.models.checkpoints.huggingface.checkpoint import SafetensorsCheckpoint
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tests.tiny import prefill, random_tokens
-from tilewright.compiler.bench.perf_md import _MODELS
 from tilewright.compiler.driver import compile_model
-from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.errors import CheckpointError
+from tilewright.evaluate.report.perf_md import _MODELS
 from tilewright.models import ShapeName, find_model, find_model_or_shape, load_model
 from tilewright.models.architectures.table import model_types
 from tilewright.models.config import DeltaShape, Llama3Scaling, LongRopeScaling, ModelConfig

@@ -11,10 +11,10 @@ from torch import nn
 from tests.models.test_qwen3_5_moe import make as make_hybrid
 from tests.tiny import tiny_model
 from tilewright.compiler.driver import trace_model, weight_source
-from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.formats.block_float import BFP8
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe, load_dense, load_values
+from tilewright.errors import CheckpointError
 from tilewright.models.sources import Sources, TensorSource, cut_rows, stored_shapes
 
 

@@ -15,7 +15,7 @@ import transformers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from tilewright.compiler.errors import CheckpointError, RequestError
+from tilewright.errors import CheckpointError, RequestError
 from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.tokenizer.load import load_tokenizer
 from tilewright.models.tokenizer.tokenizer import Tokenizer
@@ -157,7 +157,7 @@ def test_gguf_byte_level_equals_transformers(pre: str | None) -> None:
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path: Path) -> tuple[Tokenizer, Any]:
     """Ours, and transformers around the pipeline of SmolLM2's own tokenizer.json."""
-    from tilewright.models.checkpoints.gguf import GGUFCheckpoint
+    from tilewright.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
 
     source = GGUFCheckpoint(smollm2_path).tokenizer_source
     metadata: Any = source.metadata

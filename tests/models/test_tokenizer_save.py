@@ -21,7 +21,7 @@ from tests.models.test_tokenizer import (
     sentencepiece_metadata,
     train_byte_level,
 )
-from tilewright.compiler.errors import CheckpointError
+from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.tokenizer.load import load_tokenizer
 from tilewright.models.tokenizer.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ def pair(
     """A tokenizer, what is loaded from where it was saved, and that folder."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("saved") / "new"
     if request.param == "smollm2":
-        from tilewright.models.checkpoints.gguf import GGUFCheckpoint
+        from tilewright.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
 
         path = request.getfixturevalue("smollm2_path")
         ours = load_tokenizer(GGUFCheckpoint(path).tokenizer_source)

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from tests.dllama_files import tokenizer_bytes, tokens
-from tilewright.compiler.errors import CheckpointError
+from tilewright.errors import CheckpointError
 from tilewright.models import load_model
 from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.tokenizer.load import load_tokenizer, read_vocabulary

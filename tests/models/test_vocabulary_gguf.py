@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tilewright.compiler.errors import CheckpointError
+from tilewright.errors import CheckpointError
 from tilewright.models.tokenizer.vocabulary_gguf import read_metadata
 
 

@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 
-from tilewright.compiler.errors import CheckpointError
-from tilewright.models.checkpoints.keys import Keys
-from tilewright.models.checkpoints.windows import checked_types, windows_of_all, windows_of_upper
+from tilewright.errors import CheckpointError
+from tilewright.models.checkpoints.spelling.keys import Keys
+from tilewright.models.checkpoints.spelling.windows import (
+    checked_types,
+    windows_of_all,
+    windows_of_upper,
+)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

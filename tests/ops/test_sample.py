@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.choosing.draw import uniform
 from tilewright.compiler.ops import sample
+from tilewright.compiler.sampling.draw import uniform
 
 MASK = 0xFFFFFFFF
 

@@ -12,7 +12,6 @@ from torch.fx import GraphModule
 from tests.tiny import context_of, lowered, pipeline, precision_of, tiny_model
 from tilewright.compiler import ops
 from tilewright.compiler.driver import trace_model, weight_source
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.info import WEIGHT, info
 from tilewright.compiler.ir.recipe import load_dense, load_values
@@ -22,6 +21,7 @@ from tilewright.compiler.passes.assign_precision import assign_precision
 from tilewright.compiler.passes.runner import Pass, run_passes
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.tracer import trace
+from tilewright.errors import CompileError
 
 
 def assigned(precision: PrecisionConfig, **changes: Any) -> tuple[GraphModule, SimpleNamespace]:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.passes.dumps import DUMP_VARIABLE, dump_folder
+from tilewright.errors import ConfigError
 
 
 def test_nothing_is_dumped_unasked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

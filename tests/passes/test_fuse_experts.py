@@ -24,7 +24,6 @@ from tests.tiny import (
     step_inputs,
 )
 from tilewright.compiler import ops
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.cost import step_costs
 from tilewright.compiler.ir.info import info, set_info
 from tilewright.compiler.ir.rewrite import find_calls
@@ -34,6 +33,7 @@ from tilewright.compiler.passes.fuse_experts import fuse_experts
 from tilewright.compiler.passes.match_router import match_router
 from tilewright.compiler.passes.match_swiglu import match_swiglu
 from tilewright.compiler.passes.runner import run_passes
+from tilewright.errors import CompileError
 
 SHAPES = {"router": (6, 32), "gate": (6, 24, 32), "up": (6, 24, 32), "down": (6, 32, 24)}
 

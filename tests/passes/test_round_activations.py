@@ -27,7 +27,7 @@ from tilewright.compiler.ir.verify import verify_precision
 from tilewright.compiler.passes.round_activations import round_activations
 from tilewright.compiler.passes.runner import run_passes
 from tilewright.compiler.precision import PrecisionConfig
-from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.table import get_target
 
 NUM_LAYERS = 2

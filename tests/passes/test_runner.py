@@ -10,7 +10,6 @@ from torch.fx import GraphModule
 
 from tests.tiny import context_of, lowered, tiny_model
 from tilewright.compiler import ops
-from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.rewrite import emit, find_calls
 from tilewright.compiler.ir.text import graph_text
@@ -22,6 +21,7 @@ from tilewright.compiler.passes.runner import (
     numerics_changing_pass,
     run_passes,
 )
+from tilewright.errors import ConfigError
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ from tests.function_graphs import function_graph
 from tests.grids import only
 from tests.tiny import check_golden, context_of, lowered, precision_of, run_graph, step_inputs
 from tilewright.compiler import ops
-from tilewright.compiler.distributed.parallel import Parallel
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.info import WEIGHT, WHOLE, info
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.ir.text import graph_text, operator_name
 from tilewright.compiler.ir.verify import verify_sharded
 from tilewright.compiler.passes.runner import run_passes
-from tilewright.compiler.passes.shard import shard
+from tilewright.compiler.passes.sharding.shard import shard
+from tilewright.distributed.parallel import Parallel
+from tilewright.errors import CompileError
 
 TWO = Parallel(2, wire="fp32")
 UNLIKE = ("llama", "gemma3_text", "qwen3_moe", "qwen3_5_moe")

@@ -9,7 +9,6 @@ from tests.dealt_models import ARCHITECTURES, BIASES, assert_equal, dealt, make
 from tests.grids import grid
 from tests.tiny import arguments_of, check_golden, lowered, run_graph, step_inputs
 from tilewright.compiler import ops
-from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.driver import lower_model, weight_source
 from tilewright.compiler.ir.info import STATE, WEIGHT, info
 from tilewright.compiler.ir.recipe import load_dense
@@ -17,10 +16,11 @@ from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.ir.text import graph_text
 from tilewright.compiler.ir.verify import verify_precision
 from tilewright.compiler.passes.runner import run_passes
-from tilewright.compiler.passes.take_rank import take_rank
-from tilewright.compiler.targets.compiled import silent
-from tilewright.compiler.targets.exchange import run_together
+from tilewright.compiler.passes.sharding.take_rank import take_rank
+from tilewright.compiler.targets.interface.compiled import silent
+from tilewright.compiler.targets.ranks.collective_driver import run_together
 from tilewright.compiler.targets.table import get_target
+from tilewright.distributed.parallel import Parallel
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.formats import FIDELITIES
 from tilewright.compiler.precision import OP_GROUPS, TENSOR_GROUPS, load_precision, parse_heading
 from tilewright.compiler.precision.names import ALLOWED_FORMATS, GLOBAL_GROUPS
+from tilewright.errors import ConfigError
 
 HEADINGS = (Path(__file__).parents[1] / "goldens" / "seed_headings.txt").read_text().splitlines()
 NUM_LAYERS = 6

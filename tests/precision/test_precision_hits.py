@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.precision import (
     GroupedModule,
     ResolvedPrecision,
     load_precision,
     parse_heading,
 )
+from tilewright.errors import ConfigError
 
 _ATTENTION = {"self_attn": "kv_cache", "self_attn.q_proj": "wqkv", "self_attn.o_proj": "wo"}
 _DELTA = {"linear_attn.in_proj": "delta_in", "linear_attn.out_proj": "delta_out"}

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.plain_yaml import MAX_FILE_BYTES
 from tilewright.compiler.precision import list_precisions, load_precision, parse_heading, reading
+from tilewright.errors import ConfigError
+from tilewright.utils.plain_yaml import MAX_FILE_BYTES
 
 WEIGHT_GROUPS = ("ff1_3", "ff2", "wqkv", "wo", "lm_head")
 # The published headings in their order, as configurations of their own.

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.precision import (
     MIXED_ACTIVATION,
     PrecisionConfig,
@@ -15,6 +14,7 @@ from tilewright.compiler.precision import (
     normalise_model_name,
     parse_heading,
 )
+from tilewright.errors import ConfigError
 
 
 def from_yaml(folder: Path, text: str, name: str = "mine") -> PrecisionConfig:

@@ -11,7 +11,6 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tilewright.compiler.errors import ConfigError, TilewrightError
 from tilewright.compiler.precision import (
     OP_GROUPS,
     TENSOR_GROUPS,
@@ -19,6 +18,7 @@ from tilewright.compiler.precision import (
     parse_heading,
     reading,
 )
+from tilewright.errors import ConfigError, TilewrightError
 
 same_folder = settings(
     max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.runtime.plain_device import PlainDevice
-from tilewright.compiler.runtime.paged import PagedSeating
-from tilewright.compiler.runtime.pages import PagePool
-from tilewright.compiler.runtime.request import FAILED, Request
-from tilewright.compiler.runtime.running import Plan, Policy, Running
-from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.runtime.scheduler import Scheduler
-from tilewright.compiler.runtime.seating import Seating
-from tilewright.compiler.runtime.slots import SlotSeating
-from tilewright.compiler.runtime.snapshots import Snapshots
-from tilewright.compiler.targets.base import Capabilities
-from tilewright.compiler.targets.step import (
+from tilewright.compiler.targets.interface.base import Capabilities
+from tilewright.compiler.targets.interface.step import (
     Seat,
     Step,
 )
+from tilewright.runtime.memory.cache_manager import Seating
+from tilewright.runtime.memory.contiguous_cache import SlotSeating
+from tilewright.runtime.memory.paged_cache import PagedSeating
+from tilewright.runtime.memory.pages import PagePool
+from tilewright.runtime.memory.snapshots import Snapshots
+from tilewright.runtime.request import FAILED, Request
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.runtime.scheduling.request_state import Plan, Policy, Running
+from tilewright.runtime.scheduling.scheduler import Scheduler
 
 CONTEXT, CELL = 48, 4
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tilewright.compiler.targets.base import Capabilities
-from tilewright.compiler.targets.step import (
+from tilewright.compiler.targets.interface.base import Capabilities
+from tilewright.compiler.targets.interface.step import (
     Back,
     Close,
     Copy,

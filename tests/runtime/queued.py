@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.compiler.targets.allowed import Allowed
-from tilewright.compiler.targets.base import Capabilities, Executable, MemoryUse
-from tilewright.compiler.targets.contract import NumericContract
-from tilewright.compiler.targets.step import (
+from tilewright.compiler.targets.contract.record import NumericContract
+from tilewright.compiler.targets.interface.base import Capabilities, Executable, MemoryUse
+from tilewright.compiler.targets.interface.step import (
     Back,
     Choosing,
     Chosen,
@@ -38,6 +37,7 @@ from tilewright.compiler.targets.step import (
     Step,
     StepOutput,
 )
+from tilewright.compiler.targets.interface.token_masks import Allowed
 
 VOCAB = 23
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tilewright.compiler.runtime.matchers import Grammars
-from tilewright.compiler.targets.allowed import Allowed
-from tilewright.compiler.targets.base import Capabilities, MemoryUse
-from tilewright.compiler.targets.contract import NumericContract
-from tilewright.compiler.targets.host import Batch, HostExecutable
-from tilewright.compiler.targets.step import Chosen, Part, Seat, Step, StepOutput
+from tilewright.compiler.targets.contract.record import NumericContract
+from tilewright.compiler.targets.host.executable import Batch, HostExecutable
+from tilewright.compiler.targets.interface.base import Capabilities, MemoryUse
+from tilewright.compiler.targets.interface.step import Chosen, Part, Seat, Step, StepOutput
+from tilewright.compiler.targets.interface.token_masks import Allowed
 from tilewright.models.tokenizer.tokenizer import byte_of_character
+from tilewright.runtime.grammar.matchers import Grammars
 
 NUM_BYTES = 256
 END, THINK, UNTHINK, NUM_TOKENS = 256, 257, 258, 259

@@ -8,15 +8,15 @@ import pytest
 
 from tests.runtime.queued import QueuedExecutable
 from tests.runtime.test_scheduler import answer
-from tilewright.compiler.runtime.dealing import PromptDealer
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.request import Request
-from tilewright.compiler.runtime.running import Policy, Running
-from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.runtime.scheduler import HOLD_SECONDS, Scheduler
-from tilewright.compiler.runtime.waiting import WaitingLine
-from tilewright.compiler.targets.base import Capabilities
-from tilewright.compiler.targets.step import Seat
+from tilewright.compiler.targets.interface.base import Capabilities
+from tilewright.compiler.targets.interface.step import Seat
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import Request
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.runtime.scheduling.prefill_scheduler import PromptDealer
+from tilewright.runtime.scheduling.request_state import Policy, Running
+from tilewright.runtime.scheduling.scheduler import HOLD_SECONDS, Scheduler
+from tilewright.runtime.scheduling.waiting_queue import WaitingLine
 
 
 def asked(number: int, length: int = 4, wanted: int = 2, **facts: Any) -> Request:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.runtime.queued import Clock, QueuedExecutable
-from tilewright.compiler.runtime import loop as loop_module
-from tilewright.compiler.runtime.cost import StepCost, StepMeter
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.request import Request
-from tilewright.compiler.runtime.running import Policy
-from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.runtime import loop as loop_module
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import Request
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.runtime.scheduling.request_state import Policy
+from tilewright.runtime.scheduling.step_cost_model import StepCost, StepMeter
 
 
 def test_two_lines_are_found_and_a_slower_machine_is_believed_soon() -> None:

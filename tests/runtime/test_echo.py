@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.runtime.random_logits import RandomLogits
-from tilewright.compiler.runtime import dealing
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.request import Request
-from tilewright.compiler.runtime.running import Policy
-from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import Request
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.runtime.scheduling import prefill_scheduler as dealing
+from tilewright.runtime.scheduling.request_state import Policy
 
 PROMPT = tuple((7 * at) % 256 for at in range(30))
 

@@ -24,10 +24,10 @@ from tests.tiny import (
     take_seat,
     tiny_model,
 )
-from tilewright.compiler.errors import RequestError
-from tilewright.compiler.runtime.engine import DuplicateRequestError, Engine, UnknownRequestError
-from tilewright.compiler.targets.base import Executable
-from tilewright.compiler.targets.step import Step, StepOutput
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.compiler.targets.interface.step import Step, StepOutput
+from tilewright.errors import RequestError
+from tilewright.runtime.engine import DuplicateRequestError, Engine, UnknownRequestError
 
 VOCAB, CONTEXT = 61, 32
 WITHIN = 1e-4

@@ -24,17 +24,17 @@ from tests.runtime.random_logits import (
     grammars,
     text_of,
 )
-from tilewright.compiler.errors import RequestError
-from tilewright.compiler.runtime.grammar import CHOICE, JSON_SCHEMA, LARK, REGEX, GrammarSpec
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.masks import write_allowed
-from tilewright.compiler.runtime.matchers import MAX_BYTES, Grammars, Matcher
-from tilewright.compiler.runtime.messages import Failed, Finished, Submit
-from tilewright.compiler.runtime.request import CANCELLED, FAILED, LENGTH, STOPPED, Request
-from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.runtime.service import EngineService, QueueTransport
-from tilewright.compiler.targets.allowed import Allowed, num_words
-from tilewright.compiler.targets.step import Seat
+from tilewright.compiler.targets.interface.step import Seat
+from tilewright.compiler.targets.interface.token_masks import Allowed, num_words
+from tilewright.errors import RequestError
+from tilewright.runtime.grammar.masks import write_allowed
+from tilewright.runtime.grammar.matchers import MAX_BYTES, Grammars, Matcher
+from tilewright.runtime.grammar.spec import CHOICE, JSON_SCHEMA, LARK, REGEX, GrammarSpec
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.messages import Failed, Finished, Submit
+from tilewright.runtime.request import CANCELLED, FAILED, LENGTH, STOPPED, Request
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.runtime.service import EngineService, QueueTransport
 
 PERSON = {
     "type": "object",

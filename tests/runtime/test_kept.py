@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runtime.queued import QueuedExecutable
-from tilewright.compiler.runtime.kept import common_length
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.request import Request
-from tilewright.compiler.runtime.running import Policy
-from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.targets.step import Close, Open, Seat
+from tilewright.compiler.targets.interface.step import Close, Open, Seat
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.memory.cached_slots import common_length
+from tilewright.runtime.request import Request
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.runtime.scheduling.request_state import Policy
 
 
 def loop(*, reuses: bool = True, **limits: Any) -> tuple[EngineLoop, QueuedExecutable]:

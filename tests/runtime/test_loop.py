@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny import compiled, precision_of, random_tokens, tiny_model
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.request import LENGTH, STOPPED, Request
-from tilewright.compiler.runtime.running import Policy
-from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.targets.base import Executable
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import LENGTH, STOPPED, Request
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.runtime.scheduling.request_state import Policy
 
 BATCH, CONTEXT, COUNT = 6, 64, 14
 MODEL = tiny_model(std=0.3)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from tests.runtime.queued import VOCAB, QueuedExecutable
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.masks import Masks
-from tilewright.compiler.runtime.request import CANCELLED, STOPPED, Request
-from tilewright.compiler.runtime.running import Policy
-from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.targets.allowed import put_bits
+from tilewright.compiler.targets.interface.token_masks import put_bits
+from tilewright.runtime.grammar.masks import Masks
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import CANCELLED, STOPPED, Request
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.runtime.scheduling.request_state import Policy
 
 GRAMMARS: Any = SimpleNamespace(vocab_size=VOCAB)
 END = 5

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.runtime.pages import PagePool, chain_keys, pages_of
+from tilewright.runtime.memory.pages import PagePool, chain_keys, pages_of
 
 ACTIONS = st.lists(
     st.tuples(st.sampled_from(("take", "share", "name", "release", "forget")), st.integers(0, 99)),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tilewright.compiler.errors import RequestError
-from tilewright.compiler.runtime.request import Request, SamplingParams, check_tokens
+from tilewright.errors import RequestError
+from tilewright.runtime.request import Request, SamplingParams, check_tokens
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import pytest
 
 from tests.runtime.queued import VOCAB, Clock, QueuedExecutable
 from tests.runtime.test_scheduler import answer
-from tilewright.compiler.bench.timing import figures
-from tilewright.compiler.runtime import loop as loop_module
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.request import CANCELLED, STOPPED, Request
-from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.evaluate.measure.timing import figures
+from tilewright.runtime import loop as loop_module
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import CANCELLED, STOPPED, Request
+from tilewright.runtime.sampling import SamplingParams
 
 NEVER = VOCAB + 1
 """An end token that is not chosen."""

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runtime.queued import VOCAB, QueuedExecutable
-from tilewright.compiler.errors import RequestError
-from tilewright.compiler.runtime import loop as loop_module
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.request import CANCELLED, LENGTH, STOPPED, Request
-from tilewright.compiler.runtime.running import Policy
-from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.targets.step import Step, StepOutput
+from tilewright.compiler.targets.interface.step import Step, StepOutput
+from tilewright.errors import RequestError
+from tilewright.runtime import loop as loop_module
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import CANCELLED, LENGTH, STOPPED, Request
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.runtime.scheduling.request_state import Policy
 
 CONTEXT = 64
 

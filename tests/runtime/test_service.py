@@ -11,8 +11,8 @@ import pytest
 
 from tests.runtime.queued import VOCAB, QueuedExecutable
 from tests.runtime.test_scheduler import answer
-from tilewright.compiler.runtime.loop import LostDeviceError
-from tilewright.compiler.runtime.messages import (
+from tilewright.runtime.loop import LostDeviceError
+from tilewright.runtime.messages import (
     Beat,
     Cancel,
     Failed,
@@ -25,11 +25,11 @@ from tilewright.compiler.runtime.messages import (
     ToEngine,
     Tokens,
 )
-from tilewright.compiler.runtime.request import Request
-from tilewright.compiler.runtime.running import Policy
-from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.runtime.service import EngineService, QueueTransport
-from tilewright.compiler.runtime.tallies import bounds_of
+from tilewright.runtime.request import Request
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.runtime.scheduling.engine_stats import bounds_of
+from tilewright.runtime.scheduling.request_state import Policy
+from tilewright.runtime.service import EngineService, QueueTransport
 
 
 def submit(number: int, wanted: int = 6) -> Submit:

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from tilewright.compiler.runtime.request import Request
-from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.runtime.scheduler import Scheduler
-from tilewright.compiler.runtime.snapshots import Snapshots
-from tilewright.compiler.targets.base import Capabilities
+from tilewright.compiler.targets.interface.base import Capabilities
+from tilewright.runtime.memory.snapshots import Snapshots
+from tilewright.runtime.request import Request
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.runtime.scheduling.scheduler import Scheduler
 
 CHATS, TURNS = 64, 8
 SYSTEM, A_TURN = 1000, 1120

@@ -87,7 +87,7 @@ def start_server(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     def start(*argv: str, port: int | None = None, waits: bool = True) -> Server:
         log = tmp_path_factory.mktemp("serve") / "log"
         port = free_port() if port is None else port
-        command = [sys.executable, "-P", "-m", "tilewright.compiler.cli", "serve", str(tiny_gguf)]
+        command = [sys.executable, "-P", "-m", "tilewright.cli.main", "serve", str(tiny_gguf)]
         command += ["--port", str(port), "--threads", "1", *argv]
         with log.open("wb") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ)

@@ -14,7 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from tilewright.compiler.runtime.messages import (
+from tilewright.compiler.targets.interface.step import LogProbs
+from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
+from tilewright.runtime.messages import (
     Beat,
     Cancel,
     Failed,
@@ -26,10 +28,8 @@ from tilewright.compiler.runtime.messages import (
     Submit,
     Tokens,
 )
-from tilewright.compiler.serve.engine_client import TOKENIZER
-from tilewright.compiler.serve.sockets import SocketTransport
-from tilewright.compiler.targets.step import LogProbs
-from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
+from tilewright.serve.engines.client import TOKENIZER
+from tilewright.serve.engines.sockets import SocketTransport
 
 CONTEXT = 4096
 _ALPHABET = tuple(range(97, 123))

@@ -17,12 +17,12 @@ from typing import Any
 import uvloop
 
 from tests.serve.asked import Asked
-from tilewright.compiler.serve.front import Front, LoadCoder
-from tilewright.compiler.serve.server import listen, serving
-from tilewright.compiler.serve.settings import Settings
-from tilewright.compiler.serve.texts import TextCoder
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 from tilewright.models.tokenizer.tokenizer import Tokenizer
+from tilewright.serve.front import Front, LoadCoder
+from tilewright.serve.prompt.texts import TextCoder
+from tilewright.serve.web.server import listen, serving
+from tilewright.serve.web.settings import Settings
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}\n{% endfor %}"

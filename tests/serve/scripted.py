@@ -15,8 +15,10 @@ import tokenizers
 from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers
 
-from tilewright.compiler.runtime.matchers import Grammars
-from tilewright.compiler.runtime.messages import (
+from tilewright.models.tokenizer.tokenizer import Tokenizer, byte_of_character
+from tilewright.models.tokenizer.vocabulary import Vocabulary
+from tilewright.runtime.grammar.matchers import Grammars
+from tilewright.runtime.messages import (
     Finished,
     Ready,
     Started,
@@ -24,18 +26,16 @@ from tilewright.compiler.runtime.messages import (
     ToEngine,
     Tokens,
 )
-from tilewright.compiler.serve.app import make_app
-from tilewright.compiler.serve.engine_client import EngineClient
-from tilewright.compiler.serve.engine_process import READY
-from tilewright.compiler.serve.front import Front
-from tilewright.compiler.serve.routing import Router
-from tilewright.compiler.serve.server import listen
-from tilewright.compiler.serve.settings import Settings
-from tilewright.compiler.serve.structured import GrammarTrials
-from tilewright.compiler.serve.template import read_template
-from tilewright.compiler.serve.tickets import Desk, Limits
-from tilewright.models.tokenizer.tokenizer import Tokenizer, byte_of_character
-from tilewright.models.tokenizer.vocabulary import Vocabulary
+from tilewright.serve.engines.client import EngineClient
+from tilewright.serve.engines.process import READY
+from tilewright.serve.engines.request_tracker import Desk, Limits
+from tilewright.serve.engines.routing import Router
+from tilewright.serve.front import Front
+from tilewright.serve.prompt.structured import GrammarTrials
+from tilewright.serve.prompt.template import read_template
+from tilewright.serve.web.app import make_app
+from tilewright.serve.web.server import listen
+from tilewright.serve.web.settings import Settings
 
 END = 256
 SPECIALS = ("<|end|>", "[TOOL_CALLS]", "<|python_tag|>")

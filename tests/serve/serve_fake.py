@@ -9,9 +9,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.serve.fronts import FAKE, load_bytes  # noqa: E402
-from tilewright.compiler.serve.says import tell  # noqa: E402
-from tilewright.compiler.serve.server import serve  # noqa: E402
-from tilewright.compiler.serve.settings import Settings  # noqa: E402
+from tilewright.serve.web.server import serve  # noqa: E402
+from tilewright.serve.web.server_log import tell  # noqa: E402
+from tilewright.serve.web.settings import Settings  # noqa: E402
 
 if __name__ == "__main__":
     changes = dict(each.split("=") for each in sys.argv[2:])

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tilewright.compiler.serve.routes.page import ROUTES
+from tilewright.serve.routes.page import ROUTES
 
 CARD = {
     "id": "a-model",

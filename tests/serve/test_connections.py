@@ -24,7 +24,7 @@ from tests.serve.fronts import (
     running_front,
     wait_until,
 )
-from tilewright.compiler.serve.settings import Settings
+from tilewright.serve.web.settings import Settings
 
 ERROR_KEYS = {"message", "type", "param", "code"}
 

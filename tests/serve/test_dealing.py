@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from tilewright.compiler.commands.serve_options import read_serve_options
+from tilewright.cli.arguments.serve import read_serve_options
 from tilewright.compiler.devices import usable_cpus
-from tilewright.compiler.distributed.grouping import Grouping
-from tilewright.compiler.distributed.parallel import Parallel
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.serve import replicas
-from tilewright.compiler.serve.replicas import replicas_of
-from tilewright.compiler.serve.settings import Replica
+from tilewright.distributed.grouping import Grouping
+from tilewright.distributed.parallel import Parallel
+from tilewright.errors import ConfigError
+from tilewright.serve.engines import replicas
+from tilewright.serve.engines.replicas import replicas_of
+from tilewright.serve.web.settings import Replica
 
 ALONE = ("--replicas", "1")
 

@@ -165,7 +165,7 @@ def test_an_engine_that_cannot_start_is_one_line_and_code_2(start_server: Start)
 
 def test_detach_tells_its_own_server_from_another(tmp_path: Path, tiny_gguf: Path) -> None:
     port = free_port()
-    command = [sys.executable, "-P", "-m", "tilewright.compiler.cli", "serve", str(tiny_gguf)]
+    command = [sys.executable, "-P", "-m", "tilewright.cli.main", "serve", str(tiny_gguf)]
     command += [*SMALL, "--port", str(port), "--detach", "--log"]
     found = subprocess.run(
         [*command, str(tmp_path / "one")], capture_output=True, text=True, timeout=120, check=True

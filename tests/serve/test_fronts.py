@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 
 from tests.serve.fronts import Running, chat, is_idle, raw, running_front, wait_until
-from tilewright.compiler.commands.serve_options import read_serve_options
-from tilewright.compiler.errors import CheckpointError, TilewrightError
-from tilewright.compiler.runtime.messages import Ready
-from tilewright.compiler.serve.answers import Choice
-from tilewright.compiler.serve.front import capacity
-from tilewright.compiler.serve.settings import Settings
-from tilewright.compiler.serve.texts import TextCoder
+from tilewright.cli.arguments.serve import read_serve_options
+from tilewright.errors import CheckpointError, TilewrightError
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 from tilewright.models.tokenizer.tokenizer import Tokenizer
+from tilewright.runtime.messages import Ready
+from tilewright.serve.front import capacity
+from tilewright.serve.output.choice import Choice
+from tilewright.serve.prompt.texts import TextCoder
+from tilewright.serve.web.settings import Settings
 
 
 @pytest.fixture(scope="module")

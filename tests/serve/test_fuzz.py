@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.serve.fronts import Running, is_idle, num_descriptors, running_front, wait_until
-from tilewright.compiler.serve.settings import Settings
+from tilewright.serve.web.settings import Settings
 
 SIZES = [300, pytest.param(20_000, marks=pytest.mark.slow)]
 GOOD: dict[str, dict[str, Any]] = {

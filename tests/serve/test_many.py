@@ -20,7 +20,7 @@ import pytest
 from tests.serve.conftest import Server, free_port
 from tests.serve.fronts import running_front, wait_until
 from tests.serve.test_faults import connect, raw_request
-from tilewright.compiler.serve.settings import Settings
+from tilewright.serve.web.settings import Settings
 
 SCRIPT = Path(__file__).with_name("serve_fake.py")
 IDLE, WAITING = 10_000, 400

@@ -16,7 +16,7 @@ import pytest
 
 from tests.serve.conftest import Server, Start
 from tests.serve.fronts import running_front
-from tilewright.compiler.commands.llm import LLM
+from tilewright.llm import LLM
 
 pytestmark = pytest.mark.slow
 

@@ -84,9 +84,7 @@ def ask(page: Any, text: str) -> None:
 
 
 def test_the_page_is_small_and_names_no_other_host() -> None:
-    texts = [
-        each.read_text() for each in files("tilewright.compiler.serve").joinpath("page").iterdir()
-    ]
+    texts = [each.read_text() for each in files("tilewright.serve").joinpath("page").iterdir()]
     assert len(texts) == 4 and sum(len(text.encode()) for text in texts) < 100_000
     named = {name for text in texts for name in re.findall(r"https?://([\w.-]+)", text)}
     assert named == {"www.w3.org"}  # the name of SVG, in the picture of the tab

@@ -17,7 +17,7 @@ import pytest
 
 from tests.serve.conftest import Server, free_port
 from tests.serve.test_faults import connect, in_background, is_gone, raw_request
-from tilewright.compiler.serve.folders import PREFIX, MeetingFolder, remove_stale
+from tilewright.serve.engines.run_folders import PREFIX, MeetingFolder, remove_stale
 
 SCRIPT = Path(__file__).with_name("serve_fake.py")
 Start = Callable[..., Server]

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.serve.fronts import Running, running_front, wait_until
 from tests.serve.test_fronts import chat, is_idle, raw
-from tilewright.compiler.serve.settings import Replica, Settings
+from tilewright.serve.web.settings import Replica, Settings
 
 TWO = Settings(replicas=(Replica(), Replica()))
 LONG = "x" * 200

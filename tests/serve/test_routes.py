@@ -11,7 +11,7 @@ import pytest
 
 from tests.serve.fronts import Running, running_front, wait_until
 from tests.serve.test_fronts import chat, raw
-from tilewright.compiler.serve.settings import Settings
+from tilewright.serve.web.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_foreign_pages_may_not_ask(front: Running, headers: dict[str, str], stat
 
 
 def test_a_machine_that_is_open_to_others_knows_its_own_names() -> None:
-    from tilewright.compiler.serve.guard import _is_our_host
+    from tilewright.serve.web.guard import _is_our_host
 
     for host in ("10.0.0.7:8000", "[::1]:8000", "localhost:8000", "box.example:8000"):
         assert _is_our_host(host, "box.example")

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tilewright.compiler.runtime.pages import chain_keys
-from tilewright.compiler.serve.routing import Router
+from tilewright.runtime.memory.pages import chain_keys
+from tilewright.serve.engines.routing import Router
 
 NUM, PLENTY, PAGE = 3, 10**6, 4
 SEATS = 3

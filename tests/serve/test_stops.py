@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.serve.reasoning import ReasoningSplitter, begins_in_reasoning
-from tilewright.compiler.serve.stops import StopMatcher
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
+from tilewright.serve.output.reasoning import ReasoningSplitter, begins_in_reasoning
+from tilewright.serve.output.stops import StopMatcher
 
 TEXT = st.text(alphabet="ab<>/thinkQ: \n", max_size=40)
 STOPS = st.lists(st.text(alphabet="abQ:", min_size=1, max_size=4), max_size=4)

@@ -15,12 +15,12 @@ import pytest
 from tests.runtime.random_logits import grammars
 from tests.serve.conftest import Server, post
 from tests.serve.test_api import CHAT, chat, streamed
-from tilewright.compiler.runtime.grammar import REGEX, GrammarSpec
-from tilewright.compiler.runtime.matchers import Grammars
-from tilewright.compiler.serve.errors import ApiError
-from tilewright.compiler.serve.reasoning import CLOSE
-from tilewright.compiler.serve.structured import GrammarTrials, behind_reasoning
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
+from tilewright.runtime.grammar.matchers import Grammars
+from tilewright.runtime.grammar.spec import REGEX, GrammarSpec
+from tilewright.serve.output.reasoning import CLOSE
+from tilewright.serve.prompt.structured import GrammarTrials, behind_reasoning
+from tilewright.serve.web.errors import ApiError
 
 SCHEMA = {
     "type": "object",

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.serve.scripted import byte_coder
-from tilewright.compiler.serve.template import TemplateFacts, read_template
-from tilewright.compiler.serve.tools.shapes import Tool
+from tilewright.serve.prompt.template import TemplateFacts, read_template
+from tilewright.serve.tools.shapes import Tool
 
 EACH = "{% for m in messages %}"
 CALLS = "{% for c in m.tool_calls or [] %}"

@@ -18,19 +18,19 @@ from tests.models.conftest import tiny_hf_config
 from tests.sweep_cells import done as done_event
 from tests.sweep_cells import failed as failed_event
 from tests.sweep_cells import planned, result, speed_result
-from tilewright.compiler.bench.record import Accuracy, Result, pack_hits
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.sweep import plans
-from tilewright.compiler.sweep.cell import Cell
-from tilewright.compiler.sweep.found import Found
-from tilewright.compiler.sweep.hunt import hunt
-from tilewright.compiler.sweep.journal import Added, CellState, Finished, Journal
-from tilewright.compiler.sweep.levels import Level
-from tilewright.compiler.sweep.model import SweptModel, swept_model
-from tilewright.compiler.sweep.plans import Measures
-from tilewright.compiler.sweep.runner import Runner
-from tilewright.compiler.sweep.search_plan import Bounds, Search, searched_place
-from tilewright.compiler.sweep.summary import SweptRow
+from tilewright.evaluate.results.record import Accuracy, Result, pack_hits
+from tilewright.evaluate.search.levels import Level
+from tilewright.evaluate.search.plan import Bounds, Search, searched_place
+from tilewright.evaluate.search.report import Found
+from tilewright.evaluate.search.search_runner import hunt
+from tilewright.evaluate.sweep import plans
+from tilewright.evaluate.sweep.cell import Cell
+from tilewright.evaluate.sweep.journal import Added, CellState, Finished, Journal
+from tilewright.evaluate.sweep.model import SweptModel, swept_model
+from tilewright.evaluate.sweep.plans import Measures
+from tilewright.evaluate.sweep.runner import Runner
+from tilewright.evaluate.sweep.summary import SweptRow
 from tilewright.models import load_model
 
 NUM_LAYERS = 3

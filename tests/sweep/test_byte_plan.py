@@ -9,13 +9,13 @@ import pytest
 
 from tests.tiny import tiny_model
 from tilewright.compiler.artifacts.cache import ProgramCache
-from tilewright.compiler.bench.roofline import weight_bytes
 from tilewright.compiler.driver import compile_model, resolve_precision
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.sweep.byte_plan import BytePlan, byte_plan, kept_byte_plan, lower_outline
-from tilewright.compiler.sweep.model import experts_share, step_bytes, swept_model
-from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.table import get_target
+from tilewright.evaluate.measure.roofline import weight_bytes
+from tilewright.evaluate.sweep.byte_plan import BytePlan, byte_plan, kept_byte_plan, lower_outline
+from tilewright.evaluate.sweep.model import experts_share, step_bytes, swept_model
 from tilewright.models import load_model
 
 
@@ -93,7 +93,7 @@ def test_a_plan_is_kept_for_the_bytes_of_a_checkpoint_and_what_was_asked(
         made = {"batch": 1, "context": context, "compute": "fast", "cache": cache}
         return kept_byte_plan(model, precision, get_target("reference"), **made)
 
-    monkeypatch.setattr("tilewright.compiler.sweep.byte_plan.byte_plan", counted)
+    monkeypatch.setattr("tilewright.evaluate.sweep.byte_plan.byte_plan", counted)
     assert ask(8) == ask(8) and told == [8, 8], "random weights: no file stands for them"
     path.write_bytes(b"weights")
     monkeypatch.setattr(model.checkpoint, "files", (path,), raising=False)

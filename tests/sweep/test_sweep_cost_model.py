@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.sweep.cost_model import CostModel, Observation, fit
+from tilewright.errors import ConfigError
+from tilewright.evaluate.sweep.cost_model import CostModel, Observation, fit
 
 KINDS = ("float32", "bfp8 blocks", "bfp4 blocks")
 WHOLE = 200_000_000

@@ -17,11 +17,11 @@ from tests.sweep_cells import (
     planned,
     speed_result,
 )
-from tilewright.compiler.bench.cases import CASES
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.sweep.cell import Cell
-from tilewright.compiler.sweep.estimate import remaining_seconds, seconds, total_seconds
-from tilewright.compiler.sweep.journal import Added, Finished, Started, SweepState
+from tilewright.errors import ConfigError
+from tilewright.evaluate.cases.cases import CASES
+from tilewright.evaluate.sweep.cell import Cell
+from tilewright.evaluate.sweep.estimate import remaining_seconds, seconds, total_seconds
+from tilewright.evaluate.sweep.journal import Added, Finished, Started, SweepState
 
 NAMES = st.sampled_from("abc")
 CELLS = st.one_of(

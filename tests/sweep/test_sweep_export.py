@@ -25,15 +25,15 @@ from tests.sweep_cells import (
     renamed,
     speed_result,
 )
-from tilewright.compiler.bench import perf_md
-from tilewright.compiler.bench.markdown import Heading, TableBlock, parse_blocks
-from tilewright.compiler.bench.record import Result
-from tilewright.compiler.bench.results import dumps, loads
-from tilewright.compiler.sweep.cell import Cell
-from tilewright.compiler.sweep.export import SUMMARY_COLUMNS, csv_text, markdown, to_results
-from tilewright.compiler.sweep.journal import Added, Finished, Started, SweepState
-from tilewright.compiler.sweep.standings import ranked
-from tilewright.compiler.sweep.summary import rows
+from tilewright.evaluate.report import perf_md
+from tilewright.evaluate.report.markdown import Heading, TableBlock, parse_blocks
+from tilewright.evaluate.results.record import Result
+from tilewright.evaluate.results.result_file import dumps, loads
+from tilewright.evaluate.sweep.cell import Cell
+from tilewright.evaluate.sweep.export import SUMMARY_COLUMNS, csv_text, markdown, to_results
+from tilewright.evaluate.sweep.journal import Added, Finished, Started, SweepState
+from tilewright.evaluate.sweep.standings import ranked
+from tilewright.evaluate.sweep.summary import rows
 
 NUM_POSITIONS = 400
 

@@ -16,10 +16,8 @@ from tests.sweep_cells import (
     planned,
     speed_result,
 )
-from tilewright.compiler.bench.record import Accuracy
-from tilewright.compiler.sweep import summary
-from tilewright.compiler.sweep.cost_model import CostModel
-from tilewright.compiler.sweep.found import (
+from tilewright.evaluate.results.record import Accuracy
+from tilewright.evaluate.search.report import (
     COLUMNS,
     Found,
     about_predictions,
@@ -27,8 +25,10 @@ from tilewright.compiler.sweep.found import (
     is_better,
     top1_text,
 )
-from tilewright.compiler.sweep.journal import Added, CellState, SweepState
-from tilewright.compiler.sweep.summary import SweptRow
+from tilewright.evaluate.sweep import summary
+from tilewright.evaluate.sweep.cost_model import CostModel
+from tilewright.evaluate.sweep.journal import Added, CellState, SweepState
+from tilewright.evaluate.sweep.summary import SweptRow
 
 
 def row(

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.compiler.precision import OP_GROUP_OF, PHASES, PrecisionConfig, load_precision
-from tilewright.compiler.sweep.found_yaml import render, usual_levels
-from tilewright.compiler.sweep.levels import PRODUCT_GROUPS, Level, Part, assign
+from tilewright.evaluate.search.found_yaml import render, usual_levels
+from tilewright.evaluate.search.levels import PRODUCT_GROUPS, Level, Part, assign
 
 NUM_LAYERS = 3
 PARTS = [

@@ -30,16 +30,16 @@ from tests.sweep.planted import (
 from tests.sweep_cells import accuracy_cell, accuracy_result, hits, planned, speed_result
 from tests.sweep_cells import done as done_event
 from tests.sweep_cells import journal as journal_of
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.plain_yaml import parse_yaml
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.sweep import plans
-from tilewright.compiler.sweep.found import Found
-from tilewright.compiler.sweep.journal import Added, Journal
-from tilewright.compiler.sweep.levels import PRODUCT_GROUPS, Level
-from tilewright.compiler.sweep.model import SweptModel
-from tilewright.compiler.sweep.search_plan import GUARD, adopt, searched_place
-from tilewright.compiler.sweep.summary import rows
+from tilewright.errors import ConfigError
+from tilewright.evaluate.search.levels import PRODUCT_GROUPS, Level
+from tilewright.evaluate.search.plan import GUARD, adopt, searched_place
+from tilewright.evaluate.search.report import Found
+from tilewright.evaluate.sweep import plans
+from tilewright.evaluate.sweep.journal import Added, Journal
+from tilewright.evaluate.sweep.model import SweptModel
+from tilewright.evaluate.sweep.summary import rows
+from tilewright.utils.plain_yaml import parse_yaml
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sweep_cells import accuracy_cell, cell, done, failed, planned, speed_result
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.json_lines import TornLineWarning
-from tilewright.compiler.sweep.cell import Cell
-from tilewright.compiler.sweep.journal import Added, Asked, Finished, Journal, Started, SweepState
+from tilewright.errors import ConfigError
+from tilewright.evaluate.sweep.cell import Cell
+from tilewright.evaluate.sweep.journal import Added, Asked, Finished, Journal, Started, SweepState
+from tilewright.utils.json_lines import TornLineWarning
 
 A, B = cell("a"), cell("b")
 TIME = "2026-01-02T03:04:05+00:00"
@@ -130,7 +130,7 @@ def test_any_cut_of_the_last_line_is_survived(tmp_path: Path, cut: int) -> None:
 def test_a_killed_writer_loses_nothing_that_it_said_was_written(tmp_path: Path) -> None:
     journal = make(tmp_path)
     code = (
-        "import sys; from pathlib import Path; from tilewright.compiler.sweep.journal import *\n"
+        "import sys; from pathlib import Path; from tilewright.evaluate.sweep.journal import *\n"
         "journal = Journal.open(Path(sys.argv[1]))\n"
         "while True:\n"
         "    journal.append(Started(sys.argv[2], 'now')); print('.', flush=True)\n"

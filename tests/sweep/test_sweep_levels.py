@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.formats import FIDELITIES, FORMATS
 from tilewright.compiler.precision import (
     FOLLOWS,
@@ -22,7 +21,8 @@ from tilewright.compiler.precision import (
     load_precision,
     parse_heading,
 )
-from tilewright.compiler.sweep.levels import PRODUCT_GROUPS, Level, Part, assign, rank
+from tilewright.errors import ConfigError
+from tilewright.evaluate.search.levels import PRODUCT_GROUPS, Level, Part, assign, rank
 
 NUM_LAYERS = 4
 IN_LAYERS = ("ff1_3", "ff2", "wqkv", "wo", "kv_cache", "activation")

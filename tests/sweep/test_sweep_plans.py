@@ -11,7 +11,6 @@ import pytest
 from tests.targets.test_holding import ask_for
 from tests.tiny import GOLDENS, compiled, precision_of, tiny_model
 from tilewright.compiler.devices import DEVICES
-from tilewright.compiler.errors import CompileError, ConfigError
 from tilewright.compiler.precision import (
     OP_GROUP_OF,
     PHASES,
@@ -19,11 +18,12 @@ from tilewright.compiler.precision import (
     load_precision,
     parse_heading,
 )
-from tilewright.compiler.sweep import plans
-from tilewright.compiler.sweep.cell import Cell
-from tilewright.compiler.sweep.levels import PRODUCT_GROUPS, Level, Part, rank
-from tilewright.compiler.sweep.model import SweptModel, step_bytes, swept_model
-from tilewright.compiler.sweep.plans import ACCURACY_CASE, BATCH_CASE, SPEED_CASE, Entry, Measures
+from tilewright.errors import CompileError, ConfigError
+from tilewright.evaluate.search.levels import PRODUCT_GROUPS, Level, Part, rank
+from tilewright.evaluate.sweep import plans
+from tilewright.evaluate.sweep.cell import Cell
+from tilewright.evaluate.sweep.model import SweptModel, step_bytes, swept_model
+from tilewright.evaluate.sweep.plans import ACCURACY_CASE, BATCH_CASE, SPEED_CASE, Entry, Measures
 from tilewright.models import load_model
 
 BASE = load_precision("bf16")

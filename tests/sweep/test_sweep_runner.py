@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.sweep_cells import accuracy_cell, cell, planned, speed_result
-from tilewright.compiler.bench.results import dumps
-from tilewright.compiler.child import Child
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.sweep.cell import Cell
-from tilewright.compiler.sweep.journal import Asked, Journal
-from tilewright.compiler.sweep.runner import Launch, Runner
-from tilewright.compiler.sweep.runner import launcher as plain_launcher
+from tilewright.errors import ConfigError
+from tilewright.evaluate.results.result_file import dumps
+from tilewright.evaluate.sweep.cell import Cell
+from tilewright.evaluate.sweep.journal import Asked, Journal
+from tilewright.evaluate.sweep.runner import Launch, Runner
+from tilewright.evaluate.sweep.runner import launcher as plain_launcher
+from tilewright.utils.child_process import Child
 
 ROOT = Path(__file__).resolve().parents[2]
 Script = Callable[[Cell], str]
@@ -207,9 +207,9 @@ def test_measure_runs_what_is_new_and_never_repeats(tmp_path: Path) -> None:
 _RESUMED = """
 import sys
 from pathlib import Path
-from tilewright.compiler.child import Child
-from tilewright.compiler.sweep.journal import Journal
-from tilewright.compiler.sweep.runner import Runner
+from tilewright.utils.child_process import Child
+from tilewright.evaluate.sweep.journal import Journal
+from tilewright.evaluate.sweep.runner import Runner
 journal = Journal.open(Path(sys.argv[1]))
 def launch(of, log, threads):
     program = open(sys.argv[2]).read().replace("CELL", of.id)

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.sweep_cells import cell, speed_result
-from tilewright.compiler import child
-from tilewright.compiler.bench.results import dumps
-from tilewright.compiler.child import Child
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.sweep import runner
-from tilewright.compiler.sweep.journal import Finished
-from tilewright.compiler.sweep.runner import BENCH, finished, launcher
+from tilewright.errors import ConfigError
+from tilewright.evaluate.results.result_file import dumps
+from tilewright.evaluate.sweep import runner
+from tilewright.evaluate.sweep.journal import Finished
+from tilewright.evaluate.sweep.runner import BENCH, finished, launcher
+from tilewright.utils import child_process as child
+from tilewright.utils.child_process import Child
 
 CELL = cell()
 RESULT = speed_result(CELL, [100.0])
@@ -153,7 +153,7 @@ def test_nothing_is_read_from_the_terminal(tmp_path: Path) -> None:
 
 def test_a_folder_of_the_user_s_is_never_imported_in_our_place(tmp_path: Path) -> None:
     """The working directory is no place to import from, whatever packages lie there."""
-    assert (sys.executable, "-P", "-m", "tilewright.compiler.cli", "bench") == BENCH
+    assert (sys.executable, "-P", "-m", "tilewright.cli.main", "bench") == BENCH
     for name in ("models", "compiler", "tilewright"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('theirs')")

@@ -10,18 +10,18 @@ import pytest
 from tests.sweep.planted import asked
 from tests.tiny import precision_of, tiny_model
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.sweep.cost_model import CostModel
-from tilewright.compiler.sweep.levels import Level, Part
-from tilewright.compiler.sweep.model import SweptModel, swept_model
-from tilewright.compiler.sweep.search import (
+from tilewright.evaluate.search.candidates import (
     BASE_OPTION,
     Held,
     Option,
     groups_without_shares,
     part_options,
 )
-from tilewright.compiler.sweep.sensitivity import Lowered, Sensitivity
-from tilewright.compiler.sweep.summary import SweptRow
+from tilewright.evaluate.search.levels import Level, Part
+from tilewright.evaluate.sweep.cost_model import CostModel
+from tilewright.evaluate.sweep.model import SweptModel, swept_model
+from tilewright.evaluate.sweep.sensitivity import Lowered, Sensitivity
+from tilewright.evaluate.sweep.summary import SweptRow
 
 BFP8, BFP4 = Level.parse("bfp8"), Level.parse("bfp4")
 FF2 = [Part("ff2", layer) for layer in range(2)]

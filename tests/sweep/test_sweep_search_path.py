@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.sweep.levels import Level, Part
-from tilewright.compiler.sweep.search import (
+from tilewright.evaluate.search.candidates import (
     BASE_OPTION,
     Choices,
     Option,
@@ -24,6 +23,7 @@ from tilewright.compiler.sweep.search import (
     shares,
     within_bytes,
 )
+from tilewright.evaluate.search.levels import Level, Part
 
 LEVELS = [Level.parse(text) for text in ("bfp8", "bfp4", "bfp2")]
 FF2 = Part("ff2", 0)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.bench.record import Accuracy
-from tilewright.compiler.sweep.search_plan import GUARD, Bounds
+from tilewright.evaluate.results.record import Accuracy
+from tilewright.evaluate.search.plan import GUARD, Bounds
 
 
 def accuracy(num_top1: int, kl: float | None = 0.01, num_positions: int = 400) -> Accuracy:

@@ -24,16 +24,16 @@ from tests.sweep_cells import (
     renamed,
     speed_result,
 )
-from tilewright.compiler.bench import plot
-from tilewright.compiler.bench.markdown import Heading, TableBlock, parse_blocks
-from tilewright.compiler.bench.record import Result
-from tilewright.compiler.bench.stats import mcnemar
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.sweep.cell import Cell
-from tilewright.compiler.sweep.journal import Added, SweepState
-from tilewright.compiler.sweep.sensitivity import Lowered, Sensitivity, observations, sensitivities
-from tilewright.compiler.sweep.sensitivity_report import heat_maps, markdown
-from tilewright.compiler.sweep.summary import rows
+from tilewright.errors import ConfigError
+from tilewright.evaluate.plots import plot
+from tilewright.evaluate.report.markdown import Heading, TableBlock, parse_blocks
+from tilewright.evaluate.results.record import Result
+from tilewright.evaluate.results.stats import mcnemar
+from tilewright.evaluate.sweep.cell import Cell
+from tilewright.evaluate.sweep.journal import Added, SweepState
+from tilewright.evaluate.sweep.sensitivity import Lowered, Sensitivity, observations, sensitivities
+from tilewright.evaluate.sweep.sensitivity_report import heat_maps, markdown
+from tilewright.evaluate.sweep.summary import rows
 
 Measured = tuple[Cell, Result | None]
 NUM_POSITIONS = 400

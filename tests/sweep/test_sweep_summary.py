@@ -24,12 +24,12 @@ from tests.sweep_cells import (
     result,
     speed_result,
 )
-from tilewright.compiler.bench.record import Result
-from tilewright.compiler.bench.stats import mcnemar
-from tilewright.compiler.sweep import summary
-from tilewright.compiler.sweep.cell import Cell
-from tilewright.compiler.sweep.journal import Added, SweepState
-from tilewright.compiler.sweep.summary import SweptRow, merge_equal
+from tilewright.evaluate.results.record import Result
+from tilewright.evaluate.results.stats import mcnemar
+from tilewright.evaluate.sweep import summary
+from tilewright.evaluate.sweep.cell import Cell
+from tilewright.evaluate.sweep.journal import Added, SweepState
+from tilewright.evaluate.sweep.summary import SweptRow, merge_equal
 
 Measured = tuple[Cell, Result | None]
 BATCH = "performance-ci-32"

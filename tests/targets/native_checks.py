@@ -13,18 +13,18 @@ from tests.targets.test_conformance import EXACT, assert_near
 from tests.tiny import compiled, leave_seat, lowered, prefill, random_tokens, step, take_seat
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.precision import PrecisionConfig
-from tilewright.compiler.targets.base import CompileOptions, Executable
-from tilewright.compiler.targets.cpu.native import library
-from tilewright.compiler.targets.cpu.native.assemble import assemble, pack, rounded_products
 from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
-from tilewright.compiler.targets.cpu.native.mapping import Mapped, map_weights
-from tilewright.compiler.targets.cpu.native.packed import Packed, digest_of, write_packed
+from tilewright.compiler.targets.cpu.native.library import binding as library
+from tilewright.compiler.targets.cpu.native.program.assemble import assemble, pack, rounded_products
+from tilewright.compiler.targets.cpu.native.program.mapping import Mapped, map_weights
+from tilewright.compiler.targets.cpu.native.program.packed import Packed, digest_of, write_packed
+from tilewright.compiler.targets.cpu.native.program.weights import write_weights
 from tilewright.compiler.targets.cpu.native.target import NativeTarget
-from tilewright.compiler.targets.cpu.native.weights import write_weights
-from tilewright.compiler.targets.host import Batch
+from tilewright.compiler.targets.host.executable import Batch
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable
+from tilewright.compiler.targets.interface.step import Seat
 from tilewright.compiler.targets.program.instructions import Needs, Plan
 from tilewright.compiler.targets.program.plan import make_plan
-from tilewright.compiler.targets.step import Seat
 
 WIDER = {"kv_cache": "bf16", "embedding": "bf16"}
 HELD: list[tuple[str, str, dict[str, str]]] = [

@@ -11,9 +11,9 @@ from torch import Tensor, fx
 
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info
-from tilewright.compiler.targets.base import Executable
 from tilewright.compiler.targets.cpu.native.numerics import arithmetic, held_kind
-from tilewright.compiler.targets.host import Batch
+from tilewright.compiler.targets.host.executable import Batch
+from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.reference import ReferenceExecutable
 
 SIXTEENS = ("bfp8", "bfp4", "q6_k")

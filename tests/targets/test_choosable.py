@@ -11,12 +11,12 @@ import torch
 
 from tests.masks import allowed_of
 from tests.tiny import compiled, joined, precision_of, tiny_model
-from tilewright.compiler.choosing.choose import Row, choose_tokens
-from tilewright.compiler.targets.cuda.choice import drawing_of
-from tilewright.compiler.targets.cuda.late import DeviceChoice, choice_of
-from tilewright.compiler.targets.cuda.readings import Readings
-from tilewright.compiler.targets.cuda.seats import SeatTable
-from tilewright.compiler.targets.step import (
+from tilewright.compiler.sampling.choose import Row, choose_tokens
+from tilewright.compiler.targets.cuda.outputs.deferred_sampling import DeviceChoice, choice_of
+from tilewright.compiler.targets.cuda.outputs.pinned_ring import Readings
+from tilewright.compiler.targets.cuda.outputs.sampling_batch import drawing_of
+from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
+from tilewright.compiler.targets.interface.step import (
     NOT_A_NUMBER,
     Choosing,
     Chunk,

@@ -24,7 +24,7 @@ from tests.tiny import (
     tiny_model,
 )
 from tests.twins import twin_of
-from tilewright.compiler.targets.base import Executable
+from tilewright.compiler.targets.interface.base import Executable
 from tilewright.models.config import Llama3Scaling, RopeConfig
 
 SCALED = RopeConfig(theta=500.0, scaling=Llama3Scaling(8.0, 1.0, 4.0, 16))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.tiny import compiled, lowered, precision_of, tiny_model
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.precision import PrecisionConfig
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.build_contract import build_contract
-from tilewright.compiler.targets.contract import Meaning, Meanings, NumericContract
+from tilewright.compiler.targets.contract.build import build_contract
+from tilewright.compiler.targets.contract.record import Meaning, Meanings, NumericContract
+from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.table import get_target
+from tilewright.errors import CompileError
 
 OPTIONS = CompileOptions(max_batch=1, max_context=32)
 

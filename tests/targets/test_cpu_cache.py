@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny import compiled, leave_seat, prefill, random_tokens, step, take_seat, tiny_model
-from tilewright.compiler.errors import CompileError
-from tilewright.compiler.targets.cpu.cache import SlotCaches, SlotStates, padded_length
-from tilewright.compiler.targets.cpu.emitter import CacheSpec, SequenceState
-from tilewright.compiler.targets.cpu.executable import CpuExecutable
+from tilewright.compiler.targets.cpu.onnxruntime.cache import SlotCaches, SlotStates, padded_length
+from tilewright.compiler.targets.cpu.onnxruntime.emitter import CacheSpec, SequenceState
+from tilewright.compiler.targets.cpu.onnxruntime.executable import CpuExecutable
+from tilewright.errors import CompileError
 
 SPECS = (CacheSpec("a", 2, 16), CacheSpec("b", 3, 32))
 

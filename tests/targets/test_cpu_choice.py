@@ -10,14 +10,15 @@ import pytest
 
 import tilewright
 from tests.tiny import lowered, precision_of, tiny_model
-from tilewright.compiler.errors import CompileError, ConfigError
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.compiled import silent
-from tilewright.compiler.targets.cpu import choice
-from tilewright.compiler.targets.cpu.native import build, library, recipe
-from tilewright.compiler.targets.cpu.native.assemble import assemble
+from tilewright.compiler.targets.cpu import backend as choice
+from tilewright.compiler.targets.cpu.native.library import binding as library
+from tilewright.compiler.targets.cpu.native.library import build, recipe
+from tilewright.compiler.targets.cpu.native.program.assemble import assemble
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.program.instructions import Needs
 from tilewright.compiler.targets.program.plan import make_plan
+from tilewright.errors import CompileError, ConfigError
 from tilewright.models.architectures.table import model_types
 
 has_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")

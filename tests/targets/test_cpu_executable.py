@@ -25,10 +25,10 @@ from tests.tiny import (
     take_seat,
     tiny_model,
 )
-from tilewright.compiler.errors import CompileError
-from tilewright.compiler.targets.base import Executable, Seat
-from tilewright.compiler.targets.cpu.executable import CpuExecutable, plan_windows
-from tilewright.compiler.targets.step import Chunk, Step
+from tilewright.compiler.targets.cpu.onnxruntime.executable import CpuExecutable, plan_windows
+from tilewright.compiler.targets.interface.base import Executable, Seat
+from tilewright.compiler.targets.interface.step import Chunk, Step
+from tilewright.errors import CompileError
 
 
 @given(st.sets(st.integers(0, 60), min_size=1), st.integers(0, 6))

@@ -19,19 +19,23 @@ from tests.models.test_qwen3_moe import make
 from tests.tiny import compiled, lowered, precision_of, prefill, random_tokens, tiny_model
 from tilewright.compiler import ops
 from tilewright.compiler.driver import weight_source
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.info import INPUT, WEIGHT, Compute, NodeInfo, set_info
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.contract import Meaning
-from tilewright.compiler.targets.cpu.codes import expert_codes, signed_codes
-from tilewright.compiler.targets.cpu.emit_experts import emit_experts
-from tilewright.compiler.targets.cpu.emitter import Emitter
-from tilewright.compiler.targets.cpu.model_file import write_model
-from tilewright.compiler.targets.cpu.numerics import NATIVE_BITS, ExpertLayout, expert_layout
-from tilewright.compiler.targets.cpu.weights import WeightFile
+from tilewright.compiler.targets.contract.record import Meaning
+from tilewright.compiler.targets.cpu.onnxruntime.codes import expert_codes, signed_codes
+from tilewright.compiler.targets.cpu.onnxruntime.emit_experts import emit_experts
+from tilewright.compiler.targets.cpu.onnxruntime.emitter import Emitter
+from tilewright.compiler.targets.cpu.onnxruntime.model_file import write_model
+from tilewright.compiler.targets.cpu.onnxruntime.numerics import (
+    NATIVE_BITS,
+    ExpertLayout,
+    expert_layout,
+)
+from tilewright.compiler.targets.cpu.onnxruntime.weights import WeightFile
+from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.table import get_target
+from tilewright.errors import CompileError
 
 E, INNER, C, K = 5, 40, 64, 2
 NAMES = ("gate", "up", "down")

@@ -25,13 +25,13 @@ from tests.tiny import (
     tiny_model,
 )
 from tilewright.compiler.driver import weight_source
-from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.ir.serialise import graph_json, read_graph
 from tilewright.compiler.ir.text import graph_text
-from tilewright.compiler.targets.base import CompileOptions, Executable, Seat
-from tilewright.compiler.targets.cpu.executable import CpuExecutable
-from tilewright.compiler.targets.cpu.generate import generate
-from tilewright.compiler.targets.cpu.model_file import open_model, write_model
+from tilewright.compiler.targets.cpu.onnxruntime.executable import CpuExecutable
+from tilewright.compiler.targets.cpu.onnxruntime.generate import generate
+from tilewright.compiler.targets.cpu.onnxruntime.model_file import open_model, write_model
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable, Seat
+from tilewright.errors import CheckpointError
 
 OPTIONS = CompileOptions(max_batch=3, max_context=64, compute="exact", num_threads=1)
 LINEAR: dict[str, Any] = {"linear_layers": (True, True), "num_layers": 2}

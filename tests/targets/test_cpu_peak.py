@@ -61,7 +61,7 @@ def test_a_large_vocabulary_is_never_whole_in_memory(folder: Path) -> None:
     argv += ["--max-generated-tokens", "1", "--repeat-batches", "1", "--no-cache"]
     torch_alone = int(subprocess.check_output([sys.executable, "-c", TORCH_ALONE])) * 1024
     done = subprocess.run(
-        [sys.executable, "-m", "tilewright.compiler.cli", "bench", "--model", str(folder), *argv],
+        [sys.executable, "-m", "tilewright.cli.main", "bench", "--model", str(folder), *argv],
         capture_output=True,
         timeout=300,
         check=True,

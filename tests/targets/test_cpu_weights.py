@@ -15,9 +15,9 @@ from onnx import TensorProto, helper
 
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
-from tilewright.compiler.targets.cpu import weights
-from tilewright.compiler.targets.cpu.codes import block_codes, signed_codes
-from tilewright.compiler.targets.cpu.weights import BlockWeight, WeightFile
+from tilewright.compiler.targets.cpu.onnxruntime import weights
+from tilewright.compiler.targets.cpu.onnxruntime.codes import block_codes, signed_codes
+from tilewright.compiler.targets.cpu.onnxruntime.weights import BlockWeight, WeightFile
 
 BITS = {"bfp8": 8, "bfp4": 4, "q80": 8, "q40": 4}
 BLOCK = {"bfp8": 16, "bfp4": 16, "q80": 32, "q40": 32}

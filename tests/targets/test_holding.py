@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from tests.models.test_qwen3_5_moe import make as make_hybrid
 from tests.models.test_qwen3_moe import make as make_sparse
 from tests.tiny import QWEN2, compiled, lowered, precision_of, tiny_model
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats import FORMATS
 from tilewright.compiler.ir.info import CONSTANT, Compute, NodeInfo
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.precision import PrecisionConfig
-from tilewright.compiler.targets.base import CompileOptions, Holding, Target
-from tilewright.compiler.targets.cpu.codes import block_codes, signed_codes
-from tilewright.compiler.targets.holdings import weight_uses
+from tilewright.compiler.targets.contract.weight_storage import weight_uses
+from tilewright.compiler.targets.cpu.onnxruntime.codes import block_codes, signed_codes
+from tilewright.compiler.targets.interface.base import CompileOptions, Holding, Target
 from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.targets.tenstorrent import BoardTarget
-from tilewright.compiler.targets.tenstorrent.program import tile_bytes
+from tilewright.compiler.targets.tenstorrent.program.instructions import tile_bytes
+from tilewright.errors import CompileError
 
 RAGGED = {"hidden_size": 40, "intermediate_size": 56, "head_dim": 48, "vocab_size": 131}
 BIASED: dict[str, Any] = {

@@ -39,15 +39,17 @@ from tests.tiny import (
 )
 from tilewright.compiler.devices import describe_cpu
 from tilewright.compiler.driver import weight_source
-from tilewright.compiler.errors import CheckpointError, CompileError
-from tilewright.compiler.targets.base import CompileOptions, Executable
-from tilewright.compiler.targets.cpu.native import build, library, room
-from tilewright.compiler.targets.cpu.native.assemble import assemble
-from tilewright.compiler.targets.cpu.native.mapping import WEIGHTS
-from tilewright.compiler.targets.cpu.native.packed import program_of
-from tilewright.compiler.targets.cpu.native.room import check_room, kept_bytes, position_bytes
+from tilewright.compiler.targets.cpu.native import memory as room
+from tilewright.compiler.targets.cpu.native.library import binding as library
+from tilewright.compiler.targets.cpu.native.library import build
+from tilewright.compiler.targets.cpu.native.memory import check_room, kept_bytes, position_bytes
+from tilewright.compiler.targets.cpu.native.program.assemble import assemble
+from tilewright.compiler.targets.cpu.native.program.mapping import WEIGHTS
+from tilewright.compiler.targets.cpu.native.program.packed import program_of
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 from tilewright.compiler.targets.program.instructions import Needs, Plan
 from tilewright.compiler.targets.program.plan import make_plan
+from tilewright.errors import CheckpointError, CompileError
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 

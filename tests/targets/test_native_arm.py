@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.compiler.targets.cpu.native import recipe
+from tilewright.compiler.targets.cpu.native.library import recipe
 
 CHECK = Path(__file__).with_name("native_check.cpp")
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"

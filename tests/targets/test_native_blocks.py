@@ -16,12 +16,13 @@ from tilewright.compiler.driver import compile_model, lower_model, resolve_preci
 from tilewright.compiler.formats import get_format, stored_format
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.precision import PrecisionConfig, load_precision
-from tilewright.compiler.targets.base import CompileOptions, Executable
-from tilewright.compiler.targets.compiled import silent
-from tilewright.compiler.targets.cpu.native import build, library
 from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
+from tilewright.compiler.targets.cpu.native.library import binding as library
+from tilewright.compiler.targets.cpu.native.library import build
+from tilewright.compiler.targets.cpu.native.program.weights import Wanted
 from tilewright.compiler.targets.cpu.native.target import NativeTarget
-from tilewright.compiler.targets.cpu.native.weights import Wanted
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable
+from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.program.instructions import Needs
 from tilewright.compiler.targets.program.plan import make_plan
 from tilewright.models import LoadedModel, load_model

@@ -13,8 +13,10 @@ from tests.targets.native_checks import native
 from tests.targets.test_conformance import EXACT, assert_near
 from tests.tiny import compiled, precision_of, prefill, random_tokens, step, take_seat, tiny_model
 from tilewright.compiler.formats import get_format
-from tilewright.compiler.targets.cpu.native import build, library, numerics
-from tilewright.compiler.targets.step import Copy, Step
+from tilewright.compiler.targets.cpu.native import numerics
+from tilewright.compiler.targets.cpu.native.library import binding as library
+from tilewright.compiler.targets.cpu.native.library import build
+from tilewright.compiler.targets.interface.step import Copy, Step
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 

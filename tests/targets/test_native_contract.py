@@ -15,12 +15,14 @@ from tests.targets.native_contract import promised
 from tests.tiny import compiled, leave_seat, precision_of, prefill, random_tokens, take_seat
 from tests.tiny import tiny_model as made
 from tilewright.compiler.precision import PrecisionConfig
-from tilewright.compiler.targets.base import Executable
-from tilewright.compiler.targets.cpu.native import build, library, room
-from tilewright.compiler.targets.cpu.native.assembly import Assembly, place_of
-from tilewright.compiler.targets.cpu.native.panels import value_panels
+from tilewright.compiler.targets.cpu.native import memory as room
+from tilewright.compiler.targets.cpu.native.library import binding as library
+from tilewright.compiler.targets.cpu.native.library import build
+from tilewright.compiler.targets.cpu.native.program.assembly import Assembly, place_of
+from tilewright.compiler.targets.cpu.native.program.panels import value_panels
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.compiler.targets.interface.step import Chunk, Step
 from tilewright.compiler.targets.program.instructions import Place
-from tilewright.compiler.targets.step import Chunk, Step
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 

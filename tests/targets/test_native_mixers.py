@@ -30,8 +30,8 @@ from tests.tiny import (
     random_tokens,
     tiny_model,
 )
-from tilewright.compiler.targets.base import Executable
-from tilewright.compiler.targets.cpu.native import build
+from tilewright.compiler.targets.cpu.native.library import build
+from tilewright.compiler.targets.interface.base import Executable
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 

@@ -11,9 +11,9 @@ import torch
 from tests.targets.test_conformance import EXACT, assert_near
 from tests.targets.test_native_mixers import small
 from tests.tiny import compiled, precision_of, prefill, random_tokens
-from tilewright.compiler.targets.base import Executable
-from tilewright.compiler.targets.cpu.native import build
-from tilewright.compiler.targets.step import (
+from tilewright.compiler.targets.cpu.native.library import build
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.compiler.targets.interface.step import (
     Choosing,
     Chunk,
     Close,

@@ -13,20 +13,20 @@ import torch
 
 from tests.distributed.groups import thread_group
 from tests.tiny import precision_of, prefill, tiny_model
-from tilewright.compiler.distributed.channel import ChannelClosedError
-from tilewright.compiler.distributed.group import END, Follower
-from tilewright.compiler.distributed.parallel import ALONE, Parallel
-from tilewright.compiler.distributed.peers import Peers
 from tilewright.compiler.driver import compile_model
-from tilewright.compiler.errors import RankError
 from tilewright.compiler.ops.collectives import all_reduce_group
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.request import Request
-from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.targets.base import CompileOptions, Executable
-from tilewright.compiler.targets.cpu.native import build
+from tilewright.compiler.targets.cpu.native.library import build
 from tilewright.compiler.targets.cpu.native.ranks import NativeRank
-from tilewright.compiler.targets.sharded import ShardedExecutable, meet, serve_steps
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable
+from tilewright.compiler.targets.ranks.sharded import ShardedExecutable, meet, serve_steps
+from tilewright.distributed.channel import ChannelClosedError
+from tilewright.distributed.group import END, Follower
+from tilewright.distributed.parallel import ALONE, Parallel
+from tilewright.distributed.peers import Peers
+from tilewright.errors import RankError
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import Request
+from tilewright.runtime.sampling import SamplingParams
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 

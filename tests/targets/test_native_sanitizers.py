@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.compiler.targets.cpu.native import build, library, recipe
+from tilewright.compiler.targets.cpu.native.library import binding as library
+from tilewright.compiler.targets.cpu.native.library import build, recipe
 
 CHECK = Path(__file__).with_name("native_check.cpp")
 NUM_PROGRAMS = 500

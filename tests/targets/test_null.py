@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.tiny import compiled, copy_seat, leave_seat, step, take_seat, tiny_model
+from tilewright.compiler.targets.interface.step import Choosing, Chunk, Open, Seat, Step
 from tilewright.compiler.targets.null import NullExecutable
-from tilewright.compiler.targets.step import Choosing, Chunk, Open, Seat, Step
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from tilewright.compiler.commands.options import read_options
-from tilewright.compiler.commands.source import compile_source, open_source
+from tilewright.cli.arguments.bench import read_options
 from tilewright.compiler.driver import compile_virtual
-from tilewright.compiler.runtime.engine import Engine
-from tilewright.compiler.targets.base import CompileOptions, Executable
-from tilewright.compiler.targets.compiled import silent
-from tilewright.compiler.targets.sharded import ShardedExecutable
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable
+from tilewright.compiler.targets.interface.compiled import silent
+from tilewright.compiler.targets.ranks.sharded import ShardedExecutable
+from tilewright.loading.source import compile_source, open_source
+from tilewright.runtime.engine import Engine
 
 PROMPTS = [torch.tensor([5, 300, 17]), torch.tensor([9])]
 

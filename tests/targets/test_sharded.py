@@ -15,20 +15,8 @@ from tests.distributed.groups import thread_group
 from tests.targets.random_operations import random_operations
 from tests.tiny import compiled, tiny_model
 from tilewright.compiler import ops
-from tilewright.compiler.distributed.channel import ChannelClosedError
-from tilewright.compiler.distributed.group import Follower
-from tilewright.compiler.distributed.peers import Peers
-from tilewright.compiler.errors import ConfigError, ExchangeError, RankError
 from tilewright.compiler.ops.collectives import all_gather_group, all_reduce_group
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.request import Request
-from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.runtime.service import EngineService, QueueTransport
-from tilewright.compiler.targets.null import NullExecutable
-from tilewright.compiler.targets.peer_values import Exchange, RankInterpreter
-from tilewright.compiler.targets.rank_check import steps_between
-from tilewright.compiler.targets.sharded import ShardedExecutable, meet, serve_steps
-from tilewright.compiler.targets.step import (
+from tilewright.compiler.targets.interface.step import (
     Back,
     Choosing,
     Chunk,
@@ -45,7 +33,19 @@ from tilewright.compiler.targets.step import (
     Snapshot,
     Step,
 )
-from tilewright.compiler.targets.step_bytes import read_step, step_bytes
+from tilewright.compiler.targets.interface.step_bytes import read_step, step_bytes
+from tilewright.compiler.targets.null import NullExecutable
+from tilewright.compiler.targets.ranks.gathered_values import Exchange, RankInterpreter
+from tilewright.compiler.targets.ranks.rank_check import steps_between
+from tilewright.compiler.targets.ranks.sharded import ShardedExecutable, meet, serve_steps
+from tilewright.distributed.channel import ChannelClosedError
+from tilewright.distributed.group import Follower
+from tilewright.distributed.peers import Peers
+from tilewright.errors import ConfigError, ExchangeError, RankError
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import Request
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.runtime.service import EngineService, QueueTransport
 
 S = [Seat(number) for number in range(5)]
 

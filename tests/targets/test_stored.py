@@ -10,18 +10,18 @@ import torch
 from tests.ggml_blocks import SHAPES, file_values, write_llama
 from tests.tiny import prefill, random_tokens
 from tilewright.compiler.driver import compile_model, lower_model, resolve_precision, weight_source
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats import get_format, stored_format
 from tilewright.compiler.formats.ggml_blocks import SIZES
 from tilewright.compiler.ir.recipe import WeightRecipe, load_stored, load_values
 from tilewright.compiler.passes.runner import PassContext
 from tilewright.compiler.precision import PrecisionConfig, load_precision, parse_heading
-from tilewright.compiler.targets.base import CompileOptions, Executable
-from tilewright.compiler.targets.compiled import silent
-from tilewright.compiler.targets.cpu.codes import stored_codes
-from tilewright.compiler.targets.cpu.numerics import NATIVE_BITS
-from tilewright.compiler.targets.holdings import weight_uses
+from tilewright.compiler.targets.contract.weight_storage import weight_uses
+from tilewright.compiler.targets.cpu.onnxruntime.codes import stored_codes
+from tilewright.compiler.targets.cpu.onnxruntime.numerics import NATIVE_BITS
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable
+from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.table import get_target
+from tilewright.errors import CompileError
 from tilewright.models import LoadedModel, load_model
 
 STORED = load_precision("stored")

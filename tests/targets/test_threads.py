@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewright.compiler.targets.threads import single_torch_thread
+from tilewright.compiler.targets.interface.threads import single_torch_thread
 
 
 def test_threads_come_back() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tests.tiny import precision_of, tiny_model
 from tilewright.compiler.driver import compile_model
-from tilewright.compiler.errors import CompileError
-from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.errors import CompileError
 
 BF16 = precision_of("bf16")
 

@@ -7,10 +7,10 @@ import torch
 
 from tests.dealt_models import ARCHITECTURES, BIASES, COUNTS, assert_equal, grouped, logits_of, make
 from tests.tiny import copy_seat, precision_of, prefill, random_tokens, step, take_seat
-from tilewright.compiler.distributed.parallel import ALONE, Parallel
 from tilewright.compiler.driver import compile_virtual
-from tilewright.compiler.errors import CompileError
-from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.distributed.parallel import ALONE, Parallel
+from tilewright.errors import CompileError
 
 
 def layers_of(model_type: str) -> dict[str, int]:

@@ -10,33 +10,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.compiler.distributed.peers import Peers
-from tilewright.compiler.targets.allowed import Allowed
-from tilewright.compiler.targets.base import CompileOptions, Executable, MemoryUse
-from tilewright.compiler.targets.contract import NumericContract
-from tilewright.compiler.targets.cuda.answers import Answers
-from tilewright.compiler.targets.cuda.away import Away
-from tilewright.compiler.targets.cuda.buckets import Buckets
-from tilewright.compiler.targets.cuda.capture import Seated, decode_buckets, prompt_buckets
-from tilewright.compiler.targets.cuda.choice import Choice, drawing_of
-from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds, copy_bytes
-from tilewright.compiler.targets.cuda.device import capabilities_of, num_marks
-from tilewright.compiler.targets.cuda.group import Group, meet
-from tilewright.compiler.targets.cuda.joined import Joined
-from tilewright.compiler.targets.cuda.kernels.exchange import PROMPT_WIRE
-from tilewright.compiler.targets.cuda.late import choose_now, needs_host
-from tilewright.compiler.targets.cuda.marks import cut
-from tilewright.compiler.targets.cuda.pages import pages_of
-from tilewright.compiler.targets.cuda.ragged import can_join, one, split
-from tilewright.compiler.targets.cuda.rows import Rows
-from tilewright.compiler.targets.cuda.seats import SeatTable
-from tilewright.compiler.targets.cuda.state import PagedState
-from tilewright.compiler.targets.cuda.steps import Steps
+from tilewright.compiler.targets.contract.record import NumericContract
+from tilewright.compiler.targets.cuda.collectives.exchange import PROMPT_WIRE
+from tilewright.compiler.targets.cuda.collectives.group import Group, meet
+from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
+from tilewright.compiler.targets.cuda.graphs.capture import Seated, decode_buckets, prompt_buckets
+from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
+from tilewright.compiler.targets.cuda.memory_budget import capabilities_of, num_marks
+from tilewright.compiler.targets.cuda.outputs.deferred_sampling import choose_now, needs_host
+from tilewright.compiler.targets.cuda.outputs.sampled_tokens import Answers
+from tilewright.compiler.targets.cuda.outputs.sampling_batch import Choice, drawing_of
+from tilewright.compiler.targets.cuda.state.pages import pages_of
+from tilewright.compiler.targets.cuda.state.ragged import can_join, one, split
+from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
+from tilewright.compiler.targets.cuda.state.snapshot_positions import cut
+from tilewright.compiler.targets.cuda.state.swap import Away
+from tilewright.compiler.targets.cuda.state.tables import PagedState
+from tilewright.compiler.targets.cuda.state.token_batch import Rows
+from tilewright.compiler.targets.cuda.steps.run import Steps
 from tilewright.compiler.targets.cuda.trials import read_trials
-from tilewright.compiler.targets.cuda.weights import Weights
-from tilewright.compiler.targets.host import Sitting
-from tilewright.compiler.targets.program.instructions import Plan
-from tilewright.compiler.targets.step import (
+from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds, copy_bytes
+from tilewright.compiler.targets.cuda.weights.stream import Weights
+from tilewright.compiler.targets.host.executable import Sitting
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable, MemoryUse
+from tilewright.compiler.targets.interface.step import (
     Back,
     Choosing,
     Chunk,
@@ -54,6 +51,9 @@ from tilewright.compiler.targets.step import (
     Step,
     StepOutput,
 )
+from tilewright.compiler.targets.interface.token_masks import Allowed
+from tilewright.compiler.targets.program.instructions import Plan
+from tilewright.distributed.peers import Peers
 
 _NUM_ENDS = 16
 """End tokens of a seat that the device looks for; the host looks for the others."""

@@ -6,9 +6,9 @@ import os
 
 import torch
 
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.cuda.kernels import native
+from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.plan import has_mixers
+from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.program.instructions import Plan
 
 _WITHHELD = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}

@@ -8,13 +8,23 @@ import math
 
 from torch import Tensor
 
-from tilewright.compiler.errors import CompileError, allowed
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.recipe import WeightRecipe
-from tilewright.compiler.targets.base import Holding
-from tilewright.compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED, Meaning, Meanings
-from tilewright.compiler.targets.cuda.e4m3 import LEAST_LOFI
-from tilewright.compiler.targets.cuda.held import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
+from tilewright.compiler.targets.contract.record import (
+    EMULATED,
+    HONOURED,
+    NOT_HONOURED,
+    Meaning,
+    Meanings,
+)
+from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
+from tilewright.compiler.targets.cuda.weights.packed_weight import (
+    TILE_BYTES,
+    TILE_COLUMNS,
+    TILE_ROWS,
+)
+from tilewright.compiler.targets.interface.base import Holding
+from tilewright.errors import CompileError, allowed
 
 BLOCK_KINDS = tuple(TILE_BYTES)
 """Formats that kernels read in blocks."""

@@ -6,7 +6,7 @@ import math
 
 from torch.fx import GraphModule
 
-from tilewright.compiler.targets.cuda.held import TILE_ROWS
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS
 from tilewright.compiler.targets.program import plan
 from tilewright.compiler.targets.program.instructions import Mixer, Needs, Plan
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.errors import ConfigError, allowed
 
 VARIABLE = "TILEWRIGHT_CUDA_TRIALS"
 PARTS, WIDE, TOGETHER = "parts", "wide", "together"

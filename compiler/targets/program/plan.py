@@ -14,7 +14,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.verify import ELEMENTWISE
 from tilewright.compiler.targets.program.instructions import (
@@ -39,6 +38,7 @@ from tilewright.compiler.targets.program.instructions import (
     SwiGLU,
 )
 from tilewright.compiler.targets.program.plan_mixers import EXPERTS, MIXERS, recipe_of, values_read
+from tilewright.errors import CompileError
 
 aten = torch.ops.aten
 _PRODUCTS = (ops.linear.overload, ops.fused_linear.overload)

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from torch.fx import Node
 
 from tilewright.compiler import ops
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import StateSpec
@@ -26,6 +25,7 @@ from tilewright.compiler.targets.program.instructions import (
     Route,
     SigmoidGate,
 )
+from tilewright.errors import CompileError
 
 EXPERTS = (ops.expert_linear.overload, ops.fused_expert_linear.overload)
 """Products with experts."""

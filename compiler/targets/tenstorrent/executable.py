@@ -8,19 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.base import (
+from tilewright.compiler.targets.contract.record import NumericContract
+from tilewright.compiler.targets.host.executable import Batch, HostExecutable
+from tilewright.compiler.targets.interface.base import (
     Capabilities,
     CompileOptions,
     MemoryUse,
     Seat,
 )
-from tilewright.compiler.targets.contract import NumericContract
-from tilewright.compiler.targets.host import Batch, HostExecutable
-from tilewright.compiler.targets.tenstorrent.chips import Parts
-from tilewright.compiler.targets.tenstorrent.emulate import Emulator, Work
-from tilewright.compiler.targets.tenstorrent.memory_plan import plan_memory
-from tilewright.compiler.targets.tenstorrent.program import DeviceProgram
-from tilewright.compiler.targets.threads import torch_threads
+from tilewright.compiler.targets.interface.threads import torch_threads
+from tilewright.compiler.targets.tenstorrent.emulate.run import Emulator, Work
+from tilewright.compiler.targets.tenstorrent.program.chips import Parts
+from tilewright.compiler.targets.tenstorrent.program.instructions import DeviceProgram
+from tilewright.compiler.targets.tenstorrent.program.memory_plan import plan_memory
 
 
 class EmulatedExecutable(HostExecutable):

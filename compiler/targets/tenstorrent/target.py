@@ -12,22 +12,24 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tilewright.compiler.distributed.mesh import Mesh
-from tilewright.compiler.errors import (
-    CheckpointError,
-    CompileError,
-    ConfigError,
-    allowed,
-    one_line,
-)
 from tilewright.compiler.formats.block_float import TILE
 from tilewright.compiler.ir.info import NodeInfo
 from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.mesh import Mesh
 from tilewright.compiler.passes.fuse_rope_attention import fuse_rope_attention
 from tilewright.compiler.passes.gather_before_norm import gather_before_norm
 from tilewright.compiler.passes.merge_qkv import merge_qkv
 from tilewright.compiler.precision.names import MIXED
-from tilewright.compiler.targets.base import (
+from tilewright.compiler.targets.contract.build import build_contract
+from tilewright.compiler.targets.contract.record import (
+    HONOURED,
+    NOT_HONOURED,
+    Meaning,
+    Meanings,
+    NumericContract,
+)
+from tilewright.compiler.targets.host.tensor_files import save_tensors
+from tilewright.compiler.targets.interface.base import (
     CompileOptions,
     Emission,
     Executable,
@@ -37,31 +39,34 @@ from tilewright.compiler.targets.base import (
     Stage,
     Target,
 )
-from tilewright.compiler.targets.build_contract import build_contract
-from tilewright.compiler.targets.contract import (
-    HONOURED,
-    NOT_HONOURED,
-    Meaning,
-    Meanings,
-    NumericContract,
-)
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
-from tilewright.compiler.targets.tensor_files import save_tensors
-from tilewright.compiler.targets.tenstorrent.chips import Parts, axes_of, check_part, load_weight
-from tilewright.compiler.targets.tenstorrent.lower import lower_program
-from tilewright.compiler.targets.tenstorrent.memory_plan import check_memory
-from tilewright.compiler.targets.tenstorrent.placement import (
+from tilewright.compiler.targets.tenstorrent.lower.graph import lower_program
+from tilewright.compiler.targets.tenstorrent.program.chips import (
+    Parts,
+    axes_of,
+    check_part,
+    load_weight,
+)
+from tilewright.compiler.targets.tenstorrent.program.instructions import (
+    DECODE,
+    PREFILL,
+    DeviceProgram,
+    tile_bytes,
+)
+from tilewright.compiler.targets.tenstorrent.program.memory_plan import check_memory
+from tilewright.compiler.targets.tenstorrent.program.placement import (
     ACTIVATION_FORMATS,
     CACHE_FORMATS,
     PROMPT_CHUNK,
     WEIGHT_FORMATS,
     check_weight_format,
 )
-from tilewright.compiler.targets.tenstorrent.program import (
-    DECODE,
-    PREFILL,
-    DeviceProgram,
-    tile_bytes,
+from tilewright.errors import (
+    CheckpointError,
+    CompileError,
+    ConfigError,
+    allowed,
+    one_line,
 )
 
 _WEIGHTS = "weights.safetensors"
@@ -208,7 +213,7 @@ class BoardTarget(Target):
         """
         self.check_emits(kind)
         assert kind == "ttnn"
-        from tilewright.compiler.targets.tenstorrent.emit_ttnn import (
+        from tilewright.compiler.targets.tenstorrent.emit_ttnn.emit import (
             emit_ttnn,
             prompt_length,
             write_weights,

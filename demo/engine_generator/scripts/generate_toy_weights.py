@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from tilewright.compiler.targets.cuda.engine.parts.self_test import random_weights
-from tilewright.compiler.targets.cuda.engine.parts.settings import read_settings
+from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import random_weights
+from tilewright.compiler.targets.cuda.engine_generator.parts.settings import read_settings
 
 
 def main() -> int:

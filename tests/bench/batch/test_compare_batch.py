@@ -15,9 +15,9 @@ from bench.batch.command import render as render_sides
 from bench.batch.made import RowOptions
 from bench.batch.sides import Sizes, theirs
 from tests.commands.conftest import Run
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.runtime.request import Request
-from tilewright.compiler.targets.step import LogProbs
+from tilewright.compiler.targets.interface.step import LogProbs
+from tilewright.errors import ConfigError
+from tilewright.runtime.request import Request
 
 _SERVER = """#!{python}
 import http.server, json, sys

@@ -9,9 +9,9 @@ import pytest
 
 from bench.batch.made import OUTPUTS, PROMPTS, histogram, make_rows, token_rows
 from tests.commands.conftest import Run
-from tilewright.compiler.batch.inputs import open_data_set
-from tilewright.compiler.batch.plain_rows import Asking
-from tilewright.compiler.cli import main
+from tilewright.batch.inputs import open_data_set
+from tilewright.batch.plain_rows import Asking
+from tilewright.cli.main import main
 
 
 def test_rows_are_those_of_the_seed_and_lengths_stay_within_their_ends() -> None:

@@ -20,12 +20,12 @@ from bench.boards_fit.programs import (
 from bench.boards_fit.report import Residual, Study, study_report, study_rows
 from bench.boards_fit.rows import read_rows
 from tests.tiny import lowered, tiny_model
-from tilewright.compiler.bench import perf_md
-from tilewright.compiler.distributed.mesh import Mesh
-from tilewright.compiler.errors import ConfigError, TilewrightError
+from tilewright.compiler.mesh import Mesh
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.targets.tenstorrent.lower import lower_program
-from tilewright.compiler.targets.tenstorrent.perf_work import program_work
+from tilewright.compiler.targets.tenstorrent.lower.graph import lower_program
+from tilewright.compiler.targets.tenstorrent.perf.work import program_work
+from tilewright.errors import ConfigError, TilewrightError
+from tilewright.evaluate.report import perf_md
 
 ROOT = Path(__file__).resolve().parents[3]
 

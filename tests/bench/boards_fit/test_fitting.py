@@ -8,8 +8,8 @@ import pytest
 
 from bench.boards_fit import fitting as fit_perf_model
 from bench.boards_fit.fitting import DECODE_NAMES, Sample, fit, held_out, rank_correlation
-from tilewright.compiler.targets.tenstorrent.perf_constants import START, Constants
-from tilewright.compiler.targets.tenstorrent.perf_work import COLLECTIVE, MATMUL, SMALL, Work
+from tilewright.compiler.targets.tenstorrent.perf.constants import START, Constants
+from tilewright.compiler.targets.tenstorrent.perf.work import COLLECTIVE, MATMUL, SMALL, Work
 
 TRUE = dataclasses.replace(
     START, bank_bytes_per_s=230e9, op_seconds=7e-6, ring_seconds=20e-6, step_seconds=2e-3

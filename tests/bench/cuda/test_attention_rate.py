@@ -57,9 +57,9 @@ def test_the_table_has_every_case() -> None:
 @pytest.mark.parametrize("kind", attention_rate.KINDS)
 def test_operands_are_of_the_case(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewright.compiler.formats.block_float import BLOCK_SIZE
-    from tilewright.compiler.targets.cuda import pages
-    from tilewright.compiler.targets.cuda.kernels import native_attention
-    from tilewright.compiler.targets.cuda.kernels.attention_shares import Share, Spread
+    from tilewright.compiler.targets.cuda.kernels.attention import attention as native_attention
+    from tilewright.compiler.targets.cuda.kernels.attention.split import Share, Spread
+    from tilewright.compiler.targets.cuda.state import pages
 
     assert (attention_rate.PAGE, attention_rate.BLOCK) == (pages.PAGE, BLOCK_SIZE)
     monkeypatch.setattr(native_attention, "why_not", lambda *a, **k: "")

@@ -34,20 +34,20 @@ from bench.cuda.rows import (
     BenchRow,
 )
 from tests.tiny import precision_of, tiny_model
-from tilewright.compiler.bench.perf_md import parse
-from tilewright.compiler.bench.perf_tables import render_results
-from tilewright.compiler.bench.record import Ceilings, Repeat
-from tilewright.compiler.bench.results import read
-from tilewright.compiler.bench.roofline import Work
-from tilewright.compiler.bench.selection import BATCH_32, SHORT, speed_table
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.bench.timing import Run
-from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.driver import lower_model, resolve_precision, silent
-from tilewright.compiler.errors import CheckpointError, CompileError
-from tilewright.compiler.targets.base import Seat
-from tilewright.compiler.targets.host import HostExecutable
+from tilewright.compiler.targets.host.executable import HostExecutable
+from tilewright.compiler.targets.interface.base import Seat
 from tilewright.compiler.targets.table import get_target
+from tilewright.distributed.parallel import Parallel
+from tilewright.errors import CheckpointError, CompileError
+from tilewright.evaluate.measure.roofline import Work
+from tilewright.evaluate.measure.timing import Run
+from tilewright.evaluate.report.perf_md import parse
+from tilewright.evaluate.report.perf_tables import render_results
+from tilewright.evaluate.report.table import Table
+from tilewright.evaluate.results.record import Ceilings, Repeat
+from tilewright.evaluate.results.result_file import read
+from tilewright.evaluate.results.selection import BATCH_32, SHORT, speed_table
 from tilewright.models import shapes
 
 CEILINGS = Ceilings("made up", (100.0,), (1000.0,), "bf16")

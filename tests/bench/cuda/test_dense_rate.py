@@ -7,7 +7,7 @@ import pytest
 from bench.cuda import dense_rate
 from tests.bench.cuda.conftest import CheckMistake
 from tests.targets.cuda.kernels.test_native import shaped
-from tilewright.compiler.targets.cuda.kernels import native_dense
+from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import torch
 
 from bench.cuda import expert_rate
 from tests.bench.cuda.conftest import CheckMistake
-from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.kernels.expert_linear import MOST_PAIRS, tiling_of
+from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import MOST_PAIRS, tiling_of
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 
 
 @pytest.mark.parametrize(

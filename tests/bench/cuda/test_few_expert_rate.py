@@ -6,7 +6,7 @@ import pytest
 
 from bench.cuda import few_expert_rate
 from tests.bench.cuda.conftest import CheckMistake
-from tilewright.compiler.targets.cuda.kernels.native_few_experts import DEPTHS
+from tilewright.compiler.targets.cuda.kernels.experts.experts_few import DEPTHS
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ from bench.cuda.kernel_profile import (
     short_name,
 )
 from tests.tiny import compiled, tiny_model
-from tilewright.compiler.bench.timing import Job
-from tilewright.compiler.runtime.request import SamplingParams
+from tilewright.evaluate.measure.timing import Job
+from tilewright.runtime.request import SamplingParams
 
 SPLIT_K = "void cublasLt::splitKreduce_kernel<32, 16, int, float>(cublasSplitKParams<float>)"
 

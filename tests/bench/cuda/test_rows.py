@@ -19,7 +19,7 @@ from bench.cuda.rows import (
     TWO_GPUS,
     find_rows,
 )
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
 
 _DECODE = {
     ("8b", "bf16", 1): (240, 265),

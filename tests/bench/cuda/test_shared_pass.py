@@ -7,8 +7,8 @@ import pytest
 from bench.cuda import shared_pass
 from bench.cuda.shared_pass import Kind, Options, main, measure, show
 from tests.runtime.queued import QueuedExecutable
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.targets.step import Chunk
+from tilewright.compiler.targets.interface.step import Chunk
+from tilewright.errors import ConfigError
 
 
 class Rewound(QueuedExecutable):

@@ -7,7 +7,7 @@ import pytest
 from bench.cuda import wide_rate
 from tests.bench.cuda.conftest import CheckMistake
 from tests.targets.cuda.kernels.test_native import shaped
-from tilewright.compiler.targets.cuda.kernels import native_wide
+from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
 
 
 @pytest.mark.parametrize(

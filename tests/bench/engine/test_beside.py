@@ -13,7 +13,7 @@ import torch
 from bench.engine import beside
 from bench.engine.beside import FILE, TARGET, Rates, Side
 from bench.engine.command import main
-from tilewright.compiler.errors import TilewrightError
+from tilewright.errors import TilewrightError
 
 SIDE = Side(
     engine=None,

@@ -14,7 +14,7 @@ import pytest
 
 from bench.nodes import links
 from bench.nodes.links import Link, address, inside, machines, read_link
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
 
 RATE = Link(1.0)
 

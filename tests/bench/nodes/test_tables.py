@@ -13,7 +13,7 @@ import pytest
 from bench.blocks import rendered
 from bench.nodes import command
 from bench.nodes.tables import Run
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 COMMIT = "abc" * 9

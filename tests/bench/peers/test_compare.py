@@ -16,7 +16,7 @@ from bench.peers.onnx_folder import cached_onnx_folder, write_hf_folder
 from bench.peers.options import KINDS, PARTS, CompareOptions, read_options
 from bench.peers.records import read_parts
 from tests.commands.conftest import Refused
-from tilewright.compiler.cli import main
+from tilewright.cli.main import main
 from tilewright.models import ShapeName, load_model
 from tilewright.models.shapes import shape_config
 

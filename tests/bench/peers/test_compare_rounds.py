@@ -112,8 +112,8 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 
 def test_the_decode_rate_is_that_of_timing() -> None:
-    from tilewright.compiler.bench.timing import figures
-    from tilewright.compiler.runtime.request import Request
+    from tilewright.evaluate.measure.timing import figures
+    from tilewright.runtime.request import Request
 
     times = (1.0, 3.0, 3.5, 4.5, 4.75)
     request = Request(0, (1, 2), output=[0] * 5, token_times=list(times))

@@ -11,7 +11,7 @@ from gguf.quants import dequantize, quantize
 
 from bench.peers.gguf_copy import cached_gguf, gguf_sizes, write_gguf
 from bench.peers.worker import Loaded
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
 
 Q4_1 = gguf.GGMLQuantizationType.Q4_1
 

@@ -12,7 +12,7 @@ import pytest
 from bench.peers import onnx_folder
 from bench.peers.onnx_folder import build, hf_config
 from tests.tiny import tiny_config
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
 from tilewright.models.config import Llama3Scaling
 
 

@@ -9,7 +9,7 @@ import pytest
 from bench.blocks import rendered
 from bench.peers.records import write_part
 from bench.peers.tables import rates_table
-from tilewright.compiler.errors import ConfigError
+from tilewright.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 

@@ -11,8 +11,8 @@ import pytest
 from bench.blocks import rendered
 from bench.serving.servers import Contestant, in_turn, llama_cpp, running
 from bench.serving.tables import render
-from tilewright.compiler.cli import main
-from tilewright.compiler.errors import ConfigError, TilewrightError
+from tilewright.cli.main import main
+from tilewright.errors import ConfigError, TilewrightError
 
 ROOT = Path(__file__).parents[3]
 

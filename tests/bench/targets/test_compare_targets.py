@@ -10,10 +10,10 @@ import pytest
 
 from bench.targets.command import FIGURES, PAIRED
 from bench.targets.target_runs import Compared, compare_runs, latest, read_runs
-from tilewright.compiler.bench.record import Paired
-from tilewright.compiler.bench.stats import Ratio
-from tilewright.compiler.bench.table import Table
-from tilewright.compiler.cli import main
+from tilewright.cli.main import main
+from tilewright.evaluate.report.table import Table
+from tilewright.evaluate.results.record import Paired
+from tilewright.evaluate.results.stats import Ratio
 
 
 def script(argv: list[str]) -> int:

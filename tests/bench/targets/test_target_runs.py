@@ -22,9 +22,9 @@ from bench.targets.target_runs import (
     latest,
     read_runs,
 )
-from tilewright.compiler.bench.stats import mcnemar
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.json_lines import Located, TornLineWarning
+from tilewright.errors import ConfigError
+from tilewright.evaluate.results.stats import mcnemar
+from tilewright.utils.json_lines import Located, TornLineWarning
 
 FIVES = [(i, i + 1, i + 2, i + 3, i + 4) for i in range(8)]
 

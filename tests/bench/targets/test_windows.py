@@ -15,13 +15,13 @@ from bench.targets.windows import (
     windows_hash,
 )
 from tests.tiny import compiled, precision_of, tiny_model
-from tilewright.compiler.bench.accuracy import Truth, teacher_force
-from tilewright.compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
-from tilewright.compiler.bench.prompts import bench_text
-from tilewright.compiler.bench.reference import Subject, text_hash, text_tokens
-from tilewright.compiler.errors import CompileError, ConfigError
-from tilewright.compiler.targets.base import Executable
-from tilewright.compiler.targets.step import Step, StepOutput
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.compiler.targets.interface.step import Step, StepOutput
+from tilewright.errors import CompileError, ConfigError
+from tilewright.evaluate.cases.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
+from tilewright.evaluate.cases.prompts import bench_text
+from tilewright.evaluate.cases.reference import Subject, text_hash, text_tokens
+from tilewright.evaluate.measure.accuracy import Truth, teacher_force
 
 VOCAB = 61
 MODEL = tiny_model(max_positions=ACCURACY_CONTEXT, std=0.2)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tilewright.compiler.bench.record import Accuracy, Repeat, Result, medians, pack_hits
-from tilewright.compiler.sweep.cell import Cell
-from tilewright.compiler.sweep.journal import VERSION, Event, Finished, Journal, Planned, Started
+from tilewright.evaluate.results.record import Accuracy, Repeat, Result, medians, pack_hits
+from tilewright.evaluate.sweep.cell import Cell
+from tilewright.evaluate.sweep.journal import VERSION, Event, Finished, Journal, Planned, Started
 
 NUM_POSITIONS = 512
 NUM_ROUNDS = 3

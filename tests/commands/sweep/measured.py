@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.sweep_cells import accuracy_cell, accuracy_result, cell, hits, speed_result
-from tilewright.compiler.sweep.cell import Cell
+from tilewright.evaluate.sweep.cell import Cell
 
 
 def measured(name: str, speed: float, num_wrong: int, **changes: Any) -> list[tuple[Cell, Any]]:

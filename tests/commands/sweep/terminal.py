@@ -10,9 +10,9 @@ from unittest import mock
 from textual.pilot import Pilot
 from textual.widgets import Footer
 
-from tilewright.compiler.commands.sweep import show_app
-from tilewright.compiler.commands.sweep.show_app import LinesTable, SweepApp
-from tilewright.compiler.sweep.journal import Journal
+from tilewright.cli.sweep import show_app
+from tilewright.cli.sweep.show_app import LinesTable, SweepApp
+from tilewright.evaluate.sweep.journal import Journal
 
 SIZE = (80, 24)
 Script = Callable[[Pilot[None], SweepApp], Awaitable[None]]

@@ -11,11 +11,11 @@ from tests.commands.conftest import Refused
 from tests.commands.sweep import journals
 from tests.sweep_cells import cell, planned
 from tilewright import models
-from tilewright.compiler.artifacts.places import MANIFEST
-from tilewright.compiler.cli import main
-from tilewright.compiler.commands.sweep.options import read_options
-from tilewright.compiler.commands.sweep.run import plan_cells
-from tilewright.compiler.sweep.journal import Journal
+from tilewright.cli.arguments.sweep import read_options
+from tilewright.cli.main import main
+from tilewright.cli.sweep.run import plan_cells
+from tilewright.compiler.artifacts.paths import MANIFEST
+from tilewright.evaluate.sweep.journal import Journal
 
 GRID = ("--precisions", "all-q80")
 

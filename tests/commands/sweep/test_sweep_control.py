@@ -18,13 +18,13 @@ from tests.commands.sweep.journals import (
     finish,
     four,
 )
-from tilewright.compiler.bench.markdown import TableBlock as MarkdownTable
-from tilewright.compiler.bench.markdown import parse_blocks
-from tilewright.compiler.cli import main as cli
-from tilewright.compiler.commands.sweep import tables
-from tilewright.compiler.commands.sweep.main import main
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.sweep.journal import Added, Journal
+from tilewright.cli.main import main as cli
+from tilewright.cli.sweep import tables
+from tilewright.cli.sweep.main import main
+from tilewright.errors import ConfigError
+from tilewright.evaluate.report.markdown import TableBlock as MarkdownTable
+from tilewright.evaluate.report.markdown import parse_blocks
+from tilewright.evaluate.sweep.journal import Added, Journal
 
 NAMES = FOUR
 ROOT = Path(__file__).parents[3]
@@ -354,7 +354,7 @@ def test_a_torn_last_line_is_said(journal: Journal, capsys: pytest.CaptureFixtur
 
 def test_the_command_is_a_process_without_torch(journal: Journal) -> None:
     code = (
-        "import sys; from tilewright.compiler.commands.sweep.main import main; "
+        "import sys; from tilewright.cli.sweep.main import main; "
         f"main(['status', {str(journal.path)!r}]); "
         "assert not {'torch', 'textual', 'numpy'} & set(sys.modules)"
     )

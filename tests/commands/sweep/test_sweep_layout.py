@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.bench.display import plain_text
-from tilewright.compiler.commands.sweep.layout import plain_line, shorten
+from tilewright.cli.sweep.layout import plain_line, shorten
+from tilewright.evaluate.report.display import plain_text
 
 
 @given(st.text())

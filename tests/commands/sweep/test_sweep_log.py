@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.commands.sweep.journals import FOUR, cells, four, start
-from tilewright.compiler.commands.sweep import control
-from tilewright.compiler.commands.sweep.main import main
-from tilewright.compiler.sweep.journal import Asked, Journal
+from tilewright.cli.sweep import control
+from tilewright.cli.sweep.main import main
+from tilewright.evaluate.sweep.journal import Asked, Journal
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from tests.commands.conftest import Refused
 from tests.sweep_cells import cell, planned
-from tilewright.compiler.commands.sweep import options, run, search
-from tilewright.compiler.commands.sweep.options import SweepOptions, _size, read_options
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.targets.compiled import silent
-from tilewright.compiler.targets.cpu.choice import choose_backend
+from tilewright.cli.arguments import sweep as options
+from tilewright.cli.arguments.sweep import SweepOptions, _size, read_options
+from tilewright.cli.sweep import run, search
+from tilewright.compiler.targets.cpu.backend import choose_backend
+from tilewright.compiler.targets.interface.compiled import silent
+from tilewright.errors import ConfigError
 
 YAML = """\
 models: {model}

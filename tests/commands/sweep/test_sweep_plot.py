@@ -11,8 +11,8 @@ import pytest
 from tests.commands.sweep.conftest import Sweep
 from tests.commands.sweep.measured import SWEEP, measured
 from tests.sweep_cells import accuracy_cell, accuracy_result, hits, renamed
-from tilewright.compiler.cli import main
-from tilewright.compiler.sweep import sensitivity_report
+from tilewright.cli.main import main
+from tilewright.evaluate.sweep import sensitivity_report
 
 
 def texts(path: Path) -> list[str]:
@@ -81,7 +81,7 @@ def test_a_sensitivity_is_drawn_and_written_by_its_own_module(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("matplotlib")
-    from tilewright.compiler.bench.plot import draw_heat_map
+    from tilewright.evaluate.plots.plot import draw_heat_map
 
     def drawn(state: object) -> list[tuple[str, Any]]:
         return [("loss", draw_heat_map([[1.0]], rows=["0"], columns=["ff2"], title="", label=""))]

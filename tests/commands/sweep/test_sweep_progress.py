@@ -18,10 +18,10 @@ from tests.sweep_cells import (
     planned,
     speed_result,
 )
-from tilewright.compiler.commands.sweep.progress import sweep_progress
-from tilewright.compiler.commands.sweep.run import say_result
-from tilewright.compiler.sweep.cell import Cell
-from tilewright.compiler.sweep.journal import Asked, Finished, Journal, Started
+from tilewright.cli.sweep.progress import sweep_progress
+from tilewright.cli.sweep.run import say_result
+from tilewright.evaluate.sweep.cell import Cell
+from tilewright.evaluate.sweep.journal import Asked, Finished, Journal, Started
 
 LONG = "exit code 1: " + "no room [/left] in [red]" + "x" * 200
 

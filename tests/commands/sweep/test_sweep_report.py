@@ -17,11 +17,11 @@ from tests.sweep_cells import (
     done,
     journal,
 )
-from tilewright.compiler.bench import perf_md
-from tilewright.compiler.bench.results import append, read
-from tilewright.compiler.cli import main
-from tilewright.compiler.commands.sweep import report
-from tilewright.compiler.sweep.journal import Added
+from tilewright.cli.main import main
+from tilewright.cli.sweep import report
+from tilewright.evaluate.report import perf_md
+from tilewright.evaluate.results.result_file import append, read
+from tilewright.evaluate.sweep.journal import Added
 
 ROOT = Path(__file__).parents[3]
 
@@ -262,7 +262,7 @@ def test_a_sensitivity_from_its_file_to_its_tables_and_maps(
 
 
 def test_export_starts_without_torch(sweep: Sweep) -> None:
-    code = "import sys; from tilewright.compiler.cli import main; main(sys.argv[1:])"
+    code = "import sys; from tilewright.cli.main import main; main(sys.argv[1:])"
     code += "; print('torch' in sys.modules)"
     argv = [sys.executable, "-c", code, "sweep", "export", str(sweep())]
     done = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=ROOT)

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.sweep_cells import cell, done, planned, speed_result
-from tilewright.compiler.child import PYTHON
-from tilewright.compiler.cli import main
-from tilewright.compiler.commands.sweep import run
-from tilewright.compiler.commands.sweep.options import read_options
-from tilewright.compiler.environment import environment
-from tilewright.compiler.sweep.journal import Asked, Journal, Planned, Started
-from tilewright.compiler.sweep.runner import BENCH
+from tilewright.cli.arguments.sweep import read_options
+from tilewright.cli.main import main
+from tilewright.cli.sweep import run
+from tilewright.evaluate.sweep.journal import Asked, Journal, Planned, Started
+from tilewright.evaluate.sweep.runner import BENCH
+from tilewright.utils.child_process import PYTHON
+from tilewright.utils.environment import environment
 
 CASES = ("--cases", "performance-device-perf")
 OLDER = "commit 0123456789, torch 1.0"
@@ -158,7 +158,7 @@ def test_a_sweep_that_is_killed_goes_on(tiny_gguf: Path, tmp_path: Path) -> None
     """kill -9 after the first cell; the second run leaves what was finished as it is."""
     path = tmp_path / "sweep.jsonl"
     argv = ["--models", str(tiny_gguf), *GRID, *CASES, "--results", str(path)]
-    command = [*PYTHON, "-m", "tilewright.compiler.cli", "sweep"]
+    command = [*PYTHON, "-m", "tilewright.cli.main", "sweep"]
     child = subprocess.Popen([*command, *argv], stderr=subprocess.DEVNULL)
     while b'"finished"' not in (path.read_bytes() if path.exists() else b""):
         assert child.poll() is None

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.sweep.planted import Planted, known_sensitivities, planted_kl, planted_model
-from tilewright.compiler.child import Child
-from tilewright.compiler.cli import main
-from tilewright.compiler.commands.sweep import search
-from tilewright.compiler.commands.sweep.options import SweepOptions
+from tilewright.cli.arguments.sweep import SweepOptions
+from tilewright.cli.main import main
+from tilewright.cli.sweep import search
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.sweep.journal import Journal
-from tilewright.compiler.sweep.model import SweptModel, swept_model
+from tilewright.evaluate.sweep.journal import Journal
+from tilewright.evaluate.sweep.model import SweptModel, swept_model
 from tilewright.models import load_model
+from tilewright.utils.child_process import Child
 
 
 @pytest.fixture(scope="module")

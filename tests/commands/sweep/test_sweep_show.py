@@ -17,10 +17,10 @@ from tests.commands.sweep.journals import (
     start,
     twelve,
 )
-from tilewright.compiler.cli import main as cli
-from tilewright.compiler.commands.sweep.main import main
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.sweep.journal import Journal
+from tilewright.cli.main import main as cli
+from tilewright.cli.sweep.main import main
+from tilewright.errors import ConfigError
+from tilewright.evaluate.sweep.journal import Journal
 
 pytest.importorskip("textual")
 
@@ -28,7 +28,7 @@ from textual.pilot import Pilot
 from textual.widgets import Footer
 
 from tests.commands.sweep.terminal import drive, go_to, names, press, screen, text, until
-from tilewright.compiler.commands.sweep.show_app import LinesTable, SweepApp
+from tilewright.cli.sweep.show_app import LinesTable, SweepApp
 
 NAMES = PUBLISHED
 
@@ -293,7 +293,7 @@ def test_without_the_library_it_says_what_to_install(
     pretend_terminal(monkeypatch)
     for name in [each for each in sys.modules if each.partition(".")[0] == "textual"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "tilewright.compiler.commands.sweep.show_app")
+    monkeypatch.delitem(sys.modules, "tilewright.cli.sweep.show_app")
     monkeypatch.setitem(sys.modules, "textual", None)
     message = "sweep show needs textual; allowed: pip install -e '.[show]' in the clone"
     assert refuse(str(journal.path)) == message

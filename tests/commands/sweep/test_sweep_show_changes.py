@@ -15,7 +15,7 @@ from tests.commands.sweep.journals import (
     start,
     twelve,
 )
-from tilewright.compiler.sweep.journal import Added, Asked, Finished, Journal
+from tilewright.evaluate.sweep.journal import Added, Asked, Finished, Journal
 
 pytest.importorskip("textual")
 
@@ -23,7 +23,7 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 
 from tests.commands.sweep.terminal import drive, go_to, line_of, names, press, screen, text, until
-from tilewright.compiler.commands.sweep.show_app import SweepApp
+from tilewright.cli.sweep.show_app import SweepApp
 
 NAMES = PUBLISHED
 

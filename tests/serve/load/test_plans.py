@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from tests.serve.conftest import Server
-from tilewright.compiler.cli import main
-from tilewright.compiler.errors import TilewrightError
-from tilewright.compiler.serve.load.chats import _common
-from tilewright.compiler.serve.load.client import Client, Heard, connected, read_metrics
-from tilewright.compiler.serve.load.contest import LEVELS, contest
-from tilewright.compiler.serve.load.figures import Figures, rows_of, summary
-from tilewright.compiler.serve.load.plans import PLANS
-from tilewright.compiler.serve.load.schemas import keeps
-from tilewright.compiler.serve.load.shape import Shape
-from tilewright.compiler.serve.load.soak import _left
+from tilewright.cli.main import main
+from tilewright.errors import TilewrightError
+from tilewright.evaluate.load.chats import _common
+from tilewright.evaluate.load.client import Client, Heard, connected, read_metrics
+from tilewright.evaluate.load.contest import LEVELS, contest
+from tilewright.evaluate.load.figures import Figures, rows_of, summary
+from tilewright.evaluate.load.plans import PLANS
+from tilewright.evaluate.load.schemas import keeps
+from tilewright.evaluate.load.shape import Shape
+from tilewright.evaluate.load.soak import _left
 
 SMALL = Shape(
     requests=12,

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tests.serve.scripted import END, byte_coder
-from tilewright.compiler.runtime.grammar import JSON_SCHEMA, REGEX, GrammarSpec
-from tilewright.compiler.runtime.matchers import Grammars
-from tilewright.compiler.serve.errors import ApiError
-from tilewright.compiler.serve.tools.asked import read_tools
-from tilewright.compiler.serve.tools.formats import FORMATS
-from tilewright.compiler.serve.tools.grammars import call_grammar
+from tilewright.runtime.grammar.matchers import Grammars
+from tilewright.runtime.grammar.spec import JSON_SCHEMA, REGEX, GrammarSpec
+from tilewright.serve.tools.asked import read_tools
+from tilewright.serve.tools.formats.table import FORMATS
+from tilewright.serve.tools.grammars import call_grammar
+from tilewright.serve.web.errors import ApiError
 
 SCHEMA = {
     "type": "object",

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tilewright.compiler.serve.tools.events import Argued, Called, Ended, Event, Said
-from tilewright.compiler.serve.tools.formats import FORMATS
-from tilewright.compiler.serve.tools.shapes import Tool
+from tilewright.serve.tools.events import Argued, Called, Ended, Event, Said
+from tilewright.serve.tools.formats.table import FORMATS
+from tilewright.serve.tools.shapes import Tool
 
 SCHEMA = {
     "type": "object",

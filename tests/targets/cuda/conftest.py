@@ -12,9 +12,9 @@ import torch
 
 from tilewright.compiler.formats.base import BlockEncoded
 from tilewright.compiler.formats.block_float import BFP8
-from tilewright.compiler.targets.cuda import steps_attention
-from tilewright.compiler.targets.cuda.kernels.rope import rotate_and_store
-from tilewright.compiler.targets.cuda.pages import PAGE, KVPages, allocate_pages
+from tilewright.compiler.targets.cuda.kernels.attention.rope import rotate_and_store
+from tilewright.compiler.targets.cuda.state.pages import PAGE, KVPages, allocate_pages
+from tilewright.compiler.targets.cuda.steps import attention as steps_attention
 
 
 @pytest.fixture(autouse=True)

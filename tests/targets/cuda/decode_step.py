@@ -9,7 +9,7 @@ import torch
 
 from tilewright.compiler.formats.block_float import BFP8
 from tilewright.compiler.ops.dense import rotate
-from tilewright.compiler.targets.cuda.kernels.attention_decode import decode_scratch
+from tilewright.compiler.targets.cuda.kernels.attention.decode_triton import decode_scratch
 
 SCALE = 0.11
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.ops.collectives import tree_sum
-from tilewright.compiler.targets.cuda.kernels.exchange import EMPTY
+from tilewright.compiler.targets.cuda.collectives.exchange import EMPTY
 
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -9,8 +9,8 @@ import sys
 import torch
 
 from tilewright.compiler.targets.cuda.invariance import withhold_workspace
-from tilewright.compiler.targets.cuda.library import add_product, store_product
-from tilewright.compiler.targets.cuda.steps_products import LEAST_STRICT
+from tilewright.compiler.targets.cuda.steps.cublas import add_product, store_product
+from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT
 
 _SHAPES = {
     "llama-3.2-1b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048)),

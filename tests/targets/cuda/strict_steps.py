@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from tilewright.compiler.commands.options import read_options
-from tilewright.compiler.commands.source import compile_source, open_source
-from tilewright.compiler.runtime.engine import Engine, _Sequence
-from tilewright.compiler.targets.base import CompileOptions, Executable
-from tilewright.compiler.targets.step import Chunk, Step
+from tilewright.cli.arguments.bench import read_options
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable
+from tilewright.compiler.targets.interface.step import Chunk, Step
+from tilewright.loading.source import compile_source, open_source
+from tilewright.runtime.engine import Engine, _Sequence
 
 _STEPS, _PIECE = 6, 150
 _LENGTHS = (1, 5, 64, 65, 200, 513, 777, 1300, 2300)

@@ -25,7 +25,6 @@ from tests.tiny import (
     tiny_model,
 )
 from tilewright.compiler import ops
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.program.instructions import (
@@ -36,6 +35,7 @@ from tilewright.compiler.targets.program.instructions import (
     NormHeads,
     Plan,
 )
+from tilewright.errors import CompileError
 from tilewright.models.architectures.table import model_types
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from tilewright.compiler.targets.cuda.beside import Beside
+from tilewright.compiler.targets.cuda.steps.overlap import Beside
 
 _ROWS = 2048
 

@@ -11,21 +11,21 @@ import torch
 
 from tests.models.test_qwen3_5 import ON_CUDA
 from tests.tiny import compiled, lowered, precision_of, tiny_model
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.request import Request
-from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.targets.cuda import capture
-from tilewright.compiler.targets.cuda.batches import BatchBucket, passes_for
-from tilewright.compiler.targets.cuda.buckets import Buckets
-from tilewright.compiler.targets.cuda.capture import PromptBucket, prompt_buckets
-from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING
-from tilewright.compiler.targets.cuda.pages import PAGE
+from tilewright.compiler.targets.cuda.graphs import capture
+from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
+from tilewright.compiler.targets.cuda.graphs.capture import PromptBucket, prompt_buckets
+from tilewright.compiler.targets.cuda.graphs.mixed_graphs import BatchBucket, passes_for
+from tilewright.compiler.targets.cuda.outputs.sampling_batch import EVERY_DRAWING
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.compiler.targets.cuda.ragged import num_tokens_of
-from tilewright.compiler.targets.cuda.seats import SeatTable
-from tilewright.compiler.targets.cuda.steps_routes import PART_TOKENS
+from tilewright.compiler.targets.cuda.state.pages import PAGE
+from tilewright.compiler.targets.cuda.state.ragged import num_tokens_of
+from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
+from tilewright.compiler.targets.cuda.steps.routes import PART_TOKENS
+from tilewright.compiler.targets.interface.step import Chunk, Seat
 from tilewright.compiler.targets.program.instructions import Attend
-from tilewright.compiler.targets.step import Chunk, Seat
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import Request
+from tilewright.runtime.sampling import SamplingParams
 
 
 class Counted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewright.compiler.targets.cuda.buffers import Buffers
+from tilewright.compiler.targets.cuda.steps.buffers import Buffers
 from tilewright.compiler.targets.program.instructions import OPERAND, Buffer, Place, Plan
 
 

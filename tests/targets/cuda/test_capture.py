@@ -19,15 +19,15 @@ from tests.tiny import (
     take_seat,
     tiny_model,
 )
-from tilewright.compiler.targets.base import Executable
-from tilewright.compiler.targets.cuda import steps as steps_module
-from tilewright.compiler.targets.cuda.capture import Captured
-from tilewright.compiler.targets.cuda.kernels.attention_shares import Spread, share_of_step
-from tilewright.compiler.targets.cuda.kernels.native_dense import FEW_TOKENS
-from tilewright.compiler.targets.cuda.rows import Rows
-from tilewright.compiler.targets.cuda.steps_attention import Attention
+from tilewright.compiler.targets.cuda.graphs.capture import Captured
+from tilewright.compiler.targets.cuda.kernels.attention.split import Spread, share_of_step
+from tilewright.compiler.targets.cuda.kernels.matmul.dense import FEW_TOKENS
+from tilewright.compiler.targets.cuda.state.token_batch import Rows
+from tilewright.compiler.targets.cuda.steps import run as steps_module
+from tilewright.compiler.targets.cuda.steps.attention import Attention
 from tilewright.compiler.targets.cuda.trials import VARIABLE
-from tilewright.compiler.targets.step import (
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.compiler.targets.interface.step import (
     Back,
     Choosing,
     Chunk,

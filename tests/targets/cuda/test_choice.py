@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewright.compiler.targets.cuda.choice import Drawing, make_choice
-from tilewright.compiler.targets.cuda.seats import SeatTable
-from tilewright.compiler.targets.step import END_TOKEN, NOT_A_NUMBER, Choosing, Seat
+from tilewright.compiler.targets.cuda.outputs.sampling_batch import Drawing, make_choice
+from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
+from tilewright.compiler.targets.interface.step import END_TOKEN, NOT_A_NUMBER, Choosing, Seat
 
 CPU = torch.device("cpu")
 VOCABULARY = 1003

@@ -34,8 +34,8 @@ from tests.tiny import (
     tiny_model,
 )
 from tilewright.compiler.precision import PrecisionConfig
-from tilewright.compiler.targets.base import Executable
-from tilewright.compiler.targets.step import Chunk, Part, Seat, Step, StepOutput
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.compiler.targets.interface.step import Chunk, Part, Seat, Step, StepOutput
 
 SMALL: dict[str, Any] = {
     **{"num_layers": 1, "hidden_size": 16, "intermediate_size": 32},

@@ -17,14 +17,14 @@ from tests.tiny import (
     random_tokens,
     tiny_model,
 )
+from tilewright.cli.main import main
 from tilewright.compiler.artifacts.folder import open_folder, seal_folder
 from tilewright.compiler.artifacts.loading import load_program
-from tilewright.compiler.artifacts.places import digest_memory
+from tilewright.compiler.artifacts.paths import digest_memory
 from tilewright.compiler.artifacts.program import write_program
-from tilewright.compiler.cli import main
 from tilewright.compiler.driver import compile_model
-from tilewright.compiler.errors import CheckpointError, CompileError
-from tilewright.compiler.targets.base import CompileOptions, Holding
+from tilewright.compiler.targets.interface.base import CompileOptions, Holding
+from tilewright.errors import CheckpointError, CompileError
 
 OPTIONS = CompileOptions(max_batch=2, max_context=32, num_threads=1)
 BFP8 = precision_of("bfp8", "hifi2")

@@ -13,11 +13,8 @@ import torch
 from tests.models.test_qwen3_5 import ON_CUDA
 from tests.tiny import lowered, precision_of, tiny_model
 from tilewright.compiler.driver import weight_source
-from tilewright.compiler.errors import CompileError
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.cuda import device as device_module
-from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds, copy_bytes, kinds_for
-from tilewright.compiler.targets.cuda.device import (
+from tilewright.compiler.targets.cuda import memory_budget as device_module
+from tilewright.compiler.targets.cuda.memory_budget import (
     check_fits,
     check_room,
     copies_in,
@@ -30,11 +27,14 @@ from tilewright.compiler.targets.cuda.device import (
     work_bytes,
 )
 from tilewright.compiler.targets.cuda.numerics import cache_kind
-from tilewright.compiler.targets.cuda.pages import allocate_pages, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.compiler.targets.cuda.state import sequence_bytes
-from tilewright.compiler.targets.cuda.weights import load_weights
+from tilewright.compiler.targets.cuda.state.pages import allocate_pages, page_bytes, pages_of
+from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
+from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds, copy_bytes, kinds_for
+from tilewright.compiler.targets.cuda.weights.stream import load_weights
+from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.program.instructions import Plan
+from tilewright.errors import CompileError
 
 MODEL = tiny_model(max_positions=4096)
 OPTIONS = CompileOptions(max_batch=3, max_context=130)

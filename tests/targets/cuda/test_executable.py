@@ -26,10 +26,9 @@ from tests.tiny import (
     take_seat,
     tiny_model,
 )
-from tilewright.compiler.choosing.choose import Row, choose_tokens
-from tilewright.compiler.runtime.engine import Engine
-from tilewright.compiler.targets.base import Executable
-from tilewright.compiler.targets.step import (
+from tilewright.compiler.sampling.choose import Row, choose_tokens
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.compiler.targets.interface.step import (
     END_TOKEN,
     GOES_ON,
     Choosing,
@@ -38,6 +37,7 @@ from tilewright.compiler.targets.step import (
     Seat,
     Step,
 )
+from tilewright.runtime.engine import Engine
 
 BF16 = precision_of("bf16", kv_cache="bfp8")
 

@@ -11,24 +11,24 @@ import torch
 from tests.models import test_qwen3_5_moe, test_qwen3_moe
 from tests.targets.test_holding import ask_for
 from tests.tiny import FakeCheckpoint, lowered, precision_of
-from tilewright.compiler.distributed.mesh import Run
-from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.driver import weight_source
-from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe, take
-from tilewright.compiler.targets.cuda import experts
-from tilewright.compiler.targets.cuda.device import weight_bytes
-from tilewright.compiler.targets.cuda.experts import place_experts
-from tilewright.compiler.targets.cuda.packing import unpack
+from tilewright.compiler.mesh import Run
+from tilewright.compiler.targets.cuda.memory_budget import weight_bytes
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.compiler.targets.cuda.weights import (
+from tilewright.compiler.targets.cuda.weights import experts
+from tilewright.compiler.targets.cuda.weights.experts import place_experts
+from tilewright.compiler.targets.cuda.weights.packing import unpack
+from tilewright.compiler.targets.cuda.weights.stream import (
     load_weights,
     product_of,
     read_weights,
     write_weights,
 )
 from tilewright.compiler.targets.program.instructions import ExpertLinear, ExpertSum
+from tilewright.distributed.parallel import Parallel
+from tilewright.errors import CheckpointError
 
 CPU = torch.device("cpu")
 

@@ -15,20 +15,20 @@ from tests.masks import allowed_of
 from tests.targets.cuda import emulated_exchange
 from tests.targets.cuda.thread_ranks import Meeting, ThreadExchange, together
 from tests.tiny import precision_of, random_tokens
-from tilewright.compiler.distributed.parallel import ALONE, Parallel
 from tilewright.compiler.driver import lower_model, resolve_precision, weight_source
-from tilewright.compiler.errors import CompileError
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.compiled import silent
-from tilewright.compiler.targets.cuda import CudaTarget
+from tilewright.compiler.targets.cuda.collectives.gathered import GatheredExchange
+from tilewright.compiler.targets.cuda.collectives.group import Group
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
-from tilewright.compiler.targets.cuda.group import Group
-from tilewright.compiler.targets.cuda.joined import Joined
-from tilewright.compiler.targets.cuda.kernels import nvrtc
-from tilewright.compiler.targets.cuda.kernels.gathered import GatheredExchange
+from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.target import CudaTarget
 from tilewright.compiler.targets.cuda.trials import VARIABLE
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.interface.compiled import silent
+from tilewright.compiler.targets.interface.step import Choosing, Chunk, Open, Pages, Seat, Step
 from tilewright.compiler.targets.program.instructions import AllReduce, Place
-from tilewright.compiler.targets.step import Choosing, Chunk, Open, Pages, Seat, Step
+from tilewright.distributed.parallel import ALONE, Parallel
+from tilewright.errors import CompileError
 
 GREEDY = Choosing()
 DRAWN = Choosing(temperature=1.5, top_k=7, seed=11)

@@ -22,17 +22,17 @@ from tests.tiny import (
     take_seat,
     tiny_model,
 )
-from tilewright.compiler.distributed.parallel import Parallel
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.cuda import device
-from tilewright.compiler.targets.cuda.copies import copy_bytes, kinds_for
+from tilewright.compiler.targets.cuda import memory_budget as device
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
-from tilewright.compiler.targets.cuda.joined import Joined
-from tilewright.compiler.targets.cuda.pages import pages_of
+from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.compiler.targets.cuda.state import sequence_bytes
+from tilewright.compiler.targets.cuda.state.pages import pages_of
+from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
 from tilewright.compiler.targets.cuda.trials import VARIABLE
-from tilewright.compiler.targets.step import Chunk, Snapshot, Step
+from tilewright.compiler.targets.cuda.weights.copies import copy_bytes, kinds_for
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.interface.step import Chunk, Snapshot, Step
+from tilewright.distributed.parallel import Parallel
 from tilewright.models.config import DeltaShape
 
 HYBRID_MODEL = tiny_model(model_type="qwen3_5_moe", **{**HYBRID, "max_positions": 4096})

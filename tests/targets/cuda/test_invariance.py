@@ -14,11 +14,12 @@ import torch
 
 from tests.targets.cuda import strict_steps
 from tests.tiny import compiled, precision_of, tiny_model
-from tilewright.compiler.child import PYTHON
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.cuda import device, invariance
+from tilewright.compiler.targets.cuda import invariance
+from tilewright.compiler.targets.cuda import memory_budget as device
 from tilewright.compiler.targets.cuda.invariance import can_promise, invariant_of
-from tilewright.compiler.targets.cuda.kernels import native
+from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.utils.child_process import PYTHON
 
 ROOT = Path(__file__).parents[3]
 STRICT = CompileOptions(max_batch=16, is_strict=True)

@@ -15,20 +15,25 @@ from tests.targets.cuda.lofi_bounds import check_sums
 from tests.tiny import compiled, lowered, precision_of, step, take_seat, tiny_model
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.formats import get_format
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.contract import EMULATED, HONOURED
-from tilewright.compiler.targets.cuda import copies as copies_module
-from tilewright.compiler.targets.cuda import device as device_module
-from tilewright.compiler.targets.cuda.copies import NO_COPIES, Copies, Kinds, copy_bytes
-from tilewright.compiler.targets.cuda.device import state_bytes, weight_bytes, work_bytes
-from tilewright.compiler.targets.cuda.e4m3 import CODES, exact_rows, round_rows, values
-from tilewright.compiler.targets.cuda.kernels import e4m3 as kernels
-from tilewright.compiler.targets.cuda.library import codes_product, scaled_product
-from tilewright.compiler.targets.cuda.packing import unpack
+from tilewright.compiler.targets.contract.record import EMULATED, HONOURED
+from tilewright.compiler.targets.cuda import memory_budget as device_module
+from tilewright.compiler.targets.cuda.kernels.matmul import e4m3 as kernels
+from tilewright.compiler.targets.cuda.memory_budget import state_bytes, weight_bytes, work_bytes
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.compiler.targets.cuda.steps_products import LEAST_STRICT, Products
+from tilewright.compiler.targets.cuda.steps.cublas import codes_product, scaled_product
+from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT, Products
 from tilewright.compiler.targets.cuda.trials import Trials
-from tilewright.compiler.targets.cuda.weights import Weights, load_weights, product_of, vector_of
+from tilewright.compiler.targets.cuda.weights import copies as copies_module
+from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Copies, Kinds, copy_bytes
+from tilewright.compiler.targets.cuda.weights.e4m3 import CODES, exact_rows, round_rows, values
+from tilewright.compiler.targets.cuda.weights.packing import unpack
+from tilewright.compiler.targets.cuda.weights.stream import (
+    Weights,
+    load_weights,
+    product_of,
+    vector_of,
+)
+from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.program.instructions import Linear, Plan
 from tilewright.compiler.targets.table import get_target
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from tests.targets.cuda.test_trials import products_of
-from tilewright.compiler.targets.cuda import steps_products
-from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds
-from tilewright.compiler.targets.cuda.kernels import native_dense, native_many
+from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
+from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
+from tilewright.compiler.targets.cuda.steps import matmul as steps_products
 from tilewright.compiler.targets.cuda.trials import Trials
+from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,18 @@ from tests.targets.cuda.test_ragged import chunk
 from tests.targets.cuda.test_steps_mixers import BF16, model_of
 from tests.targets.test_scheduled import alone, request
 from tests.tiny import compiled, joined, lowered, random_tokens, take_seat, tiny_model
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.cuda.device import marks_each, num_marks, work_bytes
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
-from tilewright.compiler.targets.cuda.marks import cut, marks_of
+from tilewright.compiler.targets.cuda.memory_budget import marks_each, num_marks, work_bytes
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.compiler.targets.cuda.ragged import join, one
-from tilewright.compiler.targets.cuda.rows import Rows
-from tilewright.compiler.targets.cuda.state import sequence_bytes
+from tilewright.compiler.targets.cuda.state.ragged import join, one
+from tilewright.compiler.targets.cuda.state.snapshot_positions import cut, marks_of
+from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
+from tilewright.compiler.targets.cuda.state.token_batch import Rows
 from tilewright.compiler.targets.cuda.trials import VARIABLE
-from tilewright.compiler.targets.step import Chunk, Load, Seat, Snapshot, Step
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.interface.step import Chunk, Load, Seat, Snapshot, Step
 from tilewright.models.config import DeltaShape
+from tilewright.runtime.loop import EngineLoop
 
 CPU = torch.device("cpu")
 INSIDE = "snapshots=inside"

@@ -13,11 +13,11 @@ from tests.masks import allowed_of
 from tests.targets.cuda.test_executable import release
 from tests.targets.cuda.test_ragged import PROMPTS, check_alike, made
 from tests.tiny import take_seat
-from tilewright.compiler.choosing.choose import Row, choose_tokens
-from tilewright.compiler.targets.allowed import Allowed
-from tilewright.compiler.targets.base import Executable
-from tilewright.compiler.targets.cuda.kernels.forbid import forbid
-from tilewright.compiler.targets.step import Choosing, Chunk, Part, Seat, Step
+from tilewright.compiler.sampling.choose import Row, choose_tokens
+from tilewright.compiler.targets.cuda.kernels.sampling.mask_logits import forbid
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.compiler.targets.interface.step import Choosing, Chunk, Part, Seat, Step
+from tilewright.compiler.targets.interface.token_masks import Allowed
 
 BY_DEVICE = [
     Choosing(),

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from tilewright.compiler.distributed.world import NO_MULTICAST
-from tilewright.compiler.errors import CompileError, ExchangeError, RankError
-from tilewright.compiler.targets.cuda import group, nccl, peers
-from tilewright.compiler.targets.cuda.kernels.gathered import GatheredExchange
-from tilewright.compiler.targets.cuda.nccl import Nccl
+from tilewright.compiler.targets.cuda.collectives import group, nccl
+from tilewright.compiler.targets.cuda.collectives import peer_memory as peers
+from tilewright.compiler.targets.cuda.collectives.gathered import GatheredExchange
+from tilewright.compiler.targets.cuda.collectives.nccl import Nccl
+from tilewright.distributed.world import NO_MULTICAST
+from tilewright.errors import CompileError, ExchangeError, RankError
 
 CPU = torch.device("cpu")
 NUMBER = bytes(range(1, 128)) + b"\0"

@@ -7,13 +7,13 @@ import torch
 
 from tests.targets.test_holding import ask_for
 from tests.tiny import lowered, precision_of, tiny_model
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
-from tilewright.compiler.targets.base import CompileOptions, Holding
-from tilewright.compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED
+from tilewright.compiler.targets.contract.record import EMULATED, HONOURED, NOT_HONOURED
 from tilewright.compiler.targets.cuda.numerics import cache_kind, format_values, held_kind, meanings
+from tilewright.compiler.targets.interface.base import CompileOptions, Holding
 from tilewright.compiler.targets.table import get_target
+from tilewright.errors import CompileError
 
 
 def recipe(name: str, axis: str = "in") -> WeightRecipe:

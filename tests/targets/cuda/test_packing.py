@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats import get_format
-from tilewright.compiler.targets.cuda.held import BIAS, EXPONENTS, TILE_BYTES
-from tilewright.compiler.targets.cuda.packing import fits, hold, unpack
+from tilewright.compiler.targets.cuda.weights.packed_weight import BIAS, EXPONENTS, TILE_BYTES
+from tilewright.compiler.targets.cuda.weights.packing import fits, hold, unpack
+from tilewright.errors import CompileError
 
 SIZES = [(16, 128), (32, 256), (1, 1), (5, 17), (17, 129), (48, 576), (33, 200), (100, 72)]
 
@@ -131,7 +131,9 @@ def test_packing_in_pieces_changes_nothing(
 ) -> None:
     dense = torch.randn(80, 200) * 0.1
     whole = hold(dense, kind, paired=paired)
-    monkeypatch.setattr("tilewright.compiler.targets.cuda.packing._CHUNK_ELEMENTS", 2 * 16 * 256)
+    monkeypatch.setattr(
+        "tilewright.compiler.targets.cuda.weights.packing._CHUNK_ELEMENTS", 2 * 16 * 256
+    )
     assert torch.equal(hold(dense, kind, paired=paired).data, whole.data)
 
 

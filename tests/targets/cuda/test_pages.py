@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewright.compiler.ir.state import PER_TOKEN, StateSpec
-from tilewright.compiler.targets.cuda.pages import (
+from tilewright.compiler.targets.cuda.state.pages import (
     PAGE,
     allocate_pages,
     page_bytes,

@@ -7,15 +7,15 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from tilewright.compiler.distributed.world import NO_MULTICAST, forbid_multicast
-from tilewright.compiler.errors import CompileError
-from tilewright.compiler.targets.cuda.peers import (
+from tilewright.compiler.targets.cuda.collectives.peer_memory import (
     UnreachedError,
     _agree,
     _why_unreached,
     check_access,
     check_no_multicast,
 )
+from tilewright.distributed.world import NO_MULTICAST, forbid_multicast
+from tilewright.errors import CompileError
 
 
 def reach(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from tests.tiny import QWEN2, check_golden, lowered, precision_of, tiny_model
 from tilewright.compiler import ops
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.targets.cuda.plan import make_plan
@@ -24,6 +23,7 @@ from tilewright.compiler.targets.program.instructions import (
     Plan,
     SwiGLU,
 )
+from tilewright.errors import CompileError
 
 MIXED = "0: {wqkv: bfp4}, *.q_proj: {wqkv: bf16}"
 UNMERGED = "*.q_proj: {wqkv: bfp4}, *.up_proj: {ff1_3: bfp4}"

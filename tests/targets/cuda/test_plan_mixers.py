@@ -8,7 +8,6 @@ from tests.models import test_qwen3_5_moe, test_qwen3_moe
 from tests.models.test_qwen3_5_moe import SIZES
 from tests.tiny import lowered, precision_of, tiny_model
 from tilewright.compiler import ops
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.targets.cuda.plan import make_plan
@@ -30,6 +29,7 @@ from tilewright.compiler.targets.program.instructions import (
     SigmoidGate,
     SwiGLU,
 )
+from tilewright.errors import CompileError
 from tilewright.models.config import DeltaShape
 
 EXPERTS = [Norm, Linear, Route, ExpertLinear]

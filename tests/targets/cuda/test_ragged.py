@@ -20,16 +20,16 @@ from tests.tiny import (
     take_seat,
     tiny_model,
 )
-from tilewright.compiler.distributed.parallel import Parallel
-from tilewright.compiler.targets.base import Capabilities, CompileOptions, Executable
-from tilewright.compiler.targets.cuda import device
-from tilewright.compiler.targets.cuda.buckets import Buckets
-from tilewright.compiler.targets.cuda.joined import Joined
+from tilewright.compiler.targets.cuda import memory_budget as device
+from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
+from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.compiler.targets.cuda.ragged import can_join, join, one, split
+from tilewright.compiler.targets.cuda.state.ragged import can_join, join, one, split
 from tilewright.compiler.targets.cuda.trials import VARIABLE
+from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions, Executable
+from tilewright.compiler.targets.interface.step import Choosing, Chunk, Seat, Snapshot, Step
 from tilewright.compiler.targets.program.instructions import Attend
-from tilewright.compiler.targets.step import Choosing, Chunk, Seat, Snapshot, Step
+from tilewright.distributed.parallel import Parallel
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "num_kv_heads": 1}

@@ -10,9 +10,9 @@ from tests.targets.cuda.test_conformance_cuda import SMALL
 from tests.targets.cuda.test_executable import BF16
 from tests.targets.test_scheduled import alone, request
 from tests.tiny import compiled, random_tokens, tiny_model
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.running import Policy
-from tilewright.compiler.targets.base import Executable
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.scheduling.request_state import Policy
 
 pytestmark = pytest.mark.slow
 

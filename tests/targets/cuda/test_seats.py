@@ -35,10 +35,10 @@ from tests.tiny import (
     take_seat,
     tiny_model,
 )
-from tilewright.compiler.targets.base import Executable
-from tilewright.compiler.targets.cuda import seats as seats_module
-from tilewright.compiler.targets.cuda.seats import SeatTable, send
-from tilewright.compiler.targets.step import (
+from tilewright.compiler.targets.cuda.state import slot_table as seats_module
+from tilewright.compiler.targets.cuda.state.slot_table import SeatTable, send
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.compiler.targets.interface.step import (
     Back,
     Choosing,
     Chunk,

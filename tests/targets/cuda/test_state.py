@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.cuda import state as state_module
-from tilewright.compiler.targets.cuda.state import PagedState, sequence_bytes
-from tilewright.compiler.targets.step import HostPlace, Pages, Seat, Snapshot
+from tilewright.compiler.targets.cuda.state import tables as state_module
+from tilewright.compiler.targets.cuda.state.tables import PagedState, sequence_bytes
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.interface.step import HostPlace, Pages, Seat, Snapshot
 
 A, B, C = Seat(0), Seat(1), Seat(2)
 KV = StateSpec("kv", PER_TOKEN, (2, 1, 16), "bf16")

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tilewright.compiler.targets.cuda import steps_attention
-from tilewright.compiler.targets.cuda.kernels import attention_shares, native_attention
-from tilewright.compiler.targets.cuda.kernels.native_dense import FEW_TOKENS
-from tilewright.compiler.targets.cuda.steps_attention import Attention
+from tilewright.compiler.targets.cuda.kernels.attention import attention as native_attention
+from tilewright.compiler.targets.cuda.kernels.attention import split as attention_shares
+from tilewright.compiler.targets.cuda.kernels.matmul.dense import FEW_TOKENS
+from tilewright.compiler.targets.cuda.steps import attention as steps_attention
+from tilewright.compiler.targets.cuda.steps.attention import Attention
 
 
 class _AskedError(Exception):

@@ -27,16 +27,14 @@ from tests.tiny import (
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
-from tilewright.compiler.targets.cuda.kernels import (
-    native_experts,
-    native_route,
-    native_router,
-    nvrtc,
-)
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
+from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
+from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.compiler.targets.cuda.steps_experts import Experts
+from tilewright.compiler.targets.cuda.steps.experts import Experts
 from tilewright.compiler.targets.cuda.trials import Trials
-from tilewright.compiler.targets.cuda.weights import load_weights
+from tilewright.compiler.targets.cuda.weights.stream import load_weights
 from tilewright.compiler.targets.program.instructions import Linear, Plan, Route
 from tilewright.models.config import DeltaShape
 

@@ -26,19 +26,22 @@ from tests.tiny import (
     take_seat,
     tiny_model,
 )
-from tilewright.compiler.runtime.engine import Engine
-from tilewright.compiler.targets.base import CompileOptions, Executable
-from tilewright.compiler.targets.cuda import steps_routes
-from tilewright.compiler.targets.cuda.device import state_bytes, work_bytes
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
-from tilewright.compiler.targets.cuda.kernels import native_delta
-from tilewright.compiler.targets.cuda.kernels.causal_conv1d import causal_conv1d_step
-from tilewright.compiler.targets.cuda.kernels.delta_rule import DeltaInputs, delta_rule_step
+from tilewright.compiler.targets.cuda.kernels.delta_rule import delta_step as native_delta
+from tilewright.compiler.targets.cuda.kernels.delta_rule.causal_conv1d import causal_conv1d_step
+from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import (
+    DeltaInputs,
+    delta_rule_step,
+)
+from tilewright.compiler.targets.cuda.memory_budget import state_bytes, work_bytes
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.compiler.targets.cuda.rows import Rows
-from tilewright.compiler.targets.cuda.state import sequence_bytes
-from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
-from tilewright.compiler.targets.step import Chunk, Copy, Load, Save, Seat, Snapshot, Step
+from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
+from tilewright.compiler.targets.cuda.state.token_batch import Rows
+from tilewright.compiler.targets.cuda.steps import routes as steps_routes
+from tilewright.compiler.targets.cuda.steps.mixers import mixer_bytes
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable
+from tilewright.compiler.targets.interface.step import Chunk, Copy, Load, Save, Seat, Snapshot, Step
+from tilewright.runtime.engine import Engine
 
 TINY: dict[str, Any] = {**ON_CUDA, "hidden_size": 16, "num_layers": 1, "linear_layers": (True,)}
 BF16 = precision_of("bf16")

@@ -15,16 +15,16 @@ from tests.targets.cuda.test_steps_experts import BF16, model_of
 from tests.targets.cuda.test_trials import products_of
 from tests.tiny import lowered
 from tilewright.compiler.driver import weight_source
-from tilewright.compiler.targets.cuda.buffers import Buffers, padded
-from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds
-from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.kernels import native
+from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.compiler.targets.cuda.readers import norms_before
-from tilewright.compiler.targets.cuda.steps_norms import Norms
-from tilewright.compiler.targets.cuda.steps_products import LEAST_STRICT
+from tilewright.compiler.targets.cuda.steps.buffers import Buffers, padded
+from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT
+from tilewright.compiler.targets.cuda.steps.norms import Norms
+from tilewright.compiler.targets.cuda.steps.plan_readers import norms_before
 from tilewright.compiler.targets.cuda.trials import Trials
-from tilewright.compiler.targets.cuda.weights import load_weights, vector_of
+from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.stream import load_weights, vector_of
 from tilewright.compiler.targets.program.instructions import OPERAND, Linear, Norm, Route
 
 CPU = torch.device("cpu")

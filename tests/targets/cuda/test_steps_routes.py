@@ -13,12 +13,14 @@ from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, noise
 from tests.targets.cuda.test_steps_experts import BF16, CPU, CUDA, LARGER, holding, model_of
 from tests.tiny import compiled, lowered, random_tokens, step, take_seat, tiny_model
 from tilewright.compiler.driver import weight_source
-from tilewright.compiler.targets.cuda.kernels import native_experts, native_route, native_router
+from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
+from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
+from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.compiler.targets.cuda.steps_experts import Experts
-from tilewright.compiler.targets.cuda.steps_routes import joined_routers
+from tilewright.compiler.targets.cuda.steps.experts import Experts
+from tilewright.compiler.targets.cuda.steps.routes import joined_routers
 from tilewright.compiler.targets.cuda.trials import Trials
-from tilewright.compiler.targets.cuda.weights import load_weights, product_of
+from tilewright.compiler.targets.cuda.weights.stream import load_weights, product_of
 from tilewright.compiler.targets.program.instructions import Linear, Plan, Route
 
 

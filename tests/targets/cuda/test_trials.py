@@ -20,25 +20,23 @@ from tests.tiny import (
     tiny_model,
 )
 from tilewright.compiler.driver import weight_source
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.cuda import device as device_module
-from tilewright.compiler.targets.cuda import steps_products
-from tilewright.compiler.targets.cuda.capture import decode_buckets
-from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds
-from tilewright.compiler.targets.cuda.device import work_bytes
-from tilewright.compiler.targets.cuda.kernels import (
-    native,
-    native_dense,
-    native_experts,
-    native_router,
-    native_wide,
-)
+from tilewright.compiler.targets.cuda import memory_budget as device_module
+from tilewright.compiler.targets.cuda.graphs.capture import decode_buckets
+from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
+from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
+from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
+from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
+from tilewright.compiler.targets.cuda.memory_budget import work_bytes
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.compiler.targets.cuda.steps_products import LEAST_STRICT, Products, in_parts
+from tilewright.compiler.targets.cuda.steps import matmul as steps_products
+from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT, Products, in_parts
 from tilewright.compiler.targets.cuda.trials import VARIABLE, Trials, read_trials
-from tilewright.compiler.targets.cuda.weights import Weights, load_weights, product_of
+from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds
+from tilewright.compiler.targets.cuda.weights.stream import Weights, load_weights, product_of
+from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.program.instructions import Attend, DeltaRule, Linear, Plan
+from tilewright.errors import ConfigError
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "num_kv_heads": 1}
@@ -377,7 +375,7 @@ def test_experts_take_their_own_kernels_as_the_trial_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from tests.targets.cuda.test_steps_experts import model_of
-    from tilewright.compiler.targets.cuda.steps_experts import Experts
+    from tilewright.compiler.targets.cuda.steps.experts import Experts
 
     monkeypatch.setattr(native_experts, "why_not", lambda device: "")
     monkeypatch.setattr(native_router, "why_not", lambda device: "")

@@ -23,25 +23,25 @@ from tests.targets.cuda.test_invariance import run
 from tests.targets.cuda.test_ragged import check_alike, logits_beside, uncaptured
 from tests.targets.random_operations import random_operations
 from tests.test_child import gone
-from tilewright.compiler.child import PYTHON
-from tilewright.compiler.commands.options import read_options
-from tilewright.compiler.commands.source import compile_source, open_source
-from tilewright.compiler.distributed.parallel import EXCHANGES
-from tilewright.compiler.errors import RankError
-from tilewright.compiler.runtime.engine import Engine
-from tilewright.compiler.runtime.loop import EngineLoop
-from tilewright.compiler.runtime.request import Request
-from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.compiled import silent
-from tilewright.compiler.targets.cuda.joined import Joined
+from tilewright.cli.arguments.bench import read_options
+from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
 from tilewright.compiler.targets.cuda.trials import VARIABLE
-from tilewright.compiler.targets.sharded import ShardedExecutable
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.interface.compiled import silent
+from tilewright.compiler.targets.ranks.sharded import ShardedExecutable
+from tilewright.distributed.parallel import EXCHANGES
+from tilewright.errors import RankError
+from tilewright.loading.source import compile_source, open_source
 from tilewright.models.architectures.table import architecture_of
-from tilewright.models.checkpoints.hf_config import config_of_hf
+from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.shapes import SHAPES
 from tilewright.models.sources import stored_shapes
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
+from tilewright.runtime.engine import Engine
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import Request
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.utils.child_process import PYTHON
 
 pytestmark = pytest.mark.multigpu
 
@@ -172,7 +172,7 @@ def test_two_machines_whose_gpus_are_hidden_from_each_other_exchange_by_nccl() -
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [*PYTHON, "-m", "tilewright.compiler.cli", "run", "--model", "shape:llama-3.2-1b"]
+    command = [*PYTHON, "-m", "tilewright.cli.main", "run", "--model", "shape:llama-3.2-1b"]
     command += ["--target", "cuda", "--no-cache", "--prompt", "x", "--max-tokens", "8", "--json"]
     command += ["--tensor-parallel", "2", "--nnodes", "2", "--master-addr", "127.0.0.1"]
     ranks = []
@@ -263,7 +263,7 @@ def test_a_rank_that_goes_at_any_moment_ends_the_command(
             first.wait()
 
 
-_MAIN = "import sys; from tilewright.compiler.cli import main; sys.exit(main())"
+_MAIN = "import sys; from tilewright.cli.main import main; sys.exit(main())"
 
 
 def rank_1_of(pid: int) -> int:

@@ -14,15 +14,13 @@ import torch
 from tests.dealt_models import make as make_dealt
 from tests.targets.test_holding import held
 from tests.tiny import QWEN2, context_of, lowered, precision_of, tiny_model
-from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.driver import lower_model, weight_source
-from tilewright.compiler.errors import CheckpointError, CompileError, NoRoomError
 from tilewright.compiler.formats import get_format
-from tilewright.compiler.targets.cuda.device import weight_bytes
-from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.packing import unpack
+from tilewright.compiler.targets.cuda.memory_budget import weight_bytes
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.compiler.targets.cuda.weights import (
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packing import unpack
+from tilewright.compiler.targets.cuda.weights.stream import (
     Weights,
     load_weights,
     product_of,
@@ -34,6 +32,8 @@ from tilewright.compiler.targets.cuda.weights import (
 )
 from tilewright.compiler.targets.program.instructions import Embed, Plan
 from tilewright.compiler.targets.table import get_target
+from tilewright.distributed.parallel import Parallel
+from tilewright.errors import CheckpointError, CompileError, NoRoomError
 
 CPU = torch.device("cpu")
 FORMATS = [("bf16", "in"), ("bfp8", "in"), ("bfp4", "in"), ("bfp8", "out"), ("bfp4", "out")]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.ops.collectives import all_reduce_group
-from tilewright.compiler.targets.cuda.kernels.choose import choose
+from tilewright.compiler.targets.cuda.kernels.sampling.argmax import choose
 
 T = TypeVar("T")
 SECONDS = 60.0

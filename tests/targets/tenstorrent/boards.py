@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.tiny import lowered, precision_of
-from tilewright.compiler.distributed.mesh import Mesh
 from tilewright.compiler.driver import weight_source
+from tilewright.compiler.mesh import Mesh
 from tilewright.compiler.precision import PrecisionConfig
-from tilewright.compiler.targets.base import CompileOptions, Executable
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 from tilewright.compiler.targets.tenstorrent import BoardTarget
-from tilewright.compiler.targets.tenstorrent.program import DeviceProgram
+from tilewright.compiler.targets.tenstorrent.program.instructions import DeviceProgram
 
 OPTIONS = CompileOptions(max_batch=4, max_context=64)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.formats import BlockFloat, get_format
-from tilewright.compiler.targets.tenstorrent.matrix_unit import MatmulSettings
+from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import MatmulSettings
 
 LOST_BITS = (0, 5, 7, 12)
 KINDS = ("normal", "any exponent", "tiny", "huge", "sparse", "cancelling", "any bits")

@@ -14,9 +14,14 @@ from tests.targets.tenstorrent.boards import board_precision, programs
 from tests.tiny import tiny_model
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.formats.block_float import BlockFloat
-from tilewright.compiler.targets.tenstorrent import arithmetic
-from tilewright.compiler.targets.tenstorrent.arithmetic import attend, pack, ring_sum, rotate
-from tilewright.compiler.targets.tenstorrent.program import Attention, ComputeConfig
+from tilewright.compiler.targets.tenstorrent.emulate import arithmetic
+from tilewright.compiler.targets.tenstorrent.emulate.arithmetic import (
+    attend,
+    pack,
+    ring_sum,
+    rotate,
+)
+from tilewright.compiler.targets.tenstorrent.program.instructions import Attention, ComputeConfig
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -22,21 +22,21 @@ import torch
 
 from tests.targets.tenstorrent.boards import board, board_precision, programs
 from tests.tiny import QWEN2, lowered, tiny_config, tiny_model
-from tilewright.compiler.distributed.mesh import Mesh
 from tilewright.compiler.driver import weight_source
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats import get_format
+from tilewright.compiler.mesh import Mesh
 from tilewright.compiler.precision import PrecisionConfig, load_precision
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.tenstorrent.chips import load_weight
-from tilewright.compiler.targets.tenstorrent.emit_ttnn import (
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.tenstorrent.emit_ttnn.emit import (
     emit_ttnn,
     prompt_length,
     write_weights,
 )
-from tilewright.compiler.targets.tenstorrent.lower import lower_program
-from tilewright.compiler.targets.tenstorrent.memory_plan import check_memory, plan_memory
-from tilewright.compiler.targets.tenstorrent.program import DeviceProgram, Rotate
+from tilewright.compiler.targets.tenstorrent.lower.graph import lower_program
+from tilewright.compiler.targets.tenstorrent.program.chips import load_weight
+from tilewright.compiler.targets.tenstorrent.program.instructions import DeviceProgram, Rotate
+from tilewright.compiler.targets.tenstorrent.program.memory_plan import check_memory, plan_memory
+from tilewright.errors import CompileError
 from tilewright.models.architectures.table import architecture_of
 
 VARIABLE = "TILEWRIGHT_TTNN_PYTHON"

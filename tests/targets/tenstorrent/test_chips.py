@@ -9,11 +9,11 @@ import torch
 
 from tests.targets.tenstorrent.boards import board_precision, programs
 from tests.tiny import tiny_model
-from tilewright.compiler.distributed.mesh import COLUMNS, ROWS, Mesh
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.formats import get_format
-from tilewright.compiler.targets.tenstorrent.chips import Parts, along, axes_of, load_weight
-from tilewright.compiler.targets.tenstorrent.program import DeviceProgram
+from tilewright.compiler.mesh import COLUMNS, ROWS, Mesh
+from tilewright.compiler.targets.tenstorrent.program.chips import Parts, along, axes_of, load_weight
+from tilewright.compiler.targets.tenstorrent.program.instructions import DeviceProgram
 
 MESH = Mesh(4, 2)
 PATH = "model.layers.0"

@@ -19,21 +19,25 @@ from safetensors.torch import load_file
 
 from tests.targets.tenstorrent.boards import board_precision, programs
 from tests.tiny import QWEN2, check_golden, tiny_model
-from tilewright.compiler.distributed.mesh import Mesh
 from tilewright.compiler.driver import weight_source
-from tilewright.compiler.errors import CompileError, NoRoomError
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.tenstorrent.emit_ttnn import (
+from tilewright.compiler.mesh import Mesh
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.tenstorrent.emit_ttnn.emit import (
     emit_ttnn,
     prompt_length,
     write_weights,
 )
-from tilewright.compiler.targets.tenstorrent.product_blocks import (
+from tilewright.compiler.targets.tenstorrent.program.instructions import (
+    DeviceProgram,
+    Instruction,
+    Matmul,
+)
+from tilewright.compiler.targets.tenstorrent.program.product_blocks import (
     PromptBlocks,
     prompt_blocks,
     step_blocks,
 )
-from tilewright.compiler.targets.tenstorrent.program import DeviceProgram, Instruction, Matmul
+from tilewright.errors import CompileError, NoRoomError
 from tilewright.models.config import RopeConfig
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}

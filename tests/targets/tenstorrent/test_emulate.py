@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.targets.tenstorrent.boards import board_precision, emulated
 from tests.tiny import QWEN2, compiled, prefill, random_tokens, tiny_model
-from tilewright.compiler.distributed.mesh import Mesh
+from tilewright.compiler.mesh import Mesh
 from tilewright.compiler.precision import PrecisionConfig
 
 TOKENS = random_tokens(11)

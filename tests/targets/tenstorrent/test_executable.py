@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.targets.tenstorrent.boards import board_precision, emulated, programs
 from tests.tiny import copy_seat, leave_seat, prefill, random_tokens, step, take_seat, tiny_model
-from tilewright.compiler.distributed.mesh import Mesh
-from tilewright.compiler.targets.base import CompileOptions, Executable
+from tilewright.compiler.mesh import Mesh
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 
 MESHES = {"1x1": Mesh(), "4x2": Mesh(4, 2)}
 MODEL = tiny_model(std=0.2, hidden_size=64)

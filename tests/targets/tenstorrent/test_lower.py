@@ -13,11 +13,10 @@ from tests.models.test_qwen3_moe import make as make_moe
 from tests.targets.tenstorrent.boards import OPTIONS, board, board_precision, programs
 from tests.tiny import QWEN2, lowered, tiny_model
 from tilewright.compiler import ops
-from tilewright.compiler.distributed.mesh import Mesh
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.rewrite import find_calls
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.tenstorrent.program import (
+from tilewright.compiler.mesh import Mesh
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.tenstorrent.program.instructions import (
     Add,
     AllGather,
     AllReduce,
@@ -32,6 +31,7 @@ from tilewright.compiler.targets.tenstorrent.program import (
     SwiGLU,
     UpdateCache,
 )
+from tilewright.errors import CompileError
 
 COLLECTIVES = (AllGather, AllReduce, ReduceScatter)
 

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.targets.tenstorrent.slow_matrix_unit import KINDS, operand, slow_matmul
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats import get_format
-from tilewright.compiler.targets.tenstorrent.matrix_unit import (
+from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import (
     MatmulSettings,
     Setting,
     matmul,
     run_setting,
 )
+from tilewright.errors import CompileError
 
 GOLDEN = np.load(Path(__file__).with_name("golden_matmul.npz"))
 NAMES = [name for name in GOLDEN.files if name not in ("act", "weight")]

@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from tests.targets.tenstorrent.slow_matrix_unit import KINDS, operand, slow_matmul
-from tilewright.compiler.targets.tenstorrent import matrix_unit, matrix_unit_cuda
-from tilewright.compiler.targets.tenstorrent.matrix_unit import MatmulSettings, Setting, matmul
+from tilewright.compiler.targets.tenstorrent.emulate import matrix_unit, matrix_unit_cuda
+from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import (
+    MatmulSettings,
+    Setting,
+    matmul,
+)
 
 GOLDEN = np.load(Path(__file__).with_name("golden_matmul.npz"))
 NAMES = [name for name in GOLDEN.files if name not in ("act", "weight")]
@@ -21,7 +25,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Where the kernel runs; without a GPU it is asked to take the CPU's tensors."""
     if torch.cuda.is_available():
         return torch.device("cuda")
-    from tilewright.compiler.targets.tenstorrent import matrix_unit_cpu
+    from tilewright.compiler.targets.tenstorrent.emulate import matrix_unit_cpu
 
     monkeypatch.setattr(matrix_unit_cpu, "accumulate", matrix_unit_cuda.accumulate)
     # The interpreter takes its time by the program, not by the element.

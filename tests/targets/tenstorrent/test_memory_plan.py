@@ -8,11 +8,11 @@ import pytest
 
 from tests.targets.tenstorrent.boards import board_precision, programs
 from tests.tiny import tiny_model
-from tilewright.compiler.distributed.mesh import Mesh
-from tilewright.compiler.errors import CompileError
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.tenstorrent.memory_plan import check_memory, plan_memory
-from tilewright.compiler.targets.tenstorrent.program import DeviceProgram, Matmul
+from tilewright.compiler.mesh import Mesh
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.tenstorrent.program.instructions import DeviceProgram, Matmul
+from tilewright.compiler.targets.tenstorrent.program.memory_plan import check_memory, plan_memory
+from tilewright.errors import CompileError
 
 TILE = {"bf16": 2048, "bfp8": 1088}
 

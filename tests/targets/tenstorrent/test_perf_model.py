@@ -10,16 +10,20 @@ import pytest
 
 from bench.boards_fit.programs import Programs
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.targets.tenstorrent.perf_constants import CLOCK, FITTED, PHASE_CYCLES
-from tilewright.compiler.targets.tenstorrent.perf_model import (
+from tilewright.compiler.targets.tenstorrent.perf.constants import CLOCK, FITTED, PHASE_CYCLES
+from tilewright.compiler.targets.tenstorrent.perf.model import (
     Priced,
     explain_time,
     predict,
     price,
     step_seconds,
 )
-from tilewright.compiler.targets.tenstorrent.perf_work import Work, program_work
-from tilewright.compiler.targets.tenstorrent.program import DeviceProgram, Matmul, ReduceScatter
+from tilewright.compiler.targets.tenstorrent.perf.work import Work, program_work
+from tilewright.compiler.targets.tenstorrent.program.instructions import (
+    DeviceProgram,
+    Matmul,
+    ReduceScatter,
+)
 
 PROGRAMS = Programs()
 MODEL = "Llama3.2-1B"

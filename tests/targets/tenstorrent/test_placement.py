@@ -8,9 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
-from tilewright.compiler.targets.tenstorrent.placement import (
+from tilewright.compiler.targets.tenstorrent.program.instructions import (
+    Memory,
+    Value,
+    Weight,
+    tile_bytes,
+)
+from tilewright.compiler.targets.tenstorrent.program.placement import (
     activation_memory,
     check_activation_format,
     check_cache_format,
@@ -21,7 +26,7 @@ from tilewright.compiler.targets.tenstorrent.placement import (
     shard_cores,
     weight_memory,
 )
-from tilewright.compiler.targets.tenstorrent.program import Memory, Value, Weight, tile_bytes
+from tilewright.errors import CompileError
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import pytest
 
 from tests.targets.tenstorrent.boards import board_precision
 from tests.tiny import lowered, tiny_model
-from tilewright.compiler.distributed.mesh import Mesh
-from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.driver import lower_model, resolve_precision
 from tilewright.compiler.ir.info import WHOLE, info
-from tilewright.compiler.targets.compiled import silent
+from tilewright.compiler.mesh import Mesh
+from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.table import get_target
-from tilewright.compiler.targets.tenstorrent.places import IN, OUT, Places
+from tilewright.compiler.targets.tenstorrent.program.places import IN, OUT, Places
+from tilewright.distributed.parallel import Parallel
 
 PRECISION = board_precision("bf16")
 

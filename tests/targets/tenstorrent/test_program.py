@@ -6,9 +6,9 @@ import pytest
 
 from tests.targets.tenstorrent.boards import programs
 from tests.tiny import tiny_model
-from tilewright.compiler.distributed.mesh import Mesh
 from tilewright.compiler.formats import FIDELITIES
-from tilewright.compiler.targets.tenstorrent.program import (
+from tilewright.compiler.mesh import Mesh
+from tilewright.compiler.targets.tenstorrent.program.instructions import (
     DRAM,
     L1,
     WIDTH_SHARDED,

@@ -14,12 +14,12 @@ from torch.fx import GraphModule
 from tests.targets.tenstorrent.boards import OPTIONS, board, board_precision, emulated, programs
 from tests.targets.test_holding import ask_for
 from tests.tiny import lowered, precision_of, prefill, random_tokens, tiny_model
-from tilewright.compiler.distributed.mesh import Mesh
 from tilewright.compiler.driver import weight_source
-from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError, NoRoomError
-from tilewright.compiler.targets.base import CompileOptions, Holding, Program
+from tilewright.compiler.mesh import Mesh
+from tilewright.compiler.targets.interface.base import CompileOptions, Holding, Program
 from tilewright.compiler.targets.table import get_target, target_names
 from tilewright.compiler.targets.tenstorrent.target import MESHES, BoardTarget
+from tilewright.errors import CheckpointError, CompileError, ConfigError, NoRoomError
 
 MODEL = tiny_model(std=0.2, hidden_size=64)
 TOKENS = random_tokens(9)

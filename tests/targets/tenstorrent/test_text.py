@@ -10,9 +10,9 @@ from torch.fx import GraphModule
 
 from tests.targets.tenstorrent.boards import OPTIONS, board, board_precision, programs
 from tests.tiny import QWEN2, check_golden, lowered, tiny_model
-from tilewright.compiler.distributed.mesh import Mesh
-from tilewright.compiler.targets.tenstorrent.program import DeviceProgram
-from tilewright.compiler.targets.tenstorrent.text import program_text
+from tilewright.compiler.mesh import Mesh
+from tilewright.compiler.targets.tenstorrent.program.instructions import DeviceProgram
+from tilewright.compiler.targets.tenstorrent.program.text import program_text
 
 MESHES = {"1x1": Mesh(), "1x2": Mesh(2), "4x2": Mesh(4, 2)}
 PHASES = ("prefill", "decode")

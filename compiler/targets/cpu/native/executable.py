@@ -8,20 +8,20 @@ import sys
 import numpy as np
 
 from tilewright.compiler.devices import describe_cpu
-from tilewright.compiler.targets.base import Capabilities, CompileOptions, MemoryUse, Seat
-from tilewright.compiler.targets.contract import NumericContract
-from tilewright.compiler.targets.cpu.native import library as lib
+from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.cpu.native import times
-from tilewright.compiler.targets.cpu.native.mapping import Mapped
-from tilewright.compiler.targets.cpu.native.packed import MAX_TOKENS, Packed, program_of
-from tilewright.compiler.targets.cpu.native.room import (
+from tilewright.compiler.targets.cpu.native.library import binding as lib
+from tilewright.compiler.targets.cpu.native.memory import (
     are_large_pages_worth,
     reach_back,
     windows_of,
 )
+from tilewright.compiler.targets.cpu.native.program.mapping import Mapped
+from tilewright.compiler.targets.cpu.native.program.packed import MAX_TOKENS, Packed, program_of
 from tilewright.compiler.targets.cpu.native.settings import prints_times
-from tilewright.compiler.targets.host import Batch, HostExecutable
-from tilewright.compiler.targets.step import Snapshot
+from tilewright.compiler.targets.host.executable import Batch, HostExecutable
+from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions, MemoryUse, Seat
+from tilewright.compiler.targets.interface.step import Snapshot
 
 _NUM_SNAPSHOTS = 64
 

@@ -6,7 +6,13 @@ from __future__ import annotations
 
 from tilewright.compiler.formats import FIDELITIES, get_format
 from tilewright.compiler.ir.recipe import WeightRecipe
-from tilewright.compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED, Meaning, Meanings
+from tilewright.compiler.targets.contract.record import (
+    EMULATED,
+    HONOURED,
+    NOT_HONOURED,
+    Meaning,
+    Meanings,
+)
 
 FP32, BF16, FP16, VECTOR = "fp32", "bf16", "fp16", "vector"
 K_KINDS = ("q4_k", "q5_k", "q6_k")

@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.compiler.distributed.channel import has_gone
-from tilewright.compiler.distributed.peers import Peers
-from tilewright.compiler.errors import ExchangeError
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.contract import NumericContract
-from tilewright.compiler.targets.cpu.native import library as lib
+from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
-from tilewright.compiler.targets.cpu.native.mapping import Mapped
-from tilewright.compiler.targets.cpu.native.packed import MAX_TOKENS, Packed
-from tilewright.compiler.targets.host import Batch
-from tilewright.compiler.targets.step import Choosing, Open, Seat, Step, StepOutput
+from tilewright.compiler.targets.cpu.native.library import binding as lib
+from tilewright.compiler.targets.cpu.native.program.mapping import Mapped
+from tilewright.compiler.targets.cpu.native.program.packed import MAX_TOKENS, Packed
+from tilewright.compiler.targets.host.executable import Batch
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.interface.step import Choosing, Open, Seat, Step, StepOutput
+from tilewright.distributed.channel import has_gone
+from tilewright.distributed.peers import Peers
+from tilewright.errors import ExchangeError
 
 _NEVER = (1 << 63) - 1
 _LEAST_LOOKS, _MOST_LOOKS = 4, 64

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.targets.cpu.native import recipe
+from tilewright.compiler.targets.cpu.native.library import recipe
+from tilewright.errors import ConfigError
 
 
 def uses_large_pages() -> bool:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilewright.compiler.ir.state import PER_TOKEN, StateSpec
-from tilewright.compiler.targets.base import (
+from tilewright.compiler.targets.contract.record import NumericContract
+from tilewright.compiler.targets.cpu.native.memory import REACH_BACK
+from tilewright.compiler.targets.interface.base import (
     CompileOptions,
     Executable,
     Holding,
@@ -20,8 +22,6 @@ from tilewright.compiler.targets.base import (
     Stage,
     Target,
 )
-from tilewright.compiler.targets.contract import NumericContract
-from tilewright.compiler.targets.cpu.native.room import REACH_BACK
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from tilewright.compiler.ir.info import NodeInfo
     from tilewright.compiler.ir.recipe import WeightRecipe
-    from tilewright.compiler.targets.cpu.native.assembly import Assembly
-    from tilewright.compiler.targets.cpu.native.packed import Packed
+    from tilewright.compiler.targets.cpu.native.program.assembly import Assembly
+    from tilewright.compiler.targets.cpu.native.program.packed import Packed
     from tilewright.compiler.targets.program.instructions import Plan
 
 
@@ -46,12 +46,12 @@ class NativeTarget(Target):
     reach_back = REACH_BACK
 
     def stages(self) -> tuple[Stage, ...]:
-        from tilewright.compiler.targets.cpu.native.stages import STAGES
+        from tilewright.compiler.targets.cpu.native.program.stages import STAGES
 
         return STAGES
 
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
-        from tilewright.compiler.targets.build_contract import build_contract
+        from tilewright.compiler.targets.contract.build import build_contract
         from tilewright.compiler.targets.cpu.native.numerics import meanings
 
         return build_contract(graph_module, meanings(exact=options.compute == "exact"))
@@ -66,7 +66,7 @@ class NativeTarget(Target):
     ) -> Holding:
         """Whole panels of 16 rows, in the format's blocks, bfloat16, float16 or float32."""
         from tilewright.compiler.targets.cpu.native.numerics import BLOCK_KINDS, VECTOR, held_kind
-        from tilewright.compiler.targets.cpu.native.weights import tensor_bytes
+        from tilewright.compiler.targets.cpu.native.program.weights import tensor_bytes
 
         if facts.tensor_group is None:
             return Holding("float32", tensor_bytes(recipe, VECTOR))
@@ -91,10 +91,10 @@ class NativeTarget(Target):
         options: CompileOptions,
         progress: Progress,
     ) -> None:
-        from tilewright.compiler.targets.cpu.native.assemble import pack
-        from tilewright.compiler.targets.cpu.native.packed import digest_of, write_packed
-        from tilewright.compiler.targets.cpu.native.weights import write_weights
-        from tilewright.compiler.targets.threads import single_torch_thread
+        from tilewright.compiler.targets.cpu.native.program.assemble import pack
+        from tilewright.compiler.targets.cpu.native.program.packed import digest_of, write_packed
+        from tilewright.compiler.targets.cpu.native.program.weights import write_weights
+        from tilewright.compiler.targets.interface.threads import single_torch_thread
 
         plan, assembly = _assembled(graph_module, options)
         packed = pack(plan, assembly)
@@ -109,8 +109,8 @@ class NativeTarget(Target):
     def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
         from tilewright.compiler.devices import describe_cpu
         from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
-        from tilewright.compiler.targets.cpu.native.mapping import map_weights
-        from tilewright.compiler.targets.cpu.native.packed import digest_of, read_packed
+        from tilewright.compiler.targets.cpu.native.program.mapping import map_weights
+        from tilewright.compiler.targets.cpu.native.program.packed import digest_of, read_packed
 
         packed = read_packed(program.folder)
         _check(packed, options)
@@ -128,7 +128,7 @@ class NativeTarget(Target):
 
 def _check(program: Assembly | Packed, options: CompileOptions) -> None:
     """Refuse odd settings of the environment, and caches that the memory has no room for."""
-    from tilewright.compiler.targets.cpu.native.room import check_room, memory_bytes, windows_of
+    from tilewright.compiler.targets.cpu.native.memory import check_room, memory_bytes, windows_of
     from tilewright.compiler.targets.cpu.native.settings import check_settings
 
     check_settings()
@@ -142,7 +142,7 @@ def _assembled(graph_module: GraphModule, options: CompileOptions) -> tuple[Plan
     Raises:
         CompileError: for an operator that has no kernel here.
     """
-    from tilewright.compiler.targets.cpu.native.assemble import assemble, rounded_products
+    from tilewright.compiler.targets.cpu.native.program.assemble import assemble, rounded_products
     from tilewright.compiler.targets.program.instructions import Needs
     from tilewright.compiler.targets.program.plan import make_plan
 

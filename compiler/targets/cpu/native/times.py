@@ -8,8 +8,8 @@ import ctypes
 import re
 from collections import defaultdict
 
-from tilewright.compiler.targets.cpu.native import library as lib
-from tilewright.compiler.targets.cpu.native.packed import Packed
+from tilewright.compiler.targets.cpu.native.library import binding as lib
+from tilewright.compiler.targets.cpu.native.program.packed import Packed
 
 
 class Times:

@@ -11,12 +11,12 @@ import torch
 
 from tests.tiny import lowered, tiny_model
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.targets.cuda.engine.layers import engine_plan
-from tilewright.compiler.targets.cuda.engine.parts.plan import Choices, Plan
-from tilewright.compiler.targets.cuda.engine.parts.self_test import random_weights
-from tilewright.compiler.targets.cuda.engine.parts.settings import read_settings
-from tilewright.compiler.targets.cuda.engine.trial import load_engine
-from tilewright.compiler.targets.cuda.engine.write import engine_text
+from tilewright.compiler.targets.cuda.engine_generator.layers import engine_plan
+from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices, Plan
+from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import random_weights
+from tilewright.compiler.targets.cuda.engine_generator.parts.settings import read_settings
+from tilewright.compiler.targets.cuda.engine_generator.trial import load_engine
+from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
 from tilewright.compiler.targets.cuda.plan import make_plan
 
 CONFIG: dict[str, Any] = {

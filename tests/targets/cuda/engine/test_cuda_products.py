@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilewright.compiler.targets.cuda.engine.parts import cuda_products
-from tilewright.compiler.targets.cuda.engine.parts.cuda_source import PRODUCTS
-from tilewright.compiler.targets.cuda.engine.parts.self_test import error_of
+from tilewright.compiler.targets.cuda.engine_generator.parts import cuda_products
+from tilewright.compiler.targets.cuda.engine_generator.parts.cuda_source import PRODUCTS
+from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import error_of
 
 
 def test_every_kernel_that_is_launched_is_in_the_source() -> None:

@@ -14,16 +14,16 @@ import torch
 
 from tests.models.test_qwen3_5_moe import make
 from tests.tiny import lowered, prefill
-from tilewright.compiler.commands.engine_config import engine_config
 from tilewright.compiler.driver import compile_model, weight_source
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.targets.base import CompileOptions, Emission
-from tilewright.compiler.targets.cuda.engine.emit import emit_engine
-from tilewright.compiler.targets.cuda.engine.layers import engine_plan
-from tilewright.compiler.targets.cuda.engine.parts.hybrid_reference import HYBRID_CONFIG
-from tilewright.compiler.targets.cuda.engine.trial import load_engine
+from tilewright.compiler.targets.cuda.engine_generator.emit import emit_engine
+from tilewright.compiler.targets.cuda.engine_generator.layers import engine_plan
+from tilewright.compiler.targets.cuda.engine_generator.parts.hybrid_reference import HYBRID_CONFIG
+from tilewright.compiler.targets.cuda.engine_generator.trial import load_engine
 from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.interface.base import CompileOptions, Emission
+from tilewright.errors import CompileError
+from tilewright.loading.engine_config import engine_config
 
 CPU = torch.device("cpu")
 
@@ -161,9 +161,9 @@ def test_layers_of_another_form_are_refused() -> None:
 def test_the_file_of_35b_a3b_is_emitted() -> None:
     """Of its real shape, without its weights."""
     from tilewright.compiler.driver import lower_model, resolve_precision
-    from tilewright.compiler.targets.compiled import silent
-    from tilewright.compiler.targets.cuda.engine.emit import choices_for
-    from tilewright.compiler.targets.cuda.engine.write import engine_text
+    from tilewright.compiler.targets.cuda.engine_generator.emit import choices_for
+    from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
+    from tilewright.compiler.targets.interface.compiled import silent
     from tilewright.compiler.targets.table import get_target
     from tilewright.models import load_model
 

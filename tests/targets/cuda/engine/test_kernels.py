@@ -10,18 +10,21 @@ import pytest
 import torch
 
 from tests.targets.cuda.engine.conftest import CONFIG, Folder
-from tilewright.compiler.targets.cuda.engine.parts import launches
-from tilewright.compiler.targets.cuda.engine.parts.cuda_steps import Captured, CudaExecutor
-from tilewright.compiler.targets.cuda.engine.parts.engine import Engine
-from tilewright.compiler.targets.cuda.engine.parts.plan import Choices, Linear, Plan
-from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
-from tilewright.compiler.targets.cuda.engine.parts.self_test import error_of
-from tilewright.compiler.targets.cuda.engine.parts.settings import Settings, read_settings
-from tilewright.compiler.targets.cuda.engine.parts.triton_products import APART, INSIDE
-from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
-from tilewright.compiler.targets.cuda.engine.write import engine_text
+from tilewright.compiler.targets.cuda.engine_generator.parts import launches
+from tilewright.compiler.targets.cuda.engine_generator.parts.cuda_steps import (
+    Captured,
+    CudaExecutor,
+)
+from tilewright.compiler.targets.cuda.engine_generator.parts.engine import Engine
+from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices, Linear, Plan
+from tilewright.compiler.targets.cuda.engine_generator.parts.reference import Reference
+from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import error_of
+from tilewright.compiler.targets.cuda.engine_generator.parts.settings import Settings, read_settings
+from tilewright.compiler.targets.cuda.engine_generator.parts.triton_products import APART, INSIDE
+from tilewright.compiler.targets.cuda.engine_generator.parts.weights import load_weights
+from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
 
-PARTS = "tilewright.compiler.targets.cuda.engine.parts"
+PARTS = "tilewright.compiler.targets.cuda.engine_generator.parts"
 CPU = torch.device("cpu")
 TINY = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 TINY |= {"hidden_size": 32, "intermediate_size": 40, "vocab_size": 37, "head_dim": 12}
@@ -151,8 +154,8 @@ def test_seats_are_added_when_they_run_out(folder: Folder, monkeypatch: pytest.M
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["hidden-like", "grouped", "bfloat16", "in CUDA C++"])
 def test_a_gpu_has_the_references_logits(name: str, plan: Plan, tmp_path: Path) -> None:
-    from tilewright.compiler.targets.cuda.engine.parts.self_test import random_weights
-    from tilewright.compiler.targets.cuda.engine.trial import load_engine
+    from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import random_weights
+    from tilewright.compiler.targets.cuda.engine_generator.trial import load_engine
 
     changes: dict[str, dict[str, Any]] = {
         "hidden-like": {"hidden_size": 768, "intermediate_size": 3072, "head_dim": 192},

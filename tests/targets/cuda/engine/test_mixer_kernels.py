@@ -11,29 +11,32 @@ from typing import Any
 import pytest
 import torch
 
-from tilewright.compiler.targets.cuda.engine.parts import mixer_cuda
-from tilewright.compiler.targets.cuda.engine.parts.cuda_steps import Captured
-from tilewright.compiler.targets.cuda.engine.parts.engine import Engine
-from tilewright.compiler.targets.cuda.engine.parts.hybrid_reference import (
+from tilewright.compiler.targets.cuda.engine_generator.parts import mixer_cuda
+from tilewright.compiler.targets.cuda.engine_generator.parts.cuda_steps import Captured
+from tilewright.compiler.targets.cuda.engine_generator.parts.engine import Engine
+from tilewright.compiler.targets.cuda.engine_generator.parts.hybrid_reference import (
     HYBRID_CONFIG,
     HybridReference,
 )
-from tilewright.compiler.targets.cuda.engine.parts.hybrid_settings import (
+from tilewright.compiler.targets.cuda.engine_generator.parts.hybrid_settings import (
     HybridSettings,
     read_hybrid_settings,
 )
-from tilewright.compiler.targets.cuda.engine.parts.mixer_cuda import HybridCudaExecutor
-from tilewright.compiler.targets.cuda.engine.parts.mixer_plan import (
+from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_cuda import HybridCudaExecutor
+from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_plan import (
     DeltaRule,
     Experts,
     GatedAttend,
     HybridPlan,
 )
-from tilewright.compiler.targets.cuda.engine.parts.plan import Embed, Gather, Linear, Norm
-from tilewright.compiler.targets.cuda.engine.parts.self_test import error_of, random_weights
-from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
+from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Embed, Gather, Linear, Norm
+from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import (
+    error_of,
+    random_weights,
+)
+from tilewright.compiler.targets.cuda.engine_generator.parts.weights import load_weights
 
-PARTS = "tilewright.compiler.targets.cuda.engine.parts"
+PARTS = "tilewright.compiler.targets.cuda.engine_generator.parts"
 CPU = torch.device("cpu")
 TINY: dict[str, Any] = {
     **HYBRID_CONFIG,
@@ -180,7 +183,7 @@ def test_a_gpu_has_the_references_logits(
     torch.save(random_weights(settings, 0), tmp_path / "model.pt")
     tensors = load_weights(str(tmp_path), settings)
     engine = Engine(HybridCudaExecutor(tensors, settings, device), settings)
-    from tilewright.compiler.targets.cuda.engine.parts.self_test import compare
+    from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import compare
 
     reference = HybridReference(tensors, settings, device)
     assert compare(engine, reference, settings, seed=0, operations=60)[0] < 1

@@ -23,25 +23,31 @@ from tests.targets.cuda.engine.test_mixer_kernels import (
     Interpreted,
     large_weights,
 )
-from tilewright.compiler.targets.cuda.engine.emit import choices_for
-from tilewright.compiler.targets.cuda.engine.parts.engine import Engine
-from tilewright.compiler.targets.cuda.engine.parts.hybrid_reference import HybridReference
-from tilewright.compiler.targets.cuda.engine.parts.hybrid_settings import read_hybrid_settings
-from tilewright.compiler.targets.cuda.engine.parts.mixer_cuda import HybridCudaExecutor
-from tilewright.compiler.targets.cuda.engine.parts.native_attend import NativeAttention
-from tilewright.compiler.targets.cuda.engine.parts.native_delta import NativeDelta
-from tilewright.compiler.targets.cuda.engine.parts.native_experts import TILE, NativeExperts
-from tilewright.compiler.targets.cuda.engine.parts.native_plan import NativeChoices
-from tilewright.compiler.targets.cuda.engine.parts.plan import Choices, Plan
-from tilewright.compiler.targets.cuda.engine.parts.self_test import (
+from tilewright.compiler.targets.cuda.engine_generator.emit import choices_for
+from tilewright.compiler.targets.cuda.engine_generator.parts.engine import Engine
+from tilewright.compiler.targets.cuda.engine_generator.parts.hybrid_reference import HybridReference
+from tilewright.compiler.targets.cuda.engine_generator.parts.hybrid_settings import (
+    read_hybrid_settings,
+)
+from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_cuda import HybridCudaExecutor
+from tilewright.compiler.targets.cuda.engine_generator.parts.native_attend import NativeAttention
+from tilewright.compiler.targets.cuda.engine_generator.parts.native_delta import NativeDelta
+from tilewright.compiler.targets.cuda.engine_generator.parts.native_experts import (
+    TILE,
+    NativeExperts,
+)
+from tilewright.compiler.targets.cuda.engine_generator.parts.native_plan import NativeChoices
+from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices, Plan
+from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import (
     compare,
     error_of,
     random_weights,
 )
-from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
-from tilewright.compiler.targets.cuda.engine.write import engine_text
-from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.kernels import native_experts, native_route
+from tilewright.compiler.targets.cuda.engine_generator.parts.weights import load_weights
+from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
+from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
+from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 
 HALF = torch.float16
 SIZES = {

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.tiny import QWEN2, lowered, tiny_model
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.targets.cuda.engine.layers import engine_plan
-from tilewright.compiler.targets.cuda.engine.parts import generated
-from tilewright.compiler.targets.cuda.engine.parts.plan import Choices, Norm, Plan
-from tilewright.compiler.targets.cuda.engine.write import engine_text
+from tilewright.compiler.targets.cuda.engine_generator.layers import engine_plan
+from tilewright.compiler.targets.cuda.engine_generator.parts import generated
+from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices, Norm, Plan
+from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
 from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.errors import CompileError
 
 
 def test_the_plan_beside_the_parts_is_a_llamas(plan: Plan) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from tests.grids import grid
 from tests.targets.cuda.decode_step import DecodeStep, rounded
-from tilewright.compiler.targets.cuda.kernels import attention_decode
-from tilewright.compiler.targets.cuda.kernels.attention_decode import attend_decode
+from tilewright.compiler.targets.cuda.kernels.attention import decode_triton as attention_decode
+from tilewright.compiler.targets.cuda.kernels.attention.decode_triton import attend_decode
 
 NAN = float("nan")
 

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from tests.grids import grid
-from tilewright.compiler.targets.cuda.kernels import attention_prefill
-from tilewright.compiler.targets.cuda.kernels.attention_prefill import Scratch, attend_prefill
+from tilewright.compiler.targets.cuda.kernels.attention import prefill_triton as attention_prefill
+from tilewright.compiler.targets.cuda.kernels.attention.prefill_triton import (
+    Scratch,
+    attend_prefill,
+)
 
 NAN = float("nan")
 SCALE = 0.11

@@ -8,8 +8,9 @@ import re
 import pytest
 import torch
 
-from tilewright.compiler.targets.cuda.kernels import attention_shares, native_attention, nvrtc
-from tilewright.compiler.targets.cuda.kernels.attention_shares import (
+from tilewright.compiler.targets.cuda.kernels.attention import attention as native_attention
+from tilewright.compiler.targets.cuda.kernels.attention import split as attention_shares
+from tilewright.compiler.targets.cuda.kernels.attention.split import (
     Share,
     Spread,
     choose_share,
@@ -17,7 +18,8 @@ from tilewright.compiler.targets.cuda.kernels.attention_shares import (
     reaches_of,
     share_of_step,
 )
-from tilewright.compiler.targets.cuda.pages import PAGE, KVPages, allocate_pages
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.state.pages import PAGE, KVPages, allocate_pages
 
 LARGE = (8, 34), (32, 34), (64, 34), (256, 34), (256, 64), (256, 128), (256, 1024)
 """Rows and pages of a table."""

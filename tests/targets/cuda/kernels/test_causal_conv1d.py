@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewright.compiler import ops
-from tilewright.compiler.targets.cuda.kernels.causal_conv1d import (
+from tilewright.compiler.targets.cuda.kernels.delta_rule.causal_conv1d import (
     causal_conv1d_prompt,
     causal_conv1d_step,
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewright.compiler.choosing.choose import Row, choose_tokens
-from tilewright.compiler.targets.cuda.kernels.choose import choose, num_keys
-from tilewright.compiler.targets.step import GOES_ON, NOT_A_NUMBER, Choosing
+from tilewright.compiler.sampling.choose import Row, choose_tokens
+from tilewright.compiler.targets.cuda.kernels.sampling.argmax import choose, num_keys
+from tilewright.compiler.targets.interface.step import GOES_ON, NOT_A_NUMBER, Choosing
 
 NAN, INF = float("nan"), float("inf")
 

@@ -11,9 +11,12 @@ import torch
 
 from tilewright.compiler import ops
 from tilewright.compiler.ops.delta_rule import gates, recurrent_delta_rule, split_heads
-from tilewright.compiler.targets.cuda.kernels import delta_rule_prompt as prompts
-from tilewright.compiler.targets.cuda.kernels.delta_rule import DeltaInputs, delta_rule_step
-from tilewright.compiler.targets.cuda.kernels.delta_rule_prompt import delta_rule_prompt
+from tilewright.compiler.targets.cuda.kernels.delta_rule import prompt_triton as prompts
+from tilewright.compiler.targets.cuda.kernels.delta_rule.prompt_triton import delta_rule_prompt
+from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import (
+    DeltaInputs,
+    delta_rule_step,
+)
 
 NAN = float("nan")
 SIZES = [(1, 3, 8, 24), (2, 4, 16, 16), (1, 1, 48, 40)]

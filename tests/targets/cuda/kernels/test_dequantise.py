@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
-from tilewright.compiler.targets.cuda.packing import hold, unpack
+from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import dequantise
+from tilewright.compiler.targets.cuda.weights.packing import hold, unpack
 
 NAN = float("nan")
 KINDS = ["bf16", "bfp8", "bfp4"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewright.compiler.targets.cuda.kernels.embedding import embed
+from tilewright.compiler.targets.cuda.kernels.elementwise.embedding import embed
 
 
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 16), (3, 100), (5, 1), (2, 1500)])

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.kernels import exchange, nvrtc
-from tilewright.compiler.targets.cuda.kernels.exchange import (
+from tilewright.compiler.targets.cuda.collectives import exchange
+from tilewright.compiler.targets.cuda.collectives.exchange import (
     EMPTY,
     MOST_BLOCKS,
     SLOTS,
@@ -24,6 +24,7 @@ from tilewright.compiler.targets.cuda.kernels.exchange import (
     Shape,
     shape_for,
 )
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 
 ROOT = Path(__file__).resolve().parents[4]
 PART = 1 << 20
@@ -32,7 +33,13 @@ PART = 1 << 20
 def test_nothing_touches_the_switches_of_nvlink() -> None:
     """Neither multimem instructions and operators nor multicast objects, anywhere."""
     forbidden = re.compile(r"multimem|cuMulticast|multicast_ptr|has_multicast|nvls_|NVLS_ENABLE=1")
-    patterns = ("compiler/**/*.py", "compiler/**/*.cu*", "bench/**/*.py", "demo/**/*.py")
+    patterns = (
+        "compiler/**/*.py",
+        "tilewright/**/*.py",
+        "compiler/**/*.cu*",
+        "bench/**/*.py",
+        "demo/**/*.py",
+    )
     files = [each for pattern in patterns for each in ROOT.glob(pattern)]
     assert len(files) > 100
     assert not [str(each) for each in files if forbidden.search(each.read_text())]
@@ -154,7 +161,7 @@ def test_bfloat16_is_summed_in_fp32_and_rounded_once(size: int) -> None:
 
 @pytest.mark.gpu
 def test_the_best_key_of_all_ranks_is_chosen_by_all() -> None:
-    from tilewright.compiler.targets.cuda.kernels.choose import choose, num_keys
+    from tilewright.compiler.targets.cuda.kernels.sampling.argmax import choose, num_keys
 
     group, rows, width = Virtual(2), 9, 3000
     logits = torch.randn(rows, 2 * width, device="cuda").half().float()  # equal ones too

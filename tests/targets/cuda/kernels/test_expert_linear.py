@@ -8,15 +8,15 @@ import torch
 from bench.cuda.expert_rate import TILINGS
 from tests.grids import grid
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
-from tilewright.compiler.targets.cuda.experts import place_experts
-from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.kernels.expert_linear import (
+from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
     MOST_PAIRS,
     expert_linear,
     sum_experts,
 )
-from tilewright.compiler.targets.cuda.kernels.route import Groups, group
-from tilewright.compiler.targets.cuda.packing import unpack
+from tilewright.compiler.targets.cuda.kernels.experts.route_triton import Groups, group
+from tilewright.compiler.targets.cuda.weights.experts import place_experts
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packing import unpack
 
 NAN = float("nan")
 KINDS = ["bf16", "bfp8", "bfp4"]

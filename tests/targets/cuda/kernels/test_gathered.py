@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.targets.cuda import emulated_exchange
-from tilewright.compiler.errors import ExchangeError
 from tilewright.compiler.ops.collectives import all_reduce_group
-from tilewright.compiler.targets.cuda.group import Group
-from tilewright.compiler.targets.cuda.kernels import nvrtc
-from tilewright.compiler.targets.cuda.kernels.exchange import WIRES
-from tilewright.compiler.targets.cuda.kernels.gathered import GatheredExchange
+from tilewright.compiler.targets.cuda.collectives.exchange import WIRES
+from tilewright.compiler.targets.cuda.collectives.gathered import GatheredExchange
+from tilewright.compiler.targets.cuda.collectives.group import Group
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.errors import ExchangeError
 
 T = TypeVar("T")
 CPU = torch.device("cpu")

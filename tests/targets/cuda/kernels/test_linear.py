@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.grids import grid
-from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.kernels.linear import linear
-from tilewright.compiler.targets.cuda.packing import hold, unpack
+from tilewright.compiler.targets.cuda.kernels.matmul.linear_triton import linear
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packing import hold, unpack
 
 NAN = float("nan")
 KINDS = ["bf16", "bfp8", "bfp4"]
@@ -94,7 +94,7 @@ def test_small_integers_are_exact(kind: str, device: torch.device) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_wide_programs(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tiles of rows a program, the last one with a single tile."""
-    monkeypatch.setattr("tilewright.compiler.targets.cuda.kernels.linear._WIDE", 0)
+    monkeypatch.setattr("tilewright.compiler.targets.cuda.kernels.matmul.linear_triton._WIDE", 0)
     held, x = weight(kind, (80, 200), device), tokens((3, 200), device)
     out, _ = poisoned((3, 80), device)
     linear(out, x, held)

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.kernels import native, nvrtc
-from tilewright.compiler.targets.cuda.packing import hold, unpack
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packing import hold, unpack
 
 KINDS = ["bf16", "bfp8", "bfp4"]
 BATCHES = [1, 2, 5, 8, 13, 16, 30, 33, 64]
@@ -135,7 +136,7 @@ def check_headers(source: nvrtc.Source) -> None:
     while asked - found:
         name = min(asked - found)
         found.add(name)
-        text = source.path.with_name(name).read_text()
+        text = nvrtc.header_path(source.path, name).read_text()
         asked |= set(re.findall(r'^#include "(.+)"', text, re.M))
     assert sorted(found) == sorted((*source.headers, source.path.name))
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tests.targets.cuda.decode_step import SCALE, DecodeStep, rounded
-from tilewright.compiler.targets.cuda.kernels import native_attention
-from tilewright.compiler.targets.cuda.kernels.attention_shares import (
+from tilewright.compiler.targets.cuda.kernels.attention import attention as native_attention
+from tilewright.compiler.targets.cuda.kernels.attention.split import (
     Share,
     choose_share,
     reaches_of,
 )
-from tilewright.compiler.targets.cuda.pages import PAGE
+from tilewright.compiler.targets.cuda.state.pages import PAGE
 
 NAN = float("nan")
 CONTEXTS = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 200, 330, 511, 512, 700, 999]

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.targets.cuda.kernels.test_native_attention import Step
-from tilewright.compiler.targets.cuda.kernels import native_attention, nvrtc
-from tilewright.compiler.targets.cuda.kernels.attention_shares import Share, Spread, choose_share
-from tilewright.compiler.targets.cuda.kernels.launch import num_processors
+from tilewright.compiler.targets.cuda.kernels.attention import attention as native_attention
+from tilewright.compiler.targets.cuda.kernels.attention.split import Share, Spread, choose_share
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
 
 
 def spread_of(step: Step, num_pages: int) -> Spread:

@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.kernels import native_delta
-from tilewright.compiler.targets.cuda.kernels.causal_conv1d import causal_conv1d_step
-from tilewright.compiler.targets.cuda.kernels.delta_rule import DeltaInputs, delta_rule_step
-from tilewright.compiler.targets.cuda.kernels.native_delta import (
+from tilewright.compiler.targets.cuda.kernels.delta_rule import delta_step as native_delta
+from tilewright.compiler.targets.cuda.kernels.delta_rule.causal_conv1d import causal_conv1d_step
+from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_step import (
     columns_of_a_block,
     delta_step,
     why_not,
+)
+from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import (
+    DeltaInputs,
+    delta_rule_step,
 )
 
 NAN = float("nan")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from tilewright.compiler.targets.cuda.kernels import delta_rule_prompt as prompts
-from tilewright.compiler.targets.cuda.kernels import native_delta_prompt
-from tilewright.compiler.targets.cuda.kernels.delta_rule import DeltaInputs
-from tilewright.compiler.targets.cuda.kernels.native_delta_prompt import delta_solve, why_not
+from tilewright.compiler.targets.cuda.kernels.delta_rule import delta_solve as native_delta_prompt
+from tilewright.compiler.targets.cuda.kernels.delta_rule import prompt_triton as prompts
+from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_solve import delta_solve, why_not
+from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import DeltaInputs
 
 NAN = float("nan")
 C, D = 64, 128

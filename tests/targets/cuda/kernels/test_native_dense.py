@@ -18,11 +18,13 @@ from tests.targets.cuda.kernels.test_native import (
 )
 from tests.targets.cuda.lofi_bounds import check_sums
 from tilewright.compiler.formats import get_format
-from tilewright.compiler.targets.cuda.e4m3 import exact_rows, values
-from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.kernels import e4m3, native, native_dense
-from tilewright.compiler.targets.cuda.kernels.native_dense import Codes, Way
-from tilewright.compiler.targets.cuda.packing import unpack
+from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
+from tilewright.compiler.targets.cuda.kernels.matmul import e4m3
+from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul.dense import Codes, Way
+from tilewright.compiler.targets.cuda.weights.e4m3 import exact_rows, values
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packing import unpack
 
 SIZES = [
     (4096, 4096),
@@ -218,7 +220,7 @@ def test_codes_of_a_norm_are_those_of_its_rows(width: int, gpu: torch.device) ->
 @pytest.mark.gpu
 def test_what_feeds_a_product_of_blocks(gpu: torch.device) -> None:
     """As `wide.cu` reads it, of bfloat16 and of codes."""
-    from tilewright.compiler.targets.cuda.kernels import native_wide
+    from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
 
     held = weight("bf16", (16384, 2048), gpu, paired=True)
     down = weight("bfp8", (4096, 8192), gpu, paired=False)

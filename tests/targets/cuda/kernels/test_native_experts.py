@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
-from tilewright.compiler.targets.cuda.experts import place_experts
-from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.kernels import native_experts, native_route
-from tilewright.compiler.targets.cuda.kernels.native_experts import PRODUCTS, Shared
-from tilewright.compiler.targets.cuda.kernels.native_route import TILE_PAIRS, Tiles
-from tilewright.compiler.targets.cuda.kernels.route import most_tiles
-from tilewright.compiler.targets.cuda.packing import hold, unpack
+from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
+from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
+from tilewright.compiler.targets.cuda.kernels.experts.experts import PRODUCTS, Shared
+from tilewright.compiler.targets.cuda.kernels.experts.route import TILE_PAIRS, Tiles
+from tilewright.compiler.targets.cuda.kernels.experts.route_triton import most_tiles
+from tilewright.compiler.targets.cuda.weights.experts import place_experts
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packing import hold, unpack
 
 NAN = float("nan")
 CUDA = torch.device("cuda")

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from tests.targets.cuda.kernels.test_native_experts import CUDA, KINDS, NAN, Step, weight
-from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.kernels import native, native_experts, nvrtc
-from tilewright.compiler.targets.cuda.kernels import native_few_experts as few_experts
-from tilewright.compiler.targets.cuda.kernels.native_experts import Shared
-from tilewright.compiler.targets.cuda.kernels.native_route import Choice, Tiles
-from tilewright.compiler.targets.cuda.packing import hold
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
+from tilewright.compiler.targets.cuda.kernels.experts import experts_few as few_experts
+from tilewright.compiler.targets.cuda.kernels.experts.experts import Shared
+from tilewright.compiler.targets.cuda.kernels.experts.route import Choice, Tiles
+from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packing import hold
 
 
 def empty(kind: str, rows: int, columns: int, num_experts: int = 1) -> HeldWeight:

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.targets.cuda.kernels.test_native import NAN, check_headers, gpu_of, swiglu_of, weight
-from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.kernels import native, native_many, nvrtc
-from tilewright.compiler.targets.cuda.kernels.native_many import Way
-from tilewright.compiler.targets.cuda.packing import hold, unpack
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
+from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul.dense_many import Way
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packing import hold, unpack
 
 H200 = 132
 BLOCKS = st.integers(1, 2048).map(lambda count: 16 * count)

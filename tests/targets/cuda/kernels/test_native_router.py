@@ -9,10 +9,10 @@ import torch
 
 from tests.targets.cuda.kernels.test_native import check_headers, shaped
 from tests.targets.cuda.kernels.test_native_experts import Step
-from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.kernels import native_router
-from tilewright.compiler.targets.cuda.kernels.native_route import Tiles
-from tilewright.compiler.targets.cuda.packing import hold
+from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
+from tilewright.compiler.targets.cuda.kernels.experts.route import Tiles
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packing import hold
 
 CUDA = torch.device("cuda")
 NAN = float("nan")

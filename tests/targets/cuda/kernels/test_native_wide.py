@@ -18,8 +18,9 @@ from tests.targets.cuda.kernels.test_native import (
     tokens,
     weight,
 )
-from tilewright.compiler.targets.cuda.kernels import native, native_wide
-from tilewright.compiler.targets.cuda.packing import unpack
+from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
+from tilewright.compiler.targets.cuda.weights.packing import unpack
 
 KINDS = ["bfp8", "bfp4"]
 BATCHES = [17, 33, 64, 65, 128, 192, 200, 384, 512]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewright.compiler.targets.cuda.kernels.norm import rms_norm, rms_norm_heads
+from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rms_norm, rms_norm_heads
 
 NAN = float("nan")
 

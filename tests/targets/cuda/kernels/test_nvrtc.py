@@ -16,21 +16,19 @@ from typing import Any
 import pytest
 import torch
 
-from tilewright.compiler.errors import CompileError
-from tilewright.compiler.targets.cuda.kernels import (
-    exchange,
-    native,
-    native_attention,
-    native_delta,
-    native_delta_prompt,
-    native_dense,
-    native_experts,
-    native_many,
-    native_route,
-    native_router,
-    native_wide,
-    nvrtc,
-)
+from tilewright.compiler.targets.cuda.collectives import exchange
+from tilewright.compiler.targets.cuda.kernels.attention import attention as native_attention
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.delta_rule import delta_solve as native_delta_prompt
+from tilewright.compiler.targets.cuda.kernels.delta_rule import delta_step as native_delta
+from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
+from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
+from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
+from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
+from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
+from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
+from tilewright.errors import CompileError
 
 SOURCES = [
     native.source(),
@@ -59,7 +57,7 @@ struct float2 { float x, y; };
 
 def structures(source: nvrtc.Source) -> str:
     """The structures that the host fills in, as they stand in the source and its headers."""
-    files = [source.path, *(source.path.with_name(name) for name in source.headers)]
+    files = [source.path, *(nvrtc.header_path(source.path, name) for name in source.headers)]
     text = "\n".join(path.read_text() for path in files)
     found = [
         re.search(rf"^struct (?:alignas\(\d+\) )?{name} {{.*?^}};", text, re.M | re.S)

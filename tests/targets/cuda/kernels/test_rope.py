@@ -11,8 +11,8 @@ import torch
 from tests.grids import grid
 from tilewright.compiler.formats.block_float import BFP8
 from tilewright.compiler.ops.dense import rotate
-from tilewright.compiler.targets.cuda.kernels import rope
-from tilewright.compiler.targets.cuda.kernels.rope import rotate_and_store
+from tilewright.compiler.targets.cuda.kernels.attention import rope
+from tilewright.compiler.targets.cuda.kernels.attention.rope import rotate_and_store
 
 NAN = float("nan")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tilewright.compiler import ops
-from tilewright.compiler.targets.cuda.kernels import route as module
-from tilewright.compiler.targets.cuda.kernels.route import Groups, group, route
+from tilewright.compiler.targets.cuda.kernels.experts import route_triton as module
+from tilewright.compiler.targets.cuda.kernels.experts.route_triton import Groups, group, route
 
 NAN = float("nan")
 SIZES = [(1, 6, 2), (5, 6, 2), (17, 40, 10), (40, 7, 3), (3, 4, 4)]

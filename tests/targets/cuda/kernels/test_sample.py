@@ -12,12 +12,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.compiler.choosing.choose import Row, choose_tokens
-from tilewright.compiler.choosing.draw import uniform
-from tilewright.compiler.targets.cuda.choice import Choice, Drawing, drawing_of, make_choice
-from tilewright.compiler.targets.cuda.kernels import sample, search
-from tilewright.compiler.targets.cuda.seats import SeatTable
-from tilewright.compiler.targets.step import END_TOKEN, GOES_ON, NOT_A_NUMBER, Choosing, Seat
+from tilewright.compiler.sampling.choose import Row, choose_tokens
+from tilewright.compiler.sampling.draw import uniform
+from tilewright.compiler.targets.cuda.kernels.sampling import cutoff as search
+from tilewright.compiler.targets.cuda.kernels.sampling import sample
+from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
+    Choice,
+    Drawing,
+    drawing_of,
+    make_choice,
+)
+from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
+from tilewright.compiler.targets.interface.step import (
+    END_TOKEN,
+    GOES_ON,
+    NOT_A_NUMBER,
+    Choosing,
+    Seat,
+)
 
 INF, NAN = float("inf"), float("nan")
 CPU = torch.device("cpu")

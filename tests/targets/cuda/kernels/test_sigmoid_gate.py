@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewright.compiler.targets.cuda.kernels.sigmoid_gate import sigmoid_gate
+from tilewright.compiler.targets.cuda.kernels.elementwise.sigmoid_gate import sigmoid_gate
 
 NAN = float("nan")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu, swiglu_apart
+from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu, swiglu_apart
 
 NAN = float("nan")
 DTYPES = [torch.bfloat16, torch.float32]

@@ -1,0 +1,76 @@
+"""For which ranks a folder was compiled, and which of its programs is a rank's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tilewright.compiler.artifacts.digests import sources_digest
+from tilewright.compiler.artifacts.manifest import GroupFacts, Manifest
+from tilewright.compiler.artifacts.paths import part_of
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.distributed.parallel import Parallel
+from tilewright.errors import CheckpointError, CompileError, ConfigError
+
+_SHOWN = 12
+
+
+def group_facts(settled: Parallel) -> GroupFacts:
+    """What a folder says of the ranks that it is compiled for."""
+    assert settled.wire is not None
+    return GroupFacts(
+        settled.tensor, settled.expert, settled.shares, settled.wire, sources_digest()
+    )
+
+
+def own_part(folder: Path, manifest: Manifest, options: CompileOptions) -> Path:
+    """Where the program lies that these options run: the folder, or of it a rank's.
+
+    Raises:
+        CompileError: for another number of ranks.
+        ConfigError: for ranks that share the model in another way.
+        CheckpointError: for a folder of other sources than these.
+    """
+    group, parallel = manifest.group, options.parallel
+    if group is None:
+        if parallel.tensor > 1:
+            raise CompileError(
+                f"{folder}: a program of one device for {parallel.tensor} ranks; allowed: the "
+                "checkpoint that it was compiled from, or that compiled with --tensor-parallel"
+            )
+        return folder
+    if parallel.tensor != group.tensor:
+        raise CompileError(
+            f"{folder}: programs of {group.tensor} ranks for {parallel.tensor}; allowed: "
+            f"--tensor-parallel {group.tensor}"
+        )
+    for name, asked, held in (
+        ("expert-parallel", parallel.expert, group.expert),
+        ("shares", parallel.shares or None, group.shares),
+        ("wire", parallel.wire, group.wire),
+    ):
+        if asked is not None and asked != held:
+            raise ConfigError(
+                f"--{name} {_shown(asked)} with {folder}, which was compiled with "
+                f"{_shown(held) or 'none'}; allowed: without --{name}"
+            )
+    if group.sources != (own := sources_digest()):
+        raise CheckpointError(
+            f"{folder}: compiled for ranks by sources {group.sources[:_SHOWN]}, which are "
+            f"{own[:_SHOWN]} here; compile again"
+        )
+    return part_of(folder, options.rank)
+
+
+def as_compiled(manifest: Manifest, options: CompileOptions) -> CompileOptions:
+    """The options with what the folder has settled: its arithmetic, and how its ranks share."""
+    options = replace(options, compute=manifest.compute)
+    group = manifest.group
+    if group is None:
+        return options
+    shared = {"expert": group.expert, "shares": group.shares}  # the wire is in the program
+    return replace(options, parallel=replace(options.parallel, **shared))  # type: ignore[arg-type]
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

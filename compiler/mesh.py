@@ -1,0 +1,344 @@
+"""Meshes of chips or ranks, and how an axis of a tensor is dealt over one side of a mesh.
+
+A share is a list of runs of the whole axis; what a run of zeros stands for exists on the chip
+alone, so that heads and columns that do not divide are padded or repeated exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.formats.block_float import TILE
+from tilewright.errors import CompileError
+
+ROWS, COLUMNS = "r", "c"
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """``rows`` x ``columns`` chips: heads and hidden columns are dealt over the rows' axis ``r``
+    (its ``rows`` chips), the residual stream over ``c``. A board of one axis is n x 1 here, which
+    ttnn calls 1 x n.
+    """
+
+    rows: int = 1
+    columns: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.rows > 1 or self.columns == 1, "a mesh of one axis is n x 1"
+
+    @property
+    def num_chips(self) -> int:
+        return self.rows * self.columns
+
+    def size(self, axis: str) -> int:
+        """The number of chips along an axis."""
+        return self.rows if axis == ROWS else self.columns
+
+    def __str__(self) -> str:
+        return f"1x{self.rows}" if self.columns == 1 else f"{self.rows}x{self.columns}"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How shares are made: as equal ones, padded with zeros (``pads``: one program serves all
+    chips), or of whole units without zeros, in proportion to ``shares`` (none: as even as whole
+    units allow, the larger ones first).
+    """
+
+    pads: bool = False
+    shares: tuple[int, ...] = ()
+
+
+EQUAL, UNEVEN = Policy(pads=True), Policy()
+
+
+def in_shares(shares: Sequence[int]) -> Policy:
+    """The policy that deals in proportion to one positive number a rank: SHARES."""
+    assert shares and all(each > 0 for each in shares), shares
+    return Policy(shares=tuple(shares))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """``count`` positions of the whole axis from ``start``; None: zeros."""
+
+    start: int | None
+    count: int
+
+    @property
+    def end(self) -> int:
+        """The position behind the last one, of a run that is not of zeros."""
+        assert self.start is not None
+        return self.start + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The runs of every chip along a mesh axis; the shares of a padded deal are of one size."""
+
+    shares: tuple[tuple[Run, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """Positions on a chip, zeros included, where all have equally many."""
+        assert len(set(self.sizes)) == 1, self.sizes
+        return self.sizes[0]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Positions of each chip's share, zeros included."""
+        return tuple(sum(run.count for run in share) for share in self.shares)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the shares side by side are the whole axis, each position once."""
+        end = 0
+        for run in (run for share in self.shares for run in share):
+            if run.start != end:
+                return False
+            end += run.count
+        return True
+
+    def in_units(self, unit: int) -> Split:
+        """The same shares of an axis whose positions are ``unit`` of these each: of heads, say."""
+        runs = [run for share in self.shares for run in share]
+        assert all(run.count % unit == 0 and (run.start or 0) % unit == 0 for run in runs)
+        return Split(
+            tuple(
+                tuple(Run(None if r.start is None else r.start // unit, r.count // unit) for r in s)
+                for s in self.shares
+            )
+        )
+
+    def times(self, unit: int) -> Split:
+        """The same shares of an axis that has ``unit`` positions for each of these: the opposite of
+        :meth:`in_units`.
+        """
+        return Split(
+            tuple(
+                tuple(Run(None if r.start is None else r.start * unit, r.count * unit) for r in s)
+                for s in self.shares
+            )
+        )
+
+    def merged(self) -> Split:
+        """The same shares with runs that follow one another as one."""
+        shares = []
+        for share in self.shares:
+            runs: list[Run] = []
+            for run in share:
+                last = runs[-1] if runs else Run(None, 0)
+                if None not in (last.start, run.start) and last.end == run.start:
+                    runs[-1] = Run(last.start, last.count + run.count)
+                else:
+                    runs.append(run)
+            shares.append(tuple(runs))
+        return Split(tuple(shares))
+
+    def moved(self, first: int) -> Split:
+        """The same shares of a part of an axis that begins at ``first`` of it."""
+        return Split(
+            tuple(
+                tuple(Run(None if r.start is None else first + r.start, r.count) for r in s)
+                for s in self.shares
+            )
+        )
+
+    def indices(self, rank: int) -> Tensor:
+        """int64 ``[size]``: the position in the whole axis of each of a chip's; -1 for zeros."""
+        parts = [
+            torch.full((run.count,), -1)
+            if run.start is None
+            else torch.arange(run.start, run.start + run.count)
+            for run in self.shares[rank]
+        ]
+        return torch.cat(parts)
+
+    def take(self, whole: Tensor, axis: int, rank: int) -> Tensor:
+        """A chip's share of a tensor along ``axis``, zeros where the split says so."""
+        indices = self.indices(rank).to(whole.device)
+        found = whole.index_select(axis, indices.clamp(min=0))
+        shape = [1] * whole.ndim
+        shape[axis] = -1
+        return torch.where((indices < 0).view(shape), whole.new_zeros(()), found)
+
+
+def deal(size: int, count: int, *, unit: int = TILE, policy: Policy = EQUAL) -> Split:
+    """``size`` positions over ``count`` chips or ranks in whole units, as the policy says.
+
+    With zeros at the end where it pads; else every share has a unit at least, and only the last
+    one may end inside a unit.
+
+    Raises:
+        CompileError: for fewer units than ranks, where nothing is padded.
+    """
+    if policy.pads:
+        share = -(-size // (count * unit)) * unit
+        starts = [min(rank * share, size) for rank in range(count)]
+        return Split(tuple(_padded(each, min(share, size - each), share) for each in starts))
+    num_units = -(-size // unit)
+    if num_units < count:
+        raise CompileError(
+            f"{size} in blocks of {unit} are {num_units}, over {count} ranks; "
+            f"allowed: at most {num_units} ranks"
+        )
+    shares, start = [], 0
+    for given in _units(num_units, policy.shares or (1,) * count):
+        shares.append((Run(start, min(given * unit, size - start)),))
+        start += given * unit
+    return Split(tuple(shares))
+
+
+def _padded(start: int, real: int, share: int) -> tuple[Run, ...]:
+    runs = (Run(start, real),) if real else ()
+    return (*runs, Run(None, share - real)) if real < share else runs
+
+
+def _units(num_units: int, shares: Sequence[int]) -> list[int]:
+    """Whole units in proportion to ``shares``, one each at least; the first ones get what is left
+    over, the furthest behind its due before others.
+    """
+    due = [num_units * share / sum(shares) for share in shares]
+    given = [max(1, int(each)) for each in due]
+    while sum(given) < num_units:
+        rank = max(range(len(due)), key=lambda r: (due[r] - given[r], -r))
+        given[rank] += 1
+    while sum(given) > num_units:
+        rank = max((r for r in range(len(due)) if given[r] > 1), key=lambda r: given[r] - due[r])
+        given[rank] -= 1
+    return given
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSplit:
+    """How query and key/value heads are dealt over ``count`` chips or ranks.
+
+    ``num_heads`` and ``num_kv_heads`` are those of the first, which of padded deals are all
+    chips', padding included. ``query_of[rank]`` and ``kv_of[rank]`` name the model's heads on a
+    chip, None for one of zeros.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    query_of: tuple[tuple[int | None, ...], ...]
+    kv_of: tuple[tuple[int | None, ...], ...]
+
+    def queries(self, head_dim: int, *, first: int = 0) -> Split:
+        """The columns of the query heads, which begin at ``first`` of the whole axis."""
+        return _columns(self.query_of, head_dim, first)
+
+    def keys(self, head_dim: int, *, first: int = 0) -> Split:
+        """The columns of the key (or value) heads."""
+        return _columns(self.kv_of, head_dim, first)
+
+
+def split_heads(
+    num_heads: int,
+    num_kv_heads: int,
+    count: int,
+    policy: Policy = EQUAL,
+    *,
+    kv_unit: int = 1,
+    query_unit: int = 1,
+) -> HeadSplit:
+    """The queries of a chip or rank read that one's keys alone, in groups of one size.
+
+    Padded: every chip gets as many heads. Key/value heads are padded to the next number that
+    ``count`` divides, or that divides ``count``; in the latter case each is repeated on ``count /
+    heads`` chips, which share the queries of its group between them (padded to equal shares).
+
+    Not padded: whole groups, as evenly as the policy says; of fewer key/value heads than ranks each
+    rank holds one, and the group's queries are dealt over the ranks that share it. No rank's heads
+    begin inside a run of ``kv_unit`` key/value heads, or ``query_unit`` queries.
+
+    Raises:
+        CompileError: where there are fewer query heads than chips, or fewer such runs.
+    """
+    if num_heads < count:
+        noun = ("chips", "meshes of at most") if policy.pads else ("ranks", "at most")
+        raise CompileError(
+            f"{num_heads} query heads over {count} {noun[0]}; allowed: {noun[1]} {num_heads}"
+        )
+    if policy.pads:
+        return _split_padded(num_heads, num_kv_heads, count)
+    if count <= num_kv_heads:
+        group = num_heads // num_kv_heads
+        unit = kv_unit * (query_unit // math.gcd(kv_unit * group, query_unit))
+        keys = deal(num_kv_heads, count, unit=unit, policy=policy)
+        return _head_split(keys.times(group), keys)
+    if kv_unit > 1:
+        raise CompileError(
+            f"{num_kv_heads} key/value heads in blocks of {kv_unit}, over {count} ranks; "
+            f"allowed: at most {-(-num_kv_heads // kv_unit)} ranks"
+        )
+    return _split_groups(num_heads, num_kv_heads, count, policy, query_unit)
+
+
+def _head_split(queries: Split, keys: Split) -> HeadSplit:
+    """The heads that the ranks' runs name."""
+    query_of, kv_of = (
+        tuple(tuple(split.indices(rank).tolist()) for rank in range(len(split.shares)))
+        for split in (queries, keys)
+    )
+    return HeadSplit(len(query_of[0]), len(kv_of[0]), query_of, kv_of)
+
+
+def _split_groups(
+    num_heads: int, num_kv_heads: int, count: int, policy: Policy, query_unit: int
+) -> HeadSplit:
+    """Several ranks to a key/value head, which share its queries."""
+    group = num_heads // num_kv_heads
+    queries, keys = [], []
+    shares = policy.shares or (1,) * count
+    for head, ranks in enumerate(deal(count, num_kv_heads, unit=1, policy=UNEVEN).shares):
+        first, copies = ranks[0].start or 0, ranks[0].count
+        part = in_shares(shares[first : first + copies])
+        for share in deal(group, copies, unit=query_unit, policy=part).shares:
+            queries.append((Run(head * group + (share[0].start or 0), share[0].count),))
+            keys.append((Run(head, 1),))
+    return _head_split(Split(tuple(queries)), Split(tuple(keys)))
+
+
+def _split_padded(num_heads: int, num_kv_heads: int, count: int) -> HeadSplit:
+    group = num_heads // num_kv_heads
+    padded = num_kv_heads
+    while padded % count and count % padded:
+        padded += 1
+    copies = max(1, count // padded)
+    per_chip = max(1, padded // count)
+    queries_a_copy = -(-group // copies)
+    query_of, kv_of = [], []
+    for rank in range(count):
+        heads = range(rank // copies * per_chip, (rank // copies + 1) * per_chip)
+        kv_of.append(tuple(head if head < num_kv_heads else None for head in heads))
+        queries: list[int | None] = []
+        for head in heads:
+            first = rank % copies * queries_a_copy
+            for index in range(first, first + queries_a_copy):
+                real = index < group and head < num_kv_heads
+                queries.append(head * group + index if real else None)
+        query_of.append(tuple(queries))
+    return HeadSplit(len(query_of[0]), len(kv_of[0]), tuple(query_of), tuple(kv_of))
+
+
+def _columns(heads: tuple[tuple[int | None, ...], ...], head_dim: int, first: int) -> Split:
+    return Split(
+        tuple(
+            tuple(Run(None if h is None else first + h * head_dim, head_dim) for h in of_rank)
+            for of_rank in heads
+        )
+    )
+
+
+def join(*splits: Split) -> Split:
+    """Shares side by side: a chip's Q columns, then its K, then its V columns."""
+    count = len(splits[0].shares)
+    return Split(
+        tuple(tuple(run for split in splits for run in split.shares[r]) for r in range(count))
+    )

@@ -1,0 +1,280 @@
+"""Weights and values get their places on a group's ranks, and exchanges stand between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import WHOLE, Dealt, NodeInfo, Placement, info, set_info
+from tilewright.compiler.ir.rewrite import emit
+from tilewright.compiler.ir.text import operator_name
+from tilewright.compiler.mesh import Split, deal
+from tilewright.compiler.passes.runner import PassContext, graph_pass
+from tilewright.compiler.passes.sharding.sharding_plan import Shares, plan_shares
+from tilewright.distributed.parallel import EXPERT, RANKS, TENSOR
+from tilewright.errors import CompileError
+
+aten = torch.ops.aten
+
+
+@graph_pass
+def shard(graph_module: GraphModule, ctx: PassContext) -> int:
+    """Deals products over the ranks of ``ctx.parallel``, head by head and block by block, and puts
+    collectives where an operator first needs the whole of a value. Shapes stay those of the whole
+    model, on which a collective is that of a group of one. Returns the number of weights dealt.
+
+    Does nothing for one rank. What no rule names stays whole, which a note says.
+
+    Raises:
+        CompileError: where heads or blocks cannot be dealt to so many ranks.
+    """
+    if ctx.parallel.tensor == 1:
+        return 0
+    shares = plan_shares(graph_module, ctx.parallel)
+    ctx.notes.extend(shares.notes)
+    dealer = _Dealer(shares, ctx.parallel.wire or "fp32")
+    for node in list(graph_module.graph.nodes):
+        dealer.visit(node)
+    for node, placement in (dealer.places | dealer.weights).items():
+        set_info(node, placement=placement)
+    ctx.places.extend(dict.fromkeys(_told(dealer.weights)))
+    return sum(placement != WHOLE for placement in dealer.weights.values())
+
+
+def _told(weights: Mapping[Node, Placement]) -> Iterator[tuple[str, str, str]]:
+    """Say of each matrix its group, the dealt axis, and the size of each share."""
+    for weight, placement in weights.items():
+        group = info(weight).tensor_group
+        names = {0: "out", 1: "in"} if weight.meta["val"].dim() == 2 else _EXPERT_AXES
+        for each in placement.dealt if group else ():
+            sizes = each.split.sizes
+            is_even = len(sizes) > 1 and len(set(sizes)) == 1
+            shown = f"{len(sizes)} x {sizes[0]}" if is_even else " + ".join(map(str, sizes))
+            yield str(group), names[each.axis], shown
+
+
+_EXPERT_AXES = {0: "experts", 1: "out", 2: "in"}
+
+
+class _Dealer:
+    """Walks a graph from its inputs on; ``places`` are those of values, ``weights`` of weights."""
+
+    def __init__(self, shares: Shares, wire: str) -> None:
+        self.ranks, self.outputs, self.wire = shares.ranks, shares.outputs, wire
+        self.places: dict[Node, Placement] = {}
+        self.weights: dict[Node, Placement] = {}
+        self._whole: dict[Node, Node] = {}
+
+    def visit(self, node: Node) -> None:
+        """Place one node, whose operands have their places."""
+        if node.op == "placeholder":
+            self.places[node] = WHOLE
+        elif node.op == "call_function":
+            self.places[node] = _RULES.get(node.target, _whole)(self, node)
+        elif node.op == "output":
+            _whole(self, node)
+
+    def hold(self, weight: Any, *dealt: Dealt) -> None:
+        """A weight, or a bias, lies so on the ranks."""
+        if isinstance(weight, Node):
+            placement = Placement(dealt)
+            assert self.weights.setdefault(weight, placement) == placement, f"{weight}: two places"
+
+    def place(self, argument: Any) -> Placement:
+        """The placement of an operand; a number lies whole on every rank."""
+        return self.places[argument] if isinstance(argument, Node) else WHOLE
+
+    def make_whole(self, node: Node, source: Node) -> None:
+        """Let ``node`` read the whole of an operand, by the exchange that yields it."""
+        placement = self.places[source]
+        if placement == WHOLE:
+            return
+        if source not in self._whole:
+            facts = NodeInfo(fqn=info(source).fqn, layer=info(source).layer)
+            if placement.partial:
+                args: tuple[Any, ...] = (source, self.ranks.count, self.wire)
+                whole = emit(node, ops.all_reduce, args, facts=facts)
+            else:
+                (dealt,) = placement.dealt
+                if not dealt.split.is_in_order or dealt.over != RANKS:
+                    raise CompileError(
+                        f"{info(node).fqn or node.name}: {operator_name(node)} reads what is dealt "
+                        f"over {self.ranks.count} ranks; allowed: one device"
+                    )
+                args = (source, list(dealt.split.sizes), dealt.axis - source.meta["val"].dim())
+                whole = emit(node, ops.all_gather, args, facts=facts)
+            self._whole[source], self.places[whole] = whole, WHOLE
+        node.replace_input_with(source, self._whole[source])
+
+
+def _whole(dealer: _Dealer, node: Node) -> Placement:
+    """Reads whole values, and yields one."""
+    for source in node.all_input_nodes:
+        dealer.make_whole(node, source)
+    return WHOLE
+
+
+def _linear(dealer: _Dealer, node: Node) -> Placement:
+    x, weight, *bias = node.args
+    assert isinstance(x, Node)
+    if dealer.place(x).partial:
+        dealer.make_whole(node, x)
+    last = node.meta["val"].dim() - 1
+    inputs = dealer.place(node.args[0]).along(last)
+    if inputs is not None:  # the bias is added once, by rank 0
+        dealer.hold(weight, Dealt(1, inputs.over, inputs.split))
+        return Placement(partial=RANKS)
+    if node not in dealer.outputs:
+        return _whole(dealer, node)
+    split = dealer.outputs[node]
+    dealer.hold(weight, Dealt(0, RANKS, split))
+    for each in bias:
+        dealer.hold(each, Dealt(0, RANKS, split))
+    return Placement((Dealt(last, RANKS, split),))
+
+
+def _expert_linear(dealer: _Dealer, node: Node) -> Placement:
+    """Every expert's width over some ranks, whole experts over the others."""
+    x, weight, *choice = node.args
+    for each in choice:
+        if isinstance(each, Node):
+            dealer.make_whole(node, each)
+    assert isinstance(weight, Node) and isinstance(x, Node)
+    last, count = node.meta["val"].dim() - 1, dealer.ranks.size(EXPERT)
+    num_experts = int(weight.meta["val"].shape[0])
+    by_expert: tuple[Dealt, ...] = ()
+    if count > 1:
+        split = deal(num_experts, count, unit=1, policy=dealer.ranks.policy_of(EXPERT))
+        by_expert = (Dealt(0, EXPERT, split),)
+    inputs = dealer.place(x).along(x.meta["val"].dim() - 1)
+    if inputs is not None:
+        dealer.hold(weight, *by_expert, Dealt(2, TENSOR, inputs.split))
+        return Placement(partial=RANKS)
+    dealer.make_whole(node, x)
+    if node not in dealer.outputs:
+        return WHOLE
+    split = dealer.outputs[node]
+    dealer.hold(weight, *by_expert, Dealt(1, TENSOR, split))
+    return Placement((Dealt(last, TENSOR, split),))
+
+
+def _value_by_value(dealer: _Dealer, node: Node) -> Placement:
+    """Operands that lie alike; one of a single column goes with all."""
+    operands = [each for each in node.args if isinstance(each, Node)]
+    for each in operands:
+        if dealer.place(each).partial:
+            dealer.make_whole(node, each)
+    operands = [each for each in node.args if isinstance(each, Node)]
+    wide = [each for each in operands if each.meta["val"].shape[-1:] != (1,)]
+    places = {dealer.place(each) for each in wide}
+    if len(places) == 1 and all(each in wide or dealer.place(each) == WHOLE for each in operands):
+        return places.pop()
+    return _whole(dealer, node)
+
+
+def _sum(dealer: _Dealer, node: Node) -> Placement:
+    """The sum of two partial values is one."""
+    places = [dealer.place(each) for each in node.args[:2]]
+    if all(place.partial for place in places):
+        return places[0]
+    return _value_by_value(dealer, node)
+
+
+def _product(dealer: _Dealer, node: Node) -> Placement:
+    """A partial value times a whole one stays partial."""
+    places = [dealer.place(each) for each in node.args[:2]]
+    partial = [place for place in places if place.partial]
+    if len(partial) == 1 and WHOLE in places:
+        return partial[0]
+    return _value_by_value(dealer, node)
+
+
+def _quotient(dealer: _Dealer, node: Node) -> Placement:
+    is_scaled = dealer.place(node.args[0]).partial and dealer.place(node.args[1]) == WHOLE
+    return dealer.place(node.args[0]) if is_scaled else _value_by_value(dealer, node)
+
+
+def _by_heads(dealer: _Dealer, node: Node) -> Placement:
+    """Norms and rotations of heads: along the last axis alone, which is whole."""
+    x = node.args[0]
+    assert isinstance(x, Node)
+    placement = dealer.place(x)
+    if placement.partial or placement.along(x.meta["val"].dim() - 1) is not None:
+        dealer.make_whole(node, x)
+        return WHOLE
+    return placement
+
+
+def _attention(dealer: _Dealer, node: Node) -> Placement:
+    q, k, v = node.args[:3]
+    if any(dealer.place(each).along(1) is None for each in (q, k, v)):
+        return _whole(dealer, node)
+    return dealer.place(q)
+
+
+def _causal_conv1d(dealer: _Dealer, node: Node) -> Placement:
+    x, weight = node.args
+    dealt = dealer.place(x).along(1)
+    if dealt is None:
+        return _whole(dealer, node)
+    dealer.hold(weight, Dealt(0, dealt.over, dealt.split))
+    return dealer.place(x)
+
+
+def _gated_delta_rule(dealer: _Dealer, node: Node) -> Placement:
+    qkv, a, b, *vectors = node.args[:5]
+    heads = dealer.place(a).along(1)
+    if heads is None or dealer.place(b) != dealer.place(a) or dealer.place(qkv) == WHOLE:
+        return _whole(dealer, node)
+    for each in vectors:
+        dealer.hold(each, Dealt(0, heads.over, heads.split))
+    return dealer.place(a)
+
+
+def _unflatten(dealer: _Dealer, node: Node) -> Placement:
+    """Columns become heads."""
+    x, axis, sizes = node.args
+    assert isinstance(x, Node) and isinstance(sizes, list | tuple)
+    last = x.meta["val"].dim() - 1
+    dealt = dealer.place(x).along(last)
+    if dealt is None or axis not in (-1, last) or len(sizes) != 2:
+        return _whole(dealer, node)
+    split = dealt.split.in_units(int(node.meta["val"].shape[-1]))
+    return Placement((Dealt(last, dealt.over, split),))
+
+
+def _flatten(dealer: _Dealer, node: Node) -> Placement:
+    """Heads become columns."""
+    x = node.args[0]
+    assert isinstance(x, Node)
+    last = node.meta["val"].dim() - 1
+    dealt = dealer.place(x).along(last)
+    if dealt is None or x.meta["val"].dim() != last + 2:
+        return _whole(dealer, node)
+    split: Split = dealt.split.times(int(x.meta["val"].shape[-1]))
+    return Placement((Dealt(last, dealt.over, split),))
+
+
+_RULES: Mapping[Any, Callable[[_Dealer, Node], Placement]] = {
+    ops.linear.overload: _linear,
+    ops.expert_linear.overload: _expert_linear,
+    ops.swiglu.overload: _value_by_value,
+    ops.gelu.overload: _value_by_value,
+    aten.tanh.default: _value_by_value,
+    ops.sigmoid_gate.overload: _product,
+    aten.mul.Tensor: _product,
+    aten.div.Tensor: _quotient,
+    aten.add.Tensor: _sum,
+    ops.rms_norm.overload: _by_heads,
+    ops.rope.overload: _by_heads,
+    ops.attention.overload: _attention,
+    ops.causal_conv1d.overload: _causal_conv1d,
+    ops.gated_delta_rule.overload: _gated_delta_rule,
+    aten.unflatten.int: _unflatten,
+    aten.flatten.using_ints: _flatten,
+}
+"""How each operator's result lies; of those that are not named, whole, as what they read."""

@@ -1,0 +1,1 @@
+"""Numeric contract of a target."""

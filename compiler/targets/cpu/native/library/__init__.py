@@ -1,0 +1,1 @@
+"""Kernel library: build, load, call."""

@@ -1,0 +1,241 @@
+"""The library's plain C interface through ctypes: its structures, checked by size and version."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_float,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+
+from tilewright.compiler.targets.cpu.native.library.build import library_path
+from tilewright.compiler.targets.cpu.native.library.recipe import ARM
+from tilewright.errors import CompileError
+
+VERSION = 7
+_ERROR_BYTES = 512
+
+ISA_NAMES = (
+    ("scalar", "NEON dot products")
+    if platform.machine() in ARM
+    else ("scalar", "AVX2", "AVX-512 VNNI BF16")
+)
+OPS = (
+    *("embed", "linear", "attend", "gather", "swiglu", "norm_heads", "norm", "elementwise"),
+    *("sigmoid_gate", "route", "experts", "expert_sum", "convolve", "delta_rule"),
+    *("all_reduce", "gather_logits"),
+)
+KINDS = (
+    *("fp32", "bf16", "fp16", "q80", "q40", "bfp8", "bfp4", "q41", "q50", "q51", "q4_k", "q5_k"),
+    *("q6_k", "vector"),
+)
+ARITHMETICS = ("fp32", "bf16", "int8")
+FUNCTIONS = ("add", "mul", "div", "tanh", "gelu", "gelu_tanh")
+WIRES = ("fp32", "bf16", "q80")
+STATES = ("keys_values", "window", "matrix")
+CACHES = ("fp32", "bf16", "bfp8")
+RESIDUAL, PAIRED, INTERLEAVED, RENORMALISE, ROUNDED, NORM_ROUNDED = 1, 2, 4, 8, 16, 32
+"""Flags of an instruction."""
+
+
+class TwPlace(Structure):
+    """Columns of a buffer; buffer -1 stands for no place."""
+
+    _fields_ = (("buffer", c_int32), ("first", c_int32), ("width", c_int32))
+
+
+class TwInstruction(Structure):
+    """An instruction as the library reads it (TwInstruction of source/interface.h)."""
+
+    _fields_ = (
+        ("op", c_int32),
+        ("flags", c_int32),
+        ("arithmetic", c_int32 * 2),
+        ("out", TwPlace),
+        ("x", TwPlace),
+        ("y", TwPlace),
+        ("z", TwPlace),
+        ("gate", TwPlace),
+        ("weight", c_int32),
+        ("norm", c_int32),
+        ("bias", c_int32),
+        ("other", c_int32),
+        ("state", c_int32),
+        ("num_heads", c_int32),
+        ("window", c_int32),
+        ("function", c_int32),
+        ("num_key_heads", c_int32),
+        ("num_experts", c_int32),
+        ("top_k", c_int32),
+        ("eps", c_float),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+        ("factor", c_float),
+        ("number", c_float),
+    )
+
+
+class TwTensor(Structure):
+    """A weight in panels, or a vector."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("rows", c_int32),
+        ("columns", c_int32),
+        ("data", c_void_p),
+        ("num_bytes", c_uint64),
+    )
+
+
+class TwState(Structure):
+    """The C structure of a layer's keys and values, or of what a sequence keeps besides."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("cache", c_int32),
+        ("num_heads", c_int32),
+        ("head_dim", c_int32),
+        ("value_dim", c_int32),
+        ("mantissa_bits", c_int32),
+    )
+
+
+class TwProgram(Structure):
+    """All that an engine is opened with."""
+
+    _fields_ = (
+        ("size", c_uint32),
+        ("version", c_uint32),
+        ("instruction_size", c_uint32),
+        ("tensor_size", c_uint32),
+        ("num_threads", c_int32),
+        ("isa", c_int32),
+        ("max_seats", c_int32),
+        ("max_context", c_int32),
+        ("max_tokens", c_int32),
+        ("num_instructions", c_int32),
+        ("num_tensors", c_int32),
+        ("num_buffers", c_int32),
+        ("num_states", c_int32),
+        ("logits", c_int32),
+        ("large_pages", c_int32),
+        ("instructions", POINTER(TwInstruction)),
+        ("tensors", POINTER(TwTensor)),
+        ("widths", POINTER(c_int32)),
+        ("states", POINTER(TwState)),
+    )
+
+
+class TwBest(Structure):
+    """The likeliest token of a row, and its logit."""
+
+    _fields_ = (("value", c_float), ("token", c_int32))
+
+
+class TwPeers(Structure):
+    """The other ranks, as the library is told of them."""
+
+    _fields_ = (
+        ("rank", c_int32),
+        ("count", c_int32),
+        ("limit_ms", c_int32),
+        ("looks", c_int32),
+        ("most_looks", c_int32),
+        ("sockets", POINTER(c_int32)),
+        ("logit_widths", POINTER(c_int32)),
+        ("two_hops_from", c_int64),
+    )
+
+
+class TwExchanged(Structure):
+    """What was exchanged with other ranks until now."""
+
+    _fields_ = (
+        ("number", c_int64),
+        ("num_bytes", c_int64),
+        ("nanoseconds", c_int64),
+        ("failed", c_int64),
+    )
+
+
+class TwStep(Structure):
+    """Tokens of sequences, and where their logits go."""
+
+    _fields_ = (
+        ("num_tokens", c_int32),
+        ("num_sequences", c_int32),
+        ("num_rows", c_int32),
+        ("decodes", c_int32),
+        ("tokens", c_void_p),
+        ("positions", c_void_p),
+        ("bounds", c_void_p),
+        ("seats", c_void_p),
+        ("rows", c_void_p),
+        ("logits", c_void_p),
+        ("best", c_void_p),
+        ("num_choosable", c_int32),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Load the library, which is built now where it was not.
+
+    Raises:
+        CompileError: where it cannot be built, loaded, or is of another version.
+    """
+    path = library_path()
+    try:
+        found = ctypes.CDLL(str(path))
+        found.tw_version.restype = c_int32
+        version = found.tw_version()
+    except (OSError, AttributeError) as error:
+        raise CompileError(
+            f"{path}: the native library cannot be loaded ({error}); allowed: remove it, and it is "
+            "built again, or --backend onnxruntime"
+        ) from None
+    if version != VERSION:
+        raise CompileError(f"{path}: version {version} of the native library; allowed: {VERSION}")
+    found.tw_best_isa.restype = c_int32
+    found.tw_open.restype, found.tw_open.argtypes = (
+        c_void_p,
+        (POINTER(TwProgram), c_char_p, c_int32),
+    )
+    found.tw_step.restype, found.tw_step.argtypes = c_int32, (c_void_p, POINTER(TwStep))
+    found.tw_join.restype, found.tw_join.argtypes = c_int32, (c_void_p, POINTER(TwPeers))
+    found.tw_set_hops.restype, found.tw_set_hops.argtypes = None, (c_void_p, c_int64)
+    found.tw_exchanged.restype = None
+    found.tw_exchanged.argtypes = (c_void_p, POINTER(TwExchanged))
+    found.tw_all_reduce.restype = c_int32
+    found.tw_all_reduce.argtypes = (c_void_p, c_void_p, c_int32, c_int32, c_int32)
+    found.tw_clear.restype, found.tw_clear.argtypes = None, (c_void_p, c_int32)
+    found.tw_copy.restype, found.tw_copy.argtypes = None, (c_void_p, c_int32, c_int32, c_int32)
+    found.tw_seat_bytes.restype, found.tw_seat_bytes.argtypes = c_int64, (c_void_p, c_int32)
+    found.tw_sequence_bytes.restype, found.tw_sequence_bytes.argtypes = c_int64, (c_void_p,)
+    for move in (found.tw_save, found.tw_load):
+        move.restype, move.argtypes = None, (c_void_p, c_int32, c_void_p)
+    found.tw_times.restype, found.tw_times.argtypes = None, (c_void_p, c_void_p)
+    found.tw_close.restype, found.tw_close.argtypes = None, (c_void_p,)
+    return found
+
+
+def open_engine(program: TwProgram) -> int:
+    """Open an engine; the program's arrays are copied, its tensors' data are not.
+
+    Raises:
+        CompileError: for a program that does not fit together, or for which there is no memory.
+    """
+    said = ctypes.create_string_buffer(_ERROR_BYTES)
+    engine = library().tw_open(ctypes.byref(program), said, _ERROR_BYTES)
+    if not engine:
+        raise CompileError(f"backend native: {said.value.decode()}")
+    return int(engine)

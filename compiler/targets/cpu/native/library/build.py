@@ -1,0 +1,117 @@
+"""The library of kernels: compiled with the machine's own C++ compiler when it is first needed, and
+kept in the cache (or in the folder that ``TILEWRIGHT_NATIVE`` names) under the hash of its sources
+and of how they were compiled.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tilewright.compiler.targets.cpu.native.library.recipe import commands, digest, packaged_name
+from tilewright.compiler.targets.cpu.native.settings import compiler_words
+from tilewright.errors import CompileError, one_line
+from tilewright.utils.files import cache_dir
+
+_COMPILERS = ("g++", "clang++", "c++")
+_MOST_SECONDS = 300
+
+
+def find_compiler() -> list[str] | None:
+    """The C++ compiler that ``CXX`` names, in one word or several (``ccache g++``), else the first
+    of those usually there; None where it is not found.
+
+    Raises:
+        ConfigError: for a ``CXX`` that is no words of a shell.
+    """
+    named = compiler_words("CXX")
+    for first, *others in [named] if named else [[each] for each in _COMPILERS]:
+        if path := shutil.which(first):
+            return [path, *others]
+    return None
+
+
+@functools.cache
+def library_path() -> Path:
+    """The shared library: what came with the package, where it is of these sources, else what the
+    cache has, else compiled now.
+
+    Raises:
+        CompileError: where there is no compiler, or it refuses.
+    """
+    packaged = Path(__file__).parent / packaged_name()
+    if packaged.exists():
+        return packaged
+    compiler = find_compiler()
+    if compiler is None:
+        named = os.environ.get("CXX")
+        sought = f" (CXX={named[:80]!r} is not found)" if named else ""
+        raise CompileError(
+            f"backend native: no C++ compiler{sought}; allowed: --backend onnxruntime, or g++ or "
+            "clang++ of C++20 (CXX=path)"
+        )
+    named = os.environ.get("TILEWRIGHT_NATIVE")
+    folder = Path(named) if named else cache_dir() / "native"
+    path = folder / f"{_key(compiler)}.so"
+    if path.exists():
+        return path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".lock").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                    built = compile_library(compiler, Path(temporary))
+                    os.replace(built, path)
+    except OSError as error:
+        raise CompileError(f"{folder}: the native library cannot be kept ({error})") from None
+    return path
+
+
+def compile_library(compiler: Sequence[str], folder: Path) -> Path:
+    """Compile all units, side by side, and link them in ``folder``.
+
+    Raises:
+        CompileError: with what the compiler said first.
+    """
+    library = folder / "library.so"
+    *objects, link = commands(compiler, folder, library)
+    for together in (objects, [link]):
+        running = [
+            subprocess.Popen(each, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+            for each in together
+        ]
+        for process in running:
+            _finish(process)
+    return library
+
+
+def _finish(process: subprocess.Popen[bytes]) -> None:
+    try:
+        _, said = process.communicate(timeout=_MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise CompileError(
+            f"backend native: the C++ compiler took more than {_MOST_SECONDS} s; "
+            "allowed: --backend onnxruntime"
+        ) from None
+    if process.returncode:
+        lines = said.decode(errors="replace").splitlines()
+        first = next((line for line in lines if "error" in line), "".join(lines[:1]))
+        raise CompileError(
+            f"backend native: the C++ compiler failed ({one_line(RuntimeError(first))}); "
+            "allowed: --backend onnxruntime, or a compiler of C++20 (CXX=path)"
+        )
+
+
+def _key(compiler: Sequence[str]) -> str:
+    """What the library depends on: the sources, the compiler, the flags."""
+    said = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+    named = " ".join((*compiler, *compiler_words("CXXFLAGS")))
+    return digest(said + named.encode())[:32]

@@ -1,0 +1,147 @@
+"""What fits the machine's memory: caches that are asked for, a copy of the weights on large pages.
+
+It knows sizes alone.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Protocol
+
+from tilewright.compiler.targets.cpu.native.library import binding as lib
+from tilewright.compiler.targets.cpu.native.program.mapping import LANES, whole
+from tilewright.compiler.targets.cpu.native.settings import uses_large_pages
+from tilewright.errors import CompileError
+
+_WORTH_COPYING, _SPARE = 16 << 20, 1 << 30
+_LARGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
+
+_POSITIONS = 64
+"""A cache's positions are whole such chunks (source/caches.h)."""
+
+REACH_BACK = 1024
+"""Positions that a layer holds before its window, so that sequences can be cut back (caches.h)."""
+
+
+def memory_bytes() -> int:
+    """Bytes of the machine's memory, or of the control group's where that has fewer."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            return min(found, int(file.read()))
+    except (OSError, ValueError):  # no such group, or no limit
+        return found
+
+
+def are_large_pages_worth(num_bytes: int) -> bool:
+    """Whether weights are copied from their file onto pages of 2 MB, which are read up to twice as
+    fast: the system gives such pages, and has the room; fewer bytes stay in a processor's caches.
+    ``TILEWRIGHT_LARGE_PAGES=0`` leaves them in the file's pages, which processes share.
+    """
+    if not uses_large_pages() or num_bytes < _WORTH_COPYING:
+        return False
+    try:
+        with open(_LARGE_PAGES, encoding="ascii") as file:
+            gives = "[never]" not in file.read()
+        with open("/proc/meminfo", encoding="ascii") as file:
+            kib = next(line for line in file if line.startswith("MemAvailable")).split()[1]
+    except (OSError, StopIteration):  # no such system
+        return False
+    return gives and num_bytes + _SPARE < min(int(kib) * 1024, memory_bytes())
+
+
+def check_room(
+    states: Sequence[lib.TwState],
+    max_seats: int,
+    max_context: int,
+    memory: int,
+    windows: Sequence[int] = (),
+) -> None:
+    """Refuse caches that are larger than the memory when all of them are full; ``windows``: of the
+    states, the last positions that are seen, 0 for all of them.
+
+    Raises:
+        CompileError: with the sequences, and the positions, that would fit.
+    """
+    windows = windows or [0] * len(states)
+
+    def seat_of(num_positions: int) -> int:
+        own = zip(states, windows, strict=True)
+        return kept_bytes(states) + sum(
+            position_bytes([state]) * min(num_positions, held_positions(window) or num_positions)
+            for state, window in own
+        )
+
+    seat = seat_of(whole(max_context, _POSITIONS))
+    if seat * max_seats <= memory:
+        return
+    chunks = range(_POSITIONS, max_context + 1, _POSITIONS)
+    fitting = bisect_right(chunks, memory // max_seats, key=seat_of)
+    positions = chunks[fitting - 1] if fitting else 0
+    allowed = []
+    if memory // seat:
+        allowed.append(f"up to {memory // seat} sequences (--max-seats, max_batch)")
+    if positions:
+        allowed.append(f"up to {positions} positions (--max-context, max_context)")
+    raise CompileError(
+        f"backend native: {max_seats} sequences of {max_context} positions keep "
+        f"{seat * max_seats / 1e9:,.1f} GB, and the machine has {memory / 1e9:,.1f} GB; "
+        f"allowed: {', or '.join(allowed) or 'a machine with more memory'}"
+    )
+
+
+class _Program(Protocol):
+    """Instructions, and the states that they name by number."""
+
+    @property
+    def instructions(self) -> Sequence[lib.TwInstruction]: ...
+    @property
+    def states(self) -> Sequence[lib.TwState]: ...
+
+
+def windows_of(program: _Program, max_context: int) -> list[int]:
+    """The last positions that are seen of each state; 0: all that a context has."""
+    attends = [each for each in program.instructions if lib.OPS[each.op] == "attend"]
+    own = {each.state: each.window for each in attends if 0 < each.window < max_context}
+    return [own.get(state, 0) for state in range(len(program.states))]
+
+
+def reach_back(windows: Sequence[int]) -> tuple[int, int]:
+    """Positions that the layers of the smallest window hold, and how far a longer sequence can be
+    cut back; 0 where all layers see all positions. An answer that is cancelled may have had a few
+    more positions than are known of it.
+    """
+    held = [held_positions(each) for each in windows if each]
+    return (min(held), REACH_BACK - _POSITIONS) if held else (0, 0)
+
+
+def held_positions(window: int) -> int:
+    """Positions that a layer holds of a sequence (and up to 2 MB besides), 0 for all of them."""
+    return window + REACH_BACK if window else 0
+
+
+def position_bytes(states: Sequence[lib.TwState]) -> int:
+    """Bytes of keys and values that one position takes, of all layers."""
+    caches = (each for each in states if lib.STATES[each.kind] == "keys_values")
+    return sum(
+        2 * each.num_heads * _held_bytes(whole(each.head_dim, LANES), lib.CACHES[each.cache])
+        for each in caches
+    )
+
+
+def _held_bytes(count: int, kind: str) -> int:
+    """Bytes of so many values of a cache, whole blocks of 16."""
+    return {"fp32": 4 * count, "bf16": 2 * count, "bfp8": count + count // 16}[kind]
+
+
+def kept_bytes(states: Sequence[lib.TwState]) -> int:
+    """Bytes that a sequence takes whatever its length, of all layers."""
+    found = 0
+    for each in states:
+        if lib.STATES[each.kind] == "window":
+            found += 4 * each.head_dim * whole(each.num_heads, LANES)
+        elif lib.STATES[each.kind] == "matrix":
+            found += 4 * each.num_heads * each.head_dim * whole(each.value_dim, LANES)
+    return found

@@ -1,0 +1,230 @@
+"""A plan becomes what the library runs: tensors it wants, instructions that name them by number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch.fx import GraphModule
+
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.precision import ALWAYS_HIGH
+from tilewright.compiler.targets.cpu.native.library import binding as lib
+from tilewright.compiler.targets.cpu.native.numerics import ROUNDED, cache_kind, held_kind
+from tilewright.compiler.targets.cpu.native.program.assemble_mixers import MIXERS
+from tilewright.compiler.targets.cpu.native.program.assembly import (
+    Assembly,
+    arithmetics_of,
+    place_of,
+)
+from tilewright.compiler.targets.cpu.native.program.packed import Packed, PackedTensor
+from tilewright.compiler.targets.program.instructions import (
+    LOGITS,
+    AllReduce,
+    AllReduceAdd,
+    Attend,
+    Elementwise,
+    Embed,
+    ExpertLinear,
+    ExpertSum,
+    Gather,
+    Instruction,
+    Linear,
+    Norm,
+    NormHeads,
+    Place,
+    Plan,
+    Route,
+    SigmoidGate,
+    SwiGLU,
+)
+from tilewright.errors import CompileError
+
+
+def assemble(plan: Plan, *, exact: bool, rounded: Collection[str] = ()) -> Assembly:
+    """What the library is to run for a plan.
+
+    ``rounded``: the names of the products around which values become bfloat16 (see
+    :func:`_roundings`).
+
+    Raises:
+        CompileError: for a number that is divided by values.
+    """
+    assembly = Assembly(exact)
+    for each, flags in zip(plan.instructions, _roundings(plan, rounded), strict=True):
+        first = len(assembly.instructions)
+        (_MAKERS | MIXERS)[type(each)](assembly, each)
+        for made in assembly.instructions[first:]:
+            made.flags |= flags
+    if plan.dealt:  # a buffer behind the plan's, for the logits of all ranks
+        whole, own = Place(len(plan.buffers), plan.vocab_size), plan.instructions[-1]
+        assert not isinstance(own, Route)
+        assembly.append("gather_logits", whole, x=place_of(own.out))
+    return assembly
+
+
+def rounded_products(graph_module: GraphModule) -> set[str]:
+    """The names of a graph's products around which ``activation`` asks for bfloat16."""
+    facts = [info(node) for node in graph_module.graph.nodes]
+    return {each.fqn for each in facts if each.formats and each.formats.in0 == ROUNDED}
+
+
+def _roundings(plan: Plan, rounded: Collection[str]) -> list[int]:
+    """The flags of each instruction that round what it writes.
+
+    A product rounds its result, its sum with the residual, and what it norms for itself; whatever
+    else makes values does so as the next product that reads them. Logits stay float, and so do a
+    router's and the gates' of linear attention, which decide more than they cost.
+    """
+    flags, rounds = list[int](), False
+    logits = _widths(plan)[1]
+    for each in reversed(plan.instructions):
+        kept = False
+        if isinstance(each, Linear | ExpertLinear | ExpertSum):
+            rounds = each.fqn in rounded
+            kept = each.group in ALWAYS_HIGH
+        out = None if isinstance(each, Route) else each.out
+        own = kept or out is None or out.buffer == logits
+        flags.append(rounds * (lib.NORM_ROUNDED | (0 if own else lib.ROUNDED)))
+    return flags[::-1]
+
+
+def pack(plan: Plan, assembly: Assembly) -> Packed:
+    """The program of a plan and of what was assembled of it."""
+    tensors = [
+        PackedTensor(
+            wanted.kind,
+            wanted.rows,
+            wanted.columns,
+            wanted.num_bytes,
+            ".".join(wanted.recipe.names[:1]),
+        )
+        for wanted in assembly.wanted
+    ]
+    widths, logits = _widths(plan)
+    assert widths[logits] == plan.vocab_size, "logits share their buffer"
+    return Packed(
+        tensors=tuple(tensors),
+        instructions=tuple(assembly.instructions),
+        states=tuple(assembly.states),
+        widths=tuple(widths),
+        logits=logits,
+        dealt=plan.dealt,
+    )
+
+
+def _widths(plan: Plan) -> tuple[list[int], int]:
+    """The widths of all buffers, and the number of the one that the logits are given in."""
+    widths = [buffer.width for buffer in plan.buffers]
+    if plan.dealt:
+        return [*widths, plan.vocab_size], len(widths)
+    return widths, [buffer.role for buffer in plan.buffers].index(LOGITS)
+
+
+def _embed(assembly: Assembly, each: Embed) -> None:
+    assembly.append("embed", each.out, weight=assembly.weight(each.table))
+
+
+def _linear(assembly: Assembly, each: Linear) -> None:
+    assert each.compute is not None, f"{each.fqn} has no fidelity"
+    kind, num_rows = held_kind(each.weight), each.weight.num_rows
+    assembly.append(
+        "linear",
+        each.out,
+        x=place_of(each.x),
+        flags=lib.RESIDUAL * each.residual | lib.PAIRED * each.swiglu,
+        arithmetic=arithmetics_of(kind, each.compute, exact=assembly.exact),
+        weight=assembly.weight(each.weight, paired=each.swiglu),
+        norm=-1 if each.norm is None else assembly.vector(each.norm),
+        bias=assembly.bias(each.bias, num_rows, paired=each.swiglu),
+        eps=each.eps,
+    )
+
+
+def _attend(assembly: Assembly, each: Attend) -> None:
+    held, bits = cache_kind(each.state.format, exact=assembly.exact)
+    _, num_heads, head_dim = each.state.shape
+    kind, cache = lib.STATES.index("keys_values"), lib.CACHES.index(held)
+    state = lib.TwState(kind, cache, num_heads, head_dim, 0, bits)
+    assembly.append(
+        "attend",
+        each.out,
+        x=place_of(each.qkv),
+        flags=lib.INTERLEAVED * each.interleaved,
+        other=assembly.vector(each.inv_freq),
+        state=assembly.state(state),
+        num_heads=each.num_heads,
+        window=each.window,
+        scale=each.scale,
+        soft_cap=each.soft_cap,
+        factor=each.factor,
+    )
+
+
+def _gather(assembly: Assembly, each: Gather) -> None:
+    assembly.append("gather", each.out, x=place_of(each.x))
+
+
+def _swiglu(assembly: Assembly, each: SwiGLU) -> None:
+    assembly.append("swiglu", each.out, x=place_of(each.gate), y=place_of(each.up))
+
+
+def _norm_heads(assembly: Assembly, each: NormHeads) -> None:
+    norms = {"norm": assembly.vector(each.q_norm), "other": assembly.vector(each.k_norm)}
+    heads = {"num_heads": each.num_heads, "eps": each.eps}
+    assembly.append("norm_heads", each.out, x=place_of(each.qkv), **norms, **heads)
+
+
+def _norm(assembly: Assembly, each: Norm) -> None:
+    norm = assembly.vector(each.weight)
+    assembly.append("norm", each.out, x=place_of(each.x), norm=norm, eps=each.eps)
+
+
+def _elementwise(assembly: Assembly, each: Elementwise) -> None:
+    """A number may come first only where the order does not count."""
+    places = [given for given in each.inputs if isinstance(given, Place)]
+    numbers = [given for given in each.inputs if isinstance(given, int | float)]
+    function = "gelu_tanh" if "tanh" in each.inputs else each.function
+    if each.function == "div" and not isinstance(each.inputs[0], Place):
+        raise CompileError("a number divided by a value has no kernel on backend native")
+    assembly.append(
+        "elementwise",
+        each.out,
+        x=place_of(places[0]),
+        y=place_of(places[1] if len(places) > 1 else None),
+        number=float(numbers[0]) if numbers else 0.0,
+        function=lib.FUNCTIONS.index(function),
+    )
+
+
+def _sigmoid_gate(assembly: Assembly, each: SigmoidGate) -> None:
+    assembly.append("sigmoid_gate", each.out, x=place_of(each.x), y=place_of(each.gate))
+
+
+def _all_reduce(assembly: Assembly, each: AllReduce) -> None:
+    wire = lib.WIRES.index(each.wire)
+    assembly.append("all_reduce", each.out, x=place_of(each.x), function=wire)
+
+
+def _all_reduce_add(assembly: Assembly, each: AllReduceAdd) -> None:
+    wire = lib.WIRES.index(each.wire)
+    x = place_of(each.x)
+    assembly.append("all_reduce", each.out, x=x, flags=lib.RESIDUAL, function=wire)
+    if each.norm is not None:
+        norm, eps = assembly.vector(each.norm), each.eps
+        assembly.append("norm", each.normed, x=place_of(each.out), norm=norm, eps=eps)
+
+
+_MAKERS: dict[type[Instruction], Callable[[Assembly, Any], None]] = {
+    Embed: _embed,
+    Linear: _linear,
+    Attend: _attend,
+    Gather: _gather,
+    SwiGLU: _swiglu,
+    NormHeads: _norm_heads,
+    Norm: _norm,
+    Elementwise: _elementwise,
+    SigmoidGate: _sigmoid_gate,
+    AllReduce: _all_reduce,
+    AllReduceAdd: _all_reduce_add,
+}

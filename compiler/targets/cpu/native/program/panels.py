@@ -1,0 +1,153 @@
+"""Weights as the kernels read them: panels of 16 rows, laid out as source/panels.h says.
+
+Torch operations alone; it knows no recipes and no files.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tilewright.compiler.formats.ggml_blocks import SuperBlocks
+from tilewright.compiler.targets.cpu.native.numerics import (
+    BF16,
+    FP16,
+    FP32,
+    HAVE_MINIMUMS,
+    K_KINDS,
+)
+from tilewright.compiler.targets.cpu.native.program.mapping import LANES, whole
+from tilewright.compiler.targets.cpu.onnxruntime.codes import SignedCodes
+from tilewright.errors import CheckpointError
+
+BLOCK = 32
+SUPER_BLOCK = 256
+_ALIGNMENT = 64
+_CODE_BITS = {"q80": 8, "bfp8": 8, "q6_k": 6, "q50": 5, "q51": 5, "q5_k": 5}  # 4 of the others
+_OF_POWERS = ("bfp8", "bfp4")
+
+
+def num_panels(num_rows: int, *, paired: bool) -> int:
+    """Panels of a weight: an even number; of gate and up (``paired``) as many for each."""
+    if paired:
+        return 2 * (whole(num_rows // 2, LANES) // LANES)
+    return whole(num_rows, 2 * LANES) // LANES
+
+
+def panel_bytes(kind: str, num_columns: int) -> int:
+    """Bytes of one panel of a kind."""
+    wide = whole(num_columns, BLOCK)
+    if kind in (FP32, BF16, FP16):
+        return wide * LANES * (4 if kind == FP32 else 2)
+    return whole(wide * 2 * _CODE_BITS.get(kind, 4) + _scale_bytes(kind, wide), _ALIGNMENT)
+
+
+def _scale_bytes(kind: str, wide: int) -> int:
+    """Bytes of a panel's scales and minimums."""
+    num_supers = whole(wide, SUPER_BLOCK) // SUPER_BLOCK
+    if kind == "q6_k":
+        return 32 * num_supers + wide
+    if kind in K_KINDS:
+        return 64 * num_supers + whole(wide, 2 * BLOCK) // (2 * BLOCK) * 48
+    return wide * (2 if kind in HAVE_MINIMUMS else 1)
+
+
+def padded(values: Tensor, missing: tuple[int, ...]) -> Tensor:
+    """``values`` with so many zeros more, as torch's ``pad`` counts them; copied only for some."""
+    return pad(values, missing) if any(missing) else values.contiguous()
+
+
+def value_panels(values: Tensor, kind: str) -> Tensor:
+    """uint8 ``[panels, bytes]`` of float rows ``[16 panels, in]`` in float32, bfloat16 or
+    float16.
+    """
+    wide = padded(values, (0, whole(values.shape[1], BLOCK) - values.shape[1]))
+    inner = 2 if kind == BF16 else 1
+    held = wide.to({FP32: torch.float32, BF16: torch.bfloat16, FP16: torch.float16}[kind])
+    lanes = held.view(-1, LANES, wide.shape[1] // inner, inner).transpose(1, 2).contiguous()
+    return lanes.view(torch.uint8).view(lanes.shape[0], -1)
+
+
+def code_panels(
+    signed: SignedCodes, kind: str, name: str, *, minimums: Tensor | None = None
+) -> Tensor:
+    """uint8 ``[panels, bytes]`` of rows ``[16 panels, in]`` in blocks; ``name`` is for errors.
+
+    ``minimums``: of each block, as the scales; the codes then begin at 0.
+
+    Raises:
+        CheckpointError: for a block whose scale is too small to be a normal number.
+    """
+    num_columns = signed.codes.shape[1]
+    wide = whole(num_columns, BLOCK)
+    bits = _CODE_BITS.get(kind, 4)
+    codes = padded(signed.codes, (0, wide - num_columns)).view(torch.uint8)
+    codes = codes if minimums is not None else codes + (1 << (bits - 1))
+    parts = [_codes(codes, bits), _scales(signed, kind, wide, name)]
+    if minimums is not None:
+        least = SignedCodes(signed.codes, minimums, signed.block)
+        parts.append(_scales(least, kind, wide, name))
+    return _joined(parts, kind, num_columns)
+
+
+def super_panels(blocks: SuperBlocks, kind: str, num_columns: int) -> Tensor:
+    """uint8 ``[panels, bytes]`` of rows ``[16 panels, in]`` in ggml's blocks of 256, of which the
+    last may end outside the row.
+    """
+    wide = whole(num_columns, BLOCK)
+    codes = _codes(blocks.codes[:, :wide], _CODE_BITS.get(kind, 4))
+    factors = _lanes(blocks.factors.view(torch.uint8), 2)  # [panels, supers of 1 or 2, rows, 2]
+    if blocks.minimums is None:
+        scales = _lanes(blocks.scales.view(torch.uint8)[:, : wide // 16], 1)
+        return _joined([codes, factors, scales], kind, num_columns)
+    count = whole(wide, 2 * BLOCK) // BLOCK
+    scale, least = blocks.scales[:, :count].view(torch.uint8), blocks.minimums[:, :count]
+    small = scale | (least & 3) << 6
+    high = least[:, 0::2] >> 2 | least[:, 1::2] >> 2 << 4
+    three = torch.stack((small[:, 0::2], small[:, 1::2], high), dim=2).flatten(1)
+    return _joined([codes, factors, _lanes(three, 1)], kind, num_columns)
+
+
+def _lanes(values: Tensor, width: int) -> Tensor:
+    """Rows ``[16 panels, n * width]`` as ``[panels, n, 16, width]``."""
+    return values.reshape(-1, LANES, values.shape[1] // width, width).transpose(1, 2)
+
+
+def _codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 ``[16 panels, whole blocks]`` as panels have them, ``[panels, bytes]``."""
+    fours = _lanes(codes, 4).reshape(-1, codes.shape[1] // BLOCK, 8, LANES, 4)
+    if bits == 8:
+        return fours.flatten(1)
+    low = fours & 15
+    parts = [low[:, :, 0::2] | low[:, :, 1::2] << 4]
+    if bits > 4:  # a bit, or two, of each of these columns a byte
+        rest, num_words = fours >> 4, bits - 4
+        rest = rest.view(*rest.shape[:2], num_words, -1, LANES, 4)
+        shifts = torch.arange(rest.shape[3], dtype=torch.uint8) * num_words
+        parts.append((rest << shifts.view(-1, 1, 1)).sum(3, dtype=torch.uint8))
+    return torch.cat(parts, dim=2).flatten(1)
+
+
+def _joined(parts: list[Tensor], kind: str, num_columns: int) -> Tensor:
+    flat = torch.cat([part.reshape(part.shape[0], -1) for part in parts], dim=1)
+    return padded(flat, (0, panel_bytes(kind, num_columns) - flat.shape[1])).contiguous()
+
+
+def _scales(signed: SignedCodes, kind: str, wide: int, name: str) -> Tensor:
+    """uint8 ``[panels, bytes]``, of all blocks of a panel, the padding's included."""
+    missing = wide // signed.block - signed.scales.shape[1]
+    scales = padded(signed.scales, (0, missing)).view(-1, LANES, wide // signed.block)
+    lanes = scales.transpose(1, 2).contiguous()
+    if kind not in _OF_POWERS:
+        return lanes.half().view(torch.uint8).view(lanes.shape[0], -1)
+    exponents = lanes.view(torch.int32) >> 23
+    if bool(((exponents == 0) & (lanes != 0)).any()):  # blocks of zeros have such a scale
+        codes = padded(signed.codes, (0, wide - signed.codes.shape[1]))
+        has_codes = (codes.view(*scales.shape, signed.block) != 0).any(-1).transpose(1, 2)
+        if bool(((exponents == 0) & has_codes).any()):
+            raise CheckpointError(
+                f"{name}: a block lies near the smallest numbers there are, which kernels of "
+                f"{kind} do not take; allowed: bf16 for it"
+            )
+    return exponents.to(torch.uint8).view(lanes.shape[0], -1)

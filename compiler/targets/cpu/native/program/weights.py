@@ -1,0 +1,266 @@
+"""A program's weights: what a plan wants, streamed from recipes into one file (`mapping`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.formats import GgmlFileFormat, GgmlFormat, get_format
+from tilewright.compiler.ir.recipe import (
+    ReadsParts,
+    ReadsRows,
+    ReadsStored,
+    WeightRecipe,
+    cut,
+    load_dense,
+    load_rows,
+    load_stored,
+    values_of,
+)
+from tilewright.compiler.targets.cpu.native.numerics import (
+    BF16,
+    BLOCK_KINDS,
+    FP16,
+    FP32,
+    K_KINDS,
+    VECTOR,
+)
+from tilewright.compiler.targets.cpu.native.program.mapping import (
+    LANES,
+    WEIGHTS,
+    header,
+    offsets_of,
+    whole,
+)
+from tilewright.compiler.targets.cpu.native.program.panels import (
+    code_panels,
+    num_panels,
+    padded,
+    panel_bytes,
+    super_panels,
+    value_panels,
+)
+from tilewright.compiler.targets.cpu.onnxruntime.codes import (
+    SignedCodes,
+    signed_codes,
+    stored_codes,
+)
+from tilewright.compiler.targets.interface.base import Progress
+from tilewright.errors import NoRoomError
+
+_CHUNK_VALUES = 1 << 22
+"""Values that are read and packed at a time; their temporaries take about 25 bytes each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One tensor of a plan: ``kind`` of panels, or ``vector`` for norms, biases and constants.
+
+    ``is_paired``: rows are gate then up, and lie in turns of a panel; a vector with ``num_lanes``
+    is a bias, padded to the panels of its product, one with ``num_taps`` a convolution's weight,
+    held tap by tap. The panels of experts follow one another, whole ones for each.
+    """
+
+    recipe: WeightRecipe
+    kind: str
+    is_paired: bool = False
+    num_lanes: int = 0
+    num_taps: int = 0
+
+    @property
+    def num_experts(self) -> int:
+        """Experts whose weights these are; else 1."""
+        return self.recipe.shape[0] if self.kind != VECTOR and len(self.recipe.shape) > 2 else 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight, or values of the vector, as held."""
+        return self.num_lanes or self.recipe.num_rows * (self.num_taps or 1)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the weight; 1 of a vector."""
+        return 1 if self.kind == VECTOR else self.recipe.shape[-1]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the tensor as it is held."""
+        if self.kind == VECTOR:
+            return 4 * self.rows
+        panels = num_panels(self.rows // self.num_experts, paired=self.is_paired)
+        return self.num_experts * panels * panel_bytes(self.kind, self.columns)
+
+
+def write_weights(
+    wanted: Sequence[Wanted],
+    get_weight: Callable[[str], Tensor],
+    folder: Path,
+    progress: Progress,
+    *,
+    digest: bytes,
+) -> None:
+    """Stream all tensors into ``folder``, the file that of the program ``digest``.
+
+    Raises:
+        CheckpointError: for a tensor that is missing, of another shape, or not finite.
+        NoRoomError: where the file cannot be written.
+    """
+    sizes = [each.num_bytes for each in wanted]
+    offsets = offsets_of(sizes)
+    try:
+        with (folder / WEIGHTS).open("wb") as file:
+            file.write(header(sizes, digest))
+            for done, each in enumerate(wanted):
+                for part in _parts(each, get_weight):
+                    file.write(part.numpy().data)
+                file.write(bytes(offsets[done + 1] - file.tell()))
+                progress("weights", done + 1, len(wanted))
+    except OSError as error:
+        raise NoRoomError(
+            f"{folder}: the packed weights cannot be written ({error.strerror}); "
+            "allowed: a folder with room for them (TMPDIR, TILEWRIGHT_CACHE)"
+        ) from None
+
+
+def _parts(wanted: Wanted, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
+    """uint8 pieces of a tensor, in order."""
+    if wanted.kind == VECTOR:
+        dense = load_dense(wanted.recipe, get)
+        if wanted.num_taps:
+            dense = dense.view(-1, wanted.num_taps).T
+        yield (_bias(dense, wanted) if wanted.num_lanes else dense).contiguous().view(torch.uint8)
+        return
+    if len(wanted.recipe.shape) > 2:
+        is_held_as_stored = wanted.recipe.is_stored and wanted.kind in BLOCK_KINDS
+        reads_parts = is_held_as_stored or isinstance(get, ReadsParts)
+        source = get if reads_parts else _Kept(get)
+        for one in _experts(wanted.recipe):
+            yield from _panels(dataclasses.replace(wanted, recipe=one), source)
+    else:
+        yield from _panels(wanted, get)
+
+
+def _experts(recipe: WeightRecipe) -> Iterator[WeightRecipe]:
+    """``[out, in]`` of one expert after another."""
+    num_experts, num_rows, num_columns = recipe.shape
+    for index in range(num_experts):
+        segments = cut(recipe, index * num_rows, (index + 1) * num_rows)
+        yield dataclasses.replace(recipe, segments=segments, shape=(num_rows, num_columns))
+
+
+class _Kept:
+    """A source of whole tensors that keeps the last two: all experts may be rows of them."""
+
+    def __init__(self, get: Callable[[str], Tensor]) -> None:
+        self._get = get
+        self._tensors: dict[str, Tensor] = {}
+
+    def __call__(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            for oldest in list(self._tensors)[:-1]:
+                del self._tensors[oldest]
+            self._tensors[name] = self._get(name)
+        return self._tensors[name]
+
+
+def _panels(wanted: Wanted, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
+    """The panels of a weight, or of one expert's."""
+    read = (_super_reader if wanted.kind in K_KINDS else _reader)(wanted, get)
+    half = wanted.rows // 2 if wanted.is_paired else wanted.rows
+    step = max(1, _CHUNK_VALUES // wanted.columns // (2 * LANES)) * 2 * LANES
+    end = whole(half, LANES if wanted.is_paired else 2 * LANES)
+    for first in range(0, end, step):
+        last = min(first + step, end)
+        if not wanted.is_paired:
+            yield read(first, min(last, half), last - first)
+            continue
+        gate = read(first, min(last, half), last - first)
+        up = read(half + first, half + min(last, half), last - first)
+        yield torch.stack((gate, up), dim=1).contiguous()
+
+
+def _reader(wanted: Wanted, get: Callable[[str], Tensor]) -> Callable[[int, int, int], Tensor]:
+    """Panels of rows ``[first, last)`` of a weight, padded with rows of zeros to a number."""
+    recipe, kind = wanted.recipe, wanted.kind
+    assert recipe.format is not None
+    is_whole = recipe.block_axis == "out" or not isinstance(get, ReadsRows) or recipe.pad_rows
+    kept = None
+    if is_whole and not (recipe.is_stored and kind in BLOCK_KINDS):
+        kept = load_dense(recipe, get)
+        kept = values_of(kept, recipe) if recipe.block_axis == "out" else kept
+
+    def dense_of(first: int, last: int) -> Tensor:
+        if kept is not None:
+            return kept[first:last]
+        assert isinstance(get, ReadsRows)
+        return load_rows(recipe, get, first, last)
+
+    def codes_of(first: int, last: int) -> tuple[SignedCodes, Tensor | None]:
+        """Codes and scales, and the minimums of a format that has them."""
+        number_format, shape = get_format(kind), (last - first, wanted.columns)
+        stored = None
+        if recipe.is_stored:
+            assert isinstance(get, ReadsStored)
+            stored = load_stored(recipe, get, first, last)
+        if not isinstance(number_format, GgmlFormat) or not number_format.has_minimums:
+            if stored is not None:
+                return stored_codes(stored, shape, kind), None
+            return signed_codes(dense_of(first, last), kind), None
+        if stored is not None:
+            encoded = number_format.read(stored.reshape(-1), shape)
+        else:
+            encoded = number_format.quantise(dense_of(first, last))
+        assert encoded.minimums is not None
+        codes, scales = encoded.codes.view(torch.int8), number_format.scales(encoded)
+        return SignedCodes(codes, scales, number_format.block), encoded.minimums.float()
+
+    def read(first: int, last: int, count: int) -> Tensor:
+        if kind in (FP32, BF16, FP16):
+            dense = dense_of(first, last)
+            values = dense if recipe.block_axis == "out" else values_of(dense, recipe)
+            return value_panels(padded(values, (0, 0, 0, count - len(values))), kind)
+        signed, minimums = codes_of(first, last)
+        missing = (0, 0, 0, count - len(signed.codes))
+        codes, scales = padded(signed.codes, missing), padded(signed.scales, missing)
+        signed = SignedCodes(codes, scales, signed.block)
+        least = None if minimums is None else padded(minimums, missing)
+        return code_panels(signed, kind, ", ".join(recipe.names[:4]), minimums=least)
+
+    return read
+
+
+def _super_reader(
+    wanted: Wanted, get: Callable[[str], Tensor]
+) -> Callable[[int, int, int], Tensor]:
+    """A reader of a weight in a file's blocks of 256, as :func:`_reader` gives others."""
+    found, kind = get_format(wanted.kind), wanted.kind
+    assert isinstance(found, GgmlFileFormat) and isinstance(get, ReadsStored)
+
+    def read(first: int, last: int, count: int) -> Tensor:
+        stored = load_stored(wanted.recipe, get, first, last)
+        blocks = found.read(padded(stored, (0, 0, 0, count - len(stored))))
+        return super_panels(blocks, kind, wanted.columns)
+
+    return read
+
+
+def _bias(dense: Tensor, wanted: Wanted) -> Tensor:
+    """A bias in the order of its product's panels."""
+    if not wanted.is_paired:
+        return padded(dense, (0, wanted.num_lanes - len(dense)))
+    half = len(dense) // 2
+    parts = padded(dense.view(2, half), (0, wanted.num_lanes // 2 - half))
+    return parts.view(2, -1, LANES).transpose(0, 1).reshape(-1)
+
+
+def tensor_bytes(recipe: WeightRecipe, kind: str) -> int:
+    """What a weight takes as held; padding that only its product's form asks for is not counted."""
+    if kind == VECTOR:
+        return 4 * math.prod(recipe.shape)
+    return Wanted(recipe, kind).num_bytes

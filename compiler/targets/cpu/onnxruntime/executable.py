@@ -1,0 +1,221 @@
+"""Runs steps on one ONNX Runtime session over contiguous cache slots.
+
+Decode rows run as windows of neighbouring slots; a slot inside a window that is not stepped gets a
+dummy row, whose write behind its last position is overwritten by its next real token; state that
+does not grow is put back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import onnxruntime as ort
+
+from tilewright.compiler.targets.contract.record import NumericContract
+from tilewright.compiler.targets.cpu.onnxruntime.cache import SlotCaches, SlotStates, padded_length
+from tilewright.compiler.targets.cpu.onnxruntime.model_file import OpenModel
+from tilewright.compiler.targets.host.executable import Batch, HostExecutable
+from tilewright.compiler.targets.interface.base import (
+    Capabilities,
+    CompileOptions,
+    MemoryUse,
+    Seat,
+)
+from tilewright.compiler.targets.interface.step import Snapshot
+
+_MAX_GAP = 4
+"""Idle slots a decode window may span: beyond that a second run costs less than dummy rows."""
+_MAX_BINDINGS = 16
+_NUM_SNAPSHOTS = 64
+
+
+@dataclass(slots=True)
+class Window:
+    """A prepared call: ``num_rows`` slots from ``first``, ``length`` tokens each."""
+
+    binding: ort.IOBinding
+    tokens: np.ndarray
+    last_positions: np.ndarray
+    total_length: np.ndarray
+    logit_rows: np.ndarray
+    logits: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class LastDecode:
+    """A decode step whose seats filled one window, in order."""
+
+    seats: tuple[Seat, ...]
+    window: Window
+
+
+class CpuExecutable(HostExecutable):
+    """A compiled model on ONNX Runtime: one session and one graph for both phases."""
+
+    def __init__(
+        self, model: OpenModel, options: CompileOptions, contract: NumericContract
+    ) -> None:
+        super().__init__()
+        self.contract = contract
+        self.capabilities = Capabilities(
+            max_seats=options.max_batch,
+            max_context=options.max_context,
+            num_snapshots=_NUM_SNAPSHOTS if model.states else 0,
+            has_sequence_state=bool(model.states),
+        )
+        self.vocab_size = model.vocab_size
+        self._session = model.session
+        self._weight_bytes = model.weight_bytes
+        length = padded_length(model.caches, options.max_context)
+        self._caches = SlotCaches(model.caches, options.max_batch, length)
+        self._states = SlotStates(model.states, options.max_batch)
+        self._lengths = [0] * options.max_batch
+        self._windows: OrderedDict[tuple[int, int, int, int], Window] = OrderedDict()
+        self._snapshots: dict[Snapshot, tuple[int, list[np.ndarray]]] = {}
+        self._last: LastDecode | None = None
+
+    def forward(self, batch: Batch) -> np.ndarray:
+        logits = self._continue(batch)
+        if logits is None:
+            self._last = None
+            logits = self._decode(batch) if batch.decodes else self._prefill(batch)
+        for seat, end in zip(batch.seats, batch.cu_seqlens[1:].tolist(), strict=True):
+            self._lengths[seat] = int(batch.positions[end - 1]) + 1
+        return logits
+
+    def _continue(self, batch: Batch) -> np.ndarray | None:
+        """The next decode step of the same seats in the same window; None for any other.
+
+        A step reads its weights through every cache, so what the host does between two is slow:
+        here it does as little as it can.
+        """
+        last = self._last
+        if last is None or last.seats is not batch.seats or not batch.decodes:
+            return None
+        last.window.tokens[:, 0] = batch.tokens
+        last.window.last_positions[:] = batch.positions
+        return self._run(last.window)
+
+    def _prefill(self, batch: Batch) -> np.ndarray:
+        seat, num_tokens = batch.seats[0], len(batch.tokens)
+        window = self._window(seat, seat + 1, num_tokens, len(batch.logit_rows))
+        window.tokens[0] = batch.tokens
+        window.last_positions[0] = int(batch.positions[-1])
+        window.logit_rows[:] = batch.logit_rows
+        return self._run(window)
+
+    def _decode(self, batch: Batch) -> np.ndarray:
+        row_of = {int(seat): row for row, seat in enumerate(batch.seats)}
+        tokens, positions = batch.tokens.tolist(), batch.positions.tolist()
+        parts, order = [], []
+        for first, last in plan_windows(sorted(row_of), _MAX_GAP):
+            rows = [row_of.get(seat) for seat in range(first, last)]
+            shown = [at for at, row in enumerate(rows) if row is not None]
+            window = self._window(first, last, 1, len(shown))
+            for at, row in enumerate(rows):
+                window.tokens[at, 0] = 0 if row is None else tokens[row]
+                place = self._lengths[first + at] if row is None else positions[row]
+                window.last_positions[at] = place
+            window.logit_rows[:] = shown
+            idle = self._idle_states(first, rows)
+            parts.append(self._run(window))
+            for slot, pieces in idle.items():
+                self._states.write(slot, pieces)
+            order += [row for row in rows if row is not None]
+        if len(parts) == 1 and rows == order == list(range(len(rows))):
+            self._last = LastDecode(batch.seats, window)
+        if order == sorted(order):
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        logits = np.empty((len(order), self.vocab_size), np.float32)
+        logits[order] = np.concatenate(parts)
+        return logits
+
+    def _idle_states(self, first: int, rows: list[int | None]) -> dict[int, list[np.ndarray]]:
+        """What the sequences of a window's dummy rows keep that does not grow, by slot."""
+        if not self._states.specs:
+            return {}
+        idle = (first + at for at, row in enumerate(rows) if row is None)
+        return {slot: self._states.read(slot) for slot in idle if self._lengths[slot]}
+
+    def _run(self, window: Window) -> np.ndarray:
+        """Run a prepared call; its logits are overwritten when the window runs again."""
+        window.total_length[...] = window.last_positions.max() + 1
+        self._session.run_with_iobinding(window.binding)
+        return window.logits
+
+    def _window(self, first: int, last: int, length: int, num_logits: int) -> Window:
+        """A prepared call; decode reuses the last few, so a step binds nothing anew."""
+        key = (first, last, length, num_logits)
+        if key in self._windows:
+            self._windows.move_to_end(key)
+            return self._windows[key]
+        num_rows = last - first
+        window = Window(
+            binding=self._session.io_binding(),
+            tokens=np.zeros((num_rows, length), dtype=np.int64),
+            last_positions=np.zeros(num_rows, dtype=np.int32),
+            total_length=np.zeros((), dtype=np.int32),
+            logit_rows=np.zeros(num_logits, dtype=np.int64),
+            logits=np.zeros((num_logits, self.vocab_size), dtype=np.float32),
+        )
+        binding = window.binding
+        for name in ("tokens", "last_positions", "total_length", "logit_rows"):
+            array = getattr(window, name)
+            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        logits = window.logits
+        binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        held = (*self._caches.bindings(first, last), *self._states.bindings(first, last))
+        for name, shape, address in held:
+            binding.bind_input(name, "cpu", 0, np.float32, shape, address)
+            binding.bind_output(f"{name}.out", "cpu", 0, np.float32, shape, address)
+        self._windows[key] = window
+        if len(self._windows) > _MAX_BINDINGS:
+            self._windows.popitem(last=False)
+        return window
+
+    def clear_state(self, seat: Seat) -> None:
+        self._last = None
+        if self._lengths[seat]:
+            self._lengths[seat] = 0
+            self._caches.release(seat)
+            self._states.release(seat)
+
+    def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
+        self._caches.copy(source, target, num_positions)
+        self._states.copy(source, target)
+        self._lengths[target] = num_positions
+
+    def save_state(self, seat: Seat, snapshot: Snapshot) -> None:
+        self._snapshots[snapshot] = self.length(seat), self._states.read(seat)
+
+    def load_state(self, seat: Seat, snapshot: Snapshot) -> int:
+        position, pieces = self._snapshots[snapshot]
+        self._states.write(seat, pieces)
+        return position
+
+    def memory(self) -> MemoryUse:
+        num_started = sum(length > 0 for length in self._lengths)
+        state = self._caches.num_bytes(sum(self._lengths)) + num_started * self._states.slot_bytes
+        return MemoryUse(self._weight_bytes, state)
+
+    def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
+        own = num_sequences * self._states.slot_bytes
+        return self._caches.num_bytes(num_positions) + own
+
+    def close(self) -> None:
+        self._windows.clear()
+        self._last = None
+        del self._session, self._caches, self._states
+
+
+def plan_windows(slots: list[int], max_gap: int) -> list[tuple[int, int]]:
+    """Half-open ranges over the sorted ``slots``, none with more than ``max_gap`` idle in a row."""
+    windows: list[tuple[int, int]] = []
+    for slot in slots:
+        if windows and slot - windows[-1][1] <= max_gap:
+            windows[-1] = (windows[-1][0], slot + 1)
+        else:
+            windows.append((slot, slot + 1))
+    return windows

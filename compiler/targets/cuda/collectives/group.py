@@ -1,0 +1,224 @@
+"""A rank's place among the others of a group: how they exchange, and what ends a step whose logits
+are dealt over ranks.
+
+Rank 0 alone draws and answers; the likeliest token is found by all at once, by keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.collectives.exchange import EMPTY, SLOTS, Exchange
+from tilewright.compiler.targets.cuda.kernels.sampling.argmax import best_keys, choose
+from tilewright.distributed.group import LOADING_SECONDS
+from tilewright.distributed.parallel import MOST_GPUS, NCCL, PEERS
+from tilewright.errors import ExchangeError
+
+if TYPE_CHECKING:
+    from tilewright.distributed.peers import Peers as Met
+
+WARMUP_SECONDS = 120.0
+"""How long ranks wait for each other at least until a first step was captured, and while others
+are.
+"""
+
+_NOTE = (
+    "ranks exchange through NCCL ({}): a sum takes some 16 us, not 2.3 (two H200s), and a rank "
+    "that lives but takes no part is missed after {:g} s"
+)
+_PART_BYTES = 8 << 20
+_ROOT = 0
+
+
+class Way(Protocol):
+    """What an exchange goes through."""
+
+    def close(self) -> None:
+        """Free it; no rank may begin another step."""
+
+
+class Group:
+    """All ranks call its methods in the same order. ``sizes``: the columns of the logits that each
+    rank has; none where every rank has them all. ``notes``: what people are told of it.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        sizes: tuple[int, ...],
+        *,
+        way: Way | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.exchange, self.sizes, self.notes, self._way = exchange, sizes, notes, way
+        self.limit_s, self._patience = WARMUP_SECONDS, 0
+        self.rank, self.count = exchange.rank, exchange.count
+        self.first = sum(sizes[: self.rank])
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that draws and answers."""
+        return self.rank == _ROOT
+
+    @contextlib.contextmanager
+    def patiently(self) -> Iterator[None]:
+        """Let ranks wait longer for each other while kernels are compiled and captured."""
+        self._patience += 1
+        self.exchange.set_limit(max(self.limit_s, WARMUP_SECONDS))
+        try:
+            yield
+        finally:
+            self._patience -= 1
+            if not self._patience:
+                self.exchange.set_limit(self.limit_s)
+
+    def check(self) -> None:
+        """Raise what a kernel of this rank reported.
+
+        Raises:
+            ExchangeError: naming the rank that it waited for in vain.
+        """
+        failure = self.exchange.failure()
+        if failure is not None:
+            raise ExchangeError(f"did not answer exchange {failure.index}", failure.peer)
+
+    def take_likeliest(
+        self,
+        tokens: Tensor,
+        why: Tensor,
+        logits: Tensor,
+        *,
+        width: int,
+        end_tokens: Tensor,
+        scratch: Tensor,
+        positions: Tensor | None,
+    ) -> None:
+        """:func:`.kernels.choose.choose` from the first ``width`` columns of all ranks' ``logits``,
+        of which ``[B, V]`` are this one's.
+        """
+        if not self.sizes:
+            logits = logits[:, :width]
+            choose(tokens, why, logits, end_tokens=end_tokens, scratch=scratch, positions=positions)
+        else:
+            own = max(0, min(width - self.first, logits.shape[1]))
+            keys = best_keys(scratch, logits[:, :own])
+            self.exchange.choose_best(
+                tokens, why, keys, end_tokens=end_tokens, first_column=self.first,
+                positions=positions,
+            )  # fmt: skip
+        self.exchange.end_step()
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """On rank 0 the logits ``[R, sum of sizes]`` of all ranks' columns; on the others what lies
+        in their place.
+        """
+        if not self.sizes:
+            return logits
+        num_rows, widest = len(logits), -(-max(self.sizes) // 4) * 4
+        padded = logits
+        if logits.shape[1] < widest or not logits.is_contiguous():
+            padded = logits.new_zeros(num_rows, widest)
+            padded[:, : logits.shape[1]] = logits
+        most = max(1, self.exchange.part_bytes // (4 * widest))
+        parts = []
+        for first in range(0, num_rows, most):
+            rows = padded[first : first + most]
+            found = rows.new_empty(self.count, *rows.shape)
+            self.exchange.deliver(found, rows, senders=-1, receivers=1 << _ROOT)
+            each = [found[rank, :, :size] for rank, size in enumerate(self.sizes)]
+            parts.append(torch.cat(each, 1))
+        self.exchange.end_step()
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def share(self, tokens: Tensor, why: Tensor | None = None) -> None:
+        """Rank 0's ``tokens [R]`` (int64), and ``why [R]`` (uint8), become those of all ranks."""
+        words = torch.zeros(len(tokens), 4, dtype=torch.int32, device=tokens.device)
+        words[:, 0] = tokens
+        if why is not None:
+            words[:, 1] = why
+        found = words.new_empty(self.count, *words.shape)
+        self.exchange.deliver(found, words, senders=1 << _ROOT, receivers=-1)
+        self.exchange.end_step()
+        if not self.leads:
+            tokens.copy_(found[_ROOT, :, 0])
+            if why is not None:
+                why.copy_(found[_ROOT, :, 1])
+
+    def close(self) -> None:
+        """Free what ranks exchange through; no rank may begin another step, and no graph has it."""
+        if self._way is not None:
+            self._way.close()
+
+
+def alone(rank: int, count: int, sizes: tuple[int, ...], device: torch.device) -> Group:
+    """A rank whose own values stand in for those of all others: every kernel runs at its real
+    shape, and only the way between GPUs is missing. What it computes means nothing.
+    """
+    words = SLOTS * count * _PART_BYTES // 4
+    memory = torch.full((words,), EMPTY - 2**32, dtype=torch.int32, device=device)
+    own = memory.data_ptr()
+    # what is meant for a rank lands where that rank's own part is awaited
+    addresses = [own + (each - rank) * _PART_BYTES for each in range(count)]
+    exchange = Exchange(addresses, rank, part_bytes=_PART_BYTES, device=device, kept=memory)
+    return Group(exchange, sizes)
+
+
+def meet(
+    met: Met, sizes: tuple[int, ...], device: torch.device, *, asked: str | None = None
+) -> Group:
+    """Let this rank's GPU and those of the others exchange; all ranks call it.
+
+    Args:
+        asked: one of `EXCHANGES`; None: through each other's memory where GPUs reach it.
+
+    Raises:
+        CompileError: where they do not exchange so.
+    """
+    from tilewright.compiler.targets.cuda.collectives.peer_memory import UnreachedError
+
+    why = f"--exchange {NCCL}"
+    if asked is None and met.size > MOST_GPUS:
+        why = f"{met.size} ranks are more than {MOST_GPUS}"
+    elif asked != NCCL:
+        try:
+            group = _through_memory(met, sizes, device)
+        except UnreachedError as error:
+            if asked == PEERS:
+                raise
+            why = str(error)
+        else:
+            return _limited(group, met)
+    return _limited(_through_nccl(met, sizes, device, why), met)
+
+
+def _through_memory(met: Met, sizes: tuple[int, ...], device: torch.device) -> Group:
+    from tilewright.compiler.targets.cuda.collectives.peer_memory import Peers, check_reached
+
+    check_reached(device, met.all_gather)
+    num_bytes = SLOTS * met.size * _PART_BYTES
+    peers = Peers(met.rank, num_bytes, device, met.all_gather, fill=EMPTY)
+    exchange = Exchange(peers.addresses, met.rank, part_bytes=_PART_BYTES, device=device)
+    met.abort_with(exchange.stop, has_limit=True)
+    return Group(exchange, sizes, way=peers)
+
+
+def _through_nccl(met: Met, sizes: tuple[int, ...], device: torch.device, why: str) -> Group:
+    from tilewright.compiler.targets.cuda.collectives.gathered import GatheredExchange
+    from tilewright.compiler.targets.cuda.collectives.nccl import Nccl
+
+    library = Nccl(met.rank, device, met.all_gather, check=met.check)
+    met.abort_with(library.abort)
+    library.warm_up()
+    exchange = GatheredExchange(library, part_bytes=_PART_BYTES, device=device)
+    return Group(exchange, sizes, way=library, notes=(_NOTE.format(why, LOADING_SECONDS),))
+
+
+def _limited(group: Group, met: Met) -> Group:
+    group.limit_s = met.limit_s
+    group.exchange.set_limit(max(met.limit_s, WARMUP_SECONDS))
+    return group

@@ -1,0 +1,82 @@
+"""``--emit engine``: the file, the configuration that it is created with, and the weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tilewright.compiler.targets.cuda.engine_generator.layers import engine_plan
+from tilewright.compiler.targets.cuda.engine_generator.parts import plan as parts
+from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_plan import HybridPlan
+from tilewright.compiler.targets.cuda.engine_generator.parts.native_plan import NativeChoices
+from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices
+from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
+from tilewright.compiler.targets.host.tensor_files import save_tensors
+from tilewright.compiler.targets.interface.base import Emission
+from tilewright.compiler.targets.program.instructions import Plan
+
+
+def emit_engine(plan: Plan, emission: Emission) -> None:
+    """Write ``engine.py``, ``model_config.json`` and ``weights/model.safetensors``.
+
+    ``emission.settings`` has the ``model_config``.
+
+    Raises:
+        CompileError: for a program that generated engines cannot run.
+    """
+    names, tensors = _tensors_of(plan), {}
+    for done, name in enumerate(names):
+        emission.progress("weights", done, len(names))
+        tensors[name] = emission.get_weight(name).contiguous()
+    is_half = all(each.dtype == torch.float16 for each in tensors.values())
+    dtype = "float16" if is_half else "bfloat16"
+    config = {**emission.settings["model_config"], "torch_dtype": dtype}
+    text = engine_source(plan, config, title=emission.title.partition(",")[0])
+    emission.write("engine.py", text.encode())
+    emission.write("model_config.json", (json.dumps(config, indent=2) + "\n").encode())
+    (emission.folder / "weights").mkdir()
+    save_tensors(tensors, emission.folder / "weights" / "model.safetensors")
+
+
+def engine_source(plan: Plan, config: Mapping[str, Any], *, title: str) -> str:
+    """The text of ``engine.py`` for a ``model_config``, of which ``torch_dtype`` is the weights'.
+
+    Raises:
+        CompileError: for a program that generated engines cannot run.
+    """
+    found, num_layers = engine_plan(plan), config["num_hidden_layers"]
+    return engine_text(found, choices_for(found, config), title=title, num_layers=num_layers)
+
+
+def choices_for(plan: parts.Plan, config: Mapping[str, Any]) -> Choices:
+    """Choose what was measured faster on an H200: products of few rows in CUDA C++ for wide layers,
+    in bfloat16 attention, experts and linear attention too; for narrow ones, whose norms fit into
+    products of several rows, and for mixtures in float16, Triton alone.
+    """
+    if config["hidden_size"] < _WIDE:
+        return Choices()
+    is_mixture = isinstance(plan, HybridPlan)
+    if config["torch_dtype"] != "bfloat16":
+        return Choices() if is_mixture else Choices(products="cuda")
+    native = ("experts", "attention", "delta") if is_mixture else ("attention",)
+    return NativeChoices(products="cuda", native=native)
+
+
+def _tensors_of(plan: Plan) -> list[str]:
+    """Every tensor of the checkpoint that a typed program reads, once, in its order."""
+    found: list[str] = []
+    for each in plan.instructions:
+        convolve = getattr(each, "convolve", None)
+        recipes = [getattr(each, field, None) for field in _WEIGHTS]
+        for recipe in (*recipes, getattr(convolve, "weight", None)):
+            found += () if recipe is None else recipe.names
+    return list(dict.fromkeys(found))
+
+
+_WIDE = 2048
+
+_WEIGHTS = ("table", "norm", "weight", "q_norm", "k_norm", "a_log", "dt_bias")
+"""The fields of instructions that are weights."""

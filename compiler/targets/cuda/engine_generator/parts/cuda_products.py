@@ -1,0 +1,191 @@
+"""`PRODUCTS` on a device: compiled by NVRTC, which torch brings along, once in a process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.engine_generator.parts.cuda_source import PRODUCTS
+from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Bound
+
+STREAMED = "streamed"
+"""The way of a product whose weights stream through shared memory."""
+
+STEP = 128
+SHARED = 227 * 1024
+"""Bytes of shared memory that a block may have."""
+
+UNCUT_TILES = 1024
+"""Tiles of 16 rows from which on a weight's columns are not cut into slices."""
+
+
+class Product(ctypes.Structure):
+    """`Product` of `PRODUCTS`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "x", "norm", "out")),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_outputs", "num_steps", "num_tiles")),
+        *((name, ctypes.c_int) for name in ("num_slices", "epilogue", "norm_is_float")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class Attribute(ctypes.Structure):
+    """A ``CUlaunchAttribute``: what is asked for of a launch."""
+
+    _fields_ = (("kind", ctypes.c_uint64), ("value", ctypes.c_uint * 16))
+
+
+class Launch(ctypes.Structure):
+    """A ``CUlaunchConfig``."""
+
+    _fields_ = (
+        *(("blocks", ctypes.c_uint * 3), ("threads", ctypes.c_uint * 3)),
+        *(("shared", ctypes.c_uint), ("stream", ctypes.c_void_p)),
+        *(("attributes", ctypes.POINTER(Attribute)), ("num_attributes", ctypes.c_uint)),
+    )
+
+
+CLUSTER, CHAINED = 4, 6
+"""Attributes: blocks that reach each other's memory, and placement beside the kernels ahead."""
+
+
+class CudaProducts:
+    """Weights stream past up to 32 rows, on devices that place kernels side by side."""
+
+    def ways(self, each: Bound, num_rows: int) -> tuple[str, ...]:
+        """The one there is, where it is."""
+        weight = each.weight
+        assert weight is not None
+        outputs, columns = weight.shape
+        if not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] < 9:
+            return ()
+        whole = columns % STEP == 0 and (not each.does.swiglu or outputs % 32 == 0)
+        most = 16384 if each.norm is None or num_rows > 1 else 8192
+        fits = whole and num_rows <= 32 and columns <= most and _nvrtc() is not None
+        return (STREAMED,) if fits else ()
+
+    def run(self, of: Any, way: str, each: Bound, x: Tensor, residual: Tensor | None) -> Tensor:
+        """What `Linear` says; ``of``: whose product it is."""
+        weight, norm, swiglu = each.weight, each.norm, each.does.swiglu
+        assert weight is not None
+        if norm is not None and len(x) > 1:
+            x, norm = of.normed(each, x), None
+        width = weight.shape[0] // (2 if swiglu else 1)
+        out = x.new_empty(len(x), width) if residual is None else residual
+        how = {"epilogue": 2 if swiglu else int(residual is not None), "chained": of.chained}
+        cuda_product(out, x, weight, norm, of.settings.eps, **how)
+        return out
+
+
+def cuda_product(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    *,
+    epilogue: int,
+    chained: bool,
+) -> None:
+    """``x weight^T`` to ``out``, added to it, or of gates and ups, by ``epilogue`` 0, 1, 2."""
+    num_tiles, num_steps = -(-weight.shape[0] // 16), weight.shape[1] // STEP
+    num_slices = 1 if num_tiles >= UNCUT_TILES else 8
+    given = Product(
+        *(each if each is None else each.data_ptr() for each in (weight, x, norm, out)),
+        *(len(x), out.shape[1], num_steps, num_tiles, num_slices, epilogue),
+        norm is not None and norm.dtype == torch.float32,
+        eps,
+    )
+    if len(x) == 1:
+        depth = 3 if num_steps <= 54 else 2  # so that two blocks have room beside each other
+        found = torch.cuda.get_device_properties(weight.device)
+        grid = min(num_tiles, 2 * found.multi_processor_count), 1
+        name, threads, shared = f"one_row_{depth}", 256, num_steps * 256 + depth * 32768
+    else:
+        eights, tiles, warps, depth = _shape_of(len(x), num_tiles)
+        grid = -(-num_tiles // (warps * tiles)), num_slices
+        name, threads = f"some_rows_{eights}_{tiles}_{depth}", 32 * warps
+        shared = depth * (eights * 8 * (STEP + 8) * 2 + warps * tiles * 4096)
+    attributes = [Attribute(CHAINED, (1,))] if chained else []
+    attributes += [Attribute(CLUSTER, (1, grid[1], 1))] if grid[1] > 1 else []
+    listed = (Attribute * len(attributes))(*attributes)
+    stream = torch.cuda.current_stream().cuda_stream
+    launch = Launch((*grid, 1), (threads, 1, 1), shared, stream, listed, len(attributes))
+    kernel = _kernels(weight.device.index, weight.dtype)[name]
+    places = (ctypes.c_void_p * 1)(ctypes.addressof(given))
+    _check(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx(ctypes.byref(launch), kernel, places, None))
+
+
+def _shape_of(num_rows: int, num_tiles: int) -> tuple[int, int, int, int]:
+    """Eights of rows, tiles of a warp, warps of a block and steps in flight."""
+    if num_rows > 16:
+        return (4, 2, 7, 3) if num_tiles >= UNCUT_TILES else (4, 1, 6, 2)
+    if num_rows > 8 or num_tiles <= 300:
+        return (2 if num_rows > 8 else 1), 1, 7, 2
+    return 1, 1, 7, 4 if num_tiles >= UNCUT_TILES else 3
+
+
+@functools.cache
+def _kernels(device: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The kernels of `PRODUCTS` for operands of a type, by name, loaded on a device."""
+    made = [line for line in PRODUCTS.splitlines() if line.startswith(("ONE_ROW(", "SOME_ROWS("))]
+    names = [line.lower().replace("(", "_").replace(", ", "_").rstrip(")") for line in made]
+    major, minor = torch.cuda.get_device_capability(device)
+    options = f"-DHALF={int(dtype == torch.float16)}", f"-arch=sm_{major}{minor}"
+    return load_kernels(machine_code("products.cu", PRODUCTS, {}, *options), names, device)
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    """The compiler, or None where there is none; torch for GPUs brings it along."""
+    name = f"libnvrtc.so.{str(torch.version.cuda).partition('.')[0]}"
+    for path in (*Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}"), name):
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(str(path))
+    return None
+
+
+def machine_code(name: str, text: str, headers: Mapping[str, str], *options: str) -> bytes:
+    """Machine code of a source, which may include ``headers``: texts by name."""
+    nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    texts, names, given = (
+        (ctypes.c_char_p * len(each))(*(one.encode() for one in each))
+        for each in (headers.values(), headers, ("--std=c++17", *options))
+    )
+    new = ctypes.byref(program), text.encode(), name.encode(), len(headers), texts, names
+    failed = nvrtc.nvrtcCreateProgram(*new) or nvrtc.nvrtcCompileProgram(program, len(given), given)
+    what = "ProgramLog" if failed else "CUBIN"
+    getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    found = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, found)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    if failed:
+        raise RuntimeError(f"{name}, NVRTC {failed}: {found.value[:500].decode()}")
+    return found.raw
+
+
+def load_kernels(binary: bytes, names: Iterable[str], device: int) -> dict[str, Any]:
+    """Kernels of machine code by name, on a device, with all the shared memory that may be."""
+    driver, module, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), {}
+    torch.cuda.synchronize(device)  # makes the context that the module is loaded into
+    _check(driver.cuModuleLoadData(ctypes.byref(module), binary))
+    for name in names:
+        kernel, fixed = ctypes.c_void_p(), ctypes.c_int()
+        _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()))
+        _check(driver.cuFuncGetAttribute(ctypes.byref(fixed), 1, kernel))  # shared bytes
+        _check(driver.cuFuncSetAttribute(kernel, 8, SHARED - fixed.value))  # most to come
+        found[name] = kernel
+    return found
+
+
+def _check(result: int) -> None:
+    if result:
+        raise RuntimeError(f"CUDA: error {result}")

@@ -1,0 +1,136 @@
+"""The engine: request ids, checks and the contract's three calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.engine_generator.parts.family import FAMILY
+from tilewright.compiler.targets.cuda.engine_generator.parts.settings import (
+    EngineError,
+    Settings,
+)
+from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Executor
+from tilewright.compiler.targets.cuda.engine_generator.parts.weights import load_weights
+
+
+def create_engine(
+    model_config: Mapping[str, Any], weight_dir: str, device: str | torch.device = "cuda"
+) -> Engine:
+    """Load a model and prepare all that its requests will need; its memory goes with the engine.
+
+    Args:
+        model_config: keys as in a Hugging Face Llama's config.json.
+        weight_dir: a folder with ``model.pt``, or another file of weights.
+        device: ``cuda``, ``cuda:N`` or ``cpu``.
+
+    Raises:
+        EngineError: for a configuration or weights that cannot be read, or a device that is not
+            there.
+    """
+    place = read_device(device)
+    settings = FAMILY.read_settings(model_config, place)
+    tensors = load_weights(str(weight_dir), settings)
+    executor = FAMILY.on_gpu if place.type == "cuda" else FAMILY.on_cpu
+    return Engine(executor(tensors, settings, place), settings)
+
+
+def read_device(device: str | torch.device) -> torch.device:
+    """A device by its name; it need not be there."""
+    if not re.fullmatch("(cpu|cuda)(:[1-9]?[0-9])?", str(device)):
+        raise EngineError(f"device {str(device)!r}; allowed: cuda, cuda:N, cpu")
+    return torch.device(device)
+
+
+class Engine:
+    """Requests by id, each with what it remembers. Calls may name any of them in any order."""
+
+    def __init__(self, executor: Executor, settings: Settings) -> None:
+        self._executor, self._settings = executor, settings
+        self._sequences: dict[int, Any] = {}
+
+    @torch.no_grad()
+    def prefill(self, request_ids: Sequence[int], input_ids: Sequence[Tensor]) -> Tensor:
+        """Begin requests, or begin them anew, with whole prompts: logits ``[B, vocab]`` of the last
+        tokens. Other requests are not touched, and none is where the call fails.
+
+        Raises:
+            ValueError: an id that is named twice, a prompt that is empty, too long, or no row of
+                whole numbers.
+        """
+        self._check(request_ids, len(input_ids), "prompts")
+        for request, tokens in zip(request_ids, input_ids, strict=True):
+            self._check_prompt(request, tokens)
+        if not request_ids:
+            return self._no_logits()
+        sequences, logits = self._executor.prefill([tokens.long() for tokens in input_ids])
+        self.remove(request_ids)
+        self._sequences.update(zip(request_ids, sequences, strict=True))
+        return logits
+
+    @torch.no_grad()
+    def decode(self, request_ids: Sequence[int], token_ids: Tensor) -> Tensor:
+        """One more token ``[B]`` for each request: logits ``[B, vocab]`` behind them.
+
+        Raises:
+            KeyError: an id that is not alive.
+            ValueError: an id that is named twice, a token that is none, a request that is full.
+        """
+        sequences = []
+        for request in request_ids:
+            if request not in self._sequences:
+                raise KeyError(f"request {request!r} is not alive; prefill it first")
+            sequences.append(self._sequences[request])
+        self._check(request_ids, len(token_ids), "tokens")
+        self._check_tokens("token_ids", token_ids)
+        for request, sequence in zip(request_ids, sequences, strict=True):
+            if sequence.length >= self._settings.max_positions:
+                raise EngineError(
+                    f"request {request!r} has all {sequence.length} positions that the model allows"
+                )
+        if not sequences:
+            return self._no_logits()
+        return self._executor.decode(sequences, token_ids.long())
+
+    def remove(self, request_ids: Sequence[int]) -> None:
+        """End requests; ids that are not alive are passed over."""
+        for request in request_ids:
+            sequence = self._sequences.pop(request, None)
+            if sequence is not None:
+                self._executor.release(sequence)
+
+    def _no_logits(self) -> Tensor:
+        s, device = self._settings, self._executor.device
+        return torch.empty(0, s.vocab_size, dtype=s.dtype, device=device)
+
+    def _check(self, request_ids: Sequence[int], count: int, what: str) -> None:
+        if len(set(request_ids)) != len(request_ids):
+            twice = next(each for each in request_ids if list(request_ids).count(each) > 1)
+            raise EngineError(f"request {twice!r} is named twice in one call")
+        if count != len(request_ids):
+            raise EngineError(f"{len(request_ids)} requests and {count} {what}")
+
+    def _check_prompt(self, request: int, tokens: Tensor) -> None:
+        what, most = f"the prompt of request {request!r}", self._settings.max_positions
+        self._check_tokens(what, tokens)
+        if not 1 <= len(tokens) <= most:
+            raise EngineError(f"{what} has {len(tokens)} tokens; allowed: 1 to {most}")
+
+    def _check_tokens(self, what: str, tokens: Tensor) -> None:
+        """Their values are looked at where that waits for no device: a GPU reads an id that is no
+        token as zeros.
+        """
+        if tokens.dim() != 1 or tokens.dtype not in (torch.int64, torch.int32):
+            raise EngineError(
+                f"{what}: {tokens.dtype} of shape {list(tokens.shape)}; allowed: int64, one axis"
+            )
+        if tokens.device.type == "cpu" and len(tokens):
+            low, high = (int(each) for each in tokens.aminmax())
+            last = self._settings.vocab_size - 1
+            if low < 0 or high > last:
+                wrong = low if low < 0 else high
+                raise EngineError(f"{what}: token {wrong}; allowed: 0 to {last}")

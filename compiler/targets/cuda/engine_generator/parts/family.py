@@ -1,0 +1,45 @@
+"""What stands for the model of this file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.compiler.targets.cuda.engine_generator.parts.cuda_steps import CudaExecutor
+from tilewright.compiler.targets.cuda.engine_generator.parts.hybrid_reference import (
+    HYBRID_CONFIG,
+    HybridReference,
+)
+from tilewright.compiler.targets.cuda.engine_generator.parts.hybrid_settings import (
+    read_hybrid_settings,
+)
+from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_cuda import HybridCudaExecutor
+from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_torch import HybridTorchExecutor
+from tilewright.compiler.targets.cuda.engine_generator.parts.reference import (
+    SMALL_CONFIG,
+    Reference,
+)
+from tilewright.compiler.targets.cuda.engine_generator.parts.settings import Settings, read_settings
+from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Executor
+from tilewright.compiler.targets.cuda.engine_generator.parts.torch_steps import TorchExecutor
+
+
+@dataclass(frozen=True)
+class Family:
+    """How models of a kind are read, run and checked; ``small_config``: one to check with."""
+
+    read_settings: Callable[[Mapping[str, Any], torch.device], Settings]
+    on_cpu: Callable[..., Executor]
+    on_gpu: Callable[..., Executor]
+    reference: Callable[..., Reference]
+    small_config: Mapping[str, Any]
+
+
+LLAMA = Family(read_settings, TorchExecutor, CudaExecutor, Reference, SMALL_CONFIG)
+HYBRID = Family(
+    read_hybrid_settings, HybridTorchExecutor, HybridCudaExecutor, HybridReference, HYBRID_CONFIG
+)
+FAMILY = LLAMA

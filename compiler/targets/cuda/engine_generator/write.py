@@ -1,0 +1,299 @@
+"""The text of engine.py: a header, then the parts one after another, around a plan.
+
+What no part of the file uses is left out, so that it holds the kernels of its program and no more.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilewright.compiler import __version__
+from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_plan import HybridPlan
+from tilewright.compiler.targets.cuda.engine_generator.parts.native_plan import NativeChoices
+from tilewright.compiler.targets.cuda.engine_generator.parts.native_source import sources
+from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices, Plan
+
+_PARTS = Path(__file__).with_name("parts")
+_SECTIONS = {
+    "plan": "Instructions",
+    "native_plan": "Choices of kernels in CUDA C++",
+    "mixer_plan": "Instructions of experts and of linear attention",
+    "generated": "The plan of this engine, made from the typed program",
+    "settings": "Configuration",
+    "hybrid_settings": "Configuration of experts and of linear attention",
+    "weights": "Weights",
+    "steps": "The walk over the plan",
+    "mixer_steps": "The walk over mixers",
+    "torch_steps": "On a CPU",
+    "mixer_torch": "Mixers on a CPU",
+    "kernels": "Kernels",
+    "triton_products": "Products of few rows",
+    "cuda_source": "Kernels of products of few rows",
+    "cuda_products": "Products of few rows",
+    "mixer_kernels": "Kernels of mixers",
+    "native_source": "Kernels in CUDA C++",
+    "native_cuda": "Kernels in CUDA C++ on a device",
+    "pages": "Memory of requests on a GPU",
+    "launches": "What an instruction launches",
+    "../../kernels/attention/split": "How attention is shared out",
+    "../../kernels/attention/attention": "What attention's kernel is handed",
+    "native_attend": "Attention in CUDA C++",
+    "cuda_steps": "On a GPU",
+    "mixer_cuda": "Mixers on a GPU",
+    "../../kernels/experts/route": "What a router's kernel is handed",
+    "../../kernels/experts/experts": "What kernels of experts are handed",
+    "native_experts": "Experts in CUDA C++",
+    "../../kernels/delta_rule/delta_step": "How linear attention is cut into blocks",
+    "native_delta": "Linear attention in CUDA C++",
+    "engine": "The engine",
+    "reference": "The reference",
+    "hybrid_reference": "The reference with experts and linear attention",
+    "native_family": "On a GPU with kernels in CUDA C++",
+    "family": "The model",
+    "self_test": "The check",
+}
+_NATIVE = {
+    "native_plan": (),
+    "native_source": (),
+    "native_cuda": (),
+    "../../kernels/attention/split": ("choose_share", "num_parts", "SHORT_PAGES", "MOST_SPLITS"),
+    "../../kernels/attention/attention": ("_Attend", "_shared_bytes", "_WARPS"),
+    "native_attend": (),
+    "../../kernels/experts/route": ("RouteArguments",),
+    "../../kernels/experts/experts": ("_Experts", "_Weight"),
+    "native_experts": (),
+    "../../kernels/delta_rule/delta_step": ("_DeltaStep", "columns_of_a_block"),
+    "native_delta": (),
+    "native_family": (),
+}
+"""Sections of files with `NativeChoices` alone; what is taken of modules that are no parts."""
+_PRODUCTS = {"triton": "TritonProducts", "cuda": "CudaProducts"}
+_ROOTS = ("create_engine", "Engine", "main", "PLAN", "CHOICES", "FAMILY")
+_HEADER = '''"""An engine for {title}.
+
+Written by Tilewright {version}, from the typed program of this model: {layers} layers that
+compute what PLAN below says, in its order. It needs torch, and Triton where there is a GPU; nothing
+of Tilewright's.
+
+    engine = create_engine(model_config, weight_dir, device="cuda")   # or "cpu"
+    logits = engine.prefill([7, 8], [tokens_of_7, tokens_of_8])       # [2, vocab]: last tokens'
+    logits = engine.decode([8, 7], torch.tensor([12, 34]))            # one more token each
+    engine.remove([7])
+
+It takes any sizes that a configuration of this form names, computes in float16 (bfloat16 where
+``torch_dtype`` says so) on a GPU and in float32 on a CPU, and rounds where plain torch does. To
+check it against the eager reference at its end:
+
+    python engine.py --self-test [--config model_config.json --weights FOLDER] [--device cpu]
+"""
+
+from __future__ import annotations
+'''
+
+
+def engine_text(plan: Plan, choices: Choices, *, title: str, num_layers: int) -> str:
+    """A whole engine.py. ``title``: what it is an engine for; ``num_layers``: of that model."""
+    texts = {name: (_PARTS / f"{name}.py").read_text(encoding="utf-8") for name in _SECTIONS}
+    if not isinstance(choices, NativeChoices):
+        texts = {name: text for name, text in texts.items() if name not in _NATIVE}
+    bodies = {name: _body(text) for name, text in texts.items()}
+    for name, taken in _NATIVE.items():
+        if taken and name in bodies:
+            kept = _reached([each.text for each in bodies[name]], taken)
+            bodies[name] = [each for each in bodies[name] if each.text in kept]
+    made = f"PLAN = {_literal(plan)}", f"CHOICES = {_literal(choices)}"
+    bodies["generated"] = [_Piece(made[0], 1), _Piece(made[1], 1)]
+    family = "HYBRID" if isinstance(plan, HybridPlan) else "LLAMA"
+    if isinstance(choices, NativeChoices):
+        bodies["native_source"] = [_Piece(_sources_text(choices.native), 1)]
+        bases = ", ".join(_bases(family, choices.native))
+        bodies["native_family"][0] = _with_bases(bodies["native_family"][0], bases)
+        family = f"on_native({family})"
+    bodies["family"][-1] = _Piece(f"FAMILY = {family}", 1)
+    products = f"FEW_ROWS = {_PRODUCTS[choices.products]}()"
+    bodies["launches"] = [
+        _Piece(products, 1) if each.text.startswith("FEW_ROWS") else each
+        for each in bodies["launches"]
+    ]
+    kept = _reached([each.text for body in bodies.values() for each in body])
+    sections = []
+    for name in bodies:
+        body = [each for each in bodies[name] if each.text in kept]
+        if not body:
+            continue
+        note = "" if name == "generated" else _comment(texts[name])
+        sections.append(f"# {'-' * 98}\n# {_SECTIONS[name]}{note}{_joined(body)}")
+    imports = _imports(texts.values(), "\n".join(sections))
+    ending = 'if __name__ == "__main__":\n    sys.exit(main())\n'
+    first, *others = sections
+    header = _HEADER.format(title=title, version=__version__, layers=num_layers)
+    begin = f"{header}\n{imports}\n\n{first}"
+    return "\n\n\n".join((begin, *others, ending))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A definition with its decorators, comments and docstring; ``gap``: empty lines before it."""
+
+    text: str
+    gap: int
+
+
+def _sources_text(native: tuple[str, ...]) -> str:
+    """The sources of some choices as a constant."""
+    found = (f'    "{name}": r"""\n{text}""",\n' for name, text in sources(native).items())
+    return f"SOURCES = {{\n{''.join(found)}}}"
+
+
+def _bases(family: str, native: tuple[str, ...]) -> tuple[str, ...]:
+    """What an executor with the kernels of some choices is made of."""
+    known = {
+        "attention": "NativeAttention",
+        "experts": "NativeExperts",
+        "delta": "NativeDelta",
+    }
+    last = "HybridCudaExecutor" if family == "HYBRID" else "CudaExecutor"
+    return (*(each for name, each in known.items() if name in native), last)
+
+
+def _with_bases(piece: _Piece, bases: str) -> _Piece:
+    """A class with other bases."""
+    return _Piece(re.sub(r"\(.*\)", f"({bases})", piece.text, count=1), piece.gap)
+
+
+def _body(source: str) -> list[_Piece]:
+    """The definitions of a part as they stand."""
+    lines, found = source.splitlines(), list[_Piece]()
+    nodes = ast.parse(source).body
+    for index, node in enumerate(nodes):
+        if isinstance(node, ast.Import | ast.ImportFrom) or (_is_text(node) and index == 0):
+            continue
+        stop = node.end_lineno
+        if _is_text(node):  # what is said of the name above
+            said = "\n".join(lines[node.lineno - 1 : stop])
+            found[-1] = _Piece(f"{found[-1].text}\n{said}", found[-1].gap)
+            continue
+        start = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+        while start > 1 and lines[start - 2].startswith("#"):
+            start -= 1
+        gap = next(n for n in range(3) if n == 2 or lines[start - 2 - n])
+        found.append(_Piece("\n".join(lines[start - 1 : stop]), gap))
+    return found
+
+
+def _joined(body: Iterable[_Piece]) -> str:
+    """Pieces behind a heading, as far apart as they were, or a formatter wants them."""
+    text, was_block = "", True
+    for each in body:
+        is_block = each.text.startswith(("def ", "class ", "@", "async "))
+        gap = 2 if is_block or (was_block and text) else max(each.gap, 1) if not text else each.gap
+        text += "\n" * (gap + 1) + each.text
+        was_block = is_block
+    return text
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _reached(texts: Iterable[str], roots: Iterable[str] = _ROOTS) -> set[str]:
+    """The definitions that the roots use, directly or not."""
+    by_name: dict[str, list[str]] = {}
+    for text in texts:
+        for name in _defined(ast.parse(text).body):
+            by_name.setdefault(name, []).append(text)
+    kept: set[str] = set()
+    waiting = [text for root in roots for text in by_name[root]]
+    while waiting:
+        text = waiting.pop()
+        if text not in kept:
+            kept.add(text)
+            waiting += [other for name in _read(text) for other in by_name.get(name, [])]
+    return kept
+
+
+def _defined(body: Iterable[ast.stmt]) -> set[str]:
+    """Names that statements bind at the top of a file."""
+    found: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Try):
+            found |= _defined([*node.body, *(each for h in node.handlers for each in h.body)])
+        elif isinstance(node, ast.Import):
+            found |= {alias.asname or alias.name for alias in node.names}
+        else:
+            inside = (each for each in ast.walk(node) if isinstance(each, ast.comprehension))
+            own = {id(x) for each in inside for x in ast.walk(each.target)}
+            names = (each for each in ast.walk(node) if isinstance(each, ast.Name))
+            stored = (each for each in names if isinstance(each.ctx, ast.Store))
+            found |= {each.id for each in stored if id(each) not in own}
+    return found
+
+
+def _read(text: str) -> set[str]:
+    """Every name that stands in a definition, annotations included."""
+    return {each.id for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Name)}
+
+
+def _comment(source: str) -> str:
+    """What a part's docstring says, as a comment under its heading."""
+    said = ast.get_docstring(ast.parse(source)) or ""
+    return "\n" + "\n".join(f"# {line}".rstrip() for line in said.splitlines())
+
+
+def _imports(sources: Iterable[str], text: str) -> str:
+    """The imports of the parts that the text uses, standard ones first."""
+    used = {each.id for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Name)}
+    plain, members = set(), dict[str, set[str]]()
+    for source in sources:
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.Import):
+                plain |= {_import_line(each) for each in node.names if _bound(each) in used}
+            elif isinstance(node, ast.ImportFrom) and not str(node.module).startswith("tilewright"):
+                names = {each.name for each in node.names if each.name in used}
+                members.setdefault(str(node.module), set()).update(names)
+    plain.add("import sys")
+    members = {name: found for name, found in members.items() if found and name != "__future__"}
+    lines = [*sorted(plain), *(f"from {m} import {', '.join(sorted(members[m]))}" for m in members)]
+    theirs = sorted((x for x in lines if x.split()[1].startswith("torch")), key=_import_order)
+    ours = sorted((x for x in lines if x not in theirs), key=_import_order)
+    return "\n".join((*ours, "", *theirs))
+
+
+def _import_order(line: str) -> tuple[bool, str]:
+    return line.startswith("from"), line
+
+
+def _import_line(alias: ast.alias) -> str:
+    return f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
+
+
+def _bound(alias: ast.alias) -> str:
+    return alias.asname or alias.name.partition(".")[0]
+
+
+def _literal(value: Any, indent: int = 0) -> str:
+    """A dataclass, or a tuple of them, as Python source; fields at their defaults are left out."""
+    if dataclasses.is_dataclass(value):
+        given = [
+            f"{each.name}={_literal(getattr(value, each.name), indent + 4)}"
+            for each in dataclasses.fields(value)
+            if getattr(value, each.name) != each.default
+        ]
+        start, items, end = f"{type(value).__name__}(", given, ")"
+    elif isinstance(value, tuple):
+        start, items, end = "(", [_literal(each, indent + 4) for each in value], ")"
+    else:
+        return repr(value).replace("'", '"')
+    short = start + ", ".join(items) + ("," if start == "(" and len(items) == 1 else "") + end
+    if len(short) + indent < 88 and "\n" not in short:
+        return short
+    inner = " " * (indent + 4)
+    return start + "".join(f"\n{inner}{each}," for each in items) + "\n" + " " * indent + end

@@ -1,0 +1,115 @@
+"""The captured steps of an executable: which takes so many rows, made when first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from tilewright.compiler.targets.cuda.graphs.capture import DecodeBucket, PromptBucket
+from tilewright.compiler.targets.cuda.graphs.mixed_graphs import BatchBucket, Passes
+from tilewright.compiler.targets.cuda.kernels.sampling.mask_logits import forbid
+from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
+from tilewright.compiler.targets.cuda.state.token_batch import Rows
+from tilewright.compiler.targets.cuda.steps.run import Steps
+from tilewright.compiler.targets.interface.token_masks import num_words
+
+
+class Buckets:
+    """Decode steps of ``rows``, prompts of ``tokens``, up to ``most_pieces`` of several in one of
+    ``passes``, by how many tokens are chosen: ascending sizes, padding included.
+
+    ``table`` and ``num_choosable`` say how wide the choices are that go with them. What ranks agree
+    on when they meet is asked for when it is captured.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        *,
+        rows: Sequence[int],
+        tokens: Sequence[int],
+        num_choosable: Callable[[], int],
+        table: SeatTable,
+        passes: Callable[[], Passes] = lambda: (),
+        most_pieces: Callable[[], int] = lambda: 1,
+    ) -> None:
+        self.rows, self.tokens = tuple(rows), tuple(tokens)
+        self._table, self._passes, self._most_pieces = table, passes, most_pieces
+        self._steps, self._num_choosable = steps, num_choosable
+        is_gpu = steps.device.type == "cuda"
+        self._pool: Any = torch.cuda.graph_pool_handle() if is_gpu else None
+        self.decodes: dict[int, DecodeBucket] = {}
+        self.prompts: dict[int, PromptBucket] = {}
+        self.batches: dict[int, BatchBucket] = {}
+
+    def decode(self, num_rows: int) -> DecodeBucket:
+        """The smallest bucket for so many rows."""
+        size = next(size for size in self.rows if size >= num_rows)
+        if size not in self.decodes:
+            how = self._num_choosable(), self._table.num_ends, self._pool
+            self.decodes[size] = DecodeBucket(self._steps, size, *how)
+        return self.decodes[size]
+
+    def prompt(self, num_tokens: int) -> PromptBucket:
+        """The smallest bucket for so many tokens of a prompt."""
+        size = next(size for size in self.tokens if size >= num_tokens)
+        if size not in self.prompts:
+            how = size, self._num_choosable(), self._pool
+            self.prompts[size] = PromptBucket(self._steps, self._table, *how)
+        return self.prompts[size]
+
+    def batch(self, num_tokens: int, num_choices: int) -> tuple[BatchBucket, int] | None:
+        """The smallest bucket for pieces of so many tokens, of which so many tokens are chosen with
+        those of rows that ride along, and its captured number of tokens; None where none is so
+        large.
+        """
+        for width, _ in self._passes():
+            if width >= num_choices:
+                bucket = self._batch(width)
+                size = bucket.size_for(num_tokens)
+                if size is not None:
+                    return bucket, size
+        return None
+
+    def _batch(self, width: int) -> BatchBucket:
+        if width not in self.batches:
+            what = width, dict(self._passes())[width], self._most_pieces()
+            how = self._num_choosable(), self._pool
+            self.batches[width] = BatchBucket(self._steps, self._table, *what, *how)
+        return self.batches[width]
+
+    def prepare(self, longest: int, *, runs_long: bool) -> None:
+        """Capture all that steps may run, prompts of up to ``longest`` tokens among them, in every
+        bucket, while nobody is seated; ``runs_long``: prompts that are too long to be captured run
+        once, so that their kernels are there.
+        """
+        found: list[tuple[int, Callable[[], BatchBucket | PromptBucket]]] = []
+        for width, sizes in self._passes():
+            found.append((width + sizes[-1], partial(self._batch, width)))
+        for less, size in pairwise((0, *self.tokens)):
+            if less < longest:
+                found.append((size, partial(self.prompt, size)))
+        for _, make in sorted(found, key=itemgetter(0), reverse=True):
+            make().prepare()  # the largest first: the others run in its memory
+        for size in self.rows:
+            self.decode(size).prepare()
+        self._prepare_masks()
+        device, size = self._steps.device, self.tokens[-1]
+        last = torch.zeros(1, dtype=torch.int64).to(device)
+        while runs_long and size < longest:
+            size = min(2 * size, longest)
+            rows = Rows.padding(size, device)
+            for from_start in {False, self._steps.attention.begins_otherwise(size)}:
+                self._steps.prefill(rows, logit_rows=last, from_start=from_start)
+
+    def _prepare_masks(self) -> None:
+        """Run what takes tokens out of logits, so that its kernel is there."""
+        device, width = self._steps.device, self._num_choosable()
+        logits, row = torch.zeros(1, width), torch.zeros(1, dtype=torch.int64)
+        words = torch.zeros(1, num_words(width), dtype=torch.int32)
+        forbid(logits.to(device), row.to(device), words.to(device), width=width)

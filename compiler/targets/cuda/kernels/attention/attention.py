@@ -1,0 +1,252 @@
+"""attention.cu on the device: decode attention of bf16 and bfp8 pages at the usual head sizes.
+
+Knows how a launch is made of a share, and nothing of where its operands come from.
+Legend: B rows, H query heads, G key/value heads, D head size, S slots, M pages of a slot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from tilewright.compiler.targets.cuda.kernels.attention.decode_triton import Scratch
+from tilewright.compiler.targets.cuda.kernels.attention.split import (
+    CLUSTER_SPLITS,
+    FEW_PAGES,
+    MOST_SPLITS,
+    SHORT_PAGES,
+    Share,
+    Spread,
+    choose_share,
+    num_parts,
+)
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.common.launch import LOG2_E
+from tilewright.compiler.targets.cuda.state.pages import KVPages
+
+HEAD_DIMS = (64, 96, 128, 256)
+MAX_GROUP_HEADS = 16
+"""Query heads of a key/value head, at most."""
+
+MOST_FEW_HEADS = 8
+"""Query heads of a key/value head, at most, of few rows that clusters of sixteen blocks take."""
+
+_WARPS = 4
+_TEAMS = 8
+
+
+class _Attend(ctypes.Structure):
+    """`Attend` of attention.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qkv", "out", "positions", "slots", "tables")),
+        *((name, ctypes.c_void_p) for name in ("inv_freq", "values", "exponents")),
+        *((name, ctypes.c_void_p) for name in ("partial", "peaks", "totals", "arrived")),
+        *((name, ctypes.c_int) for name in ("table_width", "out_stride", "group_heads")),
+        *((name, ctypes.c_int) for name in ("num_kv_heads", "half", "window", "interleaved")),
+        *((name, ctypes.c_int) for name in ("early", "num_groups", "num_joined")),
+        *((name, ctypes.c_int) for name in ("group_splits", "short_pages")),
+        ("scale", ctypes.c_float),
+    )
+
+
+_FEW_NAMES = tuple(f"attend_few_{kind}_{d}" for kind in ("bf16", "bfp8") for d in FEW_PAGES)
+SOURCE = nvrtc.Source(
+    Path(__file__).with_name("attention.cu"),
+    tuple(
+        f"{way}_{kind}_{d}_{n}"
+        for way in ("attend", "walk")
+        for kind in ("bf16", "bfp8")
+        for d in HEAD_DIMS
+        for n in (1, 2)
+    )
+    + _FEW_NAMES,
+    headers=(
+        "primitives.cuh",
+        "attention_primitives.cuh",
+        "attention_pages.cuh",
+        "attention_bfp8.cuh",
+        "attention_tiles.cuh",
+        "attention_few.cuh",
+    ),
+    structures=(("Attend", _Attend),),
+    large_clusters=_FEW_NAMES,
+)
+
+
+def why_not(pages: KVPages, *, num_heads: int, num_frequencies: int) -> str:
+    """Why attention.cu cannot take such pages and heads; empty where it can."""
+    if pages.values.dtype not in (torch.bfloat16, torch.int8):
+        return f"pages of {pages.values.dtype}"
+    if pages.head_dim not in HEAD_DIMS:
+        return f"head size {pages.head_dim}"
+    if num_heads > MAX_GROUP_HEADS * pages.num_kv_heads:
+        return f"{num_heads} heads over {pages.num_kv_heads} of keys and values"
+    if num_frequencies % 4:
+        return f"{num_frequencies} frequencies of rotation"
+    return nvrtc.why_not(pages.values.device, SOURCE)
+
+
+def attend_decode(
+    pages: KVPages,
+    qkv: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    block_tables: torch.Tensor,
+    inv_freq: torch.Tensor,
+    num_heads: int,
+    scale: float,
+    window: int = 0,
+    interleaved: bool = False,
+    scratch: Scratch,
+    early: bool = False,
+    share: Share | Spread | None = None,
+) -> None:
+    """What :func:`targets.cuda.kernels.attention_decode.attend_decode` does, with the same
+    arguments, where :func:`why_not` has no objection; ``out`` is bf16, its rows 8-byte aligned.
+    Products over bfp8 are of float16, where blocks 2^20 times smaller than others nearby are 0.
+    A :class:`Spread` that there is no room for becomes a :class:`Share`, of which bits are equal.
+    """
+    num_rows, heads = qkv.shape[0], num_heads // pages.num_kv_heads
+    if share is None or (isinstance(share, Spread) and not _fits(share, pages, num_rows, heads)):
+        # A spread of one group is of rows that reach no more pages, whatever their table has.
+        num_pages = SHORT_PAGES if share and share.num_groups == 1 else block_tables.shape[1]
+        share = choose_share(num_rows, pages.num_kv_heads, num_pages, pages.head_dim)
+    _check_operands(pages, qkv, out, (positions, slots, block_tables), inv_freq)
+    parts = num_rows * num_heads * share.num_groups if share.num_groups > 1 else 0
+    assert scratch.peaks.numel() >= parts and scratch.partial.numel() >= parts * pages.head_dim
+    arguments = _Attend(
+        **_page_arguments(pages, block_tables),
+        qkv=qkv.data_ptr(),
+        out=out.data_ptr(),
+        positions=positions.data_ptr(),
+        slots=slots.data_ptr(),
+        **_rotation(inv_freq, interleaved),
+        partial=scratch.partial.data_ptr(),
+        peaks=scratch.peaks.data_ptr(),
+        totals=scratch.totals.data_ptr(),
+        arrived=scratch.arrived.data_ptr(),
+        out_stride=out.stride(0),
+        group_heads=heads,
+        window=window,
+        early=early,
+        **_splits(share),
+        scale=scale * LOG2_E,
+    )
+    _launch(pages, arguments, num_rows, share)
+
+
+def _splits(share: Share | Spread) -> dict[str, int]:
+    names = "num_groups", "num_joined", "group_splits"
+    return {name: getattr(share, name) for name in names} | {"short_pages": SHORT_PAGES}
+
+
+def _page_arguments(pages: KVPages, block_tables: torch.Tensor) -> dict[str, int]:
+    return {
+        "values": pages.values.data_ptr(),
+        "exponents": 0 if pages.exponents is None else pages.exponents.data_ptr(),
+        "num_kv_heads": pages.num_kv_heads,
+        "tables": block_tables.data_ptr(),
+        "table_width": block_tables.shape[1],
+    }
+
+
+def _rotation(inv_freq: torch.Tensor, interleaved: bool) -> dict[str, int]:
+    return {
+        "inv_freq": inv_freq.data_ptr(),
+        "half": inv_freq.shape[0],
+        "interleaved": interleaved,
+    }
+
+
+def _launch(pages: KVPages, arguments: _Attend, num_rows: int, share: Share | Spread) -> None:
+    """The kernel of these pages and so many heads, its splits shared out so."""
+    if isinstance(share, Spread):
+        at = _spread_launch(share, pages, num_rows)
+        nvrtc.launch(SOURCE, _few_name(pages), at=at, arguments=arguments)
+        return
+    way = "attend" if share.num_begun == share.num_groups else "walk"
+    kind = _kind(pages)
+    heads = arguments.group_heads
+    nvrtc.launch(
+        SOURCE,
+        f"{way}_{kind}_{pages.head_dim}_{1 if heads <= 8 else 2}",
+        at=nvrtc.Launch(
+            blocks=(share.num_joined, num_rows, pages.num_kv_heads * share.num_begun),
+            num_threads=32 * _WARPS * num_parts(pages.head_dim),
+            shared=_shared_bytes(pages.head_dim, heads, share.group_splits),
+            cluster=(share.num_joined, 1, 1),
+        ),
+        arguments=arguments,
+    )
+
+
+def _kind(pages: KVPages) -> str:
+    return "bf16" if pages.exponents is None else "bfp8"
+
+
+def _few_name(pages: KVPages) -> str:
+    return f"attend_few_{_kind(pages)}_{pages.head_dim}"
+
+
+def _spread_launch(share: Spread, pages: KVPages, num_rows: int) -> nvrtc.Launch:
+    most_splits = MOST_SPLITS if share.num_groups == 1 else CLUSTER_SPLITS
+    return nvrtc.Launch(
+        blocks=(Spread.num_joined, num_rows, pages.num_kv_heads * share.num_clusters),
+        num_threads=32 * _TEAMS * num_parts(pages.head_dim),
+        shared=_few_bytes(pages.head_dim, most_splits),
+        cluster=(Spread.num_joined, 1, 1),
+    )
+
+
+def _fits(share: Spread, pages: KVPages, num_rows: int, group_heads: int) -> bool:
+    """Whether the kernel has so many heads, and the GPU works all rows at once."""
+    if group_heads > MOST_FEW_HEADS or pages.head_dim not in FEW_PAGES:
+        return False
+    at = _spread_launch(share, pages, 1)
+    room = nvrtc.clusters_at_once(SOURCE, _few_name(pages), at, torch.cuda.current_device())
+    return num_rows * pages.num_kv_heads * share.num_clusters <= room
+
+
+def _check_operands(
+    pages: KVPages,
+    qkv: torch.Tensor,
+    out: torch.Tensor,
+    where: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    inv_freq: torch.Tensor,
+) -> None:
+    """What the kernel takes for granted; ``where``: positions, slots and tables."""
+    positions, slots, block_tables = where
+    assert positions.dtype == slots.dtype == torch.int64
+    assert pages.values.is_contiguous() and block_tables.is_contiguous() and qkv.is_contiguous()
+    assert pages.exponents is None or pages.exponents.is_contiguous()
+    assert qkv.dtype == inv_freq.dtype == torch.float32 and out.dtype == torch.bfloat16
+    assert block_tables.dtype == torch.int32 and 2 * inv_freq.shape[0] <= pages.head_dim
+    assert qkv.data_ptr() % 16 == 0 and pages.values.data_ptr() % 16 == 0
+    assert out.stride(1) == 1 and out.stride(0) % 4 == 0 and out.data_ptr() % 8 == 0
+
+
+def _few_bytes(head_dim: int, num_splits: int) -> int:
+    """`FewShared` of attention_few.cuh, with some to spare; behind it what the cluster sends."""
+    parts = num_parts(head_dim)
+    token = 12 * head_dim + 8 * (2 * head_dim + 64) + 48 * parts
+    traded = 512 * (_TEAMS * parts if parts > 1 else 1)
+    left = _TEAMS * (32 + 512 + 64) + CLUSTER_SPLITS * 64
+    return token + traded + left + 64 + num_splits * _WARPS * (64 + 2 * head_dim)
+
+
+def _shared_bytes(head_dim: int, group_heads: int, num_splits: int) -> int:
+    """`Shared` of attention.cu, with some to spare, and behind it the scores that two warps trade
+    and the sums of warps, of a turn's heads, and of splits.
+    """
+    eights, parts = 1 if group_heads <= 8 else 2, num_parts(head_dim)
+    queries = eights * 8 * (2 * head_dim + 64)
+    stats = (_WARPS * parts + MOST_SPLITS) * eights * 8 * 8 + parts * eights * 8 * 4
+    scores = 2 * _WARPS * parts * eights * 32 * 16 if parts > 1 else 0
+    fixed = 8 * head_dim + queries + 4 * head_dim + 16 * parts + stats + 64 + scores
+    of_a_turn = -(-group_heads // parts)
+    return fixed + (_WARPS * of_a_turn + num_splits * group_heads) * head_dim * 4

@@ -1,0 +1,192 @@
+"""What the kernels over the paged cache share: rotation, rounding to a page, reading a page.
+
+Legend: R rows of a tile, L positions of a page, D head size, E its block (a power of two).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.compiler.formats.block_float import BLOCK_SIZE
+from tilewright.compiler.targets.cuda.kernels.common.launch import block_of
+from tilewright.compiler.targets.cuda.state.pages import KVPages
+
+
+def page_arguments(pages: KVPages, block_tables: torch.Tensor) -> dict[str, Any]:
+    """The arguments by which a kernel that takes pages knows them.
+
+    ``values`` and ``exponents`` (the values again where there are none), ``tables``, the width of
+    a table, and the constants ``G``, ``D``, ``E`` and ``BFP8``.
+    """
+    assert pages.values.is_contiguous() and block_tables.is_contiguous()
+    assert block_tables.dtype == torch.int32, block_tables.dtype
+    bfp8 = pages.exponents is not None
+    return {
+        "values": pages.values,
+        "exponents": pages.exponents if bfp8 else pages.values,
+        "tables": block_tables,
+        "table_width": block_tables.shape[1],
+        "G": pages.num_kv_heads,
+        "D": pages.head_dim,
+        "E": block_of(pages.head_dim, least=BLOCK_SIZE),
+        "BFP8": bfp8,
+    }
+
+
+@triton.jit
+def cos_sin(angle):
+    """Cosine and sine of an fp32 angle, within 1e-7 for angles to 2 ** 30.
+
+    The reduction to an eighth of a turn is in fp64, so there is no slow path for large angles.
+    """
+    wide = angle.to(tl.float64)
+    quarter = tl.floor(wide * 0.6366197723675814 + 0.5)
+    r = (wide - quarter * 1.5707963267948966).to(tl.float32)
+    square = r * r
+    sin = square * (1.0 / 362880) - 1.0 / 5040
+    sin = (sin * square + 1.0 / 120) * square - 1.0 / 6
+    sin = r + r * square * sin
+    cos = square * (1.0 / 40320) - 1.0 / 720
+    cos = (cos * square + 1.0 / 24) * square - 0.5
+    cos = 1.0 + square * cos
+    turn = quarter.to(tl.int32) & 3
+    swapped = (turn & 1) == 1
+    new_cos = tl.where(swapped, sin, cos)
+    new_sin = tl.where(swapped, cos, sin)
+    new_cos = tl.where((turn == 1) | (turn == 2), -new_cos, new_cos)
+    return new_cos, tl.where(turn >= 2, -new_sin, new_sin)
+
+
+@triton.jit
+def channel_partners(HALF: tl.constexpr, E: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """``[E]`` of each channel: its frequency's index, the channel it is rotated with, and whether
+    it is the second of the pair. Channels from 2 HALF on are not rotated and partner themselves.
+    """
+    d = tl.arange(0, E)
+    if INTERLEAVED:
+        frequency = d // 2
+        second = (d & 1) == 1
+        partner = tl.where(second, d - 1, d + 1)
+    else:
+        second = d >= HALF
+        frequency = tl.where(second, d - HALF, d)
+        partner = tl.where(second, d - HALF, d + HALF)
+    return frequency, tl.where(d < 2 * HALF, partner, d), second
+
+
+@triton.jit
+def turn_of(position, frequencies, second):
+    """Cosine and signed sine ``[E]`` at a position; frequency 0 leaves a channel as it is."""
+    cos, sin = cos_sin(position.to(tl.float32) * frequencies)
+    return cos, tl.where(second, sin, -sin)
+
+
+@triton.jit
+def round_blocks(x, R: tl.constexpr, E: tl.constexpr):
+    """fp32 ``[R, E]`` as bfp8: int32 mantissas ``[R, E / 16, 16]``, exponents ``[R, E / 16, 1]``.
+
+    The rounding of formats: the block's largest exponent, bits that the alignment shifts
+    out lost, then to nearest even; saturates at 127; denormals are 0.
+    """
+    bits = tl.reshape(x, [R, E // 16, 16]).to(tl.int32, bitcast=True)
+    own = (bits >> 23) & 0xFF
+    shared = tl.max(own, 2, keep_dims=True)
+    magnitudes = tl.where(own == 0, 0, (bits & 0x7FFFFF) | 0x800000)
+    magnitudes = magnitudes >> tl.minimum(shared - own, 31)
+    magnitudes = (magnitudes + ((magnitudes >> 17) & 1) + 0xFFFF) >> 17
+    magnitudes = tl.minimum(magnitudes, 127)
+    return tl.where(bits < 0, -magnitudes, magnitudes), shared
+
+
+@triton.jit
+def exact_values(mantissas, shared):
+    """fp32 of int32 mantissas and exponents; 0 where the value would be denormal."""
+    bits = mantissas.to(tl.float32).to(tl.int32, bitcast=True)
+    offset = shared - 133
+    is_zero = (mantissas == 0) | (((bits >> 23) & 0xFF) + offset < 1)
+    return tl.where(is_zero, 0, bits + (offset << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_rows(
+    values, exponents, x, rows, keep,
+    R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BFP8: tl.constexpr,
+):  # fmt: skip
+    """Write fp32 ``x [R, E]`` (0 from channel D on) to the pages' rows ``rows [R]`` int64 where
+    ``keep [R]``; return it in fp32 as the cache holds it.
+    """
+    d = tl.arange(0, E)
+    BLOCKS: tl.constexpr = (D + 15) // 16
+    here = rows[:, None] * D + d[None, :]
+    if BFP8:
+        mantissas, shared = round_blocks(x, R, E)
+        block = tl.arange(0, E // 16)[None, :, None]
+        own = (rows * BLOCKS)[:, None, None] + block
+        tl.store(exponents + own, shared.to(tl.uint8), mask=keep[:, None, None] & (block < BLOCKS))
+        held = tl.reshape(exact_values(mantissas, shared), [R, E])
+        flat = tl.reshape(mantissas, [R, E]).to(tl.int8)
+        tl.store(values + here, flat, mask=keep[:, None] & (d < D)[None, :])
+    else:
+        rounded = x.to(values.dtype.element_ty)
+        tl.store(values + here, rounded, mask=keep[:, None] & (d < D)[None, :])
+        held = rounded.to(tl.float32)
+    return held
+
+
+@triton.jit
+def load_tile(
+    values, exponents, row, valid,
+    L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BFP8: tl.constexpr,
+):  # fmt: skip
+    """A page's rows from ``row`` as they lie in memory, zeros where not ``valid [L]``, to be given
+    to :func:`tile_values`: values ``[L, E]``, or mantissas ``[L, E / 16, 16]`` and exponents.
+    """
+    position = tl.arange(0, L)
+    if BFP8:
+        BLOCKS: tl.constexpr = (D + 15) // 16
+        block = tl.arange(0, E // 16)[None, :, None]
+        d = block * 16 + tl.arange(0, 16)[None, None, :]
+        inside = valid[:, None, None] & (d < D)
+        here = values + row * D + (position[:, None, None] * D + d)
+        tile = tl.load(here, mask=inside, other=0)
+        own = exponents + row * BLOCKS + (position[:, None, None] * BLOCKS + block)
+        shared = tl.load(own, mask=valid[:, None, None] & (block < BLOCKS), other=0)
+    else:
+        d = tl.arange(0, E)[None, :]
+        here = values + row * D + (position[:, None] * D + d)
+        tile = tl.load(here, mask=valid[:, None] & (d < D), other=0.0)
+        shared = tl.zeros([1], tl.uint8)
+    return tile, shared
+
+
+@triton.jit
+def tile_values(
+    tile, shared, L: tl.constexpr, E: tl.constexpr, BFP8: tl.constexpr, CHAINED: tl.constexpr
+):
+    """``[L, E]`` of what :func:`load_tile` read: the pages' type, or bf16 of bfp8, exact but for
+    blocks of exponent under 7 (values under 2 ** -119), which a GPU reads as 0.
+    """
+    if BFP8:
+        shared = shared.to(tl.int32)
+        if CHAINED:
+            # One conversion and one product of bf16; the interpreter knows no such arithmetic.
+            power = (tl.maximum(shared - 6, 0) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+            held = tile.to(tl.bfloat16) * power
+        else:
+            held = exact_values(tile.to(tl.int32), shared).to(tl.bfloat16)
+        tile = tl.reshape(held, [L, E])
+    return tile
+
+
+@triton.jit
+def product(a, b, sums, CHAINED: tl.constexpr):
+    """``sums + a @ b`` in fp32; bf16 factors are widened for Triton's interpreter, which takes them
+    for bits, and exact either way.
+    """
+    if not CHAINED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, sums, input_precision="ieee")

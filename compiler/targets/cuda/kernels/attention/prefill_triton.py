@@ -1,0 +1,276 @@
+"""Attention of one sequence's new tokens over its pages, which hold their keys and values already.
+
+Legend: T tokens, H query heads, G key/value heads, D head size, S slots, M pages of a slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.compiler.targets.cuda.kernels.attention.kv_cache import (
+    load_tile,
+    page_arguments,
+    product,
+    tile_values,
+)
+from tilewright.compiler.targets.cuda.kernels.common.launch import (
+    LOG2_E,
+    chained,
+    release_dependents,
+    wait_for_inputs,
+)
+from tilewright.compiler.targets.cuda.state.pages import PAGE, KVPages
+
+# A score that no real one is below; finite, so that a row that has seen nothing yet is no NaN.
+HIDDEN = tl.constexpr(-1.0e30)
+# Pages with hidden keys and pages without would be fused differently, and round differently.
+_FUSES = False
+
+_FEW_TOKENS = 512  # of a prompt that more, smaller programs take
+
+SPLITS = 8
+"""Programs that share a block's context where there is room for what they leave."""
+
+SPLIT_TOKENS = 256
+"""Tokens of a launch that there is such room for: of more, blocks are enough for the device."""
+
+SPLIT_PAGES = 32
+"""Pages of context that one program walks through before others take a part."""
+
+_SPLIT_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Where programs that share a block's context leave what the last of them combines.
+
+    ``partial`` fp32 ``[blocks, H, splits, 64, D]`` flat: sums of values by their weights; ``peaks``
+    and ``totals`` fp32, without D: the largest score, base 2, and the sum of weights; ``arrived``
+    int32 ``[blocks, H]`` flat: zeros between launches.
+    """
+
+    partial: torch.Tensor
+    peaks: torch.Tensor
+    totals: torch.Tensor
+    arrived: torch.Tensor
+
+    @classmethod
+    def empty(cls, num_heads: int, head_dim: int, device: torch.device) -> Scratch:
+        """Room for launches of up to `SPLIT_TOKENS` tokens, which share it one after another."""
+        blocks = SPLIT_TOKENS // _SPLIT_ROWS * num_heads
+        rows = blocks * SPLITS * _SPLIT_ROWS
+        return cls(
+            torch.empty(rows * head_dim, device=device),
+            torch.empty(rows, device=device),
+            torch.empty(rows, device=device),
+            torch.zeros(blocks, dtype=torch.int32, device=device),
+        )
+
+
+@triton.jit
+def _add_pages(
+    peak, total, acc, q, position, first, stop, newest, oldest,
+    values, exponents, table, g, scale, MASKED: tl.constexpr, WINDOW: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, L: tl.constexpr, BFP8: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The running softmax (base 2) of ``q [R, E]`` with the pages ``first .. stop`` added.
+
+    ``MASKED``: keys after a row's position or before its window are hidden, and none before
+    ``oldest`` or after ``newest`` are read.
+    """
+    for page in range(first, stop):
+        number = tl.load(table + page).to(tl.int64)
+        row = (number * 2 * G + g) * L
+        at = page * L + tl.arange(0, L)
+        valid = tl.full([L], True, tl.int1)
+        if MASKED:
+            valid = (at <= newest) & (at >= oldest)
+        k, k_shared = load_tile(values, exponents, row, valid, L, D, E, BFP8)
+        keys = tile_values(k, k_shared, L, E, BFP8, CHAINED)
+        start = tl.zeros([q.shape[0], L], tl.float32)
+        scores = product(q, tl.trans(keys), start, CHAINED) * scale
+        if MASKED:
+            seen = at[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (at[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, HIDDEN)
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_peak[:, None])
+        fade = tl.exp2(peak - new_peak)
+        total = total * fade + tl.sum(weights, 1)
+        v, v_shared = load_tile(values, exponents, row + G * L, valid, L, D, E, BFP8)
+        vals = tile_values(v, v_shared, L, E, BFP8, CHAINED)
+        acc = product(weights.to(vals.dtype), vals, acc * fade[:, None], CHAINED)
+        peak = new_peak
+    return peak, total, acc
+
+
+@triton.jit
+def _attend_pages(
+    rows, position, first, stop, lowest, newest, oldest, values, exponents, table, g, scale,
+    WINDOW: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
+    L: tl.constexpr, BFP8: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The running softmax of ``rows [R, E]`` at positions ``lowest .. newest`` with the pages
+    ``first .. stop``, of which there may be none.
+    """
+    peak, total = tl.full([R], HIDDEN, tl.float32), tl.zeros([R], tl.float32)
+    acc = tl.zeros([R, E], tl.float32)
+    # Pages first .. begin and full .. stop have keys that some row does not see.
+    begin = first
+    full = tl.minimum(tl.maximum((lowest + 1) // L, first), stop)
+    if WINDOW > 0:
+        begin = tl.minimum(tl.maximum(newest - WINDOW + L, 0) // L, stop)
+        full = tl.maximum(full, begin)
+        peak, total, acc = _add_pages(
+            peak, total, acc, rows, position, first, begin, newest, oldest, values, exponents,
+            table, g, scale, True, WINDOW, G, D, E, L, BFP8, CHAINED,
+        )  # fmt: skip
+    peak, total, acc = _add_pages(
+        peak, total, acc, rows, position, begin, full, newest, oldest, values, exponents,
+        table, g, scale, False, WINDOW, G, D, E, L, BFP8, CHAINED,
+    )  # fmt: skip
+    return _add_pages(
+        peak, total, acc, rows, position, full, stop, newest, oldest, values, exponents,
+        table, g, scale, True, WINDOW, G, D, E, L, BFP8, CHAINED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _share(
+    peak, total, acc, used, partial, peaks, totals, arrived, place,
+    R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Leave a split's part of block ``place``; whether it is the last of them, which has all,
+    added up in their order."""
+    split = tl.program_id(2)
+    r, d = tl.arange(0, R), tl.arange(0, E)[None, :]
+    first = place.to(tl.int64) * SPLITS
+    at = (first + split) * R + r
+    tl.store(peaks + at, peak)
+    tl.store(totals + at, total)
+    tl.store(partial + at[:, None] * D + d, acc, mask=d < D)
+    # All of this program's stores come before its arrival is counted.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrived + place, 1, sem="acq_rel", scope="gpu") == used - 1
+    if is_last:
+        tl.store(arrived + place, 0)
+        peak, total = tl.full([R], HIDDEN, tl.float32), tl.zeros([R], tl.float32)
+        acc = tl.zeros([R, E], tl.float32)
+        for other in range(used):
+            at = (first + other) * R + r
+            its = tl.load(peaks + at)
+            new_peak = tl.maximum(peak, its)
+            fade, its_fade = tl.exp2(peak - new_peak), tl.exp2(its - new_peak)
+            total = total * fade + tl.load(totals + at) * its_fade
+            its_acc = tl.load(partial + at[:, None] * D + d, mask=d < D, other=0.0)
+            acc = acc * fade[:, None] + its_acc * its_fade[:, None]
+            peak = new_peak
+    return total, acc, is_last
+
+
+@triton.jit(do_not_specialize=["num_tokens"])  # else some lengths are compiled when they come
+def _attend_prefill_kernel(
+    q, out, positions, slots, num_tokens, out_stride, scale, partial, peaks, totals, arrived,
+    values, exponents, tables, table_width, SPLITS: tl.constexpr, SPLIT_PAGES: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
+    L: tl.constexpr, WINDOW: tl.constexpr, BFP8: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Program (i, h, s): R tokens of a sequence and head h, the last of them in program 0, and part
+    s of their context where it is long.
+    """
+    release_dependents(CHAINED)
+    h = tl.program_id(1)
+    g = h // (H // G)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    token = block.to(tl.int64) * R + tl.arange(0, R)
+    d = tl.arange(0, E)[None, :]
+    inside = (token < num_tokens)[:, None] & (d < D)
+    here = token[:, None] * (H * D) + h * D + d
+    wait_for_inputs(CHAINED)
+    position = tl.load(positions + token, mask=token < num_tokens, other=-1).to(tl.int32)
+    table = tables + tl.load(slots + block.to(tl.int64) * R) * table_width
+    work: tl.constexpr = tl.bfloat16 if BFP8 else values.dtype.element_ty
+    rows = tl.load(q + here, mask=inside & (position >= 0)[:, None], other=0.0).to(work)
+    newest = tl.max(position, 0)
+    # Positions are consecutive: the block's first one, and what its windows reach back to.
+    lowest = tl.load(positions + block.to(tl.int64) * R).to(tl.int32)
+    oldest = tl.maximum(lowest - WINDOW + 1, 0) if WINDOW > 0 else 0
+    used, is_last = tl.full([], 1, tl.int32), tl.program_id(2) == 0
+    first, stop = oldest // L, tl.where(newest >= 0, newest // L + 1, oldest // L)
+    if SPLITS > 1:
+        count = tl.maximum(tl.cdiv(stop, SPLITS), SPLIT_PAGES)
+        used = tl.maximum(tl.cdiv(stop, count), 1)
+        first = tl.program_id(2) * count
+        stop = tl.minimum(first + count, stop)
+    peak, total, acc = _attend_pages(
+        rows, position, first, stop, lowest, newest, oldest, values, exponents, table, g, scale,
+        WINDOW, G, D, E, R, L, BFP8, CHAINED,
+    )  # fmt: skip
+    if SPLITS > 1:  # noqa: SIM102 (a constant, and a branch)
+        if (used > 1) & (tl.program_id(2) < used):
+            total, acc, is_last = _share(
+                peak, total, acc, used, partial, peaks, totals, arrived, block * H + h,
+                R, D, E, SPLITS,
+            )  # fmt: skip
+    seen, total = (position >= 0)[:, None], total[:, None]
+    result = tl.where(seen, acc / tl.where(seen, total, 1.0), 0.0)
+    out += token[:, None] * out_stride + h * D + d
+    tl.store(out, result.to(out.dtype.element_ty), mask=inside & is_last)
+
+
+def attend_prefill(
+    pages: KVPages,
+    q: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    block: int = 0,
+    scratch: Scratch | None = None,
+) -> None:
+    """Attend causally from rotated ``q [T, H, D]`` to the pages, into ``out [T, H D]``.
+
+    The tokens of a block of rows, ``block`` (64 or 128) of them, or without it all, are of one
+    sequence, that of their ``slots [T]`` int64, at consecutive ``positions [T]`` int64, whose
+    keys and values the pages of ``block_tables [S, M]`` int32 hold already. Negative positions,
+    at the end of a block only, are padding and get zeros. In bf16 with fp32 sums and softmax, or in
+    fp32 with fp32 pages. ``scratch``: of so many heads; few tokens then share long contexts out
+    between programs, where no window cuts them. ``scale`` and ``window`` as in
+    :func:`ops.attention.attention_step`.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    assert q.is_contiguous() and out.stride(1) == 1 and pages.head_dim == head_dim
+    assert slots.shape == positions.shape == (num_tokens,)
+    tokens = min(num_tokens, _FEW_TOKENS if block == 64 else num_tokens)
+    rows, num_warps, num_stages = _tile(tokens, head_dim, pages.values.itemsize == 4)
+    assert block % rows == 0
+    shares = scratch is not None and not window and num_tokens <= SPLIT_TOKENS
+    splits = SPLITS if shares and rows == _SPLIT_ROWS else 1
+    left = (
+        (scratch.partial, scratch.peaks, scratch.totals, scratch.arrived) if scratch else (q,) * 4
+    )
+    _attend_prefill_kernel[(triton.cdiv(num_tokens, rows), num_heads, splits)](
+        q, out, positions, slots, num_tokens, out.stride(0), scale * LOG2_E, *left,
+        **page_arguments(pages, block_tables), SPLITS=splits, SPLIT_PAGES=SPLIT_PAGES,
+        H=num_heads, R=rows, L=PAGE, WINDOW=window,
+        num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=_FUSES, **chained(q),
+    )  # fmt: skip
+
+
+def _tile(num_tokens: int, head_dim: int, is_fp32: bool) -> tuple[int, int, int]:
+    """Tokens a program takes, its warps, and the pages in flight."""
+    if is_fp32:
+        return 32, 8, 1
+    if head_dim > 128:
+        return 64 if num_tokens <= _FEW_TOKENS else 128, 8, 2
+    # Short prompts: more, smaller programs.
+    return (64, 4, 2) if num_tokens <= _FEW_TOKENS else (128, 8, 3)

@@ -1,0 +1,251 @@
+"""CUDA C++ on the device: compiled once by NVRTC, kept by the hash of its source, launched.
+
+Knows nothing of what its kernels compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright.errors import CompileError, one_line
+from tilewright.utils.files import cache_dir, replace_file
+
+MOST_SHARED = 227 * 1024
+"""Bytes of shared memory that a block may have, fixed and dynamic together."""
+
+
+_PLACE_OF = """
+#ifdef __CUDACC_RTC__
+#define PLACE_OF(type, field) __INTADDR__(&((type*)0)->field)
+#else
+#define PLACE_OF(type, field) __builtin_offsetof(type, field)
+#endif
+"""
+"""Where a field lies: NVRTC knows C's offsetof by neither of its names."""
+
+
+_HEADERS = {each.name: each for each in Path(__file__).parents[1].rglob("*.cuh")}
+"""Headers of all operations by name: each name is one file's."""
+
+
+def header_path(path: Path, name: str) -> Path:
+    """Where a header lies that the file at ``path`` includes: beside it, or in another room."""
+    beside = path.with_name(name)
+    return beside if beside.is_file() else _HEADERS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file of kernels, by name; the headers beside the file, by name, that it includes, directly
+    or not; what its kernels are handed: structures of C++ by name, with their twins of ctypes.
+    ``beside``: another kernel's blocks are to fit beside its own, so multiprocessors are to have
+    all of their memory as shared memory, not just as much as these blocks need. ``large_clusters``:
+    names of those whose clusters have sixteen blocks.
+    """
+
+    path: Path
+    names: tuple[str, ...]
+    headers: tuple[str, ...] = ()
+    structures: tuple[tuple[str, type[ctypes.Structure]], ...] = ()
+    beside: bool = False
+    large_clusters: tuple[str, ...] = ()
+
+    def text(self) -> bytes:
+        """What is compiled: the file, and that its structures lie as ctypes lays out their twins.
+
+        A field that only one side has, or has elsewhere, does not compile.
+        """
+        return self.path.read_bytes() + "".join(self._checks()).encode()
+
+    def _checks(self) -> Iterator[str]:
+        yield _PLACE_OF
+        for name, twin in self.structures:
+            yield _is(f"sizeof({name})", ctypes.sizeof(twin), name)
+            for field in (each[0] for each in twin._fields_):
+                place = getattr(twin, field).offset
+                yield _is(f"PLACE_OF({name}, {field})", place, f"{name}.{field}")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Blocks along x, y, z, threads of each, bytes of dynamic shared memory, and how many blocks
+    along x, y, z are placed together and reach each other's shared memory.
+    """
+
+    blocks: tuple[int, int, int]
+    num_threads: int
+    shared: int = 0
+    cluster: tuple[int, int, int] = (1, 1, 1)
+
+
+def launch(
+    source: Source,
+    name: str,
+    *,
+    at: Launch,
+    arguments: ctypes.Structure,
+    spread: bool = False,
+) -> None:
+    """Launch behind the current stream's last kernel, which may still be running.
+
+    ``spread``: each field is a parameter of its own; else the structure is the only one.
+    """
+    from cuda.bindings import driver
+
+    address = ctypes.addressof(arguments)
+    fields = [getattr(type(arguments), field[0]).offset for field in arguments._fields_]
+    places = [address + offset for offset in fields] if spread else [address]
+    pointers = (ctypes.c_void_p * len(places))(*places)
+    behind = driver.CUlaunchAttribute()
+    behind.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    behind.value.programmaticStreamSerializationAllowed = 1
+    config = _config(at, behind)
+    config.hStream = torch.cuda.current_stream().cuda_stream
+    function = _functions(source, torch.cuda.current_device())[name]
+    check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+
+
+@functools.cache
+def clusters_at_once(source: Source, name: str, at: Launch, device: int) -> int:
+    """How many clusters of such a launch the device, the current one, works at once."""
+    from cuda.bindings import driver
+
+    function = _functions(source, device)[name]
+    return int(check(driver.cuOccupancyMaxActiveClusters(function, _config(at))))
+
+
+def _config(at: Launch, *attributes: Any) -> Any:
+    """What the driver is told of a launch but for its stream."""
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = at.blocks
+    config.blockDimX, config.blockDimY, config.blockDimZ = at.num_threads, 1, 1
+    config.sharedMemBytes = at.shared
+    attrs = list(attributes)
+    if at.cluster != (1, 1, 1):
+        together = driver.CUlaunchAttribute()
+        together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        together.value.clusterDim.x, together.value.clusterDim.y = at.cluster[:2]
+        together.value.clusterDim.z = at.cluster[2]
+        attrs.append(together)
+    config.attrs, config.numAttrs = attrs, len(attrs)
+    return config
+
+
+def _is(what: str, value: int, name: str) -> str:
+    return f'\nstatic_assert({what} == {value}, "{name} is not what the host hands over");\n'
+
+
+@functools.cache
+def why_not(device: torch.device, source: Source) -> str:
+    """Why the source's kernels cannot run on a device; empty where they can.
+
+    Raises:
+        CompileError: where NVRTC is there and does not compile them.
+        RuntimeError: where the device does not take them: it is asked again the next time.
+    """
+    if device.type != "cuda":
+        return "no GPU"
+    if os.environ.get("TILEWRIGHT_NATIVE_KERNELS") == "0":
+        return "switched off by TILEWRIGHT_NATIVE_KERNELS=0"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "made for compute capability 9.0"
+    if missing := _missing():
+        return missing
+    _functions(source, device.index or 0)
+    return ""
+
+
+def _missing() -> str:
+    """What there is no NVRTC of; empty where there is one."""
+    try:
+        from cuda.bindings import nvrtc
+
+        check(nvrtc.nvrtcVersion())
+    except (ImportError, RuntimeError) as error:  # the second where its library is not found
+        return one_line(error)
+    return ""
+
+
+@functools.cache
+def _functions(source: Source, device: int) -> dict[str, Any]:
+    """Every kernel of a source, loaded on the device."""
+    from cuda.bindings import driver
+
+    binary = _cubin(source, torch.cuda.get_device_capability(device))
+    with torch.cuda.device(device):  # the driver loads into the context of the current one
+        torch.zeros(1, device=f"cuda:{device}")  # makes the context
+        module = check(driver.cuModuleLoadData(binary))
+    fixed = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+    most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    found = {}
+    for name in source.names:
+        found[name] = check(driver.cuModuleGetFunction(module, name.encode()))
+        left = MOST_SHARED - check(driver.cuFuncGetAttribute(fixed, found[name]))
+        check(driver.cuFuncSetAttribute(found[name], most, left))
+        if source.beside:
+            share = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            check(driver.cuFuncSetAttribute(found[name], share, 100))  # of a hundred
+        if name in source.large_clusters:
+            large = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            check(driver.cuFuncSetAttribute(found[name], large, 1))
+    return found
+
+
+def _cubin(source: Source, capability: tuple[int, int]) -> bytes:
+    """The machine code for a device of this capability, compiled if it is not in the cache.
+
+    Raises:
+        CompileError: with the beginning of NVRTC's log.
+    """
+    from cuda.bindings import nvrtc
+
+    path, text = source.path, source.text()
+    names = [name.encode() for name in source.headers]
+    headers = [header_path(path, name).read_bytes() for name in source.headers]
+    check(told := nvrtc.nvrtcVersion())
+    version = tuple(told[1:])  # major, minor
+    options = [b"--std=c++17", b"--gpu-architecture=sm_%d%da" % capability]
+    if version >= (13, 0):
+        options.append(b"--split-compile=0")  # by all cores; the machine code is the same
+    key = hashlib.sha256(repr((text, names, headers, options, version)).encode()).hexdigest()[:32]
+    kept = cache_dir() / "kernels" / f"{path.stem}-{key}.cubin"
+    if kept.is_file():
+        return kept.read_bytes()
+    name = path.name.encode()
+    program = check(nvrtc.nvrtcCreateProgram(text, name, len(names), headers, names))
+    error, *_ = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if int(error):
+        log = b" " * int(check(nvrtc.nvrtcGetProgramLogSize(program)))
+        check(nvrtc.nvrtcGetProgramLog(program, log))
+        raise CompileError(f"{path.name} does not compile: {log.decode(errors='replace')[:300]!r}")
+    binary = b" " * int(check(nvrtc.nvrtcGetCUBINSize(program)))
+    check(nvrtc.nvrtcGetCUBIN(program, binary))
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(kept, binary)
+    except OSError:
+        pass  # compiled again next time: seconds
+    return binary
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """The value of a driver or NVRTC call.
+
+    Raises:
+        RuntimeError: with the error's name, where it failed.
+    """
+    error, *values = result
+    if int(error) != 0:
+        raise RuntimeError(f"CUDA: {error!r}")
+    return values[0] if values else None

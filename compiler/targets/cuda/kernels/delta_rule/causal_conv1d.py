@@ -1,0 +1,232 @@
+"""A convolution along each sequence, then silu, and the window of values it keeps: float32.
+
+Legend: B rows of a decode step, T tokens of a prompt, P pieces, C channels, W width, S slots.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.common.launch import (
+    block_of,
+    chained,
+    release_dependents,
+    wait_for_inputs,
+)
+from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_solve import CHUNK
+
+_STEP_CHANNELS = 256
+_PROMPT_TOKENS = 16
+_PROMPT_CHANNELS = 128
+_PROMPT_WARPS = 4
+_COUNTED = tl.constexpr(1024)  # positions looked at together
+
+
+@triton.jit
+def _step_kernel(
+    out_ptr, x_ptr, weight_ptr, window_ptr, positions_ptr, slots_ptr,
+    num_channels, out_stride, x_stride,
+    W: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tap = tl.arange(0, TAPS)[None, :]
+    inside = channel < num_channels
+    position, slot = tl.load(positions_ptr + row), tl.load(slots_ptr + row)
+    x = tl.load(x_ptr + row * x_stride + channel, mask=inside, other=0.0)
+    window = window_ptr + slot * num_channels * (W - 1) + channel[:, None] * (W - 1) + tap
+    held = inside[:, None] & (tap < W - 1)
+    old = tl.load(window, mask=held & (position > 0), other=0.0)
+    moved = tl.load(window + 1, mask=held & (tap < W - 2) & (position > 0), other=0.0)
+    moved = tl.where(tap == W - 2, x[:, None], moved)
+    weights = weight_ptr + channel * W
+    total = tl.sum(old * tl.load(weights[:, None] + tap, mask=held, other=0.0), 1)
+    total += x * tl.load(weights + W - 1, mask=inside, other=0.0)
+    out = tl.where(position >= 0, total * tl.sigmoid(total), 0.0)
+    tl.store(out_ptr + row * out_stride + channel, out, mask=inside)
+    tl.debug_barrier()  # the window was read, by whichever threads
+    tl.store(window, moved, mask=held & (position >= 0))
+
+
+def causal_conv1d_step(
+    out: Tensor, x: Tensor, weight: Tensor, *, window: Tensor, positions: Tensor, slots: Tensor
+) -> None:
+    """One token of each of B sequences: ``out [B, C]`` of ``x [B, C]`` and ``weight [C, W]``.
+
+    ``window [S, C, W - 1]`` moves on by one in the row's slot. ``positions`` and ``slots [B]``
+    int64: at position 0 zeros lie before the token; at a negative one nothing is kept, and the row
+    gets zeros. Rows of ``x`` and ``out`` may be further apart than they are long.
+    """
+    num_rows, num_channels = x.shape
+    width = weight.shape[1]
+    _check(out, x, weight, window)
+    block = min(_STEP_CHANNELS, block_of(num_channels))
+    _step_kernel[(num_rows, triton.cdiv(num_channels, block))](
+        out, x, weight, window, positions, slots, num_channels, out.stride(0), x.stride(0),
+        W=width, TAPS=block_of(width - 1, least=1), BLOCK=block, **chained(out),
+    )  # fmt: skip
+
+
+@triton.jit
+def _first_tokens(
+    out_ptr, x_ptr, weight_ptr, window, channel, inside, goes_on, num_tokens, out_stride, x_stride,
+    W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Those that see something before the prompt."""
+    for token in range(W - 1):
+        total = tl.zeros((BLOCK,), tl.float32)
+        for tap in tl.static_range(W):
+            source = token + tap - (W - 1)
+            at = x_ptr + source * x_stride + channel
+            x = tl.load(at, mask=inside & (source >= 0) & (source < num_tokens), other=0.0)
+            at = window + channel * (W - 1) + source + W - 1
+            x += tl.load(at, mask=inside & (source < 0) & goes_on, other=0.0)
+            total += x * tl.load(weight_ptr + channel * W + tap, mask=inside, other=0.0)
+        out = out_ptr + token * out_stride + channel
+        tl.store(out, total * tl.sigmoid(total), mask=inside & (token < num_tokens))
+
+
+@triton.jit
+def _move_window(
+    window, x_ptr, positions_ptr, channel, inside, goes_on, num_tokens, x_stride,
+    W: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """To the last values that the prompt, without its padding, has."""
+    count = tl.zeros((), tl.int32)
+    for first in range(0, num_tokens, _COUNTED):
+        at = first + tl.arange(0, _COUNTED)
+        found = tl.load(positions_ptr + at, mask=at < num_tokens, other=-1)
+        count += tl.sum((found >= 0).to(tl.int32), 0)
+    kept = tl.arange(0, TAPS)[None, :]
+    before = count - (W - 1) + kept
+    held = inside[:, None] & (kept < W - 1)
+    end = x_ptr + before.to(tl.int64) * x_stride + channel[:, None]
+    last = tl.load(end, mask=held & (before >= 0), other=0.0)
+    place = window + channel[:, None] * (W - 1) + kept
+    last += tl.load(place + count, mask=held & (before < 0) & goes_on, other=0.0)
+    tl.debug_barrier()  # the window was read, by whichever threads
+    tl.store(place, last, mask=held & (count > 0))
+
+
+@triton.jit
+def _keep_window(
+    window, x_ptr, token, channel, inside, x_stride, W: tl.constexpr, TAPS: tl.constexpr
+):
+    """As it is before a token with so many of the prompt's before it."""
+    tap = tl.arange(0, TAPS)[None, :]
+    held = inside[:, None] & (tap < W - 1)
+    last = x_ptr + (token - (W - 1) + tap).to(tl.int64) * x_stride + channel[:, None]
+    place = window + channel[:, None] * (W - 1) + tap
+    tl.store(place, tl.load(last, mask=held, other=0.0), mask=held)
+
+
+@triton.jit
+def _piece_of(starts_ptr, token, num_pieces, num_tokens, PIECES: tl.constexpr):
+    """Where the piece starts that has a token, and how many it has."""
+    piece = tl.arange(0, PIECES)
+    start = tl.load(starts_ptr + piece, mask=piece < num_pieces, other=num_tokens).to(tl.int32)
+    begin = tl.max(tl.where(start <= token, start, 0), 0)
+    end = tl.min(tl.where(start > token, start, num_tokens), 0)
+    return begin, end - begin
+
+
+@triton.jit
+def _prompt_kernel(
+    out_ptr, x_ptr, weight_ptr, window_ptr, positions_ptr, slots_ptr, keeps_ptr, starts_ptr,
+    num_tokens, num_channels, num_pieces, out_stride, x_stride,
+    W: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    KEEPS: tl.constexpr, PIECES: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Program (i, c): TOKENS tokens, W - 1 at the least, so that the first ones of a piece alone
+    read the window; having done so they write it. Where ``KEEPS``, the others may keep one as it
+    was. ``PIECES``: a power of two of them; 0: all tokens are of one.
+    """
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    first = tl.program_id(0) * TOKENS
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < num_channels
+    if PIECES:
+        begin, num_tokens = _piece_of(starts_ptr, first, num_pieces, num_tokens, PIECES)
+        first -= begin
+        out_ptr += begin.to(tl.int64) * out_stride
+        x_ptr += begin.to(tl.int64) * x_stride
+        positions_ptr, slots_ptr = positions_ptr + begin, slots_ptr + begin
+        if KEEPS:
+            keeps_ptr += begin
+    token = first + tl.arange(0, TOKENS)
+    if first == 0:
+        goes_on = tl.load(positions_ptr) > 0
+        window = window_ptr + tl.load(slots_ptr) * num_channels * (W - 1)
+        _first_tokens(
+            out_ptr, x_ptr, weight_ptr, window, channel, inside, goes_on,
+            num_tokens, out_stride, x_stride, W, BLOCK,
+        )  # fmt: skip
+        _move_window(
+            window, x_ptr, positions_ptr, channel, inside, goes_on, num_tokens, x_stride, W, TAPS
+        )
+    elif KEEPS:
+        kept = tl.load(keeps_ptr + first)
+        if kept >= 0:
+            window = window_ptr + kept * num_channels * (W - 1)
+            _keep_window(window, x_ptr, first, channel, inside, x_stride, W, TAPS)
+    total = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for tap in tl.static_range(W):
+        source = token + tap - (W - 1)
+        there = ((source >= 0) & (source < num_tokens))[:, None] & inside[None, :]
+        at = x_ptr + source.to(tl.int64)[:, None] * x_stride + channel[None, :]
+        weight = tl.load(weight_ptr + channel * W + tap, mask=inside, other=0.0)
+        total += tl.load(at, mask=there, other=0.0) * weight[None, :]
+    out = out_ptr + token.to(tl.int64)[:, None] * out_stride + channel[None, :]
+    is_ours = ((token >= W - 1) & (token < num_tokens))[:, None] & inside[None, :]
+    tl.store(out, total * tl.sigmoid(total), mask=is_ours)
+
+
+def causal_conv1d_prompt(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    window: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keeps: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> None:
+    """As :func:`causal_conv1d_step`, for T tokens of the sequence in ``slots[0]``, at consecutive
+    ``positions [T]``; negative ones, at the end only, are padding.
+
+    ``starts [P + 1]`` (int64, ascending): the tokens are of P pieces of sequences of their own, and
+    each is such a prompt by itself: from its own start up to the next one's. They are multiples of
+    64, from 0 to T; a piece may be empty.
+
+    ``keeps [T]`` (int64): a slot whose window becomes that before this token, -1 for none; looked
+    at where whole chunks of 64 tokens are before it.
+    """
+    num_tokens, num_channels = x.shape
+    width = weight.shape[1]
+    _check(out, x, weight, window)
+    tokens = block_of(width - 1, least=_PROMPT_TOKENS)
+    is_whole = keeps is None and starts is None
+    assert is_whole or CHUNK % tokens == 0, f"a window of {width - 1} values"
+    assert starts is None or num_tokens % CHUNK == 0, f"{num_tokens} tokens"
+    num_pieces = 0 if starts is None else len(starts) - 1
+    block = min(_PROMPT_CHANNELS, block_of(num_channels))
+    _prompt_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_channels, block))](
+        out, x, weight, window, positions, slots, keeps, starts,
+        num_tokens, num_channels, num_pieces, out.stride(0), x.stride(0),
+        W=width, TAPS=block_of(width - 1, least=1), TOKENS=tokens, BLOCK=block,
+        KEEPS=keeps is not None, PIECES=num_pieces and block_of(num_pieces, least=1),
+        num_warps=_PROMPT_WARPS, **chained(out),
+    )  # fmt: skip
+
+
+def _check(out: Tensor, x: Tensor, weight: Tensor, window: Tensor) -> None:
+    num_channels, width = weight.shape
+    assert x.shape == out.shape and x.shape[1] == num_channels and x.stride(1) == out.stride(1) == 1
+    assert weight.is_contiguous() and window.is_contiguous()
+    assert window.shape[1:] == (num_channels, width - 1)

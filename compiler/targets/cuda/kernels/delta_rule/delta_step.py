@@ -1,0 +1,159 @@
+"""delta_step.cu on the device: one token of linear attention, from convolution to gated norm.
+
+Knows how the state of a row is cut into blocks, and nothing of where its operands come from.
+Legend: B rows, H value heads, G key heads, D size of a key and of a value, C = 2 G D + H D
+channels, W width of the convolution, S slots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import DeltaInputs
+
+HEAD_DIMS = (64, 128)
+WIDTHS = (2, 3, 4)
+MOST_BLOCKS = 8
+"""Of a cluster: the value heads of a key head, cut into blocks."""
+
+_COLUMNS = (32, 64)
+"""Columns of a head's state that a block may have, the faster first."""
+
+
+_STREAMED_ROWS = 24
+"""Rows up to which state that no cache keeps was measured faster on an H200, of 32 heads of 128
+channels.
+"""
+
+
+class _DeltaStep(ctypes.Structure):
+    """`DeltaStep` of delta_step.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "window", "a", "b", "a_log")),
+        *((name, ctypes.c_void_p) for name in ("dt_bias", "z", "norm", "state", "out")),
+        *((name, ctypes.c_void_p) for name in ("positions", "slots")),
+        *((name, ctypes.c_int) for name in ("x_stride", "a_stride", "b_stride", "z_stride")),
+        *((name, ctypes.c_int) for name in ("out_stride", "num_heads", "num_key_heads")),
+        *((name, ctypes.c_int) for name in ("width", "early", "num_blocks", "share", "streams")),
+        ("eps", ctypes.c_float),
+    )
+
+
+SOURCE = nvrtc.Source(
+    Path(__file__).with_name("delta_step.cu"),
+    tuple(f"delta_step_{d}_{columns}" for d in HEAD_DIMS for columns in _COLUMNS),
+    headers=("primitives.cuh", "attention_primitives.cuh", "delta_gates.cuh"),
+    structures=(("DeltaStep", _DeltaStep),),
+)
+
+
+def columns_of_a_block(num_heads: int, num_key_heads: int, head_dim: int) -> int:
+    """How wide the state is cut, whatever the rows of a launch: 0 where a cluster is too small."""
+    each = num_heads // num_key_heads * head_dim
+    return next((columns for columns in _COLUMNS if each // columns <= MOST_BLOCKS), 0)
+
+
+def why_not(
+    device: torch.device,
+    *,
+    num_heads: int,
+    num_key_heads: int,
+    key_dim: int,
+    value_dim: int,
+    width: int,
+) -> str:
+    """Why delta_step.cu cannot take such heads and such a convolution; empty where it can."""
+    if key_dim != value_dim or key_dim not in HEAD_DIMS:
+        return f"keys of {key_dim} and values of {value_dim} channels"
+    if not columns_of_a_block(num_heads, num_key_heads, key_dim):
+        return f"{num_heads} heads over {num_key_heads} of keys"
+    if width not in WIDTHS:
+        return f"a convolution of width {width}"
+    return nvrtc.why_not(device, SOURCE)
+
+
+def delta_step(
+    out: Tensor,
+    inputs: DeltaInputs,
+    z: Tensor,
+    norm: tuple[Tensor, float],
+    *,
+    weight: Tensor,
+    window: Tensor,
+    state: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    early: bool = False,
+    streams: bool | None = None,
+) -> None:
+    """What :func:`.causal_conv1d.causal_conv1d_step` and then :func:`.delta_rule.delta_rule_step`
+    do, where :func:`why_not` has no objection.
+
+    ``inputs.qkv [B, C]`` is what the convolution reads, with ``weight [C, W]`` and ``window [S, C,
+    W - 1]``. ``out`` is bfloat16, its rows 8-byte aligned. ``early``: positions, slots, window and
+    state were complete before any kernel that may still run was launched. ``streams``: no cache is
+    to keep the state; None: where that is faster. Bits are the same.
+    """
+    _check_operands(out, inputs, z, norm[0])
+    _check_state(inputs, weight, window, state)
+    _check_rows(len(out), positions, slots)
+    heads, key_heads, dim = inputs.num_heads, inputs.num_key_heads, inputs.key_dim
+    columns = columns_of_a_block(heads, key_heads, dim)
+    num_blocks = heads // key_heads * dim // columns
+    arguments = _DeltaStep(
+        **_places(x=inputs.qkv, weight=weight, window=window, a=inputs.a, b=inputs.b),
+        **_places(a_log=inputs.a_log, dt_bias=inputs.dt_bias, z=z, norm=norm[0], state=state),
+        **_places(out=out, positions=positions, slots=slots),
+        **_strides(x=inputs.qkv, a=inputs.a, b=inputs.b, z=z, out=out),
+        num_heads=heads,
+        num_key_heads=key_heads,
+        width=weight.shape[1],
+        early=early,
+        num_blocks=num_blocks,
+        share=-(-2 * dim // (4 * num_blocks)) * 4,
+        streams=len(out) <= _STREAMED_ROWS if streams is None else streams,
+        eps=norm[1],
+    )
+    blocks = key_heads * num_blocks, len(out), 1
+    at = nvrtc.Launch(blocks, 4 * columns, cluster=(num_blocks, 1, 1))
+    nvrtc.launch(SOURCE, f"delta_step_{dim}_{columns}", at=at, arguments=arguments)
+
+
+def _places(**tensors: Tensor) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+def _strides(**tensors: Tensor) -> dict[str, int]:
+    return {f"{name}_stride": tensor.stride(0) for name, tensor in tensors.items()}
+
+
+def _check_operands(out: Tensor, inputs: DeltaInputs, z: Tensor, norm: Tensor) -> None:
+    """What the kernel takes for granted of what a step reads and writes."""
+    floats = inputs.qkv, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias, z, norm
+    assert all(each.dtype == torch.float32 for each in floats) and out.dtype == torch.bfloat16
+    assert out.shape == z.shape == (len(inputs.qkv), inputs.num_heads * inputs.key_dim)
+    assert z.stride(1) == out.stride(1) == 1 and norm.shape == (inputs.key_dim,)
+    assert norm.is_contiguous() and inputs.a_log.is_contiguous() and inputs.dt_bias.is_contiguous()
+    assert inputs.a_log.shape == inputs.dt_bias.shape == (inputs.num_heads,)
+    assert out.stride(0) % 4 == 0 and out.data_ptr() % 8 == 0
+
+
+def _check_rows(num_rows: int, positions: Tensor, slots: Tensor) -> None:
+    assert positions.dtype == slots.dtype == torch.int64
+    assert positions.shape == slots.shape == (num_rows,)
+
+
+def _check_state(inputs: DeltaInputs, weight: Tensor, window: Tensor, state: Tensor) -> None:
+    """And of what is kept."""
+    inputs.check(state)
+    num_channels, width = weight.shape
+    assert inputs.qkv.shape[1] == num_channels and inputs.key_dim == inputs.value_dim
+    assert window.shape[1:] == (num_channels, width - 1) and width in WIDTHS
+    assert weight.is_contiguous() and window.is_contiguous() and state.data_ptr() % 16 == 0
+    assert weight.dtype == window.dtype == state.dtype == torch.float32

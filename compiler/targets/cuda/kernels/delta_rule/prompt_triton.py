@@ -1,0 +1,330 @@
+"""The gated delta rule over prompts in chunks of 64 tokens, each a few products of matrices (the WY
+form of Yang et al., 2024), with its norm: float32 state and sums, products in TF32, or in three
+TF32 ones where they are to be exact.
+
+Legend: T tokens, P pieces, N chunks, C tokens of a chunk, H value heads, G key heads, K size of a
+key, V size of a value, S slots. KEYS and VALUES are K and V as powers of two, with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.common.launch import (
+    block_of,
+    chained,
+    release_dependents,
+    wait_for_inputs,
+)
+from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_solve import (
+    CHUNK,
+    delta_solve,
+    why_not,
+)
+from tilewright.compiler.targets.cuda.kernels.delta_rule.states_triton import (
+    delta_states,
+    launch_of,
+    operand,
+)
+from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import (
+    EPS,
+    DeltaInputs,
+    decay_of,
+)
+from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
+
+SPAN = 2048
+"""Tokens whose chunks run together: what they hand on is bounded."""
+_MOST_KEYS = 128
+_PART = 32  # channels of queries and keys that a program takes together for its results
+_SOLVE_LAUNCH = {"num_warps": 4}
+# Two programs a multiprocessor.
+_OUTPUTS_LAUNCH = {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
+_DIAGONAL = 16  # rows of the blocks that are inverted column after column
+
+
+@triton.jit
+def _there(positions_ptr, token, num_tokens):
+    """Which tokens there are: neither padding nor behind the last."""
+    return tl.load(positions_ptr + token, mask=token < num_tokens, other=-1) >= 0
+
+
+@triton.jit
+def _gates(a_ptr, b_ptr, token, there, a_log, dt_bias, a_stride, b_stride):
+    """The sums of decays (logarithms) up to each token, and the tokens' steps: 0 without one."""
+    row = token.to(tl.int64)
+    a = tl.load(a_ptr + row * a_stride, mask=there, other=0.0)
+    b = tl.load(b_ptr + row * b_stride, mask=there, other=0.0)
+    decay = tl.where(there, decay_of(a, a_log, dt_bias), 0.0)
+    return tl.cumsum(decay, 0), tl.where(there, tl.sigmoid(b), 0.0)
+
+
+@triton.jit
+def _rows(x_ptr, token, there, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """``[C, BLOCK]``: a head's channels, 0 where there is no token."""
+    i = tl.arange(0, BLOCK)[None, :]
+    at = x_ptr + token.to(tl.int64)[:, None] * stride + i
+    return tl.load(at, mask=there[:, None] & (i < SIZE), other=0.0)
+
+
+@triton.jit
+def _dot(x, y, PRECISION: tl.constexpr, CHAINED: tl.constexpr):
+    x, y = operand(x, PRECISION, CHAINED), operand(y, PRECISION, CHAINED)
+    return tl.dot(x, y, input_precision=PRECISION)
+
+
+@triton.jit
+def _inverse(
+    below, C: tl.constexpr, B: tl.constexpr, LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """``[C, C]``: the inverse of 1 + ``below``, which has zeros on its diagonal and above. Blocks
+    on the diagonal column after column, all at once, then two and two: nowhere a product of powers,
+    which would cancel where keys are alike.
+    """
+    N: tl.constexpr = C // B
+    tl.static_assert(C == B << LEVELS)
+    block = tl.arange(0, N)
+    own = block[:, None, None, None] == block[None, None, :, None]
+    blocks = tl.sum(tl.where(own, tl.reshape(below, (N, B, N, B)), 0.0), 2)
+    i, j = tl.arange(0, B)[None, :, None], tl.arange(0, B)[None, None, :]
+    x = tl.where(i == j, 1.0, tl.zeros((N, B, B), tl.float32))
+    for step in range(B - 1):
+        column = tl.sum(tl.where(j == step, blocks, 0.0), 2)
+        row = tl.sum(tl.where(i == step, x, 0.0), 1)
+        x -= column[:, :, None] * row[:, None, :]
+    x = tl.reshape(tl.where(own, x[:, :, None, :], 0.0), (C, C))
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    for level in tl.static_range(LEVELS):
+        size = B << level
+        between = (i // size != j // size) & (i // (2 * size) == j // (2 * size))
+        part = tl.where(between, below, 0.0)
+        x -= _dot(_dot(x, part, PRECISION, CHAINED), x, PRECISION, CHAINED)
+    return x
+
+
+@triton.jit
+def _solve_kernel(
+    from_state_ptr, corrections_ptr, keys_ptr, totals_ptr, scales_ptr,
+    qkv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, positions_ptr,
+    num_tokens, qkv_stride, a_stride, b_stride,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr,
+    DIAGONAL: tl.constexpr, LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Program (n, h): a chunk's corrections are ``corrections`` (from its values) plus
+    ``from_state`` times the state before it. With them unit keys by channel, the sums of decays up
+    to each token, and what queries and keys are to be multiplied by.
+    """
+    release_dependents(CHAINED)
+    chunk, h = tl.program_id(0), tl.program_id(1)
+    a_log, dt_bias = tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h)
+    wait_for_inputs(CHAINED)
+    g, place = h // (H // G), tl.arange(0, C)
+    token = chunk * C + place
+    there = _there(positions_ptr, token, num_tokens)
+    total, beta = _gates(a_ptr + h, b_ptr + h, token, there, a_log, dt_bias, a_stride, b_stride)
+    at = chunk.to(tl.int64) * H + h
+    tl.store(totals_ptr + at * C + place, total)
+    shared, is_first = chunk.to(tl.int64) * G + g, h % (H // G) == 0
+    if is_first:
+        q = _rows(qkv_ptr + g * K, token, there, qkv_stride, K, KEYS)
+        q_scale = tl.rsqrt(tl.sum(q * q, 1) + EPS) * (1.0 / K**0.5)
+        tl.store(scales_ptr + shared * 2 * C + place, q_scale)
+    k = _rows(qkv_ptr + (G + g) * K, token, there, qkv_stride, K, KEYS)
+    scale = tl.rsqrt(tl.sum(k * k, 1) + EPS)
+    k = operand(k * scale[:, None], PRECISION, CHAINED)
+    i, j = tl.arange(0, KEYS)[None, :], tl.arange(0, VALUES)[None, :]
+    if is_first:
+        tl.store(keys_ptr + shared * (KEYS * C) + i * C + place[:, None], k)
+        tl.store(scales_ptr + (shared * 2 + 1) * C + place, scale)
+    alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    later = place[:, None] > place[None, :]
+    kept = tl.exp(tl.where(later, total[:, None] - total[None, :], 0.0))
+    below = tl.where(later, beta[:, None] * alike * kept, 0.0)
+    solved = _inverse(below, C, DIAGONAL, LEVELS, PRECISION, CHAINED) * beta[None, :]
+    v = _rows(qkv_ptr + 2 * G * K + h * V, token, there, qkv_stride, V, VALUES)
+    own = _dot(solved, v, PRECISION, CHAINED)
+    tl.store(corrections_ptr + at * (VALUES * C) + j * C + place[:, None], own)
+    # Read again: nothing of the keys is held while the system is solved.
+    k = _rows(qkv_ptr + (G + g) * K, token, there, qkv_stride, K, KEYS)
+    solved *= -(tl.exp(total) * scale)[None, :]
+    seen = operand(_dot(solved, k, PRECISION, CHAINED), PRECISION, CHAINED)
+    tl.store(from_state_ptr + at * (C * KEYS) + place[:, None] * KEYS + i, seen)
+
+
+@triton.jit
+def _outputs_kernel(
+    out_ptr, states_ptr, corrections_ptr, totals_ptr, scales_ptr,
+    qkv_ptr, z_ptr, norm_ptr, positions_ptr,
+    num_tokens, out_stride, qkv_stride, z_stride, eps,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, PART: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Program (n, h): what a chunk's queries find in the state before it and in its corrections,
+    normed and gated.
+    """
+    release_dependents(CHAINED)
+    place, value, i = tl.arange(0, C), tl.arange(0, VALUES), tl.arange(0, PART)
+    weight = tl.load(norm_ptr + value, mask=value < V, other=0.0)
+    wait_for_inputs(CHAINED)
+    chunk, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    g, token = h // (H // G), tl.program_id(0) * C + place
+    there = _there(positions_ptr, token, num_tokens)
+    row = token.to(tl.int64)
+    q_at = qkv_ptr + g * K + row[:, None] * qkv_stride + i[None, :]
+    k_at = qkv_ptr + (G + g) * K + row[None, :] * qkv_stride + i[:, None]
+    state_at = states_ptr + (chunk * H + h) * (VALUES * KEYS) + value[None, :] * KEYS + i[:, None]
+    scores, o = tl.zeros((C, C), tl.float32), tl.zeros((C, VALUES), tl.float32)
+    for part in range(0, KEYS, PART):
+        q = tl.load(q_at + part, mask=there[:, None] & (part + i < K)[None, :], other=0.0)
+        k = tl.load(k_at + part, mask=there[None, :] & (part + i < K)[:, None], other=0.0)
+        scores = tl.dot(q, k, acc=scores, input_precision=PRECISION)
+        o = tl.dot(q, tl.load(state_at + part), acc=o, input_precision=PRECISION)
+    at = corrections_ptr + (chunk * H + h) * (VALUES * C)
+    corrections = tl.load(at + value[None, :] * C + place[:, None])
+    z_at = z_ptr + row[:, None] * z_stride + h * V + value[None, :]
+    inside = there[:, None] & (value < V)[None, :]
+    z = tl.load(z_at, mask=inside, other=0.0)
+    total = tl.load(totals_ptr + (chunk * H + h) * C + place)
+    scales = scales_ptr + (chunk * G + g) * (2 * C) + place
+    q_scale, k_scale = tl.load(scales), tl.load(scales + C)
+    # What is left at token i of what was written at j.
+    seen = place[:, None] >= place[None, :]
+    kept = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
+    scores = tl.where(seen, scores * kept * k_scale[None, :], 0.0) * q_scale[:, None]
+    scores = operand(scores, PRECISION, CHAINED)
+    o *= (tl.exp(total) * q_scale)[:, None]
+    o = tl.dot(scores, corrections, acc=o, input_precision=PRECISION)
+    y = o * tl.rsqrt(tl.sum(o * o, 1) / V + eps)[:, None] * weight[None, :] * (z * tl.sigmoid(z))
+    y = rounded(y, out_ptr.dtype.element_ty, CHAINED)
+    is_row = (token < num_tokens)[:, None] & (value < V)[None, :]
+    tl.store(out_ptr + row[:, None] * out_stride + h * V + value[None, :], y, mask=is_row)
+
+
+def _handed_on(
+    num_chunks: int, num_heads: int, num_key_heads: int, keys: int, values: int
+) -> tuple[int, ...]:
+    """Elements of what one kernel leaves to the next: states, how corrections come from them,
+    corrections, unit keys, sums of decays, scales.
+    """
+    heads, key_heads = num_chunks * num_heads, num_chunks * num_key_heads
+    squares = (heads * values * keys, heads * CHUNK * keys, heads * CHUNK * values)
+    return (*squares, key_heads * CHUNK * keys, heads * CHUNK, key_heads * 2 * CHUNK)
+
+
+def scratch_bytes(
+    num_tokens: int, *, num_heads: int, num_key_heads: int, key_dim: int, value_dim: int
+) -> int:
+    """Bytes of what a prompt's chunks hand on."""
+    num_chunks = triton.cdiv(min(num_tokens, SPAN), CHUNK)
+    keys, values = block_of(key_dim), block_of(value_dim)
+    return 4 * sum(_handed_on(num_chunks, num_heads, num_key_heads, keys, values))
+
+
+def delta_rule_prompt(
+    out: Tensor,
+    inputs: DeltaInputs,
+    z: Tensor,
+    norm: tuple[Tensor, float],
+    *,
+    state: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keeps: Tensor | None = None,
+    starts: Tensor | None = None,
+    exact: bool,
+) -> None:
+    """As :func:`delta_rule_step`, for T tokens of the sequence in ``slots[0]``, at consecutive
+    ``positions [T]``; negative ones, at the end only, are padding.
+
+    ``starts [P + 1]`` (int64, ascending): the tokens are of P pieces of sequences of their own, and
+    each is such a prompt by itself: from its own start up to the next one's. They are multiples of
+    64, from 0 to T; a piece may be empty.
+
+    ``keeps [T]`` (int64): a slot of ``state`` that gets the state as it is before this token, -1
+    for none; looked at for the first token of each chunk.
+
+    Sizes of keys and values are at most 128. Products are of float32 where ``exact``, else of TF32
+    (10 bits of mantissa).
+    """
+    inputs.check(state)
+    num_tokens, heads, value_dim = len(out), inputs.num_heads, inputs.value_dim
+    assert out.shape == z.shape == (num_tokens, heads * value_dim)
+    assert out.stride(1) == z.stride(1) == 1 and max(inputs.key_dim, value_dim) <= _MOST_KEYS
+    assert starts is None or num_tokens % CHUNK == 0, f"{num_tokens} tokens"
+    num_chunks = triton.cdiv(min(num_tokens, SPAN), CHUNK)
+    keys, values = block_of(inputs.key_dim), block_of(value_dim)
+    elements = _handed_on(num_chunks, heads, inputs.num_key_heads, keys, values)
+    scratch = torch.empty(sum(elements), dtype=torch.float32, device=out.device).split(elements)
+    for first in range(0, num_tokens, SPAN):
+        part = slice(first, first + SPAN)
+        some = replace(inputs, qkv=inputs.qkv[part], a=inputs.a[part], b=inputs.b[part])
+        _run_span(
+            out[part], some, z[part], norm,
+            scratch=scratch, state=state, positions=positions[part], slots=slots[part],
+            keeps=None if keeps is None else keeps[part], starts=starts, first=first, exact=exact,
+        )  # fmt: skip
+
+
+def is_native(inputs: DeltaInputs, *, exact: bool) -> bool:
+    """Whether the chunks' systems are solved by delta_solve.cu: the same, with products of TF32."""
+    return not exact and not why_not(inputs)
+
+
+def _run_span(
+    out: Tensor,
+    inputs: DeltaInputs,
+    z: Tensor,
+    norm: tuple[Tensor, float],
+    *,
+    scratch: Sequence[Tensor],
+    state: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keeps: Tensor | None,
+    starts: Tensor | None,
+    first: int,
+    exact: bool,
+) -> None:
+    """The span of prompts from token ``first`` on: all chunks' systems, the states of each piece
+    one after another, all results.
+    """
+    states, from_state, corrections, keys, totals, scales = scratch
+    num_tokens, num_chunks = len(out), triton.cdiv(len(out), CHUNK)
+    heads, qkv, (weight, eps) = inputs.num_heads, inputs.qkv, norm
+    k_block, v_block = block_of(inputs.key_dim), block_of(inputs.value_dim)
+    sizes: dict[str, Any] = {
+        **{"H": heads, "G": inputs.num_key_heads, "K": inputs.key_dim, "V": inputs.value_dim},
+        **{"KEYS": k_block, "VALUES": v_block, "C": CHUNK},
+        **{"PRECISION": "tf32x3" if exact else "tf32", **chained(out)},
+    }
+    if is_native(inputs, exact=exact):
+        delta_solve(*scratch[1:], inputs=inputs, positions=positions)
+    else:
+        _solve_kernel[(num_chunks, heads)](
+            from_state, corrections, keys, totals, scales,
+            qkv, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias, positions,
+            num_tokens, qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0),
+            DIAGONAL=_DIAGONAL, LEVELS=(CHUNK // _DIAGONAL).bit_length() - 1,
+            **sizes, **_SOLVE_LAUNCH,
+        )  # fmt: skip
+    delta_states(
+        states, from_state, corrections, keys, totals,
+        state=state, positions=positions, slots=slots, keeps=keeps, starts=starts,
+        num_chunks=num_chunks, first_chunk=first // CHUNK, sizes=sizes, exact=exact,
+    )  # fmt: skip
+    _outputs_kernel[(num_chunks, heads)](
+        out, states, corrections, totals, scales, qkv, z, weight, positions,
+        num_tokens, out.stride(0), qkv.stride(0), z.stride(0), eps, PART=min(_PART, k_block),
+        **sizes, **launch_of(_OUTPUTS_LAUNCH, v_block, exact=exact),
+    )  # fmt: skip

@@ -1,0 +1,131 @@
+"""One token of the gated delta rule with everything about it, a program a head: vectors of length
+1, gates, the state, and the norm that a further product gates. float32 throughout.
+
+Legend: B rows, H value heads, G key heads, K size of a key, V size of a value, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.common.launch import (
+    block_of,
+    chained,
+    release_dependents,
+    wait_for_inputs,
+)
+from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
+
+EPS = tl.constexpr(1e-6)
+"""Of the lengths of queries and keys: a part of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInputs:
+    """``qkv [T, 2 G K + H V]``, ``a`` and ``b [T, H]``, whose rows may be further apart than they
+    are long; ``a_log`` and ``dt_bias [H]``: as :data:`ops.gated_delta_rule` has them.
+    """
+
+    qkv: Tensor
+    a: Tensor
+    b: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    num_key_heads: int
+    key_dim: int
+
+    @property
+    def num_heads(self) -> int:
+        return self.a.shape[1]
+
+    @property
+    def value_dim(self) -> int:
+        width = self.qkv.shape[1] - 2 * self.num_key_heads * self.key_dim
+        return width // self.num_heads
+
+    def check(self, state: Tensor) -> None:
+        """What the kernels take for granted, with ``state [S, H, K, V]``."""
+        assert state.shape[1:] == (self.num_heads, self.key_dim, self.value_dim)
+        assert state.is_contiguous() and self.num_heads % self.num_key_heads == 0
+        assert self.a.shape == self.b.shape and self.qkv.stride(1) == 1
+        assert self.num_heads == 1 or self.a.stride(1) == self.b.stride(1) == 1
+
+
+@triton.jit
+def decay_of(a, a_log, dt_bias):
+    """The logarithm of what the state keeps: -exp(a_log) softplus(a + dt_bias)."""
+    x = a + dt_bias
+    # log(1 + exp(x)): beyond 20 it is x to the last bit.
+    return -tl.exp(a_log) * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def _step_kernel(
+    out_ptr, qkv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, z_ptr, norm_ptr,
+    state_ptr, positions_ptr, slots_ptr,
+    out_stride, qkv_stride, a_stride, b_stride, z_stride, eps,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position, slot = tl.load(positions_ptr + row), tl.load(slots_ptr + row)
+    i, j = tl.arange(0, KEYS), tl.arange(0, VALUES)
+    is_key, is_value = i < K, j < V
+    inside = is_key[:, None] & is_value[None, :]
+    place = state_ptr + (slot * H + h) * (K * V) + i[:, None] * V + j[None, :]
+    state = tl.load(place, mask=inside & (position > 0), other=0.0)
+    qkv = qkv_ptr + row * qkv_stride
+    g = h // (H // G)
+    q = tl.load(qkv + g * K + i, mask=is_key, other=0.0)
+    k = tl.load(qkv + (G + g) * K + i, mask=is_key, other=0.0)
+    v = tl.load(qkv + 2 * G * K + h * V + j, mask=is_value, other=0.0)
+    q *= tl.rsqrt(tl.sum(q * q) + EPS) * (1.0 / K**0.5)
+    k *= tl.rsqrt(tl.sum(k * k) + EPS)
+    a, b = tl.load(a_ptr + row * a_stride + h), tl.load(b_ptr + row * b_stride + h)
+    kept = tl.exp(decay_of(a, tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h)))
+    state *= kept
+    wrong = (v - tl.sum(state * k[:, None], 0)) * tl.sigmoid(b)
+    state += k[:, None] * wrong[None, :]
+    o = tl.sum(state * q[:, None], 0)
+    tl.store(place, state, mask=inside & (position >= 0))
+    weight = tl.load(norm_ptr + j, mask=is_value, other=0.0)
+    z = tl.load(z_ptr + row * z_stride + h * V + j, mask=is_value, other=0.0)
+    y = o * tl.rsqrt(tl.sum(o * o) / V + eps) * weight * (z * tl.sigmoid(z))
+    y = rounded(tl.where(position >= 0, y, 0.0), out_ptr.dtype.element_ty, CHAINED)
+    tl.store(out_ptr + row * out_stride + h * V + j, y, mask=is_value)
+
+
+def delta_rule_step(
+    out: Tensor,
+    inputs: DeltaInputs,
+    z: Tensor,
+    norm: tuple[Tensor, float],
+    *,
+    state: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+) -> None:
+    """One token of each of B sequences: ``out [B, H V]``, bfloat16 or float32, the heads' results
+    after RMSNorm (weight ``[V]``, eps) times silu of ``z [B, H V]``.
+
+    ``state [S, H, K, V]`` goes on by the token in the row's slot. ``positions`` and ``slots [B]``
+    int64: at position 0 it starts from zeros; at a negative one nothing is kept, and the row gets
+    zeros. All inputs are float32.
+    """
+    inputs.check(state)
+    weight, eps = norm
+    assert out.shape == z.shape and z.stride(1) == out.stride(1) == 1
+    keys, values = block_of(inputs.key_dim), block_of(inputs.value_dim)
+    _step_kernel[(len(out), inputs.num_heads)](
+        out, inputs.qkv, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias, z, weight,
+        state, positions, slots,
+        out.stride(0), inputs.qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0), z.stride(0),
+        eps, H=inputs.num_heads, G=inputs.num_key_heads, K=inputs.key_dim, V=inputs.value_dim,
+        KEYS=keys, VALUES=values, num_warps=min(16, max(1, keys * values // 2048)), **chained(out),
+    )  # fmt: skip

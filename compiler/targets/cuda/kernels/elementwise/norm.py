@@ -1,0 +1,116 @@
+"""RMSNorm of rows, or of the heads in them, one a program: float32 throughout, rounded once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.common.launch import (
+    block_of,
+    chained,
+    release_dependents,
+    wait_for_inputs,
+)
+
+MAX_WIDTH = 16384
+"""Channels of a row: what one program keeps in registers."""
+_FEW_ROWS = 64  # of a decode step: programs enough with a head each
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr, CHAINED: tl.constexpr):
+    """float32 ``x`` as ``DTYPE``, to nearest even: Triton's interpreter alone would truncate."""
+    if not CHAINED and tl.bfloat16 == DTYPE:
+        bits = x.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        x = tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    out_ptr, x_ptr, weight_ptr, width, out_stride, x_stride, eps,
+    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCK)
+    inside = channel < width
+    x = tl.load(x_ptr + row * x_stride + channel, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + channel, mask=inside, other=0.0)
+    factor = tl.rsqrt(tl.sum(x * x) / width + eps)
+    y = rounded(x * factor * weight, out_ptr.dtype.element_ty, CHAINED)
+    tl.store(out_ptr + row * out_stride + channel, y, mask=inside)
+
+
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor, *, eps: float) -> None:
+    """``x [T, K]`` float32, over its root mean square, times ``weight [K]`` float32.
+
+    ``out [T, >= K]`` is bfloat16 or float32; its columns from K on are left alone. K is at most
+    ``MAX_WIDTH``. Rows of ``x`` and ``out`` may be further apart than they are long.
+    """
+    num_rows, width = x.shape
+    assert width <= MAX_WIDTH and out.shape[0] == num_rows and out.shape[1] >= width
+    assert x.stride(1) == 1 and out.stride(1) == 1 and weight.shape == (width,)
+    block = block_of(width)
+    _rms_norm_kernel[(num_rows,)](
+        out, x, weight, width, out.stride(0), x.stride(0), eps,
+        BLOCK=block, num_warps=min(16, max(1, block // 512)), **chained(x),
+    )  # fmt: skip
+
+
+@triton.jit
+def _rms_norm_heads_kernel(
+    out_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, num_heads, out_stride, qkv_stride, eps,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    release_dependents(CHAINED)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    channel = tl.arange(0, BLOCK)[None, :]
+    inside = (head < num_heads) & (channel < D)
+    weight = tl.load(q_weight_ptr + channel, mask=channel < D, other=0.0)
+    k_weight = tl.load(k_weight_ptr + channel, mask=channel < D, other=0.0)
+    weight = tl.where(head < H, weight, k_weight)
+    wait_for_inputs(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    x = tl.load(qkv_ptr + row * qkv_stride + head * D + channel, mask=inside, other=0.0)
+    y = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None] * weight
+    y = tl.where(head < H + G, y, x)
+    tl.store(out_ptr + row * out_stride + head * D + channel, y, mask=inside)
+
+
+def rms_norm_heads(
+    out: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    *,
+    num_heads: int,
+    eps: float,
+    alone: bool | None = None,
+) -> None:
+    """Every head of q and of k in ``qkv [T, (H + 2 G) D]`` float32, with v as it is: to ``out`` of
+    the same shape, or in place.
+
+    ``q_weight`` and ``k_weight [D]`` float32; H is ``num_heads``. Rows may be further apart than
+    they are long. ``alone``: whether a program takes one head, which may give its sum another
+    order; None: where there are few rows.
+    """
+    num_rows, width = qkv.shape
+    (head_dim,) = q_weight.shape
+    num_kv_heads = (width // head_dim - num_heads) // 2
+    assert qkv.dtype == q_weight.dtype == k_weight.dtype and qkv.stride(1) == 1
+    assert out.shape == qkv.shape and out.dtype == qkv.dtype and out.stride(1) == 1
+    in_place = out.data_ptr() == qkv.data_ptr()
+    assert k_weight.shape == q_weight.shape and width == (num_heads + 2 * num_kv_heads) * head_dim
+    heads, block = num_heads + num_kv_heads * (1 if in_place else 2), block_of(head_dim)
+    alone = num_rows <= _FEW_ROWS if alone is None else alone
+    together = 1 if alone else max(1, 1024 // block)
+    _rms_norm_heads_kernel[(num_rows, triton.cdiv(heads, together))](
+        out, qkv, q_weight, k_weight, heads, out.stride(0), qkv.stride(0), eps,
+        H=num_heads, G=num_kv_heads, D=head_dim, BLOCK=block, HEADS=together,
+        num_warps=min(8, together), **chained(qkv),
+    )  # fmt: skip

@@ -1,0 +1,64 @@
+"""silu(gate) * up, for gates and ups side by side, in turns of 8, or apart."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.common.launch import (
+    block_of,
+    chained,
+    release_dependents,
+    wait_for_inputs,
+)
+from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
+
+_GROUP = 8  # columns of gate, then columns of up, in a paired input
+_MAX_BLOCK = 1024
+
+
+@triton.jit
+def _swiglu_kernel(
+    out_ptr, gate_ptr, up_ptr, width, out_stride, gate_stride, up_stride,
+    PAIRED: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < width
+    source = channel
+    if PAIRED:
+        source = channel // 8 * 16 + channel % 8
+    gate = tl.load(gate_ptr + row * gate_stride + source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + source, mask=inside, other=0.0).to(tl.float32)
+    y = rounded(gate * tl.sigmoid(gate) * up, out_ptr.dtype.element_ty, CHAINED)
+    tl.store(out_ptr + row * out_stride + channel, y, mask=inside)
+
+
+def _launch(out: Tensor, gate: Tensor, up: Tensor, paired: bool) -> None:
+    num_rows, width = out.shape
+    assert out.stride(1) == 1 and gate.stride(1) == 1 and up.stride(1) == 1
+    block = min(_MAX_BLOCK, block_of(width))
+    _swiglu_kernel[(num_rows, triton.cdiv(width, block))](
+        out, gate, up, width, out.stride(0), gate.stride(0), up.stride(0),
+        PAIRED=paired, BLOCK=block, **chained(out),
+    )  # fmt: skip
+
+
+def swiglu(out: Tensor, gate_up: Tensor, *, paired: bool) -> None:
+    """``out [T, F]`` of ``gate_up [T, 2 F]``, each bfloat16 or float32; float32 arithmetic.
+
+    ``paired``: columns are 8 gates, then their 8 ups, and so on; else gates are the first half.
+    Rows may be further apart than they are long.
+    """
+    num_rows, width = out.shape
+    assert gate_up.shape == (num_rows, 2 * width) and not (paired and width % _GROUP)
+    _launch(out, gate_up, gate_up[:, _GROUP if paired else width :], paired)
+
+
+def swiglu_apart(out: Tensor, gate: Tensor, up: Tensor) -> None:
+    """:func:`swiglu` of ``gate [T, F]`` and ``up [T, F]`` in tensors of their own."""
+    assert out.shape == gate.shape == up.shape
+    _launch(out, gate, up, False)

@@ -1,0 +1,294 @@
+"""experts.cu on the device: products of a decode step's tokens with their experts.
+
+Knows nothing of where its operands come from.
+Legend: B tokens, K experts of a token, C columns, O rows of an expert's weight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
+from tilewright.compiler.targets.cuda.kernels.experts import experts_few as few_experts
+from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
+from tilewright.compiler.targets.cuda.kernels.experts.route import (
+    MAX_CHOSEN,
+    MAX_EXPERTS,
+    MAX_TOKENS,
+    TILE_PAIRS,
+    Choice,
+    RouteArguments,
+    Tiles,
+    arguments_of,
+)
+from tilewright.compiler.targets.cuda.kernels.experts.route_triton import most_tiles
+from tilewright.compiler.targets.cuda.kernels.matmul.linear import (
+    MOST_SHARED,
+    STEP_BYTES,
+    STORE,
+    SWIGLU,
+    X_PADDING,
+)
+from tilewright.compiler.targets.cuda.weights.packed_weight import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    HeldWeight,
+)
+
+_DEPTHS = {"bf16": (4, 3), "bfp8": (5, 3), "bfp4": (6, 3)}
+"""Steps of 128 columns that a warp has in flight; the second where sums leave no room for more."""
+_X_BYTES = TILE_PAIRS * (TILE_COLUMNS + X_PADDING) * 2
+_WARPS, _SUM_WARPS = 8, 9
+
+
+class _Weight(ctypes.Structure):
+    """`Weight` of experts_walk.cuh."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("num_row_tiles", "num_steps", "num_rows")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _Experts(ctypes.Structure):
+    """`Experts` of experts_walk.cuh."""
+
+    _fields_ = (
+        ("own", _Weight),
+        ("shared", _Weight),
+        *((name, ctypes.c_void_p) for name in ("x", "shared_x", "out", "shared_out")),
+        *((name, ctypes.c_void_p) for name in ("tiles", "pairs", "weights", "given", "gate")),
+        *((name, ctypes.c_int) for name in ("num_tokens", "top_k", "reciprocal", "most_tiles")),
+        *((name, ctypes.c_int) for name in ("x_stride", "x_each", "out_stride", "out_each")),
+        *((name, ctypes.c_int) for name in ("shared_x_stride", "shared_out_stride")),
+        *((name, ctypes.c_int) for name in ("given_stride", "gate_stride")),
+        *((name, ctypes.c_int) for name in ("residual", "epilogue")),
+    )
+
+
+class _FewExperts(ctypes.Structure):
+    """`FewExperts` of experts_few.cu."""
+
+    _fields_ = (("of", _Experts), ("route", RouteArguments))
+
+
+PRODUCTS = nvrtc.Source(
+    Path(__file__).with_name("experts.cu"),
+    (
+        *(f"expert_linear_{kind}_{depths[0]}" for kind, depths in _DEPTHS.items()),
+        *(f"expert_sum_{kind}_{each}" for kind, depths in _DEPTHS.items() for each in depths),
+    ),
+    headers=("primitives.cuh", "tiles.cuh", "experts_walk.cuh"),
+    structures=(("Weight", _Weight), ("Experts", _Experts)),
+)
+FEW = nvrtc.Source(
+    few_experts.PATH,
+    few_experts.NAMES,
+    headers=(*PRODUCTS.headers, "route_choose.cuh"),
+    structures=(*PRODUCTS.structures, *native_route.SOURCE.structures, ("FewExperts", _FewExperts)),
+    beside=True,
+)
+
+
+def why_not(device: torch.device) -> str:
+    """Why they cannot run on a device; empty where it can."""
+    reasons = (nvrtc.why_not(device, source) for source in (native_route.SOURCE, PRODUCTS, FEW))
+    return next(filter(None, reasons), "")
+
+
+def takes(held: HeldWeight, *, num_tokens: int, top_k: int, is_sum: bool) -> bool:
+    """Whether products with these experts run here, for so many tokens."""
+    if num_tokens > MAX_TOKENS or top_k > MAX_CHOSEN or held.num_experts > MAX_EXPERTS:
+        return False
+    if held.num_columns % TILE_COLUMNS:
+        return False
+    depth = _DEPTHS[held.kind][-1 if is_sum else 0]
+    return _room(held, num_tokens, top_k, is_sum=is_sum, depth=depth) <= MOST_SHARED
+
+
+def takes_shared(shared: HeldWeight, held: HeldWeight) -> bool:
+    """Whether the weight of a shared expert can run along with that of the others."""
+    is_alike = shared.kind == held.kind and shared.is_paired == held.is_paired
+    return is_alike and shared.num_columns % TILE_COLUMNS == 0
+
+
+def _room(held: HeldWeight, num_tokens: int, top_k: int, *, is_sum: bool, depth: int) -> int:
+    """Bytes of shared memory of a block."""
+    num_pairs = num_tokens * top_k
+    ring = (_SUM_WARPS if is_sum else _WARPS) * depth * (STEP_BYTES[held.kind] + _X_BYTES)
+    products = (num_pairs + num_tokens) * TILE_ROWS * 4 + -(-num_pairs // 4) * 16
+    table = most_tiles(num_pairs, held.num_experts, TILE_PAIRS) * (TILE_PAIRS * 2 + 4) + 4
+    return ring + table + (products if is_sum else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The expert of all tokens: ``x [B, >= C]`` bfloat16 and its weight, alike to the others' (see
+    :func:`takes_shared`). ``out``: where its products go, of the others' type; of a sum None.
+    """
+
+    x: Tensor
+    held: HeldWeight
+    out: Tensor | None = None
+
+
+def expert_linear(
+    out: Tensor,
+    x: Tensor,
+    held: HeldWeight,
+    tiles: Tiles,
+    *,
+    top_k: int,
+    swiglu: bool = False,
+    shared: Shared | None = None,
+    choice: Choice | None = None,
+    few: int | None = None,
+) -> None:
+    """What :func:`targets.cuda.kernels.expert_linear.expert_linear` does, for a decode
+    step: ``out [B, K O]`` bfloat16 with ``swiglu``, else float32; ``x`` bfloat16.
+
+    ``shared``: an expert of all tokens, in the same launch. ``tiles`` are read behind the kernel
+    before it, which may be what writes them; with ``choice`` they are not: see
+    :func:`.native_few_experts.takes_choice`. ``few``: steps in flight of experts_few.cu, 0:
+    experts.cu, None: what is faster. Bits are the same.
+    """
+    num_rows, rest = divmod(out.shape[1], top_k)
+    assert not rest and held.is_paired == swiglu and out.stride(1) == 1
+    assert out.dtype == (torch.bfloat16 if swiglu else torch.float32)
+    arguments = _arguments(x, held, tiles, top_k, num_rows)
+    arguments.out, arguments.out_stride = out.data_ptr(), out.stride(0)
+    arguments.out_each = num_rows
+    arguments.epilogue = SWIGLU if swiglu else STORE
+    if shared is not None:
+        y = shared.out
+        assert y is not None and y.dtype == out.dtype and y.stride(1) == 1
+        _share(arguments, shared, held, y.shape[1])
+        arguments.shared_out, arguments.shared_out_stride = y.data_ptr(), y.stride(0)
+    blocks = num_processors(out.device)
+    _launch(arguments, held, shared, blocks, is_sum=False, few=few, choice=choice)
+
+
+def expert_sum(
+    out: Tensor,
+    x: Tensor,
+    held: HeldWeight,
+    tiles: Tiles,
+    weights: Tensor,
+    *,
+    residual: bool,
+    gate: Tensor | None = None,
+    shared: Shared | Tensor | None = None,
+    choice: Choice | None = None,
+    few: int | None = None,
+) -> None:
+    """``out [B, O]`` float32: the K products of each token with its experts' weights, times
+    ``weights [B, K]`` float32, summed.
+
+    ``x [B, K C]`` or ``[B, C]`` bfloat16. ``shared``: what the expert of all tokens gives, ``[B,
+    O]`` float32, or that expert; times sigmoid of ``gate [B, 1]`` float32 it is added.
+    ``residual``: what ``out`` holds is added, too. Tiles, weights, ``choice`` and, of a few tokens,
+    what ``out`` holds and the gate are read at once: an :func:`expert_linear` of theirs lies
+    between what makes them and this. ``choice`` and ``few``: as there.
+    """
+    top_k = weights.shape[1]
+    assert weights.is_contiguous() and weights.shape[0] == len(x) and not held.is_paired
+    assert out.dtype == torch.float32 and out.stride(1) == 1
+    arguments = _arguments(x, held, tiles, top_k, out.shape[1])
+    arguments.out, arguments.out_stride = out.data_ptr(), out.stride(0)
+    arguments.weights, arguments.residual = weights.data_ptr(), residual
+    assert (gate is None) == (shared is None)
+    if gate is not None:
+        assert gate.shape == (len(out), 1) and gate.dtype == torch.float32
+        arguments.gate, arguments.gate_stride = gate.data_ptr(), gate.stride(0)
+    if isinstance(shared, Shared):
+        _share(arguments, shared, held, out.shape[1])
+    elif shared is not None:
+        assert shared.shape == out.shape and shared.stride(1) == 1 and shared.dtype == out.dtype
+        arguments.given, arguments.given_stride = shared.data_ptr(), shared.stride(0)
+    blocks = held.num_row_tiles
+    _launch(arguments, held, shared, blocks, is_sum=True, few=few, choice=choice)
+
+
+def _arguments(x: Tensor, held: HeldWeight, tiles: Tiles, top_k: int, num_rows: int) -> _Experts:
+    num_columns = held.num_columns
+    own = x.shape[1] == top_k * num_columns and top_k > 1
+    assert own or x.shape[1] >= num_columns
+    _check_operand(x, held)
+    return _Experts(
+        own=_weight(held, num_rows),
+        x=x.data_ptr(),
+        tiles=tiles.tiles.data_ptr(),
+        pairs=tiles.pairs.data_ptr(),
+        num_tokens=len(x),
+        top_k=top_k,
+        reciprocal=-(-65536 // top_k),
+        most_tiles=len(tiles.pairs),
+        x_stride=x.stride(0),
+        x_each=num_columns if own else 0,
+    )
+
+
+def _share(arguments: _Experts, shared: Shared, held: HeldWeight, num_rows: int) -> None:
+    assert takes_shared(shared.held, held) and shared.x.shape[1] >= shared.held.num_columns
+    _check_operand(shared.x, shared.held)
+    arguments.shared = _weight(shared.held, num_rows)
+    arguments.shared_x, arguments.shared_x_stride = shared.x.data_ptr(), shared.x.stride(0)
+
+
+def _weight(held: HeldWeight, num_rows: int) -> _Weight:
+    """``num_rows``: those of its result; what is held may have a few more."""
+    held_rows = held.num_rows // 2 if held.is_paired else held.num_rows
+    assert held_rows - 8 < num_rows <= held_rows
+    sizes = (held.num_row_tiles, held.num_column_tiles, num_rows)
+    return _Weight(held.data.data_ptr(), *sizes, held.scale)
+
+
+def _check_operand(x: Tensor, held: HeldWeight) -> None:
+    assert x.dtype == torch.bfloat16 and x.stride(1) == 1 and held.num_columns % TILE_COLUMNS == 0
+    assert x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 == held.data.data_ptr() % 16
+
+
+def _launch(
+    arguments: _Experts,
+    held: HeldWeight,
+    shared: Shared | Tensor | None,
+    num_blocks: int,
+    *,
+    is_sum: bool,
+    few: int | None,
+    choice: Choice | None,
+) -> None:
+    sizes: dict[str, int] = {"num_tokens": arguments.num_tokens, "top_k": arguments.top_k}
+    along, blocks = shared.held if isinstance(shared, Shared) else None, (num_blocks, 1, 1)
+    if few is None:
+        is_one = is_sum or (arguments.x_each == 0 and arguments.shared_x in (None, arguments.x))
+        few = 0
+        if is_one and not isinstance(shared, Tensor):
+            few = few_experts.depth_of(held, along, **sizes, is_sum=is_sum)
+    if few:
+        assert arguments.most_tiles <= few_experts.MOST_TILES and not isinstance(shared, Tensor)
+        given = _FewExperts(of=arguments)
+        if choice is not None:
+            num_tokens, num_experts = choice.logits.shape
+            assert num_tokens == 1 and num_experts <= few_experts.MOST_CHOSEN_AMONG
+            given.route = arguments_of(choice, arguments.top_k)
+        room = few_experts.room(held, along, **sizes, is_sum=is_sum, depth=few)
+        assert room <= MOST_SHARED
+        at = nvrtc.Launch(blocks, few_experts.num_threads(is_sum=is_sum), room)
+        name = few_experts.kernel(held.kind, few, is_sum=is_sum)
+        nvrtc.launch(FEW, name, at=at, arguments=given)
+        return
+    assert choice is None
+    depths = _DEPTHS[held.kind] if is_sum else _DEPTHS[held.kind][:1]
+    rooms = {each: _room(held, **sizes, is_sum=is_sum, depth=each) for each in depths}
+    depth = next((each for each in depths if rooms[each] <= MOST_SHARED), depths[-1])
+    name = f"expert_{'sum' if is_sum else 'linear'}_{held.kind}_{depth}"
+    at = nvrtc.Launch(blocks, 32 * (_SUM_WARPS if is_sum else _WARPS), rooms[depth])
+    nvrtc.launch(PRODUCTS, name, at=at, arguments=arguments)

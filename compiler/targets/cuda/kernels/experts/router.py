@@ -1,0 +1,121 @@
+"""router.cu on the device: the logits of all experts for some tokens, and what route.cu makes of
+them, in one launch.
+
+Knows nothing of where its operands come from. Legend: B tokens, K experts of a token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
+from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
+from tilewright.compiler.targets.cuda.kernels.matmul.dense import (
+    CHUNK_BYTES,
+    GROUP_ROWS,
+    num_chunks,
+)
+from tilewright.compiler.targets.cuda.kernels.matmul.linear import MOST_SHARED
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+
+FEW_TOKENS = native_dense.FEW_TOKENS
+"""Tokens up to which a product has the same bits in all steps of so few, and is not made here."""
+
+MAX_TOKENS = 32
+"""Tokens up to which one launch was measured faster on an H200 than two."""
+
+MAX_EXPERTS = 256
+
+_EIGHTS = (2, 4)
+_GROUPS, _MOST_STEPS = 5, 4
+_MOST_ROWS = _GROUPS * GROUP_ROWS
+_PITCH = _MOST_ROWS + 4
+_SLICES = 8  # of K, whose blocks are the cluster
+
+
+class _Router(ctypes.Structure):
+    """`Router` of router.cu."""
+
+    _fields_ = (
+        *((name, native_dense.TensorMap) for name in ("weight", "x")),
+        ("route", native_route.RouteArguments),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_chunks")),
+        ("unused", ctypes.c_int * 10),
+    )
+
+
+SOURCE = nvrtc.Source(
+    Path(__file__).with_name("router.cu"),
+    tuple(f"router_{eights}" for eights in _EIGHTS),
+    headers=(
+        *("primitives.cuh", "matrix_unit.cuh", "tiles.cuh", "finish.cuh", "dense.cuh"),
+        *("route_choose.cuh", "route_sort.cuh"),
+    ),
+    structures=(
+        ("TensorMap", native_dense.TensorMap),
+        ("Route", native_route.RouteArguments),
+        ("Router", _Router),
+    ),
+)
+
+
+def why_not(device: torch.device) -> str:
+    """Why router.cu cannot run on a device; empty where it can."""
+    return nvrtc.why_not(device, SOURCE)
+
+
+def takes(held: HeldWeight, num_experts: int) -> bool:
+    """Whether a router's weight, with whatever rows lie behind those of its experts, is one that
+    the cluster holds.
+    """
+    is_plain = held.kind == "bf16" and held.num_experts == 1 and not held.is_paired
+    fits = held.num_rows <= _MOST_ROWS and _num_steps(held) <= _MOST_STEPS
+    return is_plain and fits and num_experts <= MAX_EXPERTS
+
+
+def _num_steps(held: HeldWeight) -> int:
+    """Chunks of a slice, at most."""
+    return -(-num_chunks(held.num_columns) // _SLICES)
+
+
+def router(
+    weights: Tensor,
+    experts: Tensor,
+    logits: Tensor,
+    x: Tensor,
+    held: HeldWeight,
+    positions: Tensor,
+    tiles: native_route.Tiles,
+    *,
+    renormalise: bool,
+    num_experts: int,
+    first: int = 0,
+    count: int | None = None,
+) -> None:
+    """``logits [B, N] = x held^T`` float32, of ``x [B, C]`` bfloat16 whose rows begin at multiples
+    of 16 bytes, and what :func:`.native_route.route` makes of the first ``num_experts`` of each
+    row.
+    """
+    num_tokens = len(x)
+    assert x.dtype == torch.bfloat16 and logits.shape == (num_tokens, held.num_rows)
+    choice = native_route.Choice(logits[:, :num_experts], positions, renormalise, first, count)
+    route = native_route.arguments_into(choice, weights, experts, tiles)
+    eights = next(each for each in _EIGHTS if num_tokens <= 8 * each)
+    arguments = _Router(
+        weight=native_dense.map_of(held.data, GROUP_ROWS),
+        x=native_dense.map_of(x, 8 * eights),
+        route=route,
+        num_rows=held.num_rows,
+        num_chunks=num_chunks(held.num_columns),
+    )
+    steps, groups = _num_steps(held), -(-held.num_rows // GROUP_ROWS)
+    chunk = (groups * GROUP_ROWS + 8 * eights) * CHUNK_BYTES
+    room = max(steps * chunk + 1024, 8 * eights * _PITCH * 4)
+    assert steps <= _MOST_STEPS and room <= MOST_SHARED
+    at = nvrtc.Launch((_SLICES, 1, 1), 128 * _GROUPS, room, cluster=(_SLICES, 1, 1))
+    nvrtc.launch(SOURCE, f"router_{eights}", at=at, arguments=arguments)

@@ -1,0 +1,325 @@
+"""dense.cu on the device: products of 5 to 128 tokens with weights of bfloat16 rows, or of e4m3
+codes.
+
+Knows nothing of where its operands come from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
+from tilewright.compiler.targets.cuda.kernels.matmul.linear import (
+    MOST_SHARED,
+    Product,
+    product_arguments,
+    room_of,
+)
+from tilewright.compiler.targets.cuda.weights.e4m3 import CODES
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+
+MAX_TOKENS = 128
+"""The most tokens of a product here; with more, the library's is as fast."""
+
+FEW_TOKENS = 4
+"""Tokens up to which the kernels of few tokens take a product, with the same bits of a row in all
+products of so few.
+"""
+
+CHUNK_BYTES = 128
+"""Of a row, which one copy brings."""
+
+GROUP_ROWS = 64
+"""Rows of a weight that four warps multiply."""
+
+_EIGHTS = (2, 4, 8, 16)
+_MOST_DEPTH = 12
+_MOST_SLICES = 8
+_LEAST_SLICE = 512  # bytes of a row
+_MANY_TURNS, _MOST_TURNS = 3, 4  # of blocks of 64 rows over the device, where they may have 256
+_SOME_TOKENS = 64
+_LONG_COLUMNS = 8192
+
+
+class TensorMap(ctypes.Structure):
+    """`TensorMap` of dense.cuh: where the copy engine finds rows."""
+
+    _fields_ = (("words", ctypes.c_uint64 * 16),)
+
+
+class Dense(ctypes.Structure):
+    """`Dense` of dense.cuh."""
+
+    _fields_ = (
+        *((name, TensorMap) for name in ("weight", "x")),
+        ("product", Product),
+        *((name, ctypes.c_void_p) for name in ("row_scales", "token_scales")),
+        *((name, ctypes.c_int) for name in ("num_chunks", "depth", "num_blocks")),
+    )
+
+
+class _NormCodes(ctypes.Structure):
+    """`NormCodes` of dense.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "norm", "codes", "scales")),
+        *((name, ctypes.c_int) for name in ("num_columns", "x_stride", "codes_stride")),
+        ("eps", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a product lies on the device: ``eights`` of tokens and ``groups`` of 64 rows a block,
+    ``slices`` of K, whose blocks are a cluster, ``resident`` blocks a multiprocessor.
+    """
+
+    eights: int
+    groups: int
+    slices: int = 1
+    resident: int = 1
+
+    def kernel(self, kind: str) -> str:
+        """The name of the kernel that goes so over a weight, ``bf16`` or ``e4m3``."""
+        return f"dense_{kind}_{self.eights}_{self.groups}"
+
+    @property
+    def depth(self) -> int:
+        """Chunks of 128 bytes of K in flight."""
+        return min(_MOST_DEPTH, room_of(self.resident) // self._chunk_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: chunks, which begin at a multiple of 1,024, or sums of
+        slices.
+        """
+        sums = self.groups * self.eights * 2048 if self.slices > 1 else 0
+        return max(self.depth * self._chunk_bytes + 1024, sums)
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return (GROUP_ROWS * self.groups + 8 * self.eights) * CHUNK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """E4m3 operands: of a weight ``[N, K]`` and of tokens ``[M, K]``, each with what multiplies its
+    rows, float32 ``[N, 1]`` and ``[M, 1]``.
+    """
+
+    weight: Tensor
+    row_scales: Tensor
+    x: Tensor
+    token_scales: Tensor
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+def choose_way(held: HeldWeight, num_tokens: int, *, is_codes: bool = False) -> Way:
+    """How a product with a weight goes, as was measured or is expected to be fastest; ``is_codes``:
+    of e4m3 operands.
+    """
+    eights = next(each for each in _EIGHTS if num_tokens <= 8 * each)
+    if is_codes:
+        eights = max(eights, 4)
+    count, turns = num_processors(held.data.device), _turns(held)
+    if turns > 1:
+        if eights < 8:
+            groups = 4 if is_codes and turns >= _MANY_TURNS else 1
+        else:
+            most = _MOST_TURNS if eights == 8 else turns
+            groups = 4 if _MANY_TURNS <= turns <= most else 2
+        return Way(eights, groups, resident=2 if groups == 1 else 1)
+    tiles = -(-held.num_rows // GROUP_ROWS)
+    num_bytes = (1 if is_codes else 2) * held.num_columns
+    slices = 1
+    while 2 * slices * tiles <= count and num_bytes >= 2 * slices * _LEAST_SLICE:
+        slices *= 2
+    return Way(eights, 1, min(slices, _MOST_SLICES))
+
+
+def takes(held: HeldWeight, num_tokens: int, x: Tensor | None = None) -> bool:
+    """Whether a product with bfloat16 rows is one of these, of ``x [M, K]`` where it is given:
+    where whole models, or above 64 tokens chains of products, were measured faster on an H200 than
+    with the kernels of few tokens and the library.
+    """
+    if held.kind != "bf16" or held.num_experts > 1:
+        return False
+    if x is not None and not has_room(x):
+        return False
+    if num_tokens <= _SOME_TOKENS:
+        return num_tokens > FEW_TOKENS
+    turns = _turns(held)
+    is_large = _MANY_TURNS <= turns <= _MOST_TURNS
+    return num_tokens <= MAX_TOKENS and (is_large or held.num_columns > _LONG_COLUMNS)
+
+
+def takes_codes(held: HeldWeight, num_tokens: int) -> bool:
+    """Whether a product of codes is one of these: where it was measured faster on an H200 than the
+    library, of large weights up to 64 tokens, of others up to 32.
+    """
+    is_large = _turns(held) >= _MANY_TURNS
+    return num_tokens <= (_SOME_TOKENS if is_large else _SOME_TOKENS // 2)
+
+
+def num_chunks(num_columns: int, element_size: int = 2) -> int:
+    """Of rows of so many columns, bfloat16 unless they are smaller; what lies behind is zeros."""
+    return -(-num_columns * element_size // CHUNK_BYTES)
+
+
+def has_room(x: Tensor) -> bool:
+    """Whether rows begin where the copy engine, and reads of 16 bytes, find them."""
+    return x.data_ptr() % 16 == 0 == x.stride(0) * x.element_size() % 16
+
+
+def _turns(held: HeldWeight) -> float:
+    """Of blocks of 64 rows over the device."""
+    return -(-held.num_rows // GROUP_ROWS) / num_processors(held.data.device)
+
+
+_PATH = Path(__file__).with_name("dense.cu")
+
+MADE = tuple(
+    (kind, int(eights), int(groups))
+    for kind, eights, groups in re.findall(
+        r"^DENSE\((\w+), \w+, (\d+), (\d+)\)", _PATH.read_text(), re.M
+    )
+)
+"""Operands (``bf16``, ``e4m3``), eights of tokens and groups that dense.cu's last lines ask for."""
+
+SOURCE = nvrtc.Source(
+    _PATH,
+    (*(Way(eights, groups).kernel(kind) for kind, eights, groups in MADE), "norm_codes"),
+    headers=(
+        "primitives.cuh",
+        "matrix_unit.cuh",
+        "tiles.cuh",
+        "finish.cuh",
+        "norm.cuh",
+        "dense.cuh",
+    ),
+    structures=(
+        ("TensorMap", TensorMap),
+        ("Product", Product),
+        ("Dense", Dense),
+        ("NormCodes", _NormCodes),
+    ),
+)
+
+
+def why_not(device: torch.device) -> str:
+    """Why dense.cu cannot run on a device; empty where it can."""
+    return nvrtc.why_not(device, SOURCE)
+
+
+def linear(
+    out: Tensor,
+    x: Tensor | Codes,
+    held: HeldWeight,
+    *,
+    epilogue: int,
+    bias: Tensor | None = None,
+    way: Way | None = None,
+    feeds: int = 0,
+    alone: bool = False,
+) -> None:
+    """What :func:`.native.linear` does, of ``x [M, K]`` bfloat16, up to 128 rows that begin at
+    multiples of 16 bytes; of codes with those, whatever ``held`` holds. ``feeds``: as
+    :func:`.native_wide.linear` has it.
+    """
+    operand, weight = (x, held.data) if isinstance(x, Tensor) else (x.x, x.weight)
+    num_tokens = len(x)
+    way = way or choose_way(held, num_tokens, is_codes=not isinstance(x, Tensor))
+    product = product_arguments(out, held, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
+    product.places, product.alone = feeds, alone
+    arguments = Dense(
+        weight=map_of(weight, GROUP_ROWS * way.groups),
+        x=map_of(operand, 8 * way.eights),
+        product=product,
+        num_chunks=num_chunks(held.num_columns, weight.element_size()),
+        depth=way.depth,
+    )
+    if not isinstance(x, Tensor):
+        arguments.product.scale = 1.0
+        arguments.row_scales = x.row_scales.data_ptr()
+        arguments.token_scales = x.token_scales.data_ptr()
+    assert num_tokens <= MAX_TOKENS and way.shared_bytes <= MOST_SHARED and way.depth > 1
+    arguments.num_blocks = -(-held.num_rows // (GROUP_ROWS * way.groups))
+    most = way.resident * num_processors(out.device) if way.slices == 1 else arguments.num_blocks
+    turns = -(-arguments.num_blocks // most)
+    blocks = 1, -(-arguments.num_blocks // turns), way.slices
+    threads = 128 * way.groups + 32
+    assert num_tokens <= 8 * way.eights
+    at = nvrtc.Launch(blocks, threads, way.shared_bytes, cluster=(1, 1, way.slices))
+    kernel = way.kernel("bf16" if isinstance(x, Tensor) else "e4m3")
+    nvrtc.launch(SOURCE, kernel, at=at, arguments=arguments)
+
+
+def norm_codes(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Codes and what multiplies their rows, as :func:`.e4m3.round_rows` makes them of the RMSNorm
+    of ``x [M, K]`` float32 in bfloat16, in fresh memory; K as :func:`.native.takes_norm` has it.
+    """
+    num_tokens, width = x.shape
+    assert x.dtype == torch.float32 and has_room(x)
+    codes = torch.empty(num_tokens, width, dtype=CODES, device=x.device)
+    scales = torch.empty(num_tokens, 1, dtype=torch.float32, device=x.device)
+    arguments = _NormCodes(
+        x=x.data_ptr(),
+        norm=weight.data_ptr(),
+        codes=codes.data_ptr(),
+        scales=scales.data_ptr(),
+        num_columns=width,
+        x_stride=x.stride(0),
+        codes_stride=width,
+        eps=eps,
+    )
+    at = nvrtc.Launch((num_tokens, 1, 1), 256)
+    nvrtc.launch(SOURCE, "norm_codes", at=at, arguments=arguments)
+    return codes, scales
+
+
+def map_of(rows: Tensor, box_rows: int) -> TensorMap:
+    """Where the copy engine finds ``rows [N, K]``, bfloat16 or codes, that :func:`has_room` takes,
+    in boxes of so many rows and 128 bytes of each.
+    """
+    size = rows.element_size()
+    assert rows.stride(1) == 1 and has_room(rows)
+    return _map(rows.data_ptr(), *rows.shape, rows.stride(0) * size, box_rows, size == 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _map(
+    address: int, num_rows: int, num_columns: int, row_bytes: int, box_rows: int, is_codes: bool
+) -> TensorMap:
+    """Of rows so many bytes apart, in boxes of 128 bytes of each; what lies behind them is zero."""
+    from cuda.bindings import driver
+
+    types, size = driver.CUtensorMapDataType, 1 if is_codes else 2
+    kind = types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+    if is_codes:
+        kind = types.CU_TENSOR_MAP_DATA_TYPE_UINT8
+    made = nvrtc.check(
+        driver.cuTensorMapEncodeTiled(
+            kind,
+            2,
+            address,
+            [driver.cuuint64_t(num_columns), driver.cuuint64_t(num_rows)],
+            [driver.cuuint64_t(row_bytes)],
+            [driver.cuuint32_t(CHUNK_BYTES // size), driver.cuuint32_t(box_rows)],
+            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return TensorMap.from_buffer_copy(ctypes.string_at(int(made.getPtr()), 128))

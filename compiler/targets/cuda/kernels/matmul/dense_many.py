@@ -1,0 +1,209 @@
+"""dense_many.cu on the device: SwiGLU of products of more than 64 tokens with bfloat16 rows.
+
+Knows nothing of where its operands come from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
+from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
+from tilewright.compiler.targets.cuda.kernels.matmul.dense import (
+    CHUNK_BYTES,
+    TensorMap,
+    has_room,
+    map_of,
+    num_chunks,
+)
+from tilewright.compiler.targets.cuda.kernels.matmul.linear import (
+    SWIGLU,
+    Product,
+    product_arguments,
+)
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+
+MAX_TOKENS = 4096
+"""The most tokens of a product here: of more, the second-level cache does not hold x."""
+
+LEAST_TOKENS = 65
+"""The fewest that are worth it: blocks have at least 128."""
+
+_SIDE = 128
+_FIXED_BYTES = 512  # of shared memory: barriers
+_LEAST_ROWS = 16_384
+_LEAST_SHARE = 0.9
+_FEW_TURNS, _SHARE_OF_FEW = 2, 0.8
+
+
+class _Many(ctypes.Structure):
+    """`Many` of dense_many.cu."""
+
+    _fields_ = (
+        *((name, TensorMap) for name in ("weight", "x", "out")),
+        ("product", Product),
+        *((name, ctypes.c_int) for name in ("num_chunks", "depth", "num_blocks")),
+        ("rest", ctypes.c_uint64 * 2),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a product lies on the device: blocks of 128 rows by ``eights`` of tokens, or ``turned``,
+    of 128 tokens by so many rows; ``columns`` of them along the tokens and ``rows`` of them along
+    the weight's rows, each of which walks over up to ``turns`` blocks of these. One of both is
+    even.
+    """
+
+    eights: int
+    columns: int
+    rows: int
+    turns: int
+    turned: bool = False
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether the two blocks of a cluster have the same rows, else the same tokens."""
+        return self.turned and self.columns % 2 == 0
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernel that goes so."""
+        if not self.turned:
+            return f"many_{self.eights}"
+        return f"turned_{'rows' if self.shares_rows else 'tokens'}_{self.eights}"
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows of the weight and tokens of a block."""
+        return (8 * self.eights, _SIDE) if self.turned else (_SIDE, 8 * self.eights)
+
+    @property
+    def depth(self) -> int:
+        """Chunks of 128 bytes of K in flight."""
+        room = nvrtc.MOST_SHARED - _FIXED_BYTES - 1024 - self._made_bytes
+        return room // self._chunk_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: chunks, which begin at a multiple of 1,024, and what it
+        has made.
+        """
+        return 1024 + self.depth * self._chunk_bytes + self._made_bytes
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return sum(self.block) * CHUNK_BYTES
+
+    @property
+    def _made_bytes(self) -> int:
+        return 0 if self.turned else 8 * self.eights * CHUNK_BYTES
+
+
+_PATH = Path(__file__).with_name("dense_many.cu")
+
+MADE = tuple(
+    (kind == "TURNED", int(eights))
+    for kind, eights in re.findall(r"^(MANY|TURNED)\((\d+)\)", _PATH.read_text(), re.M)
+)
+"""The blocks that dense_many.cu's last lines ask for: whether they are turned, and eights."""
+
+SOURCE = nvrtc.Source(
+    _PATH,
+    tuple(
+        {
+            Way(eights, columns, 2, 1, turned).kernel: None
+            for turned, eights in MADE
+            for columns in (1, 2)
+        }
+    ),
+    headers=("primitives.cuh", "matrix_unit.cuh", "tiles.cuh", "finish.cuh", "dense.cuh"),
+    structures=(("TensorMap", TensorMap), ("Product", Product), ("Many", _Many)),
+)
+
+
+def why_not(device: torch.device) -> str:
+    """Why dense_many.cu cannot run on a device; empty where it can."""
+    return nvrtc.why_not(device, SOURCE)
+
+
+def choose_way(num_rows: int, num_tokens: int, processors: int) -> Way:
+    """The way on which blocks take the fewest turns over a device, for what each of them takes."""
+    sizes = num_rows, num_tokens, processors
+    return min(
+        (way_of(eights, *sizes, turned=turned) for turned, eights in MADE),
+        key=lambda way: (way.turns * way.eights, way.turned, -way.eights),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def takes(num_rows: int, num_tokens: int, processors: int) -> bool:
+    """Whether a product takes this way: of large weights where blocks of these sizes leave little
+    of the device idle, which is where it was measured faster on an H200 than others.
+    """
+    if num_rows < _LEAST_ROWS or not LEAST_TOKENS <= num_tokens <= MAX_TOKENS:
+        return False
+    way = choose_way(num_rows, num_tokens, processors)
+    done = num_rows * max(num_tokens, native_dense.MAX_TOKENS)
+    share = done / (way.turns * math.prod(way.block) * processors)
+    is_few = not way.turned and way.columns == 1 and way.turns == _FEW_TURNS
+    return share >= (_SHARE_OF_FEW if is_few else _LEAST_SHARE)
+
+
+def swiglu(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    held: HeldWeight,
+    *,
+    bias: Tensor | None = None,
+    way: Way | None = None,
+    alone: bool = False,
+) -> None:
+    """SwiGLU ``out [M, N / 2]`` bfloat16 of ``x [M, K]`` bfloat16 and the rows ``weight [N, K]``
+    bfloat16 of what ``held`` holds, paired as there; all three begin rows at multiples of 16 bytes.
+    The weight is read before what the kernel before writes is there: it must be there already.
+    ``bias [N]``: paired, too; ``alone``: as :func:`.native.linear` has it.
+    """
+    num_tokens, processors = len(x), num_processors(out.device)
+    assert held.is_paired and has_room(out) and out.dtype == x.dtype == weight.dtype
+    way = way or choose_way(held.num_rows, num_tokens, processors)
+    product = product_arguments(out, held, epilogue=SWIGLU, num_tokens=num_tokens, bias=bias)
+    product.alone, product.scale = alone, 1.0  # these are the values themselves
+    rows, tokens = way.block
+    arguments = _Many(
+        weight=map_of(weight[: held.num_rows], rows // 2 if way.shares_rows else rows),
+        x=map_of(x, tokens if way.shares_rows else tokens // 2),
+        product=product,
+        num_chunks=num_chunks(held.num_columns),
+        depth=way.depth,
+        num_blocks=-(-held.num_rows // rows),
+    )
+    if not way.turned:
+        arguments.out = map_of(out[:, : held.num_rows // 2], tokens)
+    cluster = (2, 1, 1) if way.shares_rows else (1, 2, 1)
+    at = nvrtc.Launch((way.columns, way.rows, 1), 288, way.shared_bytes, cluster=cluster)
+    nvrtc.launch(SOURCE, way.kernel, at=at, arguments=arguments)
+
+
+def way_of(
+    eights: int, num_rows: int, num_tokens: int, processors: int, *, turned: bool = False
+) -> Way:
+    """The way of blocks of so many eights of tokens, or ``turned``, of rows: all of a turn are on
+    the device at once.
+    """
+    rows, tokens = Way(eights, 1, 1, 1, turned).block
+    columns = -(-num_tokens // tokens)
+    together = 1 if turned and columns % 2 == 0 else 2  # blocks of rows of a cluster
+    runs = -(-num_rows // (together * rows))
+    turns = -(-runs // max(1, processors // columns // together))
+    return Way(eights, columns, together * -(-runs // turns), turns, turned)

@@ -1,0 +1,177 @@
+"""Held weights as rows of plain numbers, for products that another library computes.
+
+Also what the codes of a tile are worth, in registers: `linear` decodes with the same functions.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.common.launch import (
+    chained,
+    release_dependents,
+    wait_for_inputs,
+)
+from tilewright.compiler.targets.cuda.weights.packed_weight import (
+    BIAS,
+    TILE_BYTES,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    HeldWeight,
+)
+
+# Numbers as kernels may name them.
+BFP8_BYTES = tl.constexpr(TILE_BYTES["bfp8"])
+BFP4_BYTES = tl.constexpr(TILE_BYTES["bfp4"])
+BFP8_EXPONENTS = tl.constexpr(TILE_BYTES["bfp8"] - 128)
+BFP4_EXPONENTS = tl.constexpr(TILE_BYTES["bfp4"] - 128)
+
+# A bfp8 magnitude m below 2 ** 7 is written into the 7 upper bits of the fraction of 2 ** -63,
+# which makes it 2 ** -63 + m * 2 ** -70; both steps to m * 2 ** (e - BIAS) are exact and normal.
+_LIFT = tl.constexpr(64 << 23)
+_LIFTED = tl.constexpr(2.0**-63)
+_BFP8_FIELD = tl.constexpr(127 + 70 - BIAS["bfp8"])
+# A nibble n is written into the lowest bits of 2 ** 23; its value is n - 8.
+_UNIT = tl.constexpr(150 << 23)
+_NO_NIBBLE = tl.constexpr(2.0**23 + 8)
+_BFP4_FIELD = tl.constexpr(127 - BIAS["bfp4"])
+
+_TILES = 4  # neighbours in a row of tiles that one program writes
+
+
+@triton.jit
+def bfp8_values(codes, exponents):
+    """float32 of bytes (sign above magnitude) and their blocks' exponents, broadcast to them."""
+    bits = codes.to(tl.int32)
+    lifted = ((bits & 0x7F) << 16) | _LIFT
+    scales = ((exponents.to(tl.int32) + _BFP8_FIELD) << 23).to(tl.float32, bitcast=True)
+    magnitudes = (lifted.to(tl.float32, bitcast=True) - _LIFTED) * scales
+    signs = (bits & 0x80) << 24
+    return (magnitudes.to(tl.int32, bitcast=True) | signs).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bfp4_values(nibbles, exponents):
+    """float32 of nibbles (int32, value + 8) and their blocks' exponents, broadcast to them."""
+    scales = ((exponents.to(tl.int32) + _BFP4_FIELD) << 23).to(tl.float32, bitcast=True)
+    return ((nibbles | _UNIT).to(tl.float32, bitcast=True) - _NO_NIBBLE) * scales
+
+
+@triton.jit
+def bfp8_codes(words):
+    """int32 ``[..., 4]`` of int32 words ``[...]``: sign above magnitude, in the columns' order."""
+    column = tl.arange(0, 4)
+    byte = column % 2 * 2 + column // 2
+    words = tl.expand_dims(words, -1)
+    magnitudes = (words >> (8 * byte)) & 0x7F
+    return magnitudes | ((words >> (8 * (byte ^ 1) + 7)) & 1) << 7
+
+
+@triton.jit
+def bfp4_nibbles(words):
+    """int32 ``[..., 8]`` of int32 words ``[...]``: value + 8, in the columns' order."""
+    column = tl.arange(0, 8)
+    half, part = column % 2 * 16, column // 2
+    words = tl.expand_dims(words, -1)
+    codes = (words >> (half + 4 * part)) & 0xF
+    magnitudes = codes & 7
+    # The signs of parts 1 and 3 are bits 15 and 7.
+    is_negative = (words >> (half + (19 - 4 * part) % 16)) & 1
+    signed = tl.where(is_negative != 0, 8 - magnitudes, 8 + magnitudes)
+    return tl.where(part % 2 == 0, codes, signed)
+
+
+@triton.jit
+def _bf16_kernel(
+    out_ptr, data_ptr, num_rows, num_columns, data_stride, out_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < num_rows) & (column < num_columns)
+    values = tl.load(data_ptr + row.to(tl.int64) * data_stride + column, mask=inside, other=0.0)
+    target = out_ptr + row.to(tl.int64) * out_stride + column
+    tl.store(target, values.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _bfp8_kernel(
+    out_ptr, data_ptr, words_ptr, num_rows, num_columns, num_column_tiles, out_stride, scale,
+    TILES: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    # One line an exponent block: 4 words of a (half, row) piece, 32 lanes of it, 4 pieces.
+    block = tl.arange(0, TILES * 128)
+    tile, place = tl.program_id(1) * TILES + block // 128, block % 128
+    piece, lane = place // 32, place % 32
+    source = tl.program_id(0).to(tl.int64) * num_column_tiles + tile
+    is_there = tile < num_column_tiles
+    words = source * (BFP8_BYTES // 4) + place * 4
+    words = words_ptr + words[:, None] + tl.arange(0, 4)[None, :]
+    words = tl.load(words, mask=is_there[:, None], other=0)
+    source = data_ptr + source * BFP8_BYTES + BFP8_EXPONENTS
+    exponents = tl.load(source + lane * 4 + piece, mask=is_there, other=64)
+    values = bfp8_values(bfp8_codes(words).reshape(TILES * 128, 16), exponents[:, None])
+    element = tl.arange(0, 16)[None, :]
+    row = tl.program_id(0) * 16 + piece % 2 * 8 + lane // 4
+    column = (tile * 128 + piece // 2 * 64 + lane % 4 * 16)[:, None] + element
+    target = out_ptr + row.to(tl.int64)[:, None] * out_stride + column
+    inside = (row < num_rows)[:, None] & (column < num_columns)
+    tl.store(target, (values * scale).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _bfp4_kernel(
+    out_ptr, data_ptr, words_ptr, num_rows, num_columns, num_column_tiles, out_stride, scale,
+    TILES: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    # One line a word of 8 nibbles: 4 words (half, word) a lane, 32 lanes, 2 rows.
+    word = tl.arange(0, TILES * 256)
+    tile, place = tl.program_id(1) * TILES + word // 256, word % 256
+    side, lane, half = place // 128, place % 128 // 4, place % 4 // 2
+    source = tl.program_id(0).to(tl.int64) * num_column_tiles + tile
+    is_there = tile < num_column_tiles
+    words = tl.load(words_ptr + source * (BFP4_BYTES // 4) + place, mask=is_there, other=0)
+    source = data_ptr + source * BFP4_BYTES + BFP4_EXPONENTS
+    exponents = tl.load(source + lane * 4 + half * 2 + side, mask=is_there, other=64)
+    values = bfp4_values(bfp4_nibbles(words), exponents[:, None])
+    row = tl.program_id(0) * 16 + side * 8 + lane // 4
+    column = tile * 128 + half * 64 + lane % 4 * 16 + place % 2 * 8
+    column = column[:, None] + tl.arange(0, 8)[None, :]
+    target = out_ptr + row.to(tl.int64)[:, None] * out_stride + column
+    inside = (row < num_rows)[:, None] & (column < num_columns)
+    tl.store(target, (values * scale).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def words_of(held: HeldWeight) -> Tensor:
+    """The bytes of a weight held in a block format, as int32 words."""
+    return held.data.view(torch.int32)
+
+
+def dequantise(out: Tensor, held: HeldWeight) -> None:
+    """Write the values of ``held`` to ``out [num_rows, num_columns]``, bfloat16 or float32.
+
+    Rows of ``out`` may be further apart than they are long; what lies between is left alone. They
+    begin at multiples of 16 bytes: Triton 3.6 writes 16 at a time whatever the distance of rows.
+    """
+    assert out.shape == (held.num_rows, held.num_columns) and out.stride(1) == 1
+    assert out.stride(0) * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
+    if held.kind == "bf16":
+        grid = (held.num_row_tiles, triton.cdiv(held.num_columns, _TILES * TILE_COLUMNS))
+        _bf16_kernel[grid](
+            out, held.data, *out.shape, held.data.stride(0), out.stride(0),
+            ROWS=TILE_ROWS, COLUMNS=_TILES * TILE_COLUMNS, **chained(out),
+        )  # fmt: skip
+        return
+    grid = (held.num_row_tiles, triton.cdiv(held.num_column_tiles, _TILES))
+    sizes = (*out.shape, held.num_column_tiles, out.stride(0), held.scale)
+    kernel = _bfp8_kernel if held.kind == "bfp8" else _bfp4_kernel
+    kernel[grid](out, held.data, words_of(held), *sizes, TILES=_TILES, **chained(out))

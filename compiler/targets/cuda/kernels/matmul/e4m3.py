@@ -1,0 +1,113 @@
+"""Rows of x as e4m3 codes on the device, with the bits of :func:`..e4m3.round_rows`, one a program,
+and products of codes with what multiplies their rows.
+
+Codes are made of integers: Triton's interpreter rounds no float to 8 bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.common.launch import (
+    block_of,
+    chained,
+    release_dependents,
+    wait_for_inputs,
+)
+from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
+from tilewright.compiler.targets.cuda.weights.e4m3 import CODES
+
+_MOST_BLOCK = 1024
+
+
+@triton.jit
+def e4m3_codes(x):
+    """int32 codes of float32 ``x`` of magnitudes up to 448, to nearest even; NaN else."""
+    bits = tl.abs(x).to(tl.int32, bitcast=True)
+    nearest = bits + 0x7FFFF + ((bits >> 20) & 1)
+    # The exponent is 120 less than float32's; below 2 ** -6 a code is a multiple of 2 ** -9.
+    small = (tl.abs(x) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+    codes = tl.where(bits < 0x3C800000, small, (nearest >> 20) - 960)
+    codes = tl.where(bits <= 0x43E00000, codes, 0x7F)
+    return codes | (x.to(tl.int32, bitcast=True) < 0).to(tl.int32) << 7
+
+
+@triton.jit
+def _round_rows_kernel(
+    out_ptr, scales_ptr, x_ptr, width, out_stride, x_stride,
+    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCK)
+    inside = channel < width
+    x = tl.load(x_ptr + row * x_stride + channel, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(x))
+    field = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 7, 1)
+    scale = (field << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - field) << 23).to(tl.float32, bitcast=True)
+    codes = e4m3_codes(x * inverse)
+    tl.store(out_ptr + row * out_stride + channel, codes.to(tl.uint8), mask=inside)
+    tl.store(scales_ptr + row, tl.where(largest > 0, scale, 1.0))
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x [M, K]`` (bfloat16 or float32) as codes ``[M, K]`` and float32 powers of two ``[M, 1]``,
+    in fresh memory; rows of x may be further apart than they are long.
+    """
+    num_rows, width = x.shape
+    assert x.stride(1) == 1
+    codes = torch.empty(num_rows, width, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
+    block = block_of(width)
+    _round_rows_kernel[(num_rows,)](
+        codes, scales, x, width, codes.stride(0), x.stride(0),
+        BLOCK=block, num_warps=min(16, max(1, block // 512)), **chained(x),
+    )  # fmt: skip
+    return codes.view(CODES), scales
+
+
+@triton.jit
+def _scale_rows_kernel(
+    out_ptr, found_ptr, x_scales_ptr, scales_ptr, bias_ptr, width, out_stride,
+    ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    y = tl.load(found_ptr + row * width + column, mask=inside, other=0.0)
+    y = y * tl.load(x_scales_ptr + row) * tl.load(scales_ptr + column, mask=inside, other=0.0)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + column, mask=inside, other=0.0)
+    out = out_ptr + row * out_stride + column
+    if ADDS:
+        y += tl.load(out, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out, rounded(y, out_ptr.dtype.element_ty, CHAINED), mask=inside)
+
+
+def scale_rows(
+    out: Tensor,
+    found: Tensor,
+    x_scales: Tensor,
+    scales: Tensor,
+    *,
+    bias: Tensor | None = None,
+    adds: bool = False,
+) -> None:
+    """``found [M, N]``, a product of codes (float32), times ``x_scales [M, 1]`` and ``scales
+    [N, 1]``, plus ``bias [N]`` float32, into ``out [M, N]`` (bfloat16 or float32), or with ``adds``
+    on top of it. Rows of ``out`` may be further apart than they are long.
+    """
+    num_rows, width = found.shape
+    assert out.shape == found.shape and out.stride(1) == 1 and found.is_contiguous()
+    block = min(_MOST_BLOCK, block_of(width))
+    _scale_rows_kernel[(num_rows, triton.cdiv(width, block))](
+        out, found, x_scales, scales, scales if bias is None else bias, width, out.stride(0),
+        ADDS=adds, HAS_BIAS=bias is not None, BLOCK=block, **chained(out),
+    )  # fmt: skip

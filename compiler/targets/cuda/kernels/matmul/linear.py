@@ -1,0 +1,369 @@
+"""linear.cu on the device: which of its kernels takes a product, and how it is cut into blocks.
+
+Knows nothing of where its operands come from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, HeldWeight
+
+MAX_TOKENS = 64
+MAX_NORM_COLUMNS = 8192
+STORE, ADD, SWIGLU = 0, 1, 2
+
+MOST_SHARED = nvrtc.MOST_SHARED - 2048
+"""Bytes of dynamic shared memory that a block takes at most: what kernels fix is less."""
+
+_KEPT = 3072  # bytes a block: what the device and kernels keep
+
+UNCUT_TILES = 1024
+"""Row tiles from which on a weight's K is not cut."""
+
+_HEADERS = ("primitives.cuh", "tiles.cuh", "norm.cuh", "gemv.cuh", "gemm.cuh")
+_SLICES = 8
+STEP_BYTES = {"bf16": 4096, **TILE_BYTES}
+X_PADDING = 8
+_NUM_THREADS = 256
+
+
+class Product(ctypes.Structure):
+    """`Product` of linear.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "x", "norm", "bias", "out")),
+        *((name, ctypes.c_int) for name in ("num_tokens", "num_rows", "num_columns")),
+        *((name, ctypes.c_int) for name in ("num_tiles", "num_steps", "num_slices")),
+        *((name, ctypes.c_int) for name in ("x_stride", "out_stride", "epilogue")),
+        *((name, ctypes.c_int) for name in ("places", "alone")),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _Leaving(ctypes.Structure):
+    """`Leaving` of linear.cu."""
+
+    _fields_ = (("product", Product), ("normed", ctypes.c_void_p))
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """How a product of few tokens goes over its weight: steps of 128 columns in flight a warp,
+    blocks a multiprocessor; eights of tokens, 0 for a single one.
+    """
+
+    depth: int
+    blocks_each: int
+    groups: int = 0
+
+    def kernel(self, kind: str, *, leaves: bool = False) -> str:
+        """The name of the kernel that walks so over a weight of ``kind``; ``leaves``: and leaves
+        its norm to others.
+        """
+        return (
+            f"leaves_{kind}_{self.depth}" if leaves else f"gemv_{kind}_{self.groups}_{self.depth}"
+        )
+
+    def shared_bytes(self, kind: str, num_steps: int) -> int:
+        """Dynamic shared memory of a block, for so many steps of x."""
+        x_bytes = num_steps * 256
+        if self.groups:
+            x_bytes = self.groups * 8 * (x_bytes + 2 * X_PADDING)
+        return x_bytes + 8 * self.depth * STEP_BYTES[kind]
+
+    def has_room(self, kind: str, num_steps: int) -> bool:
+        """Whether so many blocks fit a multiprocessor, which keeps 1 KB of each for itself."""
+        fixed = max(1, self.groups * 8) * 1024 + 1024  # of slices' sums, and the norm's
+        each = self.shared_bytes(kind, num_steps) + fixed + 1024
+        return self.blocks_each * each <= nvrtc.MOST_SHARED + 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How a product of several tokens lies on the device: warps a block, row tiles a warp, steps in
+    flight.
+    """
+
+    num_warps: int
+    tiles_per_warp: int
+    depth: int
+
+    @property
+    def tiles_per_block(self) -> int:
+        return self.num_warps * self.tiles_per_warp
+
+    def kernel(self, kind: str, groups: int) -> str:
+        """The kernel's name, for ``groups`` eights of tokens."""
+        return f"gemm_{kind}_{groups}_{self.tiles_per_warp}_{self.depth}"
+
+    def shared_bytes(self, held: HeldWeight, groups: int) -> int:
+        """Dynamic shared memory of a block, for ``groups`` eights of tokens."""
+        x_bytes = groups * 8 * (128 + X_PADDING) * 2
+        shared = self.depth * (x_bytes + self.tiles_per_block * STEP_BYTES[held.kind])
+        partials = groups * 8 * (self.tiles_per_block * 16 + 8) * 4
+        return max(shared, partials if num_slices(held) > 1 else 0)
+
+
+def room_of(num_resident: int) -> int:
+    """Bytes of dynamic shared memory of each of so many blocks of a multiprocessor."""
+    return (MOST_SHARED + 2048) // num_resident - _KEPT
+
+
+def takes_norm(num_columns: int) -> bool:
+    """Whether norms of so many columns run here."""
+    return num_columns <= MAX_NORM_COLUMNS and num_columns % 4 == 0
+
+
+def leaves_norm(held: HeldWeight) -> bool:
+    """Whether one token's product with a weight can leave the norm that it makes to others."""
+    return held.kind == "bf16" and takes_norm(held.num_columns)
+
+
+def num_slices(held: HeldWeight) -> int:
+    """Into how many slices K is cut: a property of the weight, so that no result depends on the
+    batch. One of many rows gives every warp of the device rows of its own.
+    """
+    return 1 if held.num_row_tiles >= UNCUT_TILES else _SLICES
+
+
+def room_for(num_rows: int) -> int:
+    """Rows that buffers have for steps of so many: kernels read whole eights of them."""
+    return max(num_rows, MAX_TOKENS)
+
+
+def most_tokens(held: HeldWeight) -> int:
+    """The most tokens of a product here; with more, the library's is faster for bfloat16."""
+    if held.kind != "bf16":
+        return MAX_TOKENS
+    is_small = held.num_row_tiles <= 256 and held.num_column_tiles <= 32
+    return 32 if num_slices(held) == 1 or is_small else 16
+
+
+_WALKS: dict[str, tuple[Walk, ...]] = {
+    "bf16": (Walk(3, 2), Walk(2, 2), Walk(2, 1)),
+    "bfp8": (Walk(4, 2), Walk(3, 2), Walk(4, 1)),
+    "bfp4": (Walk(3, 2), Walk(3, 1)),
+}
+"""Of one token: the first that has room. Measured in whole models on an H200: one block a
+multiprocessor is as fast in a chain of one shape, and a tenth to a half slower in a model."""
+
+
+_FEW_DEPTH = {"bf16": 3, "bfp8": 4, "bfp4": 3}
+"""Of 2 to 16 tokens, by one block a multiprocessor."""
+
+
+def choose_walk(held: HeldWeight, num_tokens: int = 1) -> Walk | None:
+    """How so few tokens' product with a weight goes; None where they take a grid."""
+    kind, steps = held.kind, held.num_column_tiles
+    if num_tokens == 1:
+        walks = _WALKS[kind]
+        return next((walk for walk in walks if walk.has_room(kind, steps)), walks[-1])
+    if num_tokens > 16 or not _walks_well(held, num_tokens):
+        return None
+    walk = Walk(_FEW_DEPTH[kind], 1, _token_groups(num_tokens))
+    assert walk.has_room(kind, steps)
+    return walk
+
+
+def _walks_well(held: HeldWeight, num_tokens: int) -> bool:
+    """Whether a walk of a cut weight was measured faster than a grid, for 4, 8 and 16 tokens on an
+    H200: bfloat16 in a whole model, block formats in chains of one shape. With more columns the
+    copies of x before the first product cost more than they save.
+    """
+    if num_slices(held) == 1:
+        return False
+    is_short = held.num_column_tiles <= _SHORT_STEPS
+    if held.kind == "bf16" and num_tokens <= 8:
+        return is_short or (held.num_column_tiles <= 32 and held.num_row_tiles <= 128)
+    return is_short and (held.kind != "bf16" or held.num_row_tiles > _FEW_TILES)
+
+
+_GRIDS = {
+    "bf16": {
+        1: (Grid(7, 1, 2), Grid(7, 1, 2), Grid(7, 1, 3), Grid(7, 1, 4)),
+        2: (Grid(7, 1, 2), Grid(7, 1, 2), Grid(7, 1, 2), Grid(7, 1, 2)),
+        4: (Grid(6, 1, 2), Grid(6, 1, 2), Grid(6, 1, 2), Grid(7, 2, 3)),
+    },
+    "bfp8": {
+        1: (Grid(4, 1, 4), Grid(6, 1, 4), Grid(7, 1, 3), Grid(8, 1, 4)),
+        2: (Grid(6, 1, 4), Grid(6, 1, 4), Grid(7, 1, 4), Grid(7, 1, 4)),
+        4: (Grid(6, 1, 3), Grid(6, 1, 3), Grid(7, 1, 3), Grid(7, 1, 4)),
+        8: (Grid(6, 1, 3), Grid(6, 1, 3), Grid(7, 1, 3), Grid(7, 1, 3)),
+    },
+    "bfp4": {
+        1: (Grid(6, 1, 4), Grid(6, 1, 4), Grid(7, 1, 4), Grid(8, 1, 4)),
+        2: (Grid(6, 1, 5), Grid(6, 1, 5), Grid(7, 1, 5), Grid(7, 1, 5)),
+        4: (Grid(7, 1, 4), Grid(7, 1, 4), Grid(7, 1, 4), Grid(7, 1, 4)),
+        8: (Grid(7, 1, 4), Grid(7, 1, 4), Grid(7, 1, 4), Grid(7, 1, 4)),
+    },
+}
+"""Of several tokens, by eights of them: for few rows of few columns and of more, for more rows, and
+for an uncut weight.
+
+Measured on an H200. A cut weight's eight blocks are a cluster within a group of 16 or 18
+multiprocessors: blocks of eight warps fill the device on paper, and in fact wait for a place.
+"""
+
+_FEW_TILES = 300
+_SHORT_STEPS = 16
+_FEW_COLUMNS = 8192
+
+
+def choose_grid(held: HeldWeight, num_tokens: int) -> Grid:
+    """The blocks of a product of several tokens."""
+    few_short, few_long, some, many = _GRIDS[held.kind][_token_groups(num_tokens)]
+    if num_slices(held) == 1:
+        return many
+    if held.num_row_tiles > _FEW_TILES:
+        return some
+    return few_short if held.num_columns <= _FEW_COLUMNS else few_long
+
+
+def _token_groups(num_tokens: int) -> int:
+    """Eights of tokens, as kernels are made for."""
+    return next(count for count in (1, 2, 4, 8) if num_tokens <= 8 * count)
+
+
+def linear(
+    out: Tensor,
+    x: Tensor,
+    held: HeldWeight,
+    *,
+    epilogue: int,
+    num_tokens: int,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    normed: Tensor | None = None,
+    grid: Grid | None = None,
+    walk: Walk | None = None,
+    alone: bool = False,
+) -> None:
+    """``y = x W^T (+ bias)``, then ``epilogue``: STORE y in ``out`` fp32, ADD it there, or SWIGLU
+    of paired rows into ``out`` bf16 [., N / 2].
+
+    ``x`` bf16, columns padded to whole tiles with zeros, of which a grid reads 8, 16, 32 or 64
+    rows; with ``norm`` (weight fp32, eps), which takes one token of at most 8,192 columns, fp32
+    [1, K]; ``normed``, bf16 [1, K] padded with zeros, gets that norm, too. Rows of ``x`` and the
+    weight begin at multiples of 16 bytes. ``alone``: the next kernel begins when this one has
+    ended.
+    """
+    assert 1 <= num_tokens <= most_tokens(held) and held.num_columns % 4 == 0
+    assert x.data_ptr() % 16 == 0 == held.data.data_ptr() % 16
+    assert num_tokens == 1 or x.stride(0) % 8 == 0
+    product = product_arguments(out, held, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
+    product.x, product.x_stride, product.alone = x.data_ptr(), x.stride(0), alone
+    if norm is not None:
+        product.norm, product.eps = norm[0].data_ptr(), norm[1]
+    assert norm is None or num_tokens == 1
+    assert normed is None or (norm is not None and leaves_norm(held))
+    walk = walk or (None if grid else choose_walk(held, num_tokens))
+    if walk is not None:
+        assert num_tokens == 1 or num_slices(held) > 1
+        _launch_gemv(product, held, walk, normed)
+        return
+    grid = grid or choose_grid(held, num_tokens)
+    _launch_gemm(product, held, grid, _token_groups(num_tokens))
+
+
+def product_arguments(
+    out: Tensor, held: HeldWeight, *, epilogue: int, num_tokens: int, bias: Tensor | None
+) -> Product:
+    """All that a kernel is told of a product but its x."""
+    return Product(
+        weight=held.data.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        num_tokens=num_tokens,
+        num_rows=held.num_rows,
+        num_columns=held.num_columns,
+        num_tiles=held.num_row_tiles,
+        num_steps=held.num_column_tiles,
+        num_slices=num_slices(held),
+        out_stride=out.stride(0),
+        epilogue=epilogue,
+        scale=held.scale,
+    )
+
+
+def _launch_gemv(product: Product, held: HeldWeight, walk: Walk, normed: Tensor | None) -> None:
+    """Few tokens: as many blocks as are resident, each walking over row tiles."""
+    num_blocks = walk.blocks_each * num_processors(held.data.device)
+    at = nvrtc.Launch(
+        (min(held.num_row_tiles, num_blocks), 1, 1),
+        _NUM_THREADS,
+        walk.shared_bytes(held.kind, held.num_column_tiles),
+    )
+    arguments: Product | _Leaving = product
+    if normed is not None:
+        assert normed.dtype == torch.bfloat16 and normed.data_ptr() % 8 == 0
+        arguments = _Leaving(product, normed.data_ptr())
+    name = walk.kernel(held.kind, leaves=normed is not None)
+    nvrtc.launch(source(), name, at=at, arguments=arguments)
+
+
+def _launch_gemm(product: Product, held: HeldWeight, grid: Grid, groups: int) -> None:
+    """Several tokens, ``groups`` eights of them: a block a run of row tiles and slice of K."""
+    slices = num_slices(held)
+    at = nvrtc.Launch(
+        (-(-held.num_row_tiles // grid.tiles_per_block), slices, 1),
+        32 * grid.num_warps,
+        grid.shared_bytes(held, groups),
+        cluster=(1, slices, 1),
+    )
+    nvrtc.launch(source(), grid.kernel(held.kind, groups), at=at, arguments=product)
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "norm", "out")),
+        *((name, ctypes.c_int) for name in ("num_columns", "x_stride", "out_stride")),
+        ("eps", ctypes.c_float),
+    )
+
+
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor, *, eps: float, num_tokens: int) -> None:
+    """``x`` fp32 to ``out`` bf16, with the bits of the norm inside :func:`linear`."""
+    assert (x.dtype, out.dtype) == (torch.float32, torch.bfloat16)
+    arguments = _Norm(
+        x=x.data_ptr(),
+        norm=weight.data_ptr(),
+        out=out.data_ptr(),
+        num_columns=weight.numel(),
+        x_stride=x.stride(0),
+        out_stride=out.stride(0),
+        eps=eps,
+    )
+    at = nvrtc.Launch((num_tokens, 1, 1), _NUM_THREADS)
+    nvrtc.launch(source(), "rms_norm", at=at, arguments=arguments, spread=True)
+
+
+def kernel_names(text: str) -> tuple[str, ...]:
+    """The products that linear.cu's last lines ask for, by name."""
+    made = re.findall(r"^(GEM[VM]|LEAVES)\((\w+), \w+, ([\d, ]+)\)", text, re.M)
+    return tuple(
+        f"{macro.lower()}_{kind}_{sizes.replace(', ', '_')}" for macro, kind, sizes in made
+    )
+
+
+@functools.cache
+def source() -> nvrtc.Source:
+    """The source of linear.cu, with the names of its kernels and the headers it includes."""
+    path = Path(__file__).with_name("linear.cu")
+    names = (*kernel_names(path.read_text()), "rms_norm")
+    return nvrtc.Source(path, names, _HEADERS, (("Product", Product), ("Leaving", _Leaving)))
+
+
+def why_not(device: torch.device) -> str:
+    """Why linear.cu cannot run on a device; empty where it can."""
+    return nvrtc.why_not(device, source())

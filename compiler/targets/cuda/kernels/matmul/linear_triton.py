@@ -1,0 +1,189 @@
+"""The product with a held weight in Triton: for every kind, and where CUDA C++ cannot be compiled.
+
+Weights are the rows of the matrix product and tokens its columns, in steps of one tile of 128
+columns of the weight, so that the arithmetic of a token depends on no other one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.common.launch import (
+    block_of,
+    chained,
+    release_dependents,
+    wait_for_inputs,
+)
+from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
+from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import (
+    BFP4_BYTES,
+    BFP4_EXPONENTS,
+    BFP8_BYTES,
+    BFP8_EXPONENTS,
+    bfp4_nibbles,
+    bfp4_values,
+    bfp8_codes,
+    bfp8_values,
+    words_of,
+)
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, HeldWeight
+
+_MAX_TOKENS = 64  # a program's; more are in further programs, which read the weights again
+_WIDE = 8192  # rows of a weight from which on a program takes two tiles of them
+
+
+@triton.jit
+def tile_columns(IS_BFP4: tl.constexpr):
+    """int32 ``[128]``: columns of a tile in the order in which a weight's row is read.
+
+    In bfp4 that is the order of the bytes: t, half, word.
+    """
+    column = tl.arange(0, 128)
+    if IS_BFP4:
+        column = column // 16 % 2 * 64 + column // 32 * 16 + column % 16
+    return column
+
+
+@triton.jit
+def tile_weights(
+    data_ptr, words_ptr, row, step, num_row_tiles, STEPS: tl.constexpr, KIND: tl.constexpr
+):
+    """bfloat16 ``[rows, 128]``: tile ``step`` of each row, columns as `tile_columns` has them."""
+    # Rows behind the last tile repeat it: they are computed and not stored.
+    tile = tl.minimum(row // 16, num_row_tiles - 1).to(tl.int64)
+    if KIND == "bf16":
+        source = (tile * 16 + row % 16) * (STEPS * 128) + step * 128
+        weights = tl.load(data_ptr + source[:, None] + tl.arange(0, 128)[None, :])
+    else:
+        tile = tile * STEPS + step
+        side, group, block = row % 16 // 8, row % 8, tl.arange(0, 8)[None, :]
+        if KIND == "bfp8":
+            source = tile * (BFP8_BYTES // 4) + side * 128 + group * 16
+            word = tl.arange(0, 32)[None, :]
+            words = tl.load(words_ptr + source[:, None] + word // 16 * 256 + word % 16)
+            source = tile * BFP8_BYTES + BFP8_EXPONENTS + group * 16 + side
+            exponents = tl.load(data_ptr + source[:, None] + block % 4 * 4 + block // 4 * 2)
+            codes = bfp8_codes(words).reshape(row.shape[0], 8, 16)
+            values = bfp8_values(codes, exponents[:, :, None])
+        else:
+            source = tile * (BFP4_BYTES // 4) + side * 128 + group * 16
+            words = tl.load(words_ptr + source[:, None] + tl.arange(0, 16)[None, :])
+            source = tile * BFP4_BYTES + BFP4_EXPONENTS + group * 16 + side
+            exponents = tl.load(data_ptr + source[:, None] + block * 2)
+            nibbles = bfp4_nibbles(words).reshape(row.shape[0], 8, 16)
+            values = bfp4_values(nibbles, exponents[:, :, None])
+        weights = values.to(tl.bfloat16).reshape(row.shape[0], 128)
+    return weights
+
+
+@triton.jit
+def _inverse_rms(x_ptr, token, num_tokens, num_columns, x_stride, eps, STEPS: tl.constexpr):
+    """float32 ``[tokens]``: 1 / sqrt(mean(x ** 2) + eps)."""
+    total = tl.zeros((token.shape[0],), tl.float32)
+    for step in range(STEPS):
+        column = step * 128 + tl.arange(0, 128)[:, None]
+        inside = (column < num_columns) & (token < num_tokens)[None, :]
+        x = tl.load(x_ptr + token[None, :].to(tl.int64) * x_stride + column, mask=inside, other=0.0)
+        total += tl.sum(x * x, axis=0)
+    return tl.rsqrt(total / num_columns + eps)
+
+
+@triton.jit
+def product(weights, x, sums, CHAINED: tl.constexpr):
+    """``sums + weights @ x``, in bfloat16 unless x is float32.
+
+    Triton's interpreter would multiply the bits of bfloat16 factors.
+    """
+    if not CHAINED or x.dtype == tl.float32:
+        weights, x = weights.to(tl.float32), x.to(tl.float32)
+    return tl.dot(weights, x, sums, input_precision="ieee")
+
+
+@triton.jit
+def _store(
+    out_ptr, values, row, token, num_rows, num_tokens, out_stride,
+    RESIDUAL: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """``values [rows, tokens]`` to ``out [tokens, rows]``."""
+    target = out_ptr + token[None, :].to(tl.int64) * out_stride + row[:, None]
+    inside = (row < num_rows)[:, None] & (token < num_tokens)[None, :]
+    if RESIDUAL:
+        values += tl.load(target, mask=inside, other=0.0)
+    tl.store(target, rounded(values, out_ptr.dtype.element_ty, CHAINED), mask=inside)
+
+
+@triton.jit
+def _linear_kernel(
+    out_ptr, x_ptr, data_ptr, words_ptr, bias_ptr, norm_ptr,
+    num_tokens, num_rows, num_columns, num_row_tiles, out_stride, x_stride, eps, scale,
+    KIND: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    is_token = (token < num_tokens)[None, :]
+    x_rows = x_ptr + token[None, :].to(tl.int64) * x_stride
+    if norm_ptr is not None:
+        factor = _inverse_rms(x_ptr, token, num_tokens, num_columns, x_stride, eps, STEPS)
+    order = tile_columns(KIND == "bfp4")
+    sums = tl.zeros((ROWS, TOKENS), tl.float32)
+    for step in range(STEPS):
+        column = step * 128 + order[:, None]
+        x = tl.load(x_rows + column, mask=(column < num_columns) & is_token, other=0.0)
+        if norm_ptr is not None:
+            gain = tl.load(norm_ptr + column, mask=column < num_columns, other=0.0)
+            x = rounded(x * factor[None, :] * gain, tl.bfloat16, CHAINED)
+        weights = tile_weights(data_ptr, words_ptr, row, step, num_row_tiles, STEPS, KIND)
+        sums = product(weights, x, sums, CHAINED)
+    sums *= scale
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + row, mask=row < num_rows, other=0.0)[:, None]
+    if SWIGLU:
+        # Row 16 p + 8 s + g to [p, g, token, s]: gate and up of a place side by side.
+        sides = tl.permute(sums.reshape(ROWS // 16, 2, 8, TOKENS), (0, 2, 3, 1))
+        gate, up = tl.split(sides)
+        sums = (gate * tl.sigmoid(gate) * up).reshape(ROWS // 2, TOKENS)
+        row = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        _store(out_ptr, sums, row, token, num_rows // 2, num_tokens, out_stride, False, CHAINED)
+    else:
+        _store(out_ptr, sums, row, token, num_rows, num_tokens, out_stride, RESIDUAL, CHAINED)
+
+
+def linear(
+    out: Tensor,
+    x: Tensor,
+    held: HeldWeight,
+    *,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    residual: bool = False,
+    swiglu: bool = False,
+) -> None:
+    """``out [M, N]`` of ``x [M, >= K]`` and a weight of N rows and K columns, float32 sums.
+
+    ``x`` is bfloat16; or float32 with ``norm`` (weight float32 ``[K]``, eps), the RMSNorm of its
+    rows, rounded once to bfloat16. ``bias`` is float32 ``[N]``, rows as held.
+    ``out`` is float32 or bfloat16; with ``residual`` float32, and the product is added to it; with
+    ``swiglu`` (of a paired weight) ``[M, N / 2]``, silu(gate) * up.
+    Rows of ``x`` and ``out`` may be further apart than they are long.
+    """
+    num_tokens, num_rows = x.shape[0], held.num_rows
+    assert out.shape == (num_tokens, num_rows // 2 if swiglu else num_rows)
+    assert x.shape[1] >= held.num_columns and x.stride(1) == 1 and out.stride(1) == 1
+    assert not swiglu or (held.is_paired and not residual)
+    weight, eps = norm or (None, 0.0)
+    rows = TILE_ROWS if num_rows < _WIDE else 2 * TILE_ROWS
+    tokens = min(_MAX_TOKENS, block_of(num_tokens))
+    grid = (triton.cdiv(num_rows, rows), triton.cdiv(num_tokens, tokens))
+    _linear_kernel[grid](
+        out, x, held.data, None if held.kind == "bf16" else words_of(held), bias, weight,
+        num_tokens, num_rows, held.num_columns, held.num_row_tiles,
+        out.stride(0), x.stride(0), eps, held.scale,
+        KIND=held.kind, STEPS=held.num_column_tiles, ROWS=rows, TOKENS=tokens,
+        RESIDUAL=residual, SWIGLU=swiglu,
+        num_warps=4, num_stages=4 if norm is None else 3, **chained(out),
+    )  # fmt: skip

@@ -1,0 +1,324 @@
+"""wide.cu on the device: products of 17 to 512 tokens with weights in blocks.
+
+Knows nothing of where its operands come from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
+from tilewright.compiler.targets.cuda.kernels.matmul.linear import (
+    MOST_SHARED,
+    Product,
+    num_slices,
+    product_arguments,
+    room_of,
+)
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, HeldWeight
+
+MAX_TOKENS = 512
+"""The most tokens of a product here; with more, the library's of dequantised weights is as fast."""
+
+_MOST_CUT = 256
+_LEAST_WHOLE = 256  # row tiles of a cut weight that is walked over whole above that: as measured
+_MOST_PLACES = 576  # MAX_TOKENS in whole blocks of any way
+_MANY_TILES = 300
+_TALL_TILES = range(1700, 4000)  # from where blocks of them fill the device, to where a head begins
+_CHUNK = 64
+_MOST_DEPTH = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a product lies on the device: ``eights`` of tokens and ``groups`` of four warps a block,
+    ``resident`` blocks a multiprocessor. Groups have 64 rows each; of a weight whose K is cut, the
+    same 64 rows, and slices of their own, which ``joined`` blocks share out. ``is_whole``: no
+    slices, also of a weight whose K is cut elsewhere, which gives other bits.
+    """
+
+    eights: int
+    groups: int
+    resident: int = 1
+    joined: int = 1
+    is_whole: bool = False
+
+    def kernel(self, held: HeldWeight) -> str:
+        """The name of the kernel that goes so over a weight."""
+        if self.joined > 1:
+            return f"joined_{held.kind}_{self.eights}_{self.joined}"
+        kind = "cut" if self._is_cut(held) else "wide"
+        return f"{kind}_{held.kind}_{self.eights}_{self.groups}"
+
+    def row_tiles(self, held: HeldWeight) -> int:
+        """Row tiles of a block."""
+        return 4 if self._is_cut(held) else 4 * self.groups
+
+    def taken_tiles(self, held: HeldWeight) -> int:
+        """Row tiles that a block takes: fewer than it has warps for where that fills the device."""
+        most = self.row_tiles(held)
+        if self._is_cut(held) or self.groups < 4:
+            return most
+        count = num_processors(held.data.device)
+        turns = -(-held.num_row_tiles // (most * count))
+        return -(-held.num_row_tiles // (turns * count))
+
+    def depth(self, held: HeldWeight) -> int:
+        """Steps of 128 columns in flight."""
+        return min(_MOST_DEPTH, room_of(self.resident) // self._step_bytes(held))
+
+    def shared_bytes(self, held: HeldWeight) -> int:
+        """Dynamic shared memory of a block: steps, which begin at a multiple of 1,024, or sums of
+        slices.
+        """
+        is_shared = self._is_cut(held) and self.groups > 1
+        sums = num_slices(held) // self.joined * self.eights * 2048 if is_shared else 0
+        return max(self.depth(held) * self._step_bytes(held) + 1024, sums)
+
+    def _is_cut(self, held: HeldWeight) -> bool:
+        return num_slices(held) > 1 and not self.is_whole
+
+    def _step_bytes(self, held: HeldWeight) -> int:
+        rings = self.groups * 4 // self.row_tiles(held)
+        return rings * (self.eights * 2048 + self.row_tiles(held) * TILE_BYTES[held.kind])
+
+
+WAYS = {
+    "wide": ((4, 2), (8, 2), (16, 2), (24, 2)),
+    "cut": ((4, 4), (8, 4), (8, 1)),
+}
+"""Eights of tokens and groups that there are kernels for: of a whole K and of slices."""
+
+JOINED = Way(8, 4, joined=2)
+"""The way of a product whose slices of K, of either kind, two blocks share out."""
+
+TALL = Way(4, 4)
+"""The way of a whole K of bfp8 by blocks that take fewer row tiles than they have warps."""
+
+
+_FEW_TOKENS = 64
+_STEP_US = {
+    Way(8, 2, 1, is_whole=True): 0.70,
+    Way(8, 2, 2, is_whole=True): 1.13,
+    Way(16, 2, 1, is_whole=True): 0.90,
+    Way(16, 2, 2, is_whole=True): 1.47,
+    Way(24, 2, is_whole=True): 1.10,
+    Way(8, 4): 1.45,
+}
+"""Microseconds that blocks which fill a device take for 128 columns, each group of them for its
+own: measured with bfp8 on an H100 by `bench/cuda/wide_rate.py`, of 4,096 to 28,672 rows.
+"""
+
+
+def choose_way(held: HeldWeight, num_tokens: int, *, same_bits: bool = True) -> Way:
+    """How a product with a weight goes, as was measured or is expected to be fastest;
+    ``same_bits``: a token's result has the bits that it has among few tokens, whose kernels cut K.
+    """
+    is_cut = num_slices(held) > 1
+    if num_tokens > _FEW_TOKENS and not (is_cut and same_bits):
+        if not is_cut and held.kind == "bfp4":
+            return Way(16, 2, 2, is_whole=True)
+        tiles = held.num_row_tiles, held.num_column_tiles
+        return _fastest(*tiles, num_tokens, is_cut, num_processors(held.data.device))
+    many = held.num_row_tiles > _MANY_TILES
+    if held.kind == "bfp8" and held.num_row_tiles in _TALL_TILES and num_tokens <= 32:
+        return TALL
+    if not is_cut:
+        return Way(4 if num_tokens <= 32 else 8, 2, 2)
+    if num_tokens <= 32:
+        return Way(4, 4)
+    if num_tokens <= _FEW_TOKENS:
+        return Way(8, 4) if many else JOINED
+    return Way(8, 1, 3) if many and num_tokens > 128 else Way(8, 4)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fastest(
+    row_tiles: int, column_tiles: int, num_tokens: int, is_cut: bool, num_processors: int
+) -> Way:
+    """By what is expected: blocks come in rounds, and a round takes as long for one as for all."""
+
+    def expected(way: Way) -> float:
+        tiles, own = (4 * way.groups, 1) if way.is_whole else (4, way.groups)
+        blocks = -(-row_tiles // tiles) * -(-num_tokens // (8 * way.eights))
+        rounds = -(-blocks // (way.resident * num_processors))
+        return rounds * column_tiles / own * _STEP_US[way]
+
+    return min((way for way in _STEP_US if is_cut or way.is_whole), key=expected)
+
+
+class _Arrange(ctypes.Structure):
+    """`Arrange` of wide.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "out")),
+        *((name, ctypes.c_int) for name in ("num_tokens", "num_places", "num_columns", "x_stride")),
+    )
+
+
+class _ArrangeNorm(ctypes.Structure):
+    """`ArrangeNorm` of wide.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "norm", "out")),
+        *((name, ctypes.c_int) for name in ("num_places", "num_columns", "x_stride", "padded")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class Wide(ctypes.Structure):
+    """`Wide` of wide.cuh."""
+
+    _fields_ = (
+        ("product", Product),
+        *((name, ctypes.c_int) for name in ("depth", "tiles")),
+    )
+
+
+SOURCE = nvrtc.Source(
+    Path(__file__).with_name("wide.cu"),
+    (
+        "arrange",
+        "arrange_norm",
+        *(
+            f"{cut}_{kind}_{eights}_{groups}"
+            for kind in TILE_BYTES
+            for cut, ways in WAYS.items()
+            for eights, groups in ways
+        ),
+        *(f"joined_{kind}_{JOINED.eights}_{JOINED.joined}" for kind in TILE_BYTES),
+        f"wide_bfp8_{TALL.eights}_{TALL.groups}",
+    ),
+    headers=(
+        "primitives.cuh",
+        "matrix_unit.cuh",
+        "tiles.cuh",
+        "finish.cuh",
+        "norm.cuh",
+        "wide.cuh",
+    ),
+    structures=(
+        ("Arrange", _Arrange),
+        ("ArrangeNorm", _ArrangeNorm),
+        ("Product", Product),
+        ("Wide", Wide),
+    ),
+)
+
+
+def why_not(device: torch.device) -> str:
+    """Why wide.cu cannot run on a device; empty where it can."""
+    return nvrtc.why_not(device, SOURCE)
+
+
+def takes(held: HeldWeight, num_tokens: int, *, same_bits: bool = True) -> bool:
+    """Whether a product with a weight is one of these: where it was measured faster on an H200, or
+    without ``same_bits`` (:func:`choose_way`) on an H100.
+    """
+    if held.kind not in TILE_BYTES or held.num_experts > 1 or held.num_columns % 4:
+        return False
+    if num_slices(held) == 1:
+        return (16 if held.kind == "bfp8" else 32) < num_tokens <= MAX_TOKENS
+    is_large = held.num_row_tiles >= _LEAST_WHOLE and not same_bits
+    most = MAX_TOKENS if is_large else _MOST_CUT
+    return (16 if held.num_row_tiles > _MANY_TILES else 32) < num_tokens <= most
+
+
+def scratch(num_columns: int, device: torch.device) -> Tensor:
+    """What :func:`linear` needs beside its operands, for weights of up to so many columns."""
+    num_steps = -(-num_columns // 128)
+    return torch.empty(_MOST_PLACES * num_steps * 256, dtype=torch.uint8, device=device)
+
+
+def linear(
+    out: Tensor,
+    x: Tensor,
+    held: HeldWeight,
+    *,
+    epilogue: int,
+    arranged: Tensor,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    way: Way | None = None,
+    is_there: bool = False,
+    feeds: int = 0,
+    alone: bool = False,
+) -> None:
+    """What :func:`.native.linear` does, of ``x [M, K]`` bfloat16, or with ``norm`` (weight fp32,
+    eps) fp32, with M as :func:`takes` has it, and with the same bits unless ``way`` gives others.
+
+    ``arranged``: a :func:`scratch`, overwritten by x; with ``is_there`` x lies there already.
+    ``feeds``: where ``out`` is the scratch of a product that follows, its :func:`num_places`: with
+    SWIGLU, of whole tiles of columns, and no columns of weights behind them.
+    """
+    num_tokens = len(x)
+    assert num_tokens <= MAX_TOKENS and x.stride(1) == 1 and held.data.data_ptr() % 16 == 0
+    way = way or choose_way(held, num_tokens)
+    places = num_places(way, num_tokens)
+    steps = held.num_column_tiles
+    assert arranged.data_ptr() % 16 == 0 and arranged.numel() >= places * steps * 256
+    if is_there:
+        assert norm is None
+    elif norm is None:
+        _arrange(arranged, x, held, places)
+    else:
+        _arrange_norm(arranged, x, held, places, norm)
+    product = product_arguments(out, held, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
+    product.x, product.x_stride = arranged.data_ptr(), places
+    product.places, product.alone = feeds, alone
+    _launch(product, held, way)
+
+
+def num_places(way: Way, num_tokens: int) -> int:
+    """Tokens that x is arranged for, those that nobody reads included."""
+    return -(-num_tokens // (8 * way.eights)) * 8 * way.eights
+
+
+def _arrange(out: Tensor, x: Tensor, held: HeldWeight, num_places: int) -> None:
+    assert x.dtype == torch.bfloat16 and x.stride(0) % 2 == 0 == x.data_ptr() % 4
+    arguments = _Arrange(
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        num_tokens=len(x),
+        num_places=num_places,
+        num_columns=held.num_columns,
+        x_stride=x.stride(0),
+    )
+    at = nvrtc.Launch((num_places // 32, held.num_column_tiles * 128 // _CHUNK, 1), 256)
+    nvrtc.launch(SOURCE, "arrange", at=at, arguments=arguments)
+
+
+def _arrange_norm(
+    out: Tensor, x: Tensor, held: HeldWeight, num_places: int, norm: tuple[Tensor, float]
+) -> None:
+    assert x.dtype == torch.float32 and x.stride(0) % 4 == 0 == x.data_ptr() % 16
+    arguments = _ArrangeNorm(
+        x=x.data_ptr(),
+        norm=norm[0].data_ptr(),
+        out=out.data_ptr(),
+        num_places=num_places,
+        num_columns=held.num_columns,
+        x_stride=x.stride(0),
+        padded=held.num_column_tiles * 128,
+        eps=norm[1],
+    )
+    nvrtc.launch(SOURCE, "arrange_norm", at=nvrtc.Launch((len(x), 1, 1), 256), arguments=arguments)
+
+
+def _launch(product: Product, held: HeldWeight, way: Way) -> None:
+    """Blocks of all tokens beside each other: they read the same rows of the weight."""
+    shared, depth = way.shared_bytes(held), way.depth(held)
+    assert shared <= MOST_SHARED and depth > 1
+    tiles = way.taken_tiles(held)
+    row_blocks = -(-held.num_row_tiles // tiles)
+    blocks = product.x_stride // (8 * way.eights), row_blocks, way.joined
+    at = nvrtc.Launch(blocks, 128 * way.groups, shared, cluster=(1, 1, way.joined))
+    arguments = Wide(product=product, depth=depth, tiles=tiles)
+    nvrtc.launch(SOURCE, way.kernel(held), at=at, arguments=arguments)

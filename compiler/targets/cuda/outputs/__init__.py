@@ -1,0 +1,1 @@
+"""Sampled tokens and their transfer to the host."""

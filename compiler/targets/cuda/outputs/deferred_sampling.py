@@ -1,0 +1,94 @@
+"""Rows of a masked step, chosen on the device once it has the masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.collectives.group import Group
+from tilewright.compiler.targets.cuda.kernels.sampling.mask_logits import forbid
+from tilewright.compiler.targets.cuda.outputs.pinned_ring import Ends, Readings
+from tilewright.compiler.targets.cuda.outputs.sampling_batch import Choice, drawing_of, make_choice
+from tilewright.compiler.targets.cuda.state.slot_table import SeatTable, send
+from tilewright.compiler.targets.interface.step import Choosing, Chosen, Seat
+from tilewright.compiler.targets.interface.token_masks import Allowed
+
+
+def needs_host(choosing: Choosing) -> bool:
+    """Whether a captured step cannot choose these tokens."""
+    return choosing.changes_logits
+
+
+def choice_of(
+    table: SeatTable,
+    seats: Sequence[Seat],
+    positions: Sequence[int],
+    width: int,
+    group: Group | None = None,
+) -> Choice:
+    """How tokens that will stand at ``positions`` are chosen for seats, outside of a graph."""
+    device = table.device
+    tokens = torch.zeros(len(seats), dtype=torch.int64, device=device)
+    choice = make_choice(len(seats), width, table.num_ends, tokens, group=group)
+    choice.gather(table, table.index(seats))
+    choice.positions.copy_(send(torch.tensor(positions), device))
+    return choice
+
+
+def choose_now(
+    table: SeatTable,
+    seats: Sequence[Seat],
+    positions: Sequence[int],
+    width: int,
+    logits: Tensor,
+    choosing: Sequence[Choosing],
+    group: Group | None = None,
+) -> Choice:
+    """:func:`choice_of`, of ``logits [R, V]``, which are for these seats."""
+    choice = choice_of(table, seats, positions, width, group)
+    choice.apply(logits, drawing_of(choosing))
+    return choice
+
+
+@dataclass(slots=True)
+class DeviceChoice:
+    """R seats whose tokens wait for masks. ``logits [R, V]``: what ``choice`` reads, of which masks
+    take tokens out; ``again`` queues it, and lets the seats hold what it chose.
+    """
+
+    seats: tuple[Seat, ...]
+    logits: Tensor
+    choice: Choice
+    again: Callable[[], None]
+    readings: Readings
+    ends: Ends
+    reader: Callable[[], Chosen] | None = None
+
+    def choose(self, allowed: Allowed) -> None:
+        """Queue the choice."""
+        self._forbid(allowed)
+        self.again()
+        count = len(self.seats)
+        tokens, why = self.choice.tokens[:count], self.choice.why[:count]
+        self.reader = self.readings.of(tokens, why, self.ends)
+
+    def _forbid(self, allowed: Allowed) -> None:
+        """Send the bits of those seats that have a mask here; the other rows are not touched."""
+        places = {seat: row for row, seat in enumerate(self.seats)}
+        masks = [mask for mask, seat in enumerate(allowed.seats) if seat in places]
+        if not masks:
+            return
+        words = allowed.words if len(masks) == len(allowed.seats) else allowed.words[masks]
+        rows = np.array([places[allowed.seats[mask]] for mask in masks], dtype=np.int64)
+        device = self.logits.device
+        sent = send(rows, device), send(words.view(np.int32), device)
+        forbid(self.logits, *sent, width=self.choice.width)
+
+    def read(self) -> Chosen:
+        """Wait for the tokens that were chosen, and why they end or go on."""
+        assert self.reader is not None, "the choice still waits for its masks"
+        return self.reader()

@@ -1,0 +1,1 @@
+"""Device state kept between steps."""

@@ -1,0 +1,1 @@
+"""Dispatch of program instructions to kernels."""

@@ -1,0 +1,74 @@
+"""Where a step's values lie: views of a plan's buffers, for a number of rows."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_COLUMNS
+from tilewright.compiler.targets.program.instructions import OPERAND, Place, Plan, Route
+
+
+def padded(width: int) -> int:
+    """Columns of whole tiles: the rows of what a product reads."""
+    return -(-width // TILE_COLUMNS) * TILE_COLUMNS
+
+
+class Buffers:
+    """The buffers ``flat``, one of a plan's each, cut into ``num_rows`` rows."""
+
+    def __init__(self, plan: Plan, flat: list[Tensor], num_rows: int) -> None:
+        self._plan, self._flat, self._num_rows = plan, flat, num_rows
+        self._aliases: dict[Place, Place] = {}
+        self._given: dict[int, tuple[Place, Tensor]] = {}  # by buffer
+        self._part = slice(None)
+
+    def alias(self, place: Place, source: Place) -> None:
+        """Let ``place`` be the values of ``source`` in this step."""
+        self._aliases[place] = source
+
+    def put(self, place: Place, values: Tensor) -> None:
+        """Let ``values [rows, width]``, of all rows, be those of ``place``: not copied where they
+        lie as its rows would, until other columns of its buffer are asked for.
+        """
+        assert self._part == slice(None)
+        place = self._aliases.get(place, place)
+        out = self.view(place)
+        if out.is_contiguous() and values.is_contiguous() and values.dtype == out.dtype:
+            self._given[place.buffer] = place, values
+        else:
+            out.copy_(values)
+
+    def part(self, rows: slice) -> Buffers:
+        """Some of the rows, as buffers of their own."""
+        found = copy.copy(self)
+        found._part = rows
+        return found
+
+    def view(self, place: Place) -> Tensor:
+        """View a place as ``[rows, width]``; operands of products lie in rows of whole tiles. What
+        was put in a buffer's other columns is copied there first: its views end with that.
+        """
+        place = self._aliases.get(place, place)
+        if place.buffer in self._given:
+            given, values = self._given[place.buffer]
+            if given == place:
+                return values[self._part]
+            del self._given[place.buffer]
+            self._lying(given, slice(None)).copy_(values)
+        return self._lying(place, self._part)
+
+    def _lying(self, place: Place, part: slice) -> Tensor:
+        stride = place.stride or place.width
+        if self._plan.buffers[place.buffer].role == OPERAND:
+            stride = padded(stride)
+        rows = self._flat[place.buffer][: self._num_rows * stride].view(self._num_rows, stride)
+        return rows[part, place.first : place.first + place.width]
+
+    @property
+    def logits(self) -> Tensor:
+        """The logits, which the last instruction wrote."""
+        last = self._plan.instructions[-1]
+        assert not isinstance(last, Route)
+        return self.view(last.out)

@@ -1,0 +1,330 @@
+"""Runs a plan's instructions for experts: decode steps in CUDA C++ where that can be compiled, else
+in Triton, as prompts are; float32 operands make it float32 arithmetic.
+
+Legend: T tokens, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
+from tilewright.compiler.targets.cuda.kernels.experts import experts_few as native_few_experts
+from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
+from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
+    FEW_PAIRS,
+    MANY_PAIRS,
+    MOST_PAIRS,
+    expert_linear,
+    has_copy_engine,
+    sum_experts,
+)
+from tilewright.compiler.targets.cuda.kernels.experts.route_triton import Groups, group, route
+from tilewright.compiler.targets.cuda.steps import routes as steps_routes
+from tilewright.compiler.targets.cuda.steps.buffers import Buffers
+from tilewright.compiler.targets.cuda.steps.routes import (
+    Routing,
+    joined_routers,
+    left_to_products,
+    routed,
+    routed_with_product,
+    takes_joined,
+)
+from tilewright.compiler.targets.cuda.trials import INSIDE, JOINED, MANY, TOGETHER, Trials
+from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of
+from tilewright.compiler.targets.program.instructions import (
+    ExpertLinear,
+    ExpertSum,
+    Instruction,
+    Linear,
+    Plan,
+    Route,
+)
+
+
+def experts_bytes(plan: Plan, num_tokens: int) -> int:
+    """Bytes that a prompt's experts take beside the plan's buffers, in float32: the largest of
+    them.
+    """
+    sizes = [0]
+    for each in plan.instructions:
+        if isinstance(each, ExpertSum):
+            _, num_rows, num_columns = each.weight.shape
+            top_k = each.x.width // num_columns
+            sizes.append(4 * min(num_tokens, steps_routes.PART_TOKENS) * top_k * num_rows)
+    return max(sizes)
+
+
+def _behind_products(steps: Sequence[Instruction]) -> set[int]:
+    """What is right behind experts' products, by identity: of a sum nothing between these writes
+    what it reads before the product has ended.
+    """
+    return {id(last) for first, last in pairwise(steps) if isinstance(first, ExpertLinear)}
+
+
+class Experts:
+    """A plan's experts with their weights. Capturable in a CUDA graph.
+
+    ``max_rows``: of a decode step. ``strict``: a row of one has the same bits among any number of
+    rows, so that no kernels are chosen by it that differ in these.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        weights: Weights,
+        device: torch.device,
+        *,
+        exact: bool,
+        max_rows: int,
+        strict: bool,
+        trials: Trials | None = None,
+    ) -> None:
+        self._weights, self._exact, self._device = weights, exact, device
+        trials = trials or Trials()
+        self._is_together = trials.experts == TOGETHER
+        self._few = 0 if trials.few == MANY else None
+        self._routing: Routing | None = None  # the last `Route`'s
+        self._launched: Routing | None = None  # that of the last products
+        self._watched: list[Tensor] | None = None
+        most = min(max_rows, native_route.MAX_TOKENS)
+        self.why_not_native = self._why_not_native(plan, device, most)
+        self._shared = {} if self.why_not_native else self._find_shared(plan)
+        self._along = {id(each) for each in self._shared.values()}
+        is_joined = trials.routers == JOINED and not (self.why_not_native or strict)
+        self._routers = joined_routers(plan, weights, device) if is_joined else {}
+        self._joined = {id(each) for each in self._routers.values()}
+        is_inside = trials.few == INSIDE and not self.why_not_native
+        apart = [each for each in plan.instructions if id(each) not in self._along]
+        self._inside = self._find_inside(apart) if is_inside else set()
+        self._close = _behind_products(apart)
+        products = (
+            each for each in plan.instructions if isinstance(each, ExpertLinear | ExpertSum)
+        )
+        self._is_bf16 = all(product_of(each).kind == "bf16" for each in products)
+
+    def _why_not_native(self, plan: Plan, device: torch.device, max_rows: int) -> str:
+        """Why decode steps do not run in CUDA C++; empty where they do."""
+        if self._exact:
+            return "float32"
+        if device.type != "cuda":
+            return "no GPU"
+        top_k = 0
+        for each in plan.instructions:
+            if isinstance(each, Route):
+                top_k = each.top_k
+                if each.logits.width > native_route.MAX_EXPERTS:
+                    return f"{each.logits.width} experts"
+            elif isinstance(each, ExpertLinear | ExpertSum):
+                held, is_sum = self._weights.held(product_of(each)), isinstance(each, ExpertSum)
+                if not native_experts.takes(held, num_tokens=max_rows, top_k=top_k, is_sum=is_sum):
+                    return f"{held.num_experts} experts of {held.num_columns} columns"
+        return native_experts.why_not(device) if top_k else ""
+
+    def _find_shared(self, plan: Plan) -> dict[int, Linear]:
+        """The products of an expert of all tokens that run along with others' in decode steps: by
+        the identity of the instruction that takes each along.
+        """
+        found: dict[int, Linear] = {}
+        for index in range(len(plan.instructions) - 3):
+            first, up, down, last = plan.instructions[index : index + 4]
+            if not (isinstance(first, ExpertLinear) and isinstance(last, ExpertSum)):
+                continue
+            if not (isinstance(up, Linear) and isinstance(down, Linear) and last.shared):
+                continue
+            if (up.x, down.x, last.shared[0]) != (first.x, up.out, down.out):
+                continue
+            plain = all(each.norm is None and each.bias is None for each in (up, down))
+            if not plain or down.residual or up.swiglu != first.swiglu:
+                continue
+            pairs = ((first, up), (last, down))
+            held = [[self._weights.held(product_of(each)) for each in pair] for pair in pairs]
+            if all(native_experts.takes_shared(shared, own) for own, shared in held):
+                found |= {id(expert): shared for expert, shared in pairs}
+        return found
+
+    def _find_inside(self, steps: Sequence[Instruction]) -> set[int]:
+        """The routers, by identity, whose choice for one token the products behind them can make:
+        these are all that there is between the logits and the sum.
+        """
+        found = set()
+        for router, first, last in zip(steps, steps[1:], steps[2:], strict=False):
+            if not (isinstance(router, Route) and isinstance(last, ExpertSum)):
+                continue
+            is_own = last.shared is None or id(last) in self._shared
+            if not (isinstance(first, ExpertLinear) and first.swiglu and is_own):
+                continue
+            pairs = []
+            for each in (first, last):
+                along = self._shared.get(id(each))
+                shared = None if along is None else self._weights.held(product_of(along))
+                pairs.append((self._weights.held(product_of(each)), shared))
+            if native_few_experts.takes_choice(pairs, router.logits.width, router.top_k):
+                found.add(id(router))
+        return found
+
+    def runs_along(self, each: Linear, num_rows: int) -> bool:
+        """Whether a product is part of another instruction in decode steps of so many rows."""
+        if id(each) in self._joined:
+            return takes_joined(num_rows)
+        return id(each) in self._along and self._is_native(num_rows)
+
+    def _is_native(self, num_rows: int) -> bool:
+        """Whether a decode step of so many rows runs in CUDA C++."""
+        is_few = num_rows <= native_route.MAX_TOKENS
+        return not self.why_not_native and (is_few or not self._is_together)
+
+    def watch(self, run: Callable[[], object]) -> list[Tensor]:
+        """The experts ``[T, K]`` that each `Route` chooses while something runs."""
+        self._watched = []
+        run()
+        found, self._watched = self._watched, None
+        return found
+
+    def run(
+        self,
+        each: Route | ExpertLinear | ExpertSum,
+        step: Buffers,
+        positions: Tensor,
+        *,
+        decodes: bool,
+    ) -> None:
+        """Run one instruction of a block of experts."""
+        if isinstance(each, Route):
+            logits = step.view(each.logits)
+            if decodes and self._is_native(len(logits)):
+                self._routing = self._route_native(each, step, positions)
+            else:
+                self._routing = self._route(each, logits, positions, decodes)
+            if self._watched is not None:
+                self._watched.append(self._routing.experts)
+        elif isinstance(each, ExpertLinear):
+            self._products(each, step)
+        else:
+            self._sum(each, step)
+
+    def _route_native(self, each: Route, step: Buffers, positions: Tensor) -> Routing:
+        logits, router = step.view(each.logits), self._routers.get(id(each))
+        if len(logits) == 1 and id(each) in self._inside and self._watched is None:
+            return left_to_products(each, logits, positions)
+        if router is None or not takes_joined(len(logits)):
+            return routed(each, logits, positions)
+        held = self._weights.held(product_of(router))
+        return routed_with_product(
+            each, step.view(router.out), step.view(router.x), held, positions
+        )
+
+    def _route(self, each: Route, logits: Tensor, positions: Tensor, decodes: bool) -> Routing:
+        num_tokens, num_experts = len(logits), each.num_experts
+        if num_tokens == 1:  # a pair is a tile, be it this rank's or not
+            num_experts = max(num_experts, each.top_k)
+        weights = logits.new_empty(num_tokens, each.top_k)
+        experts = torch.empty_like(weights, dtype=torch.int32)
+        parts = []
+        for first in range(0, num_tokens, steps_routes.PART_TOKENS):
+            num_pairs = min(steps_routes.PART_TOKENS, num_tokens - first) * each.top_k
+            is_few = decodes and num_tokens <= native_route.MAX_TOKENS
+            size = FEW_PAIRS if is_few else self._tile_size(num_pairs, each.logits.width)
+            parts.append(Groups.empty(num_pairs, num_experts, size, logits.device))
+        alone = parts[0] if num_tokens == 1 else None
+        route(
+            weights,
+            experts,
+            logits,
+            positions,
+            renormalise=each.renormalise,
+            groups=alone,
+            first=each.first,
+            count=each.num_experts,
+        )
+        routing = Routing(weights, experts, tuple(parts))
+        if alone is None:
+            for part, groups in routing.parts():
+                group(groups, experts[part])
+        return routing
+
+    def _tile_size(self, num_pairs: int, num_experts: int) -> int:
+        """Pairs of a prompt's tile, where these are with so many experts, other ranks' included."""
+        if self._exact:  # in float32 there are no registers for large tiles
+            return FEW_PAIRS
+        is_most = self._is_bf16 and num_pairs >= MANY_PAIRS * num_experts
+        return MOST_PAIRS if is_most and has_copy_engine(self._device) else MANY_PAIRS
+
+    def _products(self, each: ExpertLinear, step: Buffers) -> None:
+        routing, held = self._routing, self._weights.held(product_of(each))
+        assert routing is not None
+        out, x = step.view(each.out), step.view(each.x)
+        top_k, swiglu = routing.top_k, each.swiglu
+        self._launched = routing
+        given = self._shared.get(id(each))
+        for part, tiles in routing.native_parts():
+            shared = None
+            if given is not None:
+                weight = self._weights.held(product_of(given))
+                shared_x, shared_out = step.view(given.x)[part], step.view(given.out)[part]
+                shared = native_experts.Shared(shared_x, weight, shared_out)
+            native_experts.expert_linear(
+                out[part], x[part], held, tiles, top_k=top_k, swiglu=swiglu, shared=shared,
+                choice=routing.choice, few=self._few,
+            )  # fmt: skip
+        for part, groups in routing.parts():
+            expert_linear(out[part], x[part], held, groups, top_k=top_k, swiglu=swiglu)
+
+    def _sum_native(
+        self,
+        each: ExpertSum,
+        step: Buffers,
+        routing: Routing,
+        part: slice,
+        tiles: native_route.Tiles,
+    ) -> None:
+        assert self._launched is routing  # it reads tiles without a wait
+        shared: native_experts.Shared | Tensor | None = None
+        gate = None
+        if each.shared is not None:
+            shared, gate = step.view(each.shared[0])[part], step.view(each.shared[1])[part]
+        along = self._shared.get(id(each))
+        if along is not None:
+            weight = self._weights.held(product_of(along))
+            shared = native_experts.Shared(step.view(along.x)[part], weight)
+        native_experts.expert_sum(
+            step.view(each.out)[part],
+            step.view(each.x)[part],
+            self._weights.held(product_of(each)),
+            tiles,
+            routing.weights[part],
+            residual=each.residual,
+            gate=gate,
+            shared=shared,
+            choice=routing.choice,
+            few=self._few if id(each) in self._close else 0,
+        )
+
+    def _sum(self, each: ExpertSum, step: Buffers) -> None:
+        routing, held = self._routing, self._weights.held(product_of(each))
+        assert routing is not None
+        for part, tiles in routing.native_parts():
+            self._sum_native(each, step, routing, part, tiles)
+        if routing.tiles:
+            return
+        out, x = step.view(each.out), step.view(each.x)
+        shared = None
+        if each.shared is not None:
+            shared = step.view(each.shared[0]), step.view(each.shared[1])
+        most = min(steps_routes.PART_TOKENS, len(out))
+        products = x.new_empty(most, routing.top_k * held.num_rows)  # in the operands' type
+        for part, groups in routing.parts():
+            few = products[: len(x[part])]
+            expert_linear(few, x[part], held, groups, top_k=routing.top_k)
+            sum_experts(
+                out[part],
+                few,
+                routing.weights[part],
+                routing.experts[part],
+                residual=each.residual,
+                shared=None if shared is None else (shared[0][part], shared[1][part]),
+            )

@@ -1,0 +1,393 @@
+"""Runs a plan's dense products: few rows on the kernels that read a weight once, more of bfloat16
+or of e4m3 codes on some that the copy engine feeds, or where weights lie in blocks on kernels that
+decode them, and many on the library's, but SwiGLU of large weights on one of our own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
+from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rms_norm
+from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu
+from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
+from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
+from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
+from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import dequantise
+from tilewright.compiler.targets.cuda.kernels.matmul.e4m3 import round_rows, scale_rows
+from tilewright.compiler.targets.cuda.kernels.matmul.linear_triton import linear as triton_linear
+from tilewright.compiler.targets.cuda.steps.buffers import padded
+from tilewright.compiler.targets.cuda.steps.cublas import (
+    add_product,
+    codes_product,
+    scaled_product,
+    store_product,
+)
+from tilewright.compiler.targets.cuda.steps.plan_readers import mixers_behind, readers_of
+from tilewright.compiler.targets.cuda.trials import LIBRARY, MANY, WIDE, Trials
+from tilewright.compiler.targets.cuda.weights.copies import Copies, Copy, Kinds
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of, vector_of
+from tilewright.compiler.targets.program.instructions import Attend, Linear, Plan
+
+_FEW_PARTS = 128
+_SHORT_COLUMNS = 8192
+_MOST_DENSE = 65_536
+
+_LEAST_ALONE, _LEAST_ALONE_BF16 = 5, 33
+
+LEAST_STRICT = 16
+"""Rows that the library is given at least in strict steps: for a single one it may take kernels of
+matrices times vectors, whose sums could have another order. On an H200 with CUDA 13.0 they had the
+same (`tests/targets/cuda/strict_products.py`, 1 to 4,096 rows).
+"""
+
+
+def in_parts(held: HeldWeight, num_rows: int) -> bool:
+    """Whether a decode step of so many rows takes 64 at a time with a weight in blocks: as measured
+    on an H200, up to 128 rows where the weight is large, and always where there is no room for its
+    values in bfloat16. Else it is dequantised for the library.
+    """
+    if held.kind == "bf16":
+        return False
+    is_large = native.num_slices(held) == 1 or held.num_columns > _SHORT_COLUMNS
+    return held.num_rows > _MOST_DENSE or (is_large and num_rows <= _FEW_PARTS)
+
+
+def _at_least(rows: Tensor, count: int) -> Tensor:
+    """Rows of a step's buffer, and where they are fewer those behind them, which nobody reads."""
+    return rows.as_strided((max(len(rows), count), rows.shape[1]), rows.stride())
+
+
+def epilogue_of(each: Linear) -> int:
+    """What becomes of a product, as :func:`.native.linear` has it."""
+    return native.ADD if each.residual else native.SWIGLU if each.swiglu else native.STORE
+
+
+class Products:
+    """A plan's products with their weights. Capturable in a CUDA graph.
+
+    ``max_rows``: of a decode step; ``is_native``: products of few rows run in CUDA C++; ``strict``:
+    those of a prompt take the library's, however few rows there are, and those of decode steps our
+    own where these take ``max_rows``, else the library's, too; operands and results then have room
+    for :data:`LEAST_STRICT` rows; ``copies``: which weights are held once more.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        weights: Weights,
+        device: torch.device,
+        *,
+        max_rows: int,
+        is_native: bool,
+        exact: bool,
+        strict: bool = False,
+        copies: Kinds,
+        trials: Trials,
+    ) -> None:
+        self.device, self._weights = device, weights
+        self._is_native, self._exact, self._strict = is_native, exact, strict
+        self._max_rows = max_rows
+        self._operand = torch.float32 if exact else torch.bfloat16
+        self.copies = Copies(plan, weights, copies)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        widest = max((each.weight.shape[1] for each in plan.products), default=1)
+        room = native.room_for(max_rows) if is_native else max_rows
+        self._normed = torch.zeros(room * padded(widest), dtype=self._operand, device=device)
+        self._arranged, self._fed = torch.empty(2, 0, device=device)
+        self._before_mixers = mixers_behind(plan)
+        self._readers: dict[int, Linear] = {}
+        self._is_fed = False  # the next product finds its x arranged
+        has_dense = is_native and not exact and not strict and trials.products != LIBRARY
+        self._has_dense = has_dense and not native_dense.why_not(device)
+        has_many = self._has_dense and trials.products == MANY
+        self._has_many = has_many and not native_many.why_not(device)
+        if is_native and trials.blocks == WIDE and not native_wide.why_not(device):
+            self._arranged, self._fed = (native_wide.scratch(widest, device) for _ in range(2))
+            self._readers = readers_of(plan)
+
+    def run(self, each: Linear, out: Tensor, x: Tensor, *, decodes: bool) -> None:
+        """A product with all that is fused with it, of ``x [M, K]`` into ``out``; ``decodes``: rows
+        are of a decode step, where in strict ones a row's bits do not depend on how many there are.
+        """
+        held = self._weights.held(product_of(each))
+        bias = self._weights.bias_of(each)
+        norm = None
+        if each.norm is not None:
+            norm = self._weights.vector(vector_of(each.norm)), each.eps
+        num_rows, is_native = len(x), self._is_ours(held)
+        most = native.most_tokens(held) if is_native else native.MAX_TOKENS
+        codes = self.copies.codes_for(each, num_rows, decodes=decodes)
+        if codes is not None:
+            self._lofi_product(each, out, x, held, bias, norm, codes, decodes)
+        elif self._is_dense(held, x, norm):
+            self._dense_product(each, out, self._norm(x, norm, decodes), held, bias, decodes)
+        elif self._takes_library(each, held, num_rows, decodes):
+            if self._strict:
+                out, x = _at_least(out, LEAST_STRICT), _at_least(x, LEAST_STRICT)
+            self._library_product(each, out, self._norm(x, norm, decodes), held, bias)
+        elif self._is_wide(held, num_rows):
+            if norm is not None and not native.takes_norm(held.num_columns):
+                x, norm = self._norm(x, norm, decodes), None
+            self._wide_product(each, out, x, held, bias, norm, decodes)
+        elif num_rows > most and not (is_native and decodes and self._in_parts(held, num_rows)):
+            self._library_product(each, out, self._norm(x, norm, decodes), held, bias)
+        elif is_native:
+            self._native_product(each, out, x, held, bias, norm, decodes)
+        else:
+            triton_linear(
+                out, x, held, bias=bias, norm=norm, residual=each.residual, swiglu=each.swiglu
+            )
+
+    def takes_few(self, each: Linear) -> bool:
+        """Whether one row's product in a decode step is by the kernels of few rows."""
+        held = self._weights.held(product_of(each))
+        if not self._is_ours(held) or self.copies.codes_for(each, 1, decodes=True) is not None:
+            return False
+        return not (self._takes_library(each, held, 1, True) or self._is_wide(held, 1))
+
+    def _is_ours(self, held: HeldWeight) -> bool:
+        return self._is_native and held.num_columns % 4 == 0
+
+    def _takes_library(self, each: Linear, held: HeldWeight, num_rows: int, decodes: bool) -> bool:
+        if self._exact:
+            return True
+        if self._strict:
+            return not (decodes and self._has_one_order(held))
+        return self.copies.is_library_faster(each, num_rows)
+
+    def _is_dense(self, held: HeldWeight, x: Tensor, norm: object) -> bool:
+        """Whether `dense.cu` takes a product of x, or of its norm, which lies in whole tiles."""
+        if not self._has_dense or not self._is_ours(held):
+            return False
+        return native_dense.takes(held, len(x), None if norm is not None else x)
+
+    def _is_many(self, held: HeldWeight, out: Tensor, x: Tensor) -> bool:
+        """Whether `dense_many.cu` takes gate and up."""
+        if not (self._has_many and held.is_paired and all(map(native_dense.has_room, (out, x)))):
+            return False
+        return native_many.takes(held.num_rows, len(x), num_processors(self.device))
+
+    def _has_one_order(self, held: HeldWeight) -> bool:
+        """Whether our kernels take a weight in all decode steps, where they give a row the same
+        bits in any number of rows. Bfloat16 of more rows than one launch takes is the library's.
+        """
+        in_blocks = held.kind != "bf16"
+        return self._is_ours(held) and (in_blocks or self._max_rows <= native.most_tokens(held))
+
+    def _is_alone(self, each: Linear, held: HeldWeight, num_rows: int) -> bool:
+        """Whether the kernel behind a product begins when that has ended: where it mixes positions,
+        and where that was measured faster on an H200.
+        """
+        mixer = self._before_mixers.get(id(each))
+        is_late = held.kind == "bf16" and isinstance(mixer, Attend)
+        return mixer is not None and num_rows >= (_LEAST_ALONE_BF16 if is_late else _LEAST_ALONE)
+
+    def _in_parts(self, held: HeldWeight, num_rows: int) -> bool:
+        return self._strict or in_parts(held, num_rows)
+
+    def _is_wide(self, held: HeldWeight, num_rows: int) -> bool:
+        """Whether `wide.cu` takes a product. Only in strict steps have its sums to be those of few
+        rows: else a row's bits depend on how many there are in any case.
+        """
+        return self._arranged.numel() > 0 and native_wide.takes(
+            held, num_rows, same_bits=self._strict
+        )
+
+    def _way(self, held: HeldWeight, num_rows: int) -> native_wide.Way:
+        return native_wide.choose_way(held, num_rows, same_bits=self._strict)
+
+    def _wide_product(
+        self,
+        each: Linear,
+        out: Tensor,
+        x: Tensor,
+        held: HeldWeight,
+        bias: Tensor | None,
+        norm: tuple[Tensor, float] | None,
+        decodes: bool,
+    ) -> None:
+        """One for all rows; where the next product alone reads what comes out, as that reads it."""
+        is_there, self._is_fed = self._is_fed, False
+        out, feeds = self._fed_by(each, out, len(x), decodes)
+        native_wide.linear(
+            out,
+            x,
+            held,
+            epilogue=epilogue_of(each),
+            arranged=self._fed if is_there else self._arranged,
+            bias=bias,
+            norm=norm,
+            way=self._way(held, len(x)),
+            is_there=is_there,
+            feeds=feeds,
+            alone=self._is_alone(each, held, len(x)),
+        )
+
+    def _fed_by(
+        self, each: Linear, out: Tensor, num_rows: int, decodes: bool
+    ) -> tuple[Tensor, int]:
+        """Where a product's result goes and for how many places: into ``out``, or where the next
+        product alone reads it, by `wide.cu`, as that does.
+        """
+        reader = self._readers.get(id(each))
+        if reader is None:
+            return out, 0
+        held = self._weights.held(product_of(reader))
+        goes_elsewhere = self._takes_library(reader, held, num_rows, decodes) or (
+            self.copies.codes_for(reader, num_rows, decodes=decodes) is not None
+        )
+        if goes_elsewhere or not self._is_wide(held, num_rows):
+            return out, 0
+        self._is_fed = True
+        return self._fed, native_wide.num_places(self._way(held, num_rows), num_rows)
+
+    def _native_product(
+        self,
+        each: Linear,
+        out: Tensor,
+        x: Tensor,
+        held: HeldWeight,
+        bias: Tensor | None,
+        norm: tuple[Tensor, float] | None,
+        decodes: bool,
+    ) -> None:
+        """Launch a product for as many rows at a time as the kernels take, reading the weight each
+        time.
+        """
+        num_rows, most = len(x), native.most_tokens(held)
+        if norm is not None and (num_rows > 1 or not native.takes_norm(held.num_columns)):
+            x, norm = self._norm(x, norm, decodes), None
+        epilogue = epilogue_of(each)
+        for first in range(0, num_rows, most):
+            part = slice(first, min(first + most, num_rows))
+            native.linear(
+                out[part],
+                x[part],
+                held,
+                epilogue=epilogue,
+                num_tokens=part.stop - first,
+                bias=bias,
+                norm=norm,
+                alone=part.stop == num_rows and self._is_alone(each, held, num_rows),
+            )
+
+    def _norm(self, x: Tensor, norm: tuple[Tensor, float] | None, decodes: bool) -> Tensor:
+        """The operand of a product: x, or its norm in a buffer of its own."""
+        if norm is None:
+            return x
+        weight, eps = norm
+        stride = padded(x.shape[1])
+        if len(x) * stride <= self._normed.numel():
+            out = self._normed[: len(x) * stride].view(-1, stride)
+        else:
+            out = torch.empty(len(x), stride, dtype=self._operand, device=self.device)
+        is_native = self._is_native and native.takes_norm(weight.numel())
+        if is_native and (decodes or (len(x) <= native.MAX_TOKENS and not self._strict)):
+            native.rms_norm(out, x, weight, eps=eps, num_tokens=len(x))
+        else:
+            rms_norm(out, x, weight, eps=eps)
+        return out[:, : x.shape[1]]
+
+    def _lofi_product(
+        self,
+        each: Linear,
+        out: Tensor,
+        x: Tensor,
+        held: HeldWeight,
+        bias: Tensor | None,
+        norm: tuple[Tensor, float] | None,
+        copy: Copy,
+        decodes: bool,
+    ) -> None:
+        """One of e4m3 operands."""
+        assert copy.scales is not None
+        codes, scales = self._codes(x, norm, decodes)
+        if self._has_dense and native_dense.takes_codes(held, len(x)):
+            operands = native_dense.Codes(copy.values, copy.scales, codes, scales)
+            self._dense_product(each, out, operands, held, bias, decodes)
+            return
+        if not each.swiglu:
+            found = codes_product(codes, copy.values, self._one)
+            scale_rows(out, found, scales, copy.scales, bias=bias, adds=each.residual)
+            return
+        gate_up = scaled_product((codes, scales), (copy.values, copy.scales))
+        if bias is not None:
+            gate_up += bias
+        swiglu(out, gate_up, paired=held.is_paired)
+
+    def _dense_product(
+        self,
+        each: Linear,
+        out: Tensor,
+        x: Tensor | native_dense.Codes,
+        held: HeldWeight,
+        bias: Tensor | None,
+        decodes: bool,
+    ) -> None:
+        out, feeds = self._fed_by(each, out, len(x), decodes)
+        given: dict[str, Any] = {"bias": bias, "alone": self._is_alone(each, held, len(x))}
+        if isinstance(x, Tensor) and not feeds and self._is_many(held, out, x):
+            native_many.swiglu(out, x, held.data, held, **given)
+        else:
+            native_dense.linear(out, x, held, epilogue=epilogue_of(each), feeds=feeds, **given)
+
+    def _codes(
+        self, x: Tensor, norm: tuple[Tensor, float] | None, decodes: bool
+    ) -> tuple[Tensor, Tensor]:
+        """x, or its norm, in e4m3, and what multiplies its rows."""
+        if norm is None:
+            return round_rows(x)
+        if self._has_dense and native.takes_norm(norm[0].numel()) and native_dense.has_room(x):
+            return native_dense.norm_codes(x, *norm)
+        return round_rows(self._norm(x, norm, decodes))
+
+    def _library_product(
+        self, each: Linear, out: Tensor, x: Tensor, held: HeldWeight, bias: Tensor | None
+    ) -> None:
+        stride = out.stride(0)
+        # With the weight's rows of zeros: the library is slow at odd widths.
+        is_whole = held.kind == "bf16" and stride == len(held.data) > held.num_rows
+        is_whole = is_whole and not (each.swiglu or each.residual)
+        values = self.copies.values_of(each)
+        weight = values
+        if weight is None:
+            weight = self._dense(held, stride if is_whole else held.num_rows)
+        # A weight that was just dequantised is not there yet when the next kernel begins early.
+        is_there = held.kind == "bf16" or values is not None
+        if each.swiglu and is_there and self._is_many(held, out, x):
+            alone = self._is_alone(each, held, len(x))
+            native_many.swiglu(out, x, weight, held, bias=bias, alone=alone)
+            return
+        if each.swiglu:
+            gate_up = torch.mm(x, weight.T)
+            if bias is not None:
+                gate_up += bias
+            swiglu(out, gate_up, paired=held.is_paired)
+            return
+        if each.residual:
+            add_product(out, x, weight)
+        elif is_whole:
+            assert out.storage_offset() % stride == 0
+            store_product(out.as_strided((len(out), stride), (stride, 1)), x, weight)
+        else:
+            store_product(out, x, weight)
+        if bias is not None:
+            out += bias
+
+    def _dense(self, held: HeldWeight, num_rows: int) -> Tensor:
+        """``[num_rows, in]`` in the operands' type; blocks, of all rows, are dequantised into fresh
+        memory.
+        """
+        columns = held.num_columns
+        if held.kind == "bf16":
+            return held.data[:num_rows, :columns].to(self._operand)
+        shape = num_rows, padded(columns)
+        dense = torch.empty(shape, dtype=self._operand, device=self.device)[:, :columns]
+        dequantise(dense, held)
+        return dense

@@ -1,0 +1,176 @@
+"""Runs a plan's instructions for linear attention and gates, in decode steps and in prompts, and
+hands those for experts on. float32 operands make it float32 arithmetic.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.delta_rule import delta_step as native_delta
+from tilewright.compiler.targets.cuda.kernels.delta_rule.causal_conv1d import (
+    causal_conv1d_prompt,
+    causal_conv1d_step,
+)
+from tilewright.compiler.targets.cuda.kernels.delta_rule.prompt_triton import (
+    delta_rule_prompt,
+    scratch_bytes,
+)
+from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import (
+    DeltaInputs,
+    delta_rule_step,
+)
+from tilewright.compiler.targets.cuda.kernels.elementwise.sigmoid_gate import sigmoid_gate
+from tilewright.compiler.targets.cuda.state.tables import PagedState
+from tilewright.compiler.targets.cuda.state.token_batch import Rows
+from tilewright.compiler.targets.cuda.steps.buffers import Buffers
+from tilewright.compiler.targets.cuda.steps.experts import Experts, experts_bytes
+from tilewright.compiler.targets.cuda.trials import Trials
+from tilewright.compiler.targets.cuda.weights.stream import Weights, vector_of
+from tilewright.compiler.targets.program.instructions import (
+    Convolve,
+    DeltaRule,
+    ExpertLinear,
+    ExpertSum,
+    Mixer,
+    Place,
+    Plan,
+    Route,
+    SigmoidGate,
+)
+
+
+def mixer_bytes(plan: Plan, num_tokens: int) -> int:
+    """Bytes that a prompt's mixers take beside the plan's buffers: the largest of them."""
+    sizes = [experts_bytes(plan, num_tokens)]
+    for each in plan.instructions:
+        if isinstance(each, DeltaRule):
+            num_heads, key_dim, value_dim = each.state.shape
+            heads = {"num_heads": num_heads, "num_key_heads": each.num_key_heads}
+            dims = {"key_dim": key_dim, "value_dim": value_dim}
+            sizes.append(scratch_bytes(num_tokens, **heads, **dims))
+    return max(sizes)
+
+
+class Mixers:
+    """A plan's mixers with their weights and state. Capturable in a CUDA graph.
+
+    Their rows are a step's tokens: one of each sequence in a decode step; in a prompt all of one
+    sequence, or of a few in pieces, whose states are kept at their marks on the way.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        weights: Weights,
+        state: PagedState,
+        *,
+        exact: bool,
+        strict: bool,
+        max_rows: int,
+        trials: Trials,
+    ) -> None:
+        device = state.tables.device
+        self.experts = Experts(
+            plan, weights, device, exact=exact, strict=strict, max_rows=max_rows, trials=trials
+        )
+        self._weights, self._state, self._exact = weights, state, exact
+
+    def run(
+        self,
+        each: Mixer,
+        step: Buffers,
+        rows: Rows,
+        *,
+        decodes: bool,
+        captured: bool = False,
+        starts: Tensor | None = None,
+    ) -> None:
+        """Run one instruction; ``captured`` as :meth:`.steps.Steps.decode` has it, ``starts`` as
+        :meth:`.steps.Steps.prefill`.
+        """
+        if isinstance(each, Route | ExpertLinear | ExpertSum):
+            self.experts.run(each, step, rows.positions, decodes=decodes)
+        elif isinstance(each, SigmoidGate):
+            sigmoid_gate(step.view(each.out), step.view(each.x), step.view(each.gate))
+        elif isinstance(each, Convolve):
+            self._convolve(each, step, rows, decodes, starts)
+        elif decodes and not self.why_no_native(each):
+            self._native_step(each, step, rows, captured)
+        else:
+            if each.convolve is not None:
+                self._convolve(each.convolve, step, rows, decodes, starts)
+            self._delta_rule(each, step, rows, decodes, starts)
+
+    def why_no_native(self, each: DeltaRule) -> str:
+        """Why a decode step does not convolve and apply the rule in one CUDA C++ kernel."""
+        if self._exact:
+            return "float32 arithmetic"
+        if each.convolve is None:
+            return "no convolution of its own"
+        num_heads, key_dim, value_dim = each.state.shape
+        return native_delta.why_not(
+            self._state.tables.device,
+            num_heads=num_heads,
+            num_key_heads=each.num_key_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            width=each.convolve.state.shape[-1] + 1,
+        )
+
+    def _native_step(self, each: DeltaRule, step: Buffers, rows: Rows, captured: bool) -> None:
+        """``captured``: a slot's window and state are those that the step before left."""
+        convolve = each.convolve
+        assert convolve is not None
+        native_delta.delta_step(
+            step.view(each.out),
+            self._inputs(each, step, convolve.x),
+            step.view(each.z),
+            (self._weights.vector(vector_of(each.norm)), each.eps),
+            weight=self._weights.vector(vector_of(convolve.weight)).flatten(1),
+            window=self._state.sequences[convolve.state.name],
+            state=self._state.sequences[each.state.name],
+            positions=rows.positions,
+            slots=rows.slots,
+            early=captured,
+        )
+
+    def _convolve(
+        self, each: Convolve, step: Buffers, rows: Rows, decodes: bool, starts: Tensor | None
+    ) -> None:
+        weight = self._weights.vector(vector_of(each.weight)).flatten(1)
+        what = step.view(each.out), step.view(each.x), weight
+        window = self._state.sequences[each.state.name]
+        where = {"window": window, "positions": rows.positions, "slots": rows.slots}
+        if decodes:
+            causal_conv1d_step(*what, **where)
+        else:
+            causal_conv1d_prompt(*what, **where, keeps=self._keeps(rows), starts=starts)
+
+    def _keeps(self, rows: Rows) -> Tensor | None:
+        """None where nothing is ever kept on the way: kernels are then made without it."""
+        return rows.keeps if self._state.num_marks else None
+
+    def _inputs(self, each: DeltaRule, step: Buffers, qkv: Place) -> DeltaInputs:
+        return DeltaInputs(
+            step.view(qkv),
+            step.view(each.a),
+            step.view(each.b),
+            self._weights.vector(vector_of(each.a_log)),
+            self._weights.vector(vector_of(each.dt_bias)),
+            each.num_key_heads,
+            each.key_dim,
+        )
+
+    def _delta_rule(
+        self, each: DeltaRule, step: Buffers, rows: Rows, decodes: bool, starts: Tensor | None
+    ) -> None:
+        inputs = self._inputs(each, step, each.qkv)
+        out, z = step.view(each.out), step.view(each.z)
+        weight = self._weights.vector(vector_of(each.norm))
+        state = self._state.sequences[each.state.name]
+        where = {"state": state, "positions": rows.positions, "slots": rows.slots}
+        if decodes:
+            delta_rule_step(out, inputs, z, (weight, each.eps), **where)
+            return
+        keeps, norm, exact = self._keeps(rows), (weight, each.eps), self._exact
+        delta_rule_prompt(out, inputs, z, norm, keeps=keeps, starts=starts, exact=exact, **where)

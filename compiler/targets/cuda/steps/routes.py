@@ -1,0 +1,128 @@
+"""What is known of the experts of a step's tokens, and which kernels find those of a decode step.
+
+Legend: T tokens, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
+from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
+from tilewright.compiler.targets.cuda.kernels.experts.route_triton import Groups
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of
+from tilewright.compiler.targets.program.instructions import Linear, Plan, Route
+
+PART_TOKENS = 8192 + 512
+"""Tokens of a prompt whose experts run together: what their products take is bounded. The largest
+pass is one part with the rows that ride along: a second one would read all experts again.
+"""
+
+
+_Each = TypeVar("_Each")
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """``weights`` and ``experts [T, K]``; the latter's pairs for runs of tokens: in ``tiles`` of
+    decode steps, or in ``groups``. With ``choice`` nobody has made them: products of one token
+    find its experts themselves.
+    """
+
+    weights: Tensor
+    experts: Tensor
+    groups: tuple[Groups, ...] = ()
+    tiles: tuple[native_route.Tiles, ...] = ()
+    choice: native_route.Choice | None = None
+
+    @property
+    def top_k(self) -> int:
+        return self.experts.shape[1]
+
+    def parts(self) -> Iterator[tuple[slice, Groups]]:
+        """The runs of tokens, each with its groups."""
+        return _runs(self.groups, PART_TOKENS)
+
+    def native_parts(self) -> Iterator[tuple[slice, native_route.Tiles]]:
+        """The runs of a decode step's tokens, each with its tiles."""
+        return _runs(self.tiles, native_route.MAX_TOKENS)
+
+
+def _runs(found: Sequence[_Each], size: int) -> Iterator[tuple[slice, _Each]]:
+    for index, each in enumerate(found):
+        yield slice(index * size, (index + 1) * size), each
+
+
+def joined_routers(plan: Plan, weights: Weights, device: torch.device) -> dict[int, Linear]:
+    """The routers' products that can be one launch with what chooses among their results, by
+    the identity of that.
+    """
+    found: dict[int, Linear] = {}
+    for product, each in pairwise(plan.instructions):
+        if not (isinstance(product, Linear) and isinstance(each, Route)):
+            continue
+        out, logits = product.out, each.logits
+        is_plain = product.norm is None is product.bias
+        is_plain = is_plain and not (product.residual or product.swiglu)
+        places = [(one.buffer, one.first, one.stride or one.width) for one in (out, logits)]
+        held = weights.held(product_of(product))
+        if is_plain and places[0] == places[1] and native_router.takes(held, each.logits.width):
+            found[id(each)] = product
+    return {} if found and native_router.why_not(device) else found
+
+
+def takes_joined(num_rows: int) -> bool:
+    """Whether a step of so many rows has routers' products and what chooses as one launch: where
+    no bits of a row are promised.
+    """
+    return native_router.FEW_TOKENS < num_rows <= native_router.MAX_TOKENS
+
+
+def left_to_products(each: Route, logits: Tensor, positions: Tensor) -> Routing:
+    """One token's, which products choose themselves."""
+    how = each.renormalise, each.first, each.num_experts
+    return _empty(each, logits, native_route.Choice(logits, positions, *how))
+
+
+def routed(each: Route, logits: Tensor, positions: Tensor) -> Routing:
+    """What route.cu makes of logits."""
+    routing = _empty(each, logits)
+    for part, some in routing.native_parts():
+        native_route.route(
+            routing.weights[part], routing.experts[part], logits[part], positions[part], some,
+            renormalise=each.renormalise, first=each.first, count=each.num_experts,
+        )  # fmt: skip
+    return routing
+
+
+def routed_with_product(
+    each: Route, logits: Tensor, x: Tensor, held: HeldWeight, positions: Tensor
+) -> Routing:
+    """What router.cu makes of x and a router's weight, whose product is left in ``logits``."""
+    routing = _empty(each, logits)
+    native_router.router(
+        routing.weights, routing.experts, logits, x, held, positions, routing.tiles[0],
+        renormalise=each.renormalise, num_experts=each.logits.width, first=each.first,
+        count=each.num_experts,
+    )  # fmt: skip
+    return routing
+
+
+def _empty(each: Route, logits: Tensor, choice: native_route.Choice | None = None) -> Routing:
+    """Room for what is found of a decode step's tokens."""
+    num_tokens, most = len(logits), native_route.MAX_TOKENS
+    weights = logits.new_empty(num_tokens, each.top_k)
+    counts = [min(most, num_tokens - first) for first in range(0, num_tokens, most)]
+    tiles = tuple(
+        native_route.Tiles.empty(count, each.top_k, each.num_experts, logits.device)
+        for count in counts
+    )
+    experts = torch.empty_like(weights, dtype=torch.int32)
+    return Routing(weights, experts, tiles=tiles, choice=choice)

@@ -1,0 +1,286 @@
+"""Runs a plan's instructions: decode rows on the kernels that read a weight once, prompts on the
+library's large products.
+
+Legend: B rows of a decode step, T tokens of a prompt, R rows that want logits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.collectives.group import Group
+from tilewright.compiler.targets.cuda.kernels.elementwise.embedding import embed
+from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rms_norm_heads
+from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu_apart
+from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.state.tables import PagedState
+from tilewright.compiler.targets.cuda.state.token_batch import Rows
+from tilewright.compiler.targets.cuda.steps.attention import Attention
+from tilewright.compiler.targets.cuda.steps.buffers import Buffers, padded
+from tilewright.compiler.targets.cuda.steps.cublas import apply_function
+from tilewright.compiler.targets.cuda.steps.matmul import Products
+from tilewright.compiler.targets.cuda.steps.mixers import Mixers
+from tilewright.compiler.targets.cuda.steps.norms import Norms
+from tilewright.compiler.targets.cuda.steps.overlap import Beside
+from tilewright.compiler.targets.cuda.trials import BEHIND, Trials, read_trials
+from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Copies, Kinds
+from tilewright.compiler.targets.cuda.weights.stream import Weights, table_of, vector_of
+from tilewright.compiler.targets.program.instructions import (
+    LOGITS,
+    OPERAND,
+    AllReduce,
+    AllReduceAdd,
+    Attend,
+    Convolve,
+    DeltaRule,
+    Elementwise,
+    Embed,
+    Gather,
+    Linear,
+    Mixer,
+    Norm,
+    NormHeads,
+    Place,
+    Plain,
+    Plan,
+    Route,
+    SwiGLU,
+)
+
+
+class Steps:
+    """A plan with its weights and state. Every method is capturable in a CUDA graph.
+
+    ``exact``: float32 arithmetic throughout, through the library; no speed is claimed for it.
+    ``strict``: a prompt's tokens take the same kernels however many of them are in a piece, and
+    rows of decode steps those that give a row the same bits however many there are.
+    ``prompt_wire``: the format in which ranks send partial sums of prompts, None: as those of
+    decode steps.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        weights: Weights,
+        state: PagedState,
+        *,
+        max_rows: int,
+        exact: bool,
+        strict: bool = False,
+        prompt_wire: str | None = None,
+        copies: Kinds = NO_COPIES,
+        trials: Trials | None = None,
+    ) -> None:
+        self.group: Group | None = None  # of a rank among several, once it has met them
+        self.device = state.tables.device
+        self.exact, self._strict = exact, strict
+        self.is_native = not exact and not native.why_not(self.device)
+        self._plan, self._weights, self._state = plan, weights, state
+        trials = trials or read_trials()
+        self._prompt_wire = prompt_wire
+        how: dict[str, Any] = {"exact": exact, "max_rows": max_rows, "trials": trials}
+        self._mixers = Mixers(plan, weights, state, strict=strict, **how)
+        self.attention = Attention(
+            plan, weights, state, strict=strict, is_native=self.is_native, **how
+        )
+        self._beside = Beside(self.device, is_on=trials.riders != BEHIND)
+        self._operand = torch.float32 if exact else torch.bfloat16
+        self._num_rows = rows = native.room_for(max_rows) if self.is_native else max_rows
+        self._products = Products(
+            plan, weights, self.device, max_rows=max_rows, is_native=self.is_native, exact=exact,
+            strict=strict, copies=copies, trials=trials,
+        )  # fmt: skip
+        self._norms = Norms(plan, weights, self._products, is_native=self.is_native, trials=trials)
+        self._flat = [
+            torch.zeros(
+                rows * padded(buffer.width), dtype=self._type(buffer.role), device=self.device
+            )
+            for buffer in plan.buffers
+        ]
+
+    @property
+    def copies(self) -> Copies:
+        """The weights that are held once more."""
+        return self._products.copies
+
+    def kernels(self) -> str:
+        """Say which kernels run, and why where it is not the fast ones."""
+        if self.exact:
+            return "the library in float32"
+        instructions = self._plan.instructions
+        rules = [each for each in instructions if isinstance(each, DeltaRule)]
+        has_experts = any(isinstance(each, Route) for each in instructions)
+        found = {
+            "products": native.why_not(self.device),
+            "attention": self.attention.why_not_native,
+            "experts": self._mixers.experts.why_not_native if has_experts else "",
+            "linear attention": next(filter(None, map(self._mixers.why_no_native, rules)), ""),
+        }
+        parts = [f"{what} in Triton ({reason})" for what, reason in found.items() if reason]
+        return "CUDA C++ kernels" + (", but " + " and ".join(parts) if parts else "")
+
+    def _type(self, role: str) -> torch.dtype:
+        return self._operand if role == OPERAND else torch.float32
+
+    def decode(self, rows: Rows, *, reach: int | None = None, captured: bool = False) -> Tensor:
+        """One token of each of B sequences: logits ``[B, V]``, overwritten by the next step.
+
+        ``reach``: one of :attr:`.steps_attention.Attention.reaches`, pages that none has more of;
+        None: the last of them, which is any number.
+
+        ``captured``: nothing in the chain of these kernels writes ``rows``, tables, old pages or a
+        layer's state of sequences before the last of them has read them, or that layer has.
+        """
+        num_rows = len(rows.tokens)
+        step = self._decode_buffers(num_rows)
+        for each in self._plan.instructions:
+            if isinstance(each, Gather):
+                step.alias(each.out, each.x)
+            elif isinstance(each, Attend):
+                self.attention.decode(each, step, rows, reach=reach, captured=captured)
+            elif isinstance(each, Mixer):
+                self._mixers.run(each, step, rows, decodes=True, captured=captured)
+            elif isinstance(each, Linear) and self._mixers.experts.runs_along(each, num_rows):
+                continue
+            elif not (isinstance(each, Linear) and self._norms.run_product(each, step, num_rows)):
+                self._run(each, step, rows, decodes=True)
+        return step.logits
+
+    def chosen_experts(self, rows: Rows) -> list[int]:
+        """A decode step, and how many different experts its rows chose, layer by layer."""
+        chosen = self._mixers.experts.watch(lambda: self.decode(rows))
+        return [len(each[each >= 0].unique()) for each in chosen]
+
+    def prefill(
+        self,
+        rows: Rows,
+        *,
+        logit_rows: Tensor | None,
+        from_start: bool = False,
+        starts: Tensor | None = None,
+        block: int = 0,
+        riding: slice = slice(0, 0),
+    ) -> Tensor | None:
+        """T tokens of the sequence in ``rows.slots[0]``; logits ``[R, V]`` of the rows asked for,
+        this rank's columns of them where they are dealt.
+
+        ``from_start``: the first of them is the sequence's first; padding is at the end only.
+        ``starts [P + 1]`` (int64): the rows where pieces of several sequences start, and where the
+        last one ends, each in whole blocks of ``block`` rows, with padding behind its own.
+        ``riding``: rows behind them that are one token each of sequences that decode: they attend
+        as in a decode step, and everything else takes all rows together.
+        """
+        logits = self._prefill(rows, logit_rows, from_start, starts, block, riding)
+        if self.group is not None:
+            self.group.exchange.end_step()
+        return logits
+
+    def _prefill(
+        self,
+        rows: Rows,
+        logit_rows: Tensor | None,
+        from_start: bool,
+        starts: Tensor | None,
+        block: int,
+        riding: slice,
+    ) -> Tensor | None:
+        step = self._fresh_buffers(len(rows.tokens))
+        is_mixed = riding.stop > riding.start
+        for each in self._plan.instructions:
+            if isinstance(each, Gather):
+                if logit_rows is None:
+                    return None
+                x = step.view(each.x)
+                few = len(logit_rows) <= self._num_rows
+                step = (
+                    self._decode_buffers(len(logit_rows))
+                    if few
+                    else self._fresh_buffers(len(logit_rows), with_logits=True)
+                )
+                torch.index_select(x, 0, logit_rows, out=step.view(each.out))
+            elif isinstance(each, Attend | DeltaRule | Convolve) and is_mixed:
+                self._run_mixed(each, step, rows, starts, block, riding)
+            elif isinstance(each, Attend):
+                self.attention.prompt(each, step, rows, from_start=from_start, block=block)
+            elif isinstance(each, DeltaRule | Convolve):
+                self._mixers.run(each, step, rows, decodes=False, starts=starts)
+            elif isinstance(each, Mixer):
+                self._mixers.run(each, step, rows, decodes=False)
+            else:
+                self._run(each, step, rows, decodes=False)
+        return step.logits
+
+    def _run_mixed(
+        self,
+        each: Attend | DeltaRule | Convolve,
+        step: Buffers,
+        rows: Rows,
+        starts: Tensor | None,
+        block: int,
+        riding: slice,
+    ) -> None:
+        """What reads and writes the state of sequences: of those of prompts, and of those that ride
+        along, which are others.
+        """
+        first, second = (
+            (step.part(part), rows.part(part)) for part in (slice(0, riding.start), riding)
+        )
+        if isinstance(each, Attend):
+            prompts = partial(self.attention.prompt, each, *first, from_start=False, block=block)
+            riders = partial(self.attention.decode, each, *second, reach=None, captured=False)
+        else:
+            prompts = partial(self._mixers.run, each, *first, decodes=False, starts=starts)
+            riders = partial(self._mixers.run, each, *second, decodes=True)
+        self._beside.run(prompts, riders)
+
+    def _run(self, each: Plain, step: Buffers, rows: Rows, *, decodes: bool) -> None:
+        if isinstance(each, Embed):
+            embed(step.view(each.out), rows.tokens, self._weights.held(table_of(each)).data)
+        elif isinstance(each, SwiGLU):
+            swiglu_apart(step.view(each.out), step.view(each.gate), step.view(each.up))
+        elif isinstance(each, NormHeads):
+            weights = [self._weights.vector(vector_of(one)) for one in (each.q_norm, each.k_norm)]
+            views = step.view(each.out), step.view(each.qkv)
+            alone = True if decodes else False if self._strict else None
+            rms_norm_heads(*views, *weights, num_heads=each.num_heads, eps=each.eps, alone=alone)
+        elif isinstance(each, Norm):
+            self._norms.run(each, step, decodes=decodes)
+        elif isinstance(each, Elementwise):
+            inputs = [step.view(one) if isinstance(one, Place) else one for one in each.inputs]
+            apply_function(each.function, step.view(each.out), inputs)
+        elif isinstance(each, Linear):
+            self._products.run(each, step.view(each.out), step.view(each.x), decodes=decodes)
+        elif isinstance(each, AllReduce | AllReduceAdd):
+            self._reduce(each, step, decodes=decodes)
+
+    def _reduce(self, each: AllReduce | AllReduceAdd, step: Buffers, *, decodes: bool) -> None:
+        assert self.group is not None, "this rank has not met the others"
+        exchange = self.group.exchange
+        out, x = step.view(each.out), step.view(each.x)
+        wire = each.wire if decodes else self._prompt_wire or each.wire
+        if isinstance(each, AllReduce):
+            exchange.all_reduce(out, x, wire=wire)
+            return
+        norm = None if each.norm is None else self._weights.vector(vector_of(each.norm))
+        normed = None if each.normed is None else step.view(each.normed)
+        exchange.all_reduce_add(x, out, wire=wire, out=normed, norm=norm, eps=each.eps)
+
+    def _decode_buffers(self, num_rows: int) -> Buffers:
+        return Buffers(self._plan, self._flat, num_rows)
+
+    def _fresh_buffers(self, num_rows: int, *, with_logits: bool = False) -> Buffers:
+        """Operands' padding is zero: what lies there is multiplied, by zeros."""
+        capacity = max(num_rows, self._num_rows)
+        flat = [
+            (torch.zeros if buffer.role == OPERAND else torch.empty)(
+                capacity * padded(buffer.width) if with_logits or buffer.role != LOGITS else 0,
+                dtype=self._type(buffer.role),
+                device=self.device,
+            )
+            for buffer in self._plan.buffers
+        ]
+        return Buffers(self._plan, flat, num_rows)

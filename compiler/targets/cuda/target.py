@@ -1,0 +1,216 @@
+"""NVIDIA GPUs: fused kernels over paged caches, a decode step in one CUDA graph.
+
+Tests run the same kernels on a CPU, in Triton's interpreter, which tests/targets/interpreter.py
+mends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from tilewright.compiler.ir.info import NodeInfo, info
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.ir.state import PER_TOKEN, StateSpec
+from tilewright.compiler.passes.fuse_all_reduce_add import fuse_all_reduce_add
+from tilewright.compiler.passes.fuse_delta_norm import fuse_delta_norm
+from tilewright.compiler.passes.fuse_expert_sum import fuse_expert_sum
+from tilewright.compiler.passes.fuse_linear_residual import fuse_linear_residual
+from tilewright.compiler.passes.fuse_linear_swiglu import fuse_linear_swiglu
+from tilewright.compiler.passes.fuse_norm_linear import fuse_norm_linear
+from tilewright.compiler.passes.fuse_rope_attention import fuse_rope_attention
+from tilewright.compiler.passes.fuse_swiglu_packed import fuse_swiglu_packed
+from tilewright.compiler.passes.gather_before_norm import gather_before_norm
+from tilewright.compiler.passes.merge_delta_gates import merge_delta_gates
+from tilewright.compiler.passes.merge_expert_linears import merge_expert_linears
+from tilewright.compiler.passes.merge_parallel_linears import merge_parallel_linears
+from tilewright.compiler.targets.contract.build import build_contract
+from tilewright.compiler.targets.contract.record import NumericContract
+from tilewright.compiler.targets.cuda.numerics import cache_kind, holding, meanings
+from tilewright.compiler.targets.interface.base import (
+    CompileOptions,
+    Emission,
+    Executable,
+    Holding,
+    Program,
+    Progress,
+    Stage,
+    Target,
+)
+from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
+from tilewright.distributed.parallel import Parallel
+from tilewright.errors import CompileError, allowed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from tilewright.compiler.targets.cuda.weights.stream import Weights
+    from tilewright.compiler.targets.program.instructions import Plan
+
+
+class CudaTarget(Target):
+    """Fusions after what the kernels do in one launch."""
+
+    name = "cuda"
+    emits = ("program", "engine")
+
+    def stages(self) -> tuple[Stage, ...]:
+        return (
+            MATCH,
+            PRECISION,
+            fuse(
+                merge_parallel_linears,
+                merge_delta_gates,
+                fuse_swiglu_packed,
+                fuse_linear_swiglu,
+                fuse_linear_residual,
+                merge_expert_linears,
+                fuse_expert_sum,
+            ),
+            lower(
+                fuse_delta_norm,
+                fuse_rope_attention,
+                fuse_all_reduce_add,
+                gather_before_norm,
+                fuse_norm_linear,
+            ),
+        )
+
+    def settled(self, options: CompileOptions) -> Parallel:
+        """See `Target`; sums over ranks travel as fp32, or as bf16.
+
+        Raises:
+            CompileError: for a wire that its kernels do not send.
+        """
+        from tilewright.compiler.targets.cuda.collectives.exchange import WIRES
+
+        parallel = super().settled(options)
+        if parallel.tensor > 1 and parallel.wire not in WIRES:
+            raise CompileError(f"wire {parallel.wire} on target cuda; {allowed(WIRES)}")
+        return parallel
+
+    def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
+        from tilewright.compiler.targets.cuda.weights.copies import kinds_for
+
+        states = [info(node).state for node in graph_module.graph.nodes]
+        has_bfp8 = any(each is not None and each.format == "bfp8" for each in states)
+        answers = meanings(
+            exact=options.compute == "exact", fp8=kinds_for(options).codes, bfp8_pages=has_bfp8
+        )
+        return build_contract(graph_module, answers)
+
+    def holding(
+        self,
+        recipe: WeightRecipe,
+        facts: NodeInfo,
+        *,
+        compute: str,
+        block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
+    ) -> Holding:
+        """Whole tiles of 16 rows x 128 columns, in blocks or in bfloat16."""
+        return holding(recipe, facts.tensor_group)
+
+    def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
+        """Keys and values as asked where a kernel reads them so, and float32 of each sequence."""
+        if spec.kind == PER_TOKEN:
+            kind = cache_kind(spec.format, exact=compute == "exact")
+            return super().state_holding(replace(spec, format=kind), compute=compute)
+        return Holding("fp32", 4 * math.prod(spec.shape))
+
+    def build(
+        self,
+        graph_module: GraphModule,
+        get_weight: Callable[[str], Tensor],
+        folder: Path,
+        options: CompileOptions,
+        progress: Progress,
+    ) -> None:
+        from tilewright.compiler.targets.cuda.plan import make_plan
+        from tilewright.compiler.targets.cuda.weights.stream import write_weights
+
+        write_weights(make_plan(graph_module), get_weight, folder, progress)
+
+    def emit(self, kind: str, emission: Emission) -> None:
+        """Write ``engine``: a Python file that runs the model with torch and Triton alone."""
+        self.check_emits(kind)
+        assert kind == "engine"
+        from tilewright.compiler.targets.cuda.engine_generator.emit import emit_engine
+        from tilewright.compiler.targets.cuda.plan import make_plan
+
+        emit_engine(make_plan(emission.lower(self.stages())), emission)
+
+    def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
+        from tilewright.compiler.targets.cuda.weights.stream import read_weights
+
+        graph_module, folder = program.sketch(), program.folder
+        return _place(
+            graph_module,
+            lambda plan, device: read_weights(plan, folder, device, progress),
+            options,
+            self.contract,
+        )
+
+    def compile(
+        self,
+        graph_module: GraphModule,
+        get_weight: Callable[[str], Tensor],
+        options: CompileOptions,
+        progress: Progress,
+    ) -> Executable:
+        """Convert every tensor on the device, without writing it to a folder first."""
+        from tilewright.compiler.targets.cuda.weights.stream import load_weights
+
+        return _place(
+            graph_module,
+            lambda plan, device: load_weights(plan, get_weight, device, progress),
+            options,
+            self.contract,
+        )
+
+
+def _place(
+    graph_module: GraphModule,
+    get_weights: Callable[[Plan, torch.device], Weights],
+    options: CompileOptions,
+    contract: Callable[[GraphModule, CompileOptions], NumericContract],
+) -> Executable:
+    """The executable of a graph on this machine's GPU, once there is room for it, and the contract
+    of what there is room for.
+    """
+    from tilewright.compiler.targets.cuda.executable import CudaExecutable
+    from tilewright.compiler.targets.cuda.invariance import can_promise, withhold_workspace
+    from tilewright.compiler.targets.cuda.memory_budget import (
+        check_room,
+        most_shared,
+        open_device,
+        with_passes_that_fit,
+    )
+    from tilewright.compiler.targets.cuda.plan import make_plan
+    from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES
+    from tilewright.compiler.targets.cuda.weights.stream import wanted_by
+
+    plan = make_plan(graph_module)
+    wanted_by(plan)  # an unsupported format, before a missing GPU
+    if can_promise(plan, options):
+        withhold_workspace()
+    device = open_device(options)
+    asked, options = most_shared(plan, options), with_passes_that_fit(plan, options, device)
+    room = check_room(plan, options, device)
+    kept = replace(options, copies="none") if room.copies == NO_COPIES else options
+    weights = get_weights(plan, device)
+    promised = contract(graph_module, kept)
+    executable = CudaExecutable(
+        plan, weights, options, promised, device, num_pages=room.num_pages, copies=room.copies
+    )
+    found = most_shared(plan, options)
+    if found < asked:
+        note = f"prompts share passes of up to {found:,} tokens: memory is short for {asked:,}"
+        executable.notes = (*executable.notes, note)
+    return executable

@@ -1,0 +1,195 @@
+"""Weights in block formats that are held a second time, as the library reads them: e4m3 codes where
+a lofi weight is exact in them, else bfloat16 values. Both are the format's own values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import dequantise
+from tilewright.compiler.targets.cuda.steps.buffers import padded
+from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI, exact_rows
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, TILE_ROWS, HeldWeight
+from tilewright.compiler.targets.cuda.weights.stream import Wanted, Weights, product_of
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.program.instructions import Linear, Plan
+
+_LEAST_CUT, _LEAST_UNCUT = 65, 129
+_PIECES = 16
+_LIBRARY_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Which copies are wanted: bfloat16 ``values`` of weights in blocks, but e4m3 ``codes`` of bfp4
+    weights at fidelity lofi.
+    """
+
+    values: bool = False
+    codes: bool = False
+
+
+NO_COPIES = Kinds()
+_NOTHING = (
+    "copies {}: no weight is held once more; there are copies of weights in blocks, in FP8 of bfp4 "
+    "at lofi, with --compute fast, and in FP8 where rows' bits are not promised"
+)
+
+
+def kinds_for(options: CompileOptions) -> Kinds:
+    """The copies that a program of these options gains by, where memory allows them: float32
+    arithmetic none, and e4m3 none where a row's bits shall not depend on how many rows there are.
+    """
+    if options.compute == "exact" or options.copies == "none":
+        return NO_COPIES
+    return Kinds(values=options.copies != "codes", codes=not options.is_strict)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A weight's values once more: bfloat16 ``[N, K]``, or with ``scales`` (float32 ``[N, 1]``, of
+    rows) e4m3 codes. Rows are as they are held.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that the copy takes on the device."""
+        values = self.values.untyped_storage().nbytes()
+        return values + (0 if self.scales is None else self.scales.nbytes)
+
+
+def is_lofi(each: Linear, *, decodes: bool) -> bool:
+    """Whether a product's fidelity is lofi in a phase."""
+    if each.compute is None:
+        return False
+    return (each.compute.decode if decodes else each.compute.prefill) == "lofi"
+
+
+def wants_codes(each: Linear, kinds: Kinds) -> bool:
+    """Whether e4m3 codes of a weight are asked for, and the library takes its shape."""
+    if not kinds.codes or product_of(each).kind != "bfp4":
+        return False
+    is_whole = all(size % _LIBRARY_MULTIPLE == 0 for size in each.weight.shape)
+    return is_whole and (is_lofi(each, decodes=True) or is_lofi(each, decodes=False))
+
+
+def wants_values(each: Linear, kinds: Kinds) -> bool:
+    """Whether bfloat16 values of a product's weight are asked for."""
+    return kinds.values and product_of(each).kind in TILE_BYTES
+
+
+def copy_bytes(plan: Plan, kinds: Kinds) -> int:
+    """Bytes that the copies of a plan's weights take, were every lofi weight exact."""
+    found: dict[Wanted, int] = {}
+    for each in _products(plan):
+        rows, columns = each.weight.shape
+        if wants_codes(each, kinds):
+            found[product_of(each)] = rows * (columns + 4)
+        elif wants_values(each, kinds):
+            found[product_of(each)] = 2 * rows * padded(columns)
+    return sum(found.values())
+
+
+def _products(plan: Plan) -> Iterator[Linear]:
+    return (each for each in plan.instructions if isinstance(each, Linear))
+
+
+class Copies:
+    """The copies that are asked for, made of the weights that are held.
+
+    ``num_lofi``: lofi weights that were tried; ``num_inexact``: those of them that are not exact in
+    e4m3, of which there is no copy, so that their products stay those of bfloat16.
+    """
+
+    def __init__(self, plan: Plan, weights: Weights, kinds: Kinds) -> None:
+        self._copies: dict[Wanted, Copy] = {}
+        self.num_lofi = self.num_inexact = 0
+        tried: set[Wanted] = set()
+        for each in _products(plan):
+            wanted = product_of(each)
+            if wanted in tried:
+                continue
+            tried.add(wanted)
+            if wants_codes(each, kinds):
+                copy = _codes(weights.held(wanted))
+                self.num_lofi += 1
+                self.num_inexact += copy is None
+                if copy is not None:
+                    self._copies[wanted] = copy
+            elif wants_values(each, kinds):
+                self._copies[wanted] = Copy(_dense(weights.held(wanted)))
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that all copies take on the device."""
+        return sum(each.num_bytes for each in self._copies.values())
+
+    def said(self, asked: str = "auto") -> tuple[str, ...]:
+        """What is held twice, in a line; none where nothing is, unless it was ``asked`` for."""
+        parts = []
+        if self.num_lofi:
+            exact = self.num_lofi - self.num_inexact
+            parts.append(f"{exact} of {self.num_lofi} lofi weights, exact in e4m3, as such")
+        if values := sum(each.scales is None for each in self._copies.values()):
+            parts.append(f"{values} weights in blocks, in bf16")
+        if not parts:
+            return (_NOTHING.format(asked),) if asked in ("codes", "all") else ()
+        size = f"{self.num_bytes / 1e9:.1f} GB"
+        return (f"held once more, for many rows: {', '.join(parts)}; {size}",)
+
+    def codes_for(self, each: Linear, num_rows: int, *, decodes: bool) -> Copy | None:
+        """The codes that a product of so many rows takes; None where it takes none."""
+        if num_rows < LEAST_LOFI or not is_lofi(each, decodes=decodes):
+            return None
+        copy = self._copies.get(product_of(each))
+        return copy if copy is not None and copy.scales is not None else None
+
+    def values_of(self, each: Linear) -> Tensor | None:
+        """The bfloat16 values of a product's weight, where they are held."""
+        copy = self._copies.get(product_of(each))
+        return None if copy is None or copy.scales is not None else copy.values
+
+    def is_library_faster(self, each: Linear, num_rows: int) -> bool:
+        """Whether the library, on values that are held, was measured faster with so many rows on an
+        H200 than kernels that read blocks.
+        """
+        least = _LEAST_UNCUT if _is_uncut(each) else _LEAST_CUT
+        return num_rows >= least and self.values_of(each) is not None
+
+
+def _dense(held: HeldWeight) -> Tensor:
+    """Dequantise a weight as `Products` does for one product, so that the library's bits are the
+    same.
+    """
+    shape = held.num_rows, padded(held.num_columns)
+    values = torch.empty(shape, dtype=torch.bfloat16, device=held.data.device)
+    values = values[:, : held.num_columns]
+    dequantise(values, held)
+    return values
+
+
+def _is_uncut(each: Linear) -> bool:
+    """Whether kernels that read blocks walk over a weight's whole K, as over those with many rows:
+    these kernels are the faster ones.
+    """
+    return each.weight.shape[0] >= TILE_ROWS * native.UNCUT_TILES
+
+
+def _codes(held: HeldWeight) -> Copy | None:
+    """A piece of the rows at a time: the scratch is 12 bytes a value."""
+    dense, found = _dense(held), []
+    for part in dense.chunk(_PIECES):
+        exact = exact_rows(part)
+        if exact is None:
+            return None
+        found.append(exact)
+    codes, scales = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return Copy(codes, scales)

@@ -1,0 +1,139 @@
+"""The weights of experts: read, converted and placed some experts at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.ir.recipe import ReadsParts, WeightRecipe, cut, load_dense
+from tilewright.compiler.targets.cuda.numerics import format_values
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, HeldWeight
+from tilewright.compiler.targets.cuda.weights.packing import GROUP, hold, scale_of
+
+_TOGETHER = 1 << 24
+"""Values that are converted together: experts are small, and every launch has its price."""
+
+
+def held_sizes(recipe: WeightRecipe, *, paired: bool) -> tuple[int, int, int]:
+    """How many experts a weight is held for, and the rows and columns of each.
+
+    Halves of experts that are no multiple of 8 rows are held with rows of zeros behind them.
+    """
+    *experts, num_rows, num_columns = recipe.shape
+    if experts and paired:
+        num_rows = 2 * (-(-num_rows // (2 * GROUP)) * GROUP)
+    return (experts or [1])[0], num_rows, num_columns
+
+
+def place_experts(
+    recipe: WeightRecipe,
+    kind: str,
+    get_weight: Callable[[str], Tensor],
+    device: torch.device,
+    *,
+    paired: bool,
+    check: Callable[[Tensor, float, Sequence[str]], None],
+) -> HeldWeight:
+    """The weight ``[E, out, in]`` of a recipe, held on a device; ``paired`` as in `hold`.
+
+    ``check`` is given every expert's values, the scale that all of them are held with, and the
+    names of the tensors that they come from.
+    """
+    get = _source(get_weight, device)
+    num_experts, num_rows, num_columns = held_sizes(recipe, paired=paired)
+    step = max(1, _TOGETHER // max(1, num_rows * num_columns))
+    scale, held, first = 1.0, None, 0
+    while first < num_experts:
+        last = min(first + step, num_experts)
+        some = _some(recipe, first, last)
+        with torch.device(device):  # where weights that are made up are made
+            dense = load_dense(some, get).view(some.shape)
+        if kind == "bf16" and recipe.format != "bf16":
+            dense = format_values(dense, some)
+        wanted = scale_of(dense, kind)
+        if wanted > scale:  # rare: a value of 2 or more; those before are held once more
+            scale, first = wanted, 0
+            continue
+        if kind != "bf16":
+            for index, values in enumerate(dense):
+                check(values, scale, _some(some, index, index + 1).names)
+        part = hold(_below_one_another(dense, paired), kind, paired=False, scale=scale).data
+        if held is None:
+            data = part.new_empty((len(part) // len(dense) * num_experts, *part.shape[1:]))
+            held = HeldWeight(kind, num_rows, num_columns, data, paired, scale, num_experts)
+        rows = len(held.data) // num_experts
+        held.data[first * rows : last * rows] = part
+        first = last
+    assert held is not None
+    return dataclasses.replace(held, scale=scale)
+
+
+def _source(get_weight: Callable[[str], Tensor], device: torch.device) -> Callable[[str], Tensor]:
+    """Parts of tensors where the source reads such: a rank keeps little of a stack of experts."""
+    if isinstance(get_weight, ReadsParts):
+        return on_device(get_weight, device)
+    return _Last(get_weight, device)
+
+
+def on_device(get_weight: Callable[[str], Tensor], device: torch.device) -> Callable[[str], Tensor]:
+    """A source whose tensors, and parts of tensors where it reads these, are on a device."""
+    kind = _PartsOnDevice if isinstance(get_weight, ReadsParts) else _OnDevice
+    return kind(get_weight, device)
+
+
+class _OnDevice:
+    def __init__(self, get_weight: Any, device: torch.device) -> None:
+        self._get_weight, self._device = get_weight, device
+
+    def __call__(self, name: str) -> Tensor:
+        found: Tensor = self._get_weight(name).to(self._device)
+        return found
+
+
+class _PartsOnDevice(_OnDevice):
+    def part(
+        self, name: str, rows: tuple[int, int] | None, columns: tuple[int, int] | None
+    ) -> Tensor:
+        found: Tensor = self._get_weight.part(name, rows, columns).to(self._device)
+        return found
+
+
+class _Last:
+    """A source of tensors that keeps the last one on the device: all experts may be its rows."""
+
+    def __init__(self, get_weight: Callable[[str], Tensor], device: torch.device) -> None:
+        self._get_weight, self._device = get_weight, device
+        self._name, self._tensor = "", torch.empty(0)
+
+    def __call__(self, name: str) -> Tensor:
+        if name != self._name:
+            self._tensor = torch.empty(0)  # the one before goes first
+            self._tensor = self._get_weight(name).to(self._device)
+            self._name = name
+        return self._tensor
+
+
+def _some(recipe: WeightRecipe, first: int, last: int) -> WeightRecipe:
+    """``[last - first, out, in]`` of some experts."""
+    rows = recipe.shape[-2]
+    segments = cut(recipe, first * rows, last * rows)
+    return dataclasses.replace(recipe, segments=segments, shape=(last - first, *recipe.shape[1:]))
+
+
+def _below_one_another(dense: Tensor, paired: bool) -> Tensor:
+    """Experts ``[E, out, in]``, each of whole tiles with zeros behind it, as ``[rows, in]``; rows
+    of gate and up in turns where they are ``paired``.
+    """
+    num_columns = dense.shape[2]
+    if paired:
+        halves = dense.unflatten(1, (2, -1))
+        missing = -halves.shape[2] % GROUP
+        halves = torch.nn.functional.pad(halves, (0, 0, 0, missing)) if missing else halves
+        dense = halves.unflatten(2, (-1, GROUP)).transpose(1, 2).flatten(1, 3)
+    missing = -dense.shape[1] % TILE_ROWS
+    dense = torch.nn.functional.pad(dense, (0, 0, 0, missing)) if missing else dense
+    return dense.reshape(-1, num_columns)

@@ -1,0 +1,246 @@
+"""A plan's weights on a device: streamed from recipes, kept in files, one tensor at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tilewright.compiler.ir.recipe import WeightRecipe, load_dense
+from tilewright.compiler.targets.cuda.numerics import TABLES, format_values, held_kind
+from tilewright.compiler.targets.cuda.weights.experts import held_sizes, on_device, place_experts
+from tilewright.compiler.targets.cuda.weights.packed_weight import EXPONENTS, HeldWeight
+from tilewright.compiler.targets.cuda.weights.packing import GROUP, fits, hold
+from tilewright.compiler.targets.host.tensor_files import save_tensors
+from tilewright.compiler.targets.interface.base import Progress
+from tilewright.compiler.targets.program.instructions import (
+    AllReduceAdd,
+    Attend,
+    Convolve,
+    DeltaRule,
+    Embed,
+    ExpertLinear,
+    ExpertSum,
+    Linear,
+    Norm,
+    NormHeads,
+    Plan,
+)
+from tilewright.errors import CheckpointError, one_line
+
+_DATA, _SCALE = "data", "scale"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One tensor of a plan: ``kind`` of a held weight, or ``fp32`` for norms, biases, constants.
+
+    ``is_paired``: rows of gate and up in turns, as a product with SwiGLU reads them.
+    """
+
+    recipe: WeightRecipe
+    kind: str
+    is_paired: bool = False
+
+
+def wanted_by(plan: Plan) -> dict[Wanted, None]:
+    """Every tensor of the plan once, in the order of its first use."""
+    return dict.fromkeys(_wanted(plan))
+
+
+def product_of(linear: Linear | ExpertLinear | ExpertSum) -> Wanted:
+    """The tensor that a product of a plan wants."""
+    is_paired = not isinstance(linear, ExpertSum) and linear.swiglu
+    return Wanted(linear.weight, held_kind(linear.weight, linear.group), is_paired)
+
+
+def table_of(embed: Embed) -> Wanted:
+    """The tensor that an embedding of a plan wants."""
+    return Wanted(embed.table, held_kind(embed.table, TABLES[0]))
+
+
+def vector_of(recipe: WeightRecipe, *, is_paired: bool = False) -> Wanted:
+    """A norm, a bias or a constant."""
+    return Wanted(recipe, "fp32", is_paired)
+
+
+def _wanted(plan: Plan) -> Iterator[Wanted]:
+    for each in plan.instructions:
+        if isinstance(each, Embed):
+            yield table_of(each)
+        elif isinstance(each, Attend):
+            yield vector_of(each.inv_freq)
+        elif isinstance(each, NormHeads):
+            yield vector_of(each.q_norm)
+            yield vector_of(each.k_norm)
+        elif isinstance(each, Norm | Convolve):
+            yield vector_of(each.weight)
+        elif isinstance(each, AllReduceAdd) and each.norm is not None:
+            yield vector_of(each.norm)
+        elif isinstance(each, DeltaRule):
+            yield from map(vector_of, (each.a_log, each.dt_bias, each.norm))
+            if each.convolve is not None:
+                yield vector_of(each.convolve.weight)
+        elif isinstance(each, ExpertLinear | ExpertSum):
+            yield product_of(each)
+        elif isinstance(each, Linear):
+            yield product_of(each)
+            if each.norm is not None:
+                yield vector_of(each.norm)
+            if each.bias is not None:
+                yield vector_of(each.bias, is_paired=each.swiglu)
+
+
+Placed = HeldWeight | Tensor
+
+
+class Weights:
+    """What a plan reads, on its device."""
+
+    def __init__(self, placed: dict[Wanted, Placed]) -> None:
+        self._placed = placed
+
+    def held(self, wanted: Wanted) -> HeldWeight:
+        """Find a product's weight, or a table, as the device holds it."""
+        found = self._placed[wanted]
+        assert isinstance(found, HeldWeight)
+        return found
+
+    def vector(self, wanted: Wanted) -> Tensor:
+        """A norm, a bias or a constant, float32."""
+        found = self._placed[wanted]
+        assert isinstance(found, Tensor)
+        return found
+
+    def bias_of(self, product: Linear) -> Tensor | None:
+        """A product's bias, in the order of its rows as they are held."""
+        if product.bias is None:
+            return None
+        return self.vector(vector_of(product.bias, is_paired=product.swiglu))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device; a table that is a head's weight as well counts once."""
+        tensors = [
+            each.data if isinstance(each, HeldWeight) else each for each in self._placed.values()
+        ]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
+def load_weights(
+    plan: Plan, get_weight: Callable[[str], Tensor], device: torch.device, progress: Progress
+) -> Weights:
+    """Read, convert and place every tensor of a plan.
+
+    Raises:
+        CheckpointError: for a tensor that is missing, of another shape, or not finite.
+        CompileError: for a format that products cannot take.
+    """
+    wanted = wanted_by(plan)
+    placed: dict[Wanted, Placed] = {}
+    for done, each in enumerate(wanted):
+        placed[each] = _place(each, get_weight, device)
+        progress("weights", done + 1, len(wanted))
+    return Weights(placed)
+
+
+def _place(wanted: Wanted, get_weight: Callable[[str], Tensor], device: torch.device) -> Placed:
+    recipe, kind = wanted.recipe, wanted.kind
+    if kind != "fp32" and len(recipe.shape) == 3:
+        check, paired = partial(_check_fits, wanted), wanted.is_paired
+        return place_experts(recipe, kind, get_weight, device, paired=paired, check=check)
+    with torch.device(device):  # where weights that are made up are made
+        dense = load_dense(wanted.recipe, on_device(get_weight, device))
+    if wanted.kind == "fp32":
+        return _in_turns(dense) if wanted.is_paired else dense
+    if wanted.kind == "bf16":
+        values = dense if wanted.recipe.format == "bf16" else format_values(dense, wanted.recipe)
+        return hold(values, "bf16", paired=wanted.is_paired)
+    _check_fits(wanted, dense)
+    return hold(dense, wanted.kind, paired=wanted.is_paired)
+
+
+def _check_fits(
+    wanted: Wanted, dense: Tensor, scale: float | None = None, parts: Sequence[str] = ()
+) -> None:
+    if not fits(dense, wanted.kind, scale=scale):
+        names = ", ".join(parts or wanted.recipe.names)
+        octaves = EXPONENTS[wanted.kind][1] - EXPONENTS[wanted.kind][0]
+        raise CheckpointError(
+            f"{names}: its blocks lie more than {octaves} octaves apart, or near the smallest "
+            f"numbers there are, which kernels of {wanted.kind} do not take; allowed: bf16 for it"
+        )
+
+
+def _in_turns(bias: Tensor) -> Tensor:
+    """Gate's part and up's part of a bias, in turns as the rows of a paired weight."""
+    return bias.view(2, -1, GROUP).transpose(0, 1).reshape(-1)
+
+
+def write_weights(
+    plan: Plan, get_weight: Callable[[str], Tensor], folder: Path, progress: Progress
+) -> None:
+    """Every tensor of a plan as a file of its own in ``folder``.
+
+    Raises:
+        NoRoomError: where they cannot be written.
+    """
+    wanted = wanted_by(plan)
+    for done, each in enumerate(wanted):
+        placed = _place(each, get_weight, torch.device("cpu"))
+        save_tensors(_tensors(placed), _file(folder, done))
+        progress("weights", done + 1, len(wanted))
+
+
+def _tensors(placed: Placed) -> dict[str, Tensor]:
+    """What is kept of a tensor."""
+    if isinstance(placed, HeldWeight):
+        return {_DATA: placed.data.contiguous(), _SCALE: torch.tensor(placed.scale)}
+    return {_DATA: placed.contiguous(), _SCALE: torch.tensor(1.0)}
+
+
+def read_weights(plan: Plan, folder: Path, device: torch.device, progress: Progress) -> Weights:
+    """The files of :func:`write_weights`, placed on a device.
+
+    Raises:
+        CheckpointError: for files that are missing, or not of this plan.
+    """
+    wanted = wanted_by(plan)
+    placed: dict[Wanted, Placed] = {}
+    for done, each in enumerate(wanted):
+        path = _file(folder, done)
+        try:
+            tensors = load_file(path, device=str(device))
+            data, scale = tensors[_DATA], float(tensors[_SCALE])
+        except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{path}: not a weight of this program ({one_line(error)})"
+            ) from None
+        placed[each] = _as_placed(each, data, scale, path)
+        progress("weights", done + 1, len(wanted))
+    return Weights(placed)
+
+
+def _as_placed(wanted: Wanted, data: Tensor, scale: float, path: Path) -> Placed:
+    shape = wanted.recipe.shape
+    if wanted.kind == "fp32":
+        if tuple(data.shape) != shape or data.dtype != torch.float32:
+            raise CheckpointError(f"{path}: not a weight of this program; compile it again")
+        return data
+    num_experts, rows, columns = held_sizes(wanted.recipe, paired=wanted.is_paired)
+    held = HeldWeight(wanted.kind, rows, columns, data, wanted.is_paired, scale, num_experts)
+    is_power = scale > 0 and math.frexp(scale)[0] == 0.5
+    if tuple(data.shape) != held.data_shape or data.dtype != held.data_type or not is_power:
+        raise CheckpointError(f"{path}: not a weight of this program; compile it again")
+    return held
+
+
+def _file(folder: Path, index: int) -> Path:
+    return folder / f"weight-{index:05d}.safetensors"

@@ -1,0 +1,1 @@
+"""Executables with slots kept on the host."""

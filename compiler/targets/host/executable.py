@@ -1,0 +1,353 @@
+"""Executables whose seats are kept by the host: what they share of a step, around one forward pass.
+
+A target says how a flat batch of tokens becomes logits and where a seat's state lies; edits, the
+tokens that seats hold, and the choice are the same for all of them and stand here. Its currency are
+arrays; torch is imported where a step's logits are asked for.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tilewright.compiler.sampling.choose import Row, choose_tokens
+from tilewright.compiler.sampling.draw import log_probabilities
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.compiler.targets.interface.step import (
+    END_TOKEN,
+    GOES_ON,
+    NOT_A_NUMBER,
+    Choosing,
+    Chosen,
+    Chunk,
+    Close,
+    Copy,
+    Edit,
+    Load,
+    LogProbs,
+    Open,
+    Part,
+    Save,
+    Seat,
+    Snapshot,
+    Step,
+    StepOutput,
+)
+from tilewright.compiler.targets.interface.token_masks import Allowed
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+    from torch import Tensor
+
+_NOTHING = Part((), lambda: Chosen((), ()))
+"""What a follower says of a part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """T tokens of N seats, flat, seat after seat: what a forward pass reads.
+
+    ``tokens [T]`` and ``positions [T]`` int64, consecutive for each seat; ``cu_seqlens [N + 1]``
+    cuts them into seats; ``logit_rows [R]`` names the tokens whose logits are wanted, in order.
+    ``decodes``: one token of each seat, by the kernels of decode; else one piece of a prompt.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    cu_seqlens: np.ndarray
+    logit_rows: np.ndarray
+    seats: tuple[Seat, ...]
+    decodes: bool
+
+
+@dataclass(slots=True)
+class Sitting:
+    """What the host knows of an open seat.
+
+    ``length``: positions its state holds. ``token``: what it reads next, None before a choice.
+    ``counts``: how often each token stands in the answer, the held one included. ``is_cut``: the
+    state of a longer sequence, of use only once a snapshot has taken the place of what cannot be
+    cut back.
+    """
+
+    choosing: Choosing
+    prompt: tuple[int, ...]
+    length: int = 0
+    token: int | None = None
+    counts: dict[int, int] = field(default_factory=dict)
+    is_cut: bool = False
+
+    def hold(self, token: int) -> None:
+        """The token just chosen is the next to be read."""
+        self.token = token
+        self.counts[token] = self.counts.get(token, 0) + 1
+
+    def force(self, token: int) -> None:
+        """Another token stands in the place of the one held."""
+        if self.token is not None:
+            self.counts[self.token] -= 1
+        self.hold(token)
+
+    def row(self) -> Row:
+        """How the token behind the state is chosen."""
+        return Row(self.choosing, self.length, self.prompt, self.counts)
+
+
+class HostExecutable(Executable):
+    """An executable that runs a step at once, its rows in the order of the step.
+
+    A forward pass that raises has changed nothing that counts: no seat has gone on, and what it
+    wrote behind a seat's length is written again.
+
+    Of several ranks, rank 0 alone chooses: the others are told the tokens that seats read, and
+    ``follows`` is true of them.
+    """
+
+    follows = False
+
+    def __init__(self) -> None:
+        self._sittings: dict[Seat, Sitting] = {}
+        self._waiting: list[HostChoice] = []
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> np.ndarray:
+        """Logits ``[R, vocabulary]`` float32 of the rows that are wanted, which the
+        next pass may overwrite; afterwards the seats' states hold the batch's tokens.
+        """
+
+    def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
+        """Copy the first positions of a seat's state to another seat's."""
+        raise AssertionError("this executable copies no state")
+
+    def clear_state(self, seat: Seat) -> None:
+        """A seat's state holds nothing any more; its memory may be given back."""
+
+    def save_state(self, seat: Seat, snapshot: Snapshot) -> None:
+        """Keep what the seat has of state per sequence."""
+        raise AssertionError("this executable keeps no snapshots")
+
+    def load_state(self, seat: Seat, snapshot: Snapshot) -> int:
+        """Put a snapshot's state into a seat; returns the position it was saved at."""
+        raise AssertionError("this executable keeps no snapshots")
+
+    def length(self, seat: Seat) -> int:
+        """Positions that an open seat's state holds."""
+        return self._sittings[seat].length
+
+    def agreed(self) -> bytes:
+        lengths = {int(seat): each.length for seat, each in self._sittings.items()}
+        return repr(sorted(lengths.items())).encode()
+
+    def reset(self) -> None:
+        self._waiting.clear()
+        for seat in list(self._sittings):
+            self._apply(Close(seat))
+
+    def step(self, step: Step) -> StepOutput:
+        assert not self._waiting, "the last step's choice is still waited for"
+        for edit in step.edits:
+            self._apply(edit)
+        parts = [self._run_decode(step)] if step.decode else []
+        for chunk in step.prompts:
+            part = self._run_prompt(chunk, step)
+            if part is not None:
+                parts.append(part)
+        return StepOutput(tuple(parts))
+
+    def told(self, step: Step) -> Step:
+        held = {seat: self._sittings[seat].token for seat in step.decode if seat in self._sittings}
+        forced = {seat: token for seat, token in held.items() if token is not None}
+        return replace(
+            step,
+            forced={**forced, **step.forced},
+            masked=False,
+            logprobs=None,
+            want_logits=False,
+        )
+
+    def follow(self, step: Step) -> None:
+        self.follows = True
+        self.step(step)
+
+    def _apply(self, edit: Edit) -> None:
+        if isinstance(edit, Open):
+            self._open(edit)
+        elif isinstance(edit, Close):
+            del self._sittings[edit.seat]
+            self.clear_state(edit.seat)
+        elif isinstance(edit, Copy):
+            self._copy(edit.source, edit.target, edit.num_positions)
+        elif isinstance(edit, Save):
+            self.save_state(edit.seat, edit.snapshot)
+        elif isinstance(edit, Load):
+            sitting = self._sittings[edit.seat]
+            position = self.load_state(edit.seat, edit.snapshot)
+            assert not sitting.is_cut or position == sitting.length, f"{edit} is of {position}"
+            sitting.length, sitting.is_cut = position, False
+        else:
+            raise AssertionError(f"{edit}: this executable has neither pages nor places")
+
+    def _open(self, edit: Open) -> None:
+        assert 0 <= edit.seat < self.capabilities.max_seats, f"there is no seat {edit.seat}"
+        held = self._sittings.get(edit.seat)
+        assert (held is not None) == (edit.keeps > 0), f"seat {edit.seat} is taken, or not kept"
+        if held is not None:
+            assert edit.keeps <= held.length, f"seat {edit.seat} holds only {held.length} positions"
+        else:
+            self.clear_state(edit.seat)
+        is_cut = held is not None and self._cuts(edit.keeps, held)
+        self._sittings[edit.seat] = Sitting(edit.choosing, edit.prompt, edit.keeps, is_cut=is_cut)
+
+    def _copy(self, source: Seat, target: Seat, num_positions: int) -> None:
+        """The first positions of a seat's state into another seat, which is open and empty."""
+        self.copy_state(source, target, num_positions)
+        self._sittings[target].length = num_positions
+        self._sittings[target].is_cut = self._cuts(num_positions, self._sittings[source])
+
+    def _cuts(self, num_positions: int, sitting: Sitting) -> bool:
+        return self.capabilities.has_sequence_state and num_positions != sitting.length
+
+    def _run_decode(self, step: Step) -> Part:
+        """One token of each seat."""
+        sittings = [self._sittings[seat] for seat in step.decode]
+        tokens = [step.forced.get(s, self._sittings[s].token) for s in step.decode]
+        assert None not in tokens, "a seat that holds no token was stepped"
+        count = np.arange(len(step.decode) + 1)
+        positions = np.array([sitting.length for sitting in sittings])
+        batch = Batch(np.array(tokens), positions, count, count[:-1], step.decode, True)
+        logits = self.forward(batch)
+        for seat, token in step.forced.items():
+            self._sittings[seat].force(token)
+        for sitting in sittings:
+            sitting.length += 1
+        return self._part(step.decode, logits, step)
+
+    def _run_prompt(self, chunk: Chunk, step: Step) -> Part | None:
+        """A piece of a prompt; None where nothing is wanted of it."""
+        sitting = self._sittings[chunk.seat]
+        assert chunk.start <= sitting.length, f"seat {chunk.seat}: {chunk.start} leaves a gap"
+        assert not sitting.is_cut, f"seat {chunk.seat}: {chunk.start} is not where its state is"
+        marks = sorted({*(at for at, _ in chunk.saves), chunk.end})
+        every: list[np.ndarray] = []
+        start, logits = chunk.start, np.empty((0, self.vocab_size), np.float32)
+        for end in marks:
+            logits = self._run_piece(chunk, start, end, is_last=end == chunk.end)
+            every += [logits.copy()] if chunk.echoes else []
+            sitting.length, start = end, end
+            for at, snapshot in chunk.saves:
+                if at == end:
+                    self.save_state(chunk.seat, snapshot)
+        sitting.token = None
+        for seat in chunk.also:
+            self._copy(chunk.seat, seat, chunk.end)
+        if chunk.echoes:
+            return self._echo(chunk, np.concatenate(every), step)
+        if not chunk.chooses:
+            return None
+        seats = (chunk.seat, *chunk.also)
+        return self._part(seats, logits.repeat(len(seats), axis=0) if chunk.also else logits, step)
+
+    def _run_piece(self, chunk: Chunk, start: int, end: int, *, is_last: bool) -> np.ndarray:
+        tokens = chunk.tokens[start - chunk.start : end - chunk.start]
+        wanted = np.arange(len(tokens) if chunk.echoes else 0)
+        if is_last and chunk.chooses and not chunk.echoes:
+            wanted = np.array([len(tokens) - 1])
+        bounds = np.array([0, len(tokens)])
+        positions = np.arange(start, end)
+        batch = Batch(np.array(tokens), positions, bounds, wanted, (chunk.seat,), False)
+        return self.forward(batch)
+
+    def _echo(self, chunk: Chunk, logits: np.ndarray, step: Step) -> Part:
+        """All rows of a chunk; the last one chooses where that is asked for."""
+        if self.follows:
+            return _NOTHING
+        seats = (chunk.seat, *chunk.also) if chunk.chooses else ()
+        echo = None
+        if step.logprobs is not None:
+            echoed = chunk.echoed
+            echo = log_probs(logits[: len(echoed)], echoed, step.logprobs)
+        choice = self._begin(seats, logits[-1:].repeat(len(seats), axis=0), step, echo)
+        return Part(seats, choice.read, (lambda: tensor_of(logits)) if step.want_logits else None)
+
+    def _part(self, seats: tuple[Seat, ...], logits: np.ndarray, step: Step) -> Part:
+        if self.follows:
+            return _NOTHING
+        if step.want_logits or step.masked:
+            logits = logits.copy()
+        choice = self._begin(seats, logits, step, None)
+        return Part(seats, choice.read, (lambda: tensor_of(logits)) if step.want_logits else None)
+
+    def _begin(
+        self,
+        seats: tuple[Seat, ...],
+        logits: np.ndarray,
+        step: Step,
+        echo: list[LogProbs] | None,
+    ) -> HostChoice:
+        """The choice of a part's tokens: made now, or left to :meth:`choose`."""
+        choice = HostChoice(seats, logits, step.logprobs, echo, self.num_choosable)
+        if step.masked:
+            self._waiting.append(choice)
+        else:
+            choice.choose(self._sittings, Allowed())
+        return choice
+
+    def choose(self, output: StepOutput, allowed: Allowed) -> None:
+        assert self._waiting or not output.parts, "no choice waits"
+        for choice in self._waiting:
+            choice.choose(self._sittings, allowed)
+        self._waiting.clear()
+
+
+@dataclass(slots=True)
+class HostChoice:
+    """Rows whose tokens the host chooses, now or once it has the masks.
+
+    ``logits [R, V]`` float32, of which the first ``num_choosable`` are chosen from;
+    ``num_top``: see `Step.logprobs`; ``echo``: what else is said of the part, see :class:`Chosen`.
+    """
+
+    seats: tuple[Seat, ...]
+    logits: np.ndarray
+    num_top: int | None
+    echo: list[LogProbs] | None
+    num_choosable: int
+    chosen: Chosen | None = None
+
+    def choose(self, sittings: Mapping[Seat, Sitting], allowed: Allowed) -> None:
+        """Choose a token for each seat, which then holds it."""
+        chosen_for = [sittings[seat] for seat in self.seats]
+        width = self.num_choosable
+        masks = [allowed.flags(seat, width) for seat in self.seats]
+        rows = [sitting.row() for sitting in chosen_for]
+        tokens, is_number = choose_tokens(self.logits[:, :width], rows, masks)
+        why = []
+        for sitting, token, good in zip(chosen_for, tokens, is_number, strict=True):
+            sitting.hold(token)
+            ends = token in sitting.choosing.end_tokens
+            why.append(NOT_A_NUMBER if not good else END_TOKEN if ends else GOES_ON)
+        found = None
+        if self.num_top is not None:
+            found = log_probs(self.logits, tokens, self.num_top)
+        self.chosen = Chosen(tokens, why, found, self.echo)
+
+    def read(self) -> Chosen:
+        """Return the tokens that were chosen, and why they end or go on."""
+        assert self.chosen is not None, "the choice still waits for its masks"
+        return self.chosen
+
+
+def log_probs(logits: ArrayLike, tokens: Sequence[int], num_top: int) -> list[LogProbs]:
+    """The log probability of each row's token, and of its ``num_top`` likeliest."""
+    return [LogProbs(*each) for each in log_probabilities(logits, tokens, num_top)]
+
+
+def tensor_of(logits: np.ndarray) -> Tensor:
+    """Logits as the facade of an engine gives them; whoever asks for these has torch."""
+    import torch
+
+    return torch.from_numpy(logits)

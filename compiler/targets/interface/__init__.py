@@ -1,0 +1,1 @@
+"""Interfaces of targets and steps."""

@@ -1,0 +1,47 @@
+"""Steps as bytes, for followers in other processes: msgpack of plain values, read back by type."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgspec
+
+from tilewright.compiler.targets.interface.step import Chunk, Edit, Seat, Step
+
+_EDITS: tuple[type, ...] = get_args(Edit)
+_KINDS = {kind: number for number, kind in enumerate(_EDITS)}
+_READERS: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind) for kind in _EDITS]
+_Fields = tuple[
+    tuple[Seat, ...],
+    tuple[Chunk, ...],
+    tuple[tuple[int, msgspec.Raw], ...],
+    dict[int, int],
+    bool,
+    int | None,
+    bool,
+]
+_READER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_Fields)
+
+
+def step_bytes(step: Step) -> bytes:
+    """A step as :func:`read_step` takes it."""
+    edits = [(_KINDS[type(edit)], edit) for edit in step.edits]
+    fields = (
+        *(step.decode, step.prompts, edits, dict(step.forced)),
+        *(step.masked, step.logprobs, step.want_logits),
+    )
+    return msgspec.msgpack.encode(fields)
+
+
+def read_step(data: bytes) -> Step:
+    """The step that :func:`step_bytes` wrote."""
+    decode, prompts, edits, forced, masked, logprobs, want_logits = _READER.decode(data)
+    return Step(
+        decode=decode,
+        prompts=prompts,
+        edits=tuple(_READERS[kind].decode(raw) for kind, raw in edits),
+        forced=forced,
+        masked=masked,
+        logprobs=logprobs,
+        want_logits=want_logits,
+    )

@@ -1,0 +1,1 @@
+"""Executables over several ranks."""

@@ -1,0 +1,198 @@
+"""An executable of several ranks: rank 0 schedules and chooses, its followers run the same steps.
+
+A step is sent before rank 0 makes it itself. Followers decide nothing and answer nothing; what they
+give and get in the middle of a step is between the ranks' own executables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from tilewright.compiler.targets.interface.base import Executable, MemoryUse
+from tilewright.compiler.targets.interface.step import Seat, Step, StepOutput
+from tilewright.compiler.targets.interface.step_bytes import read_step, step_bytes
+from tilewright.compiler.targets.interface.token_masks import Allowed
+from tilewright.compiler.targets.ranks.rank_check import Trace, steps_between
+from tilewright.distributed.channel import ChannelClosedError
+from tilewright.distributed.group import (
+    END,
+    FIRST_FREE_KIND,
+    Follower,
+    Leader,
+)
+from tilewright.distributed.launch import Ranks
+from tilewright.distributed.peers import Peers
+from tilewright.errors import ExchangeError, RankError, one_line
+
+_KINDS = range(FIRST_FREE_KIND, FIRST_FREE_KIND + 6)
+_STEP, _AGAIN, _RESET, _PREPARE, _CHOSEN, _CHECK = _KINDS
+_LIMITS = (
+    *("max_seats", "num_pages", "num_snapshots"),
+    *("max_prompts", "max_step_tokens", "most_shared"),
+)
+
+
+class ShardedExecutable(Executable):
+    """Rank 0's executable, and with it those of all ranks. Every rank calls `meet` first.
+
+    Memory is what rank 0 holds of it.
+    """
+
+    def __init__(self, own: Executable, ranks: Ranks) -> None:
+        self.own, self._ranks = own, ranks
+        self._leader: Leader = ranks.leader
+        self.capabilities, self.contract = own.capabilities, own.contract
+        self.vocab_size = own.vocab_size
+        self.device_name, self.device_detail = own.device_name, own.device_detail
+        self.notes = own.notes
+        self.mesh = f"1x{ranks.leader.size}"
+        self._last: tuple[Seat, ...] | None = None
+        self._trace, self._between = Trace(), steps_between()
+        ranks.leader.is_ready()
+
+    @property
+    def num_tokens(self) -> int | None:
+        """See `Executable`."""
+        return self.own.num_tokens
+
+    @num_tokens.setter
+    def num_tokens(self, value: int | None) -> None:
+        self.own.num_tokens = value
+
+    def step(self, step: Step) -> StepOutput:
+        done = self._trace.num_steps
+        if self._between and done and done % self._between == 0:
+            self._compare()
+        told = self.own.told(step)
+        is_plain = told == Step(decode=told.decode)
+        if is_plain and told.decode is self._last:
+            self._leader.tell(_AGAIN)
+            self._trace.add(b"")
+        else:
+            data = step_bytes(told)
+            self._leader.tell(_STEP, data)
+            self._trace.add(data)
+            self._last = told.decode if is_plain else None
+        output: StepOutput = self._limited(self.own.step, step)
+        guarded = [
+            dataclasses.replace(part, read=functools.partial(self._limited, part.read))
+            for part in output.parts
+        ]
+        return dataclasses.replace(output, parts=tuple(guarded))
+
+    def choose(self, output: StepOutput, allowed: Allowed) -> None:
+        self._leader.tell(_CHOSEN)
+        self._limited(self.own.choose, output, allowed)
+
+    def reset(self) -> None:
+        self._leader.tell(_RESET)
+        self._last = None
+        self._guarded(self.own.reset)
+
+    def prepare(self) -> None:
+        self._leader.tell(_PREPARE)
+        self._guarded(self.own.prepare)
+
+    def check(self) -> None:
+        self._leader.check()
+
+    def memory(self) -> MemoryUse:
+        return self.own.memory()
+
+    def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
+        return self.own.state_bytes(num_positions, num_sequences)
+
+    def close(self) -> None:
+        self._ranks.close()
+        self.own.close()
+
+    def _compare(self) -> None:
+        """Raise a RankError where a rank is not where this one is."""
+        self._leader.tell(_CHECK)
+        own = self._trace.summary(self.own)
+        for rank, found in enumerate(self._leader.all_gather(own)):
+            if found != own:
+                other, expected = found.decode(errors="replace"), own.decode()
+                self._leader.fail(rank, f"is at {other}; rank 0 is at {expected}")
+        self._leader.check()
+
+    def _limited(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        with self._leader.in_step():
+            return self._guarded(run, *arguments)
+
+    def _guarded(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Do rank 0's part, or read what came of it; where it fails, its followers have gone on
+        without it.
+
+        Raises:
+            RankError: then, and ever after.
+        """
+        try:
+            with self._leader.at_work():
+                return run(*arguments)
+        except ExchangeError as error:
+            self._leader.fail(error.rank, error.of_step(self._leader.number))
+        except Exception as error:
+            self._leader.end(f"rank 0 failed in step {self._leader.number}: {one_line(error)}")
+            raise
+        self._leader.check()
+        raise AssertionError("a failed group has a failure")
+
+
+def meet(own: Executable, peers: Peers) -> None:
+    """Let a rank's executable join the others, and promise what the least of them can; all ranks
+    call it.
+    """
+    own.join(peers)
+    limits = own.capabilities
+    least: dict[str, Any] = dict(peers.least({name: getattr(limits, name) for name in _LIMITS}))
+    most = least["most_shared"]
+    if most < limits.most_shared:
+        note = f"ranks share passes of up to {most:,} tokens of prompts, as the least of them does"
+        own.notes = (*own.notes, note)
+    passes = tuple(
+        (rows, tuple(each for each in sizes if each <= most)) for rows, sizes in limits.passes
+    )
+    own.capabilities = dataclasses.replace(limits, passes=passes, **least)
+
+
+def serve_steps(executable: Executable, follower: Follower) -> None:
+    """Run the steps that rank 0 sends, until it ends the group.
+
+    Raises:
+        RankError: where rank 0 has gone, or an exchange failed.
+    """
+    follower.is_ready()
+    again, trace = Step(), Trace()
+    while True:
+        try:
+            message = follower.receive()
+        except ChannelClosedError as error:
+            raise RankError(f"rank 0 has gone ({error})") from None
+        if message.kind == END:
+            return
+        try:
+            if message.kind == _STEP:
+                again = read_step(message.payload)
+            if message.kind in (_STEP, _AGAIN):
+                trace.add(message.payload)
+            if message.kind in (_STEP, _AGAIN):
+                executable.follow(again)
+            elif message.kind == _CHOSEN:
+                executable.follow_choice()
+            elif message.kind == _CHECK:
+                follower.all_gather(trace.summary(executable))
+            elif message.kind == _RESET:
+                executable.reset()
+            elif message.kind == _PREPARE:
+                executable.prepare()
+        except ExchangeError as error:
+            said = error.of_step(message.number)
+            follower.fail(said, of=error.rank)
+            raise RankError(f"rank {error.rank} {said}") from None
+        except Exception as error:
+            follower.fail(f"failed in step {message.number}: {one_line(error)}")
+            raise

@@ -1,0 +1,268 @@
+"""The programs of prefill and decode as one Python file that calls the `ttnn` library (0.81).
+
+Layers that are equal but for formats and fidelities become a loop over a table. The file holds no
+text of a checkpoint or tokenizer; its weights are written beside it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.formats.block_float import TILE
+from tilewright.compiler.ir.recipe import load_dense
+from tilewright.compiler.targets.host.tensor_files import save_tensors
+from tilewright.compiler.targets.tenstorrent.emit_ttnn.lines import Line, Marks, mark_of, quoted
+from tilewright.compiler.targets.tenstorrent.emit_ttnn.ops import InstructionLines
+from tilewright.compiler.targets.tenstorrent.emit_ttnn.steps import MAIN, STEPS
+from tilewright.compiler.targets.tenstorrent.emit_ttnn.text import (
+    IMPORTS,
+    PLACES,
+    WEIGHT_CLASS,
+    WEIGHTS,
+)
+from tilewright.compiler.targets.tenstorrent.emit_ttnn.weights import (
+    constants,
+    fidelities,
+    header,
+    owned_weights,
+    table_text,
+    weight_tables,
+)
+from tilewright.compiler.targets.tenstorrent.program.instructions import (
+    DECODE,
+    PREFILL,
+    Attention,
+    DeviceProgram,
+    Rotate,
+)
+from tilewright.compiler.targets.tenstorrent.program.placement import PAGE, key_chunk
+from tilewright.errors import CompileError
+
+
+def emit_ttnn(prefill: DeviceProgram, decode: DeviceProgram, *, title: str = "") -> str:
+    """Source of a file that runs both programs with `ttnn`; ``title`` is a comment in it.
+
+    Raises:
+        CompileError: for what this library's operators do not take: layers of unequal shape,
+            prompts not in whole chunks, sides that are no multiple of a tile.
+    """
+    assert (prefill.phase, decode.phase) == (PREFILL, DECODE)
+    _check(prefill, decode)
+    tables = _Tables()
+    steps = [_functions(program, tables) for program in (prefill, decode)]
+    outside, layers = weight_tables(
+        prefill, decode, lambda layer: _prefix(decode, layer), tables.merge
+    )
+    num_layers = sum(layer is not None for layer, _ in _sections(decode))
+    parts = [
+        header(prefill, decode, title),
+        IMPORTS + "\n" + constants(prefill, decode, _prefix(decode, 0)),
+        PLACES,
+        fidelities(prefill, decode),
+        WEIGHT_CLASS,
+        outside,
+        table_text(tables.rows, num_layers),
+        layers,
+        WEIGHTS,
+        STEPS,
+        *steps,
+        MAIN,
+    ]
+    return "\n\n".join(part.strip("\n") + "\n" for part in parts if part)
+
+
+def prompt_length(context: int) -> int:
+    """Tokens of a prompt that one prefill should take where a user has ``context`` positions.
+
+    Whole chunks of attention, at most four, of which the pages hold a whole number if they can.
+    """
+    chunk = key_chunk(context)
+    room = -(-context // PAGE) * PAGE
+    fitting = [count for count in (4, 3, 2) if room % (count * chunk) == 0]
+    return chunk * (fitting[0] if fitting else 1)
+
+
+def write_weights(decode: DeviceProgram, get: Callable[[str], Tensor], folder: Path) -> None:
+    """What the file reads: safetensors of whole weights, ``[in, out]``, one file a layer.
+
+    bfloat16 where that is exact, else float32: the file's own conversion is the only rounding.
+
+    Raises:
+        CheckpointError: as ``get`` does.
+        NoRoomError: where the folder cannot be written.
+    """
+    for layer, group in itertools.groupby(owned_weights(decode), key=lambda each: each[0]):
+        tensors = {}
+        for _, weight in group:
+            dense = load_dense(weight.recipe, get)
+            dense = dense.T.contiguous() if weight.transposed else dense
+            narrow = dense.to(torch.bfloat16)
+            tensors[weight.name] = narrow if torch.equal(narrow.float(), dense) else dense
+        stem = "outside" if layer is None else f"layer_{layer:03}"
+        save_tensors(tensors, folder / f"{stem}.safetensors")
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+def _check(prefill: DeviceProgram, decode: DeviceProgram) -> None:
+    assert decode.batch <= TILE, "a decode step is one tile of rows"
+    attention = next(each for each in prefill.instructions if isinstance(each, Attention))
+    chunk = max(attention.k_chunk, attention.keys.page)
+    if prefill.length % chunk or prefill.length <= TILE:
+        raise CompileError(
+            f"prompts of {prefill.length} tokens at a time; allowed in a ttnn file: multiples of "
+            f"{chunk} above {TILE}"
+        )
+    if prefill.length > _capacity(decode):
+        raise CompileError(
+            f"prompts of {prefill.length} tokens at a time and a cache of {_capacity(decode)}; "
+            "allowed in a ttnn file: at most the cache's"
+        )
+    rotations = [each for each in decode.instructions if isinstance(each, Rotate)]
+    for each in rotations:
+        if each.frequencies != rotations[0].frequencies:
+            raise CompileError(
+                f"{each.fqn}: a rotation of its own; allowed in a ttnn file: one for all layers"
+            )
+        if 2 * each.frequencies.columns != each.head_dim:
+            raise CompileError(
+                f"{each.fqn}: {2 * each.frequencies.columns} of {each.head_dim} channels of a head "
+                "turn; allowed in a ttnn file: all"
+            )
+        unit = TILE if each.interleaved or each.head_dim == TILE else 2 * TILE
+        if each.head_dim % unit:
+            raise CompileError(
+                f"{each.fqn}: heads of {each.head_dim}; allowed in a ttnn file: 32, or multiples "
+                f"of {unit}"
+            )
+    if {w.name: w.format for w in prefill.weights} != {w.name: w.format for w in decode.weights}:
+        raise AssertionError("both programs read the same weights")
+
+
+def _capacity(decode: DeviceProgram) -> int:
+    """Positions a user's pages hold."""
+    cache = decode.caches[0]
+    return cache.num_pages // decode.batch * cache.page
+
+
+# -- layers ------------------------------------------------------------------------------------
+
+
+class _Tables:
+    """What layers differ in: ``TABLE[layer][name]``, and nothing where they are equal."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, str]] = {}
+
+    def merge(self, marks: Sequence[Marks], lines: Sequence[Sequence[Line]]) -> list[str]:
+        """The lines of one layer that stand for all; ``marks`` and ``lines`` are by layer.
+
+        Raises:
+            CompileError: where the layers are of unequal shape.
+        """
+        texts = [[line.text for line in each] for each in lines]
+        for layer, text in enumerate(texts):
+            if text != texts[0]:
+                other = next((a for a, b in zip(text, texts[0], strict=False) if a != b), "")
+                raise CompileError(
+                    f"layer {layer} is of another shape than layer 0 ({_shown(other)}); allowed in "
+                    "a ttnn file: layers that differ in formats and fidelities alone"
+                )
+        needed = [any(each[i].is_needed for each in lines) for i in range(len(texts[0]))]
+        kept = [text for text, is_needed in zip(texts[0], needed, strict=True) if is_needed]
+        return [self._filled(text, marks) for text in kept]
+
+    def _filled(self, text: str, marks: Sequence[Marks]) -> str:
+        for name in marks[0].found:
+            mark = mark_of(name)
+            if mark not in text:
+                continue
+            found = [each.found[name] for each in marks]
+            if len(set(found)) == 1:
+                text = text.replace(mark, found[0])
+                continue
+            text = text.replace(mark, f"t[{quoted(name)}]")
+            for layer, value in enumerate(found):
+                self.rows.setdefault(layer, {})[name] = value
+        return text
+
+
+def _shown(text: str) -> str:
+    return " ".join(text.split())[:80]
+
+
+def _sections(program: DeviceProgram) -> list[tuple[int | None, list[int]]]:
+    """Runs of instruction numbers of one layer; what is behind the layers is of none."""
+    found: list[tuple[int | None, list[int]]] = []
+    for index, each in enumerate(program.instructions):
+        if found and found[-1][0] == each.layer:
+            found[-1][1].append(index)
+        else:
+            found.append((each.layer, [index]))
+    layers = [layer for layer, _ in found if layer is not None]
+    if layers != list(range(len(layers))) or found[0][0] is not None or found[-1][0] is not None:
+        raise CompileError("layers are not one behind the other; allowed in a ttnn file: a stack")
+    return found
+
+
+def _layer_prefix(fqn: str, layer: int) -> str:
+    """``model.layers.3.`` of a module in layer 3."""
+    parts = fqn.split(".")
+    return ".".join(parts[: parts.index(str(layer)) + 1]) + "."
+
+
+def _prefix(program: DeviceProgram, layer: int) -> str:
+    fqn = next(each.fqn for each in program.instructions if each.layer == layer)
+    return _layer_prefix(fqn, layer)
+
+
+def _functions(program: DeviceProgram, tables: _Tables) -> str:
+    """``prefill`` or ``decode``, and the layer it repeats."""
+    writer = InstructionLines(program)
+    before: list[str] = []
+    layers: list[tuple[Marks, list[Line]]] = []
+    after: list[str] = []
+    for layer, indices in _sections(program):
+        writer.start("" if layer is None else _prefix(program, layer))
+        for index in indices:
+            writer.write(index)
+        if indices[-1] + 1 < len(program.instructions):
+            writer.end()
+        if layer is not None:
+            layers.append((writer.marks, writer.lines))
+        else:
+            text = _Tables().merge([writer.marks], [writer.lines])
+            (after if layers else before).extend(text)
+    body = tables.merge([each[0] for each in layers], [each[1] for each in layers])
+    step = "DecodeStep" if program.phase == DECODE else "PromptStep"
+    table = ["t = TABLE[layer]"] if any("t[" in line for line in body) else []
+    name = program.phase
+    whose = "the next tokens of all users" if name == DECODE else "LENGTH tokens of one user"
+    return (
+        f"def {name}_layer(layer: int, w: dict, caches: dict, x: ttnn.Tensor, step: {step}):\n"
+        + _indented([f'"""One layer over {whose}."""', *table, *body, "return x"], 1)
+        + f"\n\ndef {name}(model: Model, step: {step}) -> ttnn.Tensor:\n"
+        + _indented(
+            [
+                f'"""Logits [1, 1, 32, VOCAB and padding] behind {whose}."""',
+                "w = model.outside",
+                *before,
+                "for layer in range(NUM_LAYERS):",
+                f"    x = {name}_layer(layer, model.layers[layer], model.caches[layer], x, step)",
+                *after,
+                f"return {writer.result()}",
+            ],
+            1,
+        )
+    )
+
+
+def _indented(lines: list[str], depth: int) -> str:
+    inner = "\n".join(lines).split("\n")
+    return "".join(f"{'    ' * depth}{line}\n" if line else "\n" for line in inner)

@@ -1,0 +1,293 @@
+"""The instructions of one phase as lines of Python that call ttnn.
+
+Which operator stands for an instruction, and where that operator wants its operands. Knows no file
+around the lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tilewright.compiler.formats.block_float import TILE
+from tilewright.compiler.mesh import ROWS
+from tilewright.compiler.targets.tenstorrent.emit_ttnn.lines import DTYPES, HEADS, Lines, quoted
+from tilewright.compiler.targets.tenstorrent.program.instructions import (
+    WIDTH_SHARDED,
+    Add,
+    AllGather,
+    AllReduce,
+    Attention,
+    ConcatHeads,
+    CreateHeads,
+    DeviceProgram,
+    Embedding,
+    Instruction,
+    Matmul,
+    ReduceScatter,
+    RmsNorm,
+    Rotate,
+    SelectRows,
+    SwiGLU,
+    UpdateCache,
+)
+from tilewright.compiler.targets.tenstorrent.program.product_blocks import (
+    prompt_blocks,
+    step_blocks,
+)
+from tilewright.errors import CompileError
+
+
+class InstructionLines(Lines):
+    """Writes the instructions of a program, in order, section by section."""
+
+    def __init__(self, program: DeviceProgram) -> None:
+        super().__init__(program)
+        self._writers: dict[type[Instruction], Callable[..., None]] = {
+            Embedding: self._embedding,
+            RmsNorm: self._norm,
+            Matmul: self._matmul,
+            CreateHeads: self._create_heads,
+            Rotate: self._rotate,
+            UpdateCache: self._update_cache,
+            Attention: self._attention,
+            ConcatHeads: self._concat_heads,
+            SwiGLU: self._swiglu,
+            Add: self._add,
+            SelectRows: self._select_rows,
+            ReduceScatter: self._reduce,
+            AllReduce: self._reduce,
+            AllGather: self._gather,
+        }
+
+    def write(self, index: int) -> None:
+        """Append the lines of instruction ``index``."""
+        self._index = index
+        instruction = self.program.instructions[index]
+        self._writers[type(instruction)](instruction)
+
+    # -- instructions --------------------------------------------------------------------------
+
+    def _embedding(self, each: Embedding) -> None:
+        name = self._bind(each.out, "x", "DRAM")
+        layout = {"layout": "ttnn.TILE_LAYOUT", "memory_config": "DRAM"}
+        self._call(name, "ttnn.embedding", "step.tokens", self._weight(each.table), **layout)
+        self._call(name, "ttnn.unsqueeze_to_4D", name)
+
+    def _norm(self, each: RmsNorm) -> None:
+        count = self.program.mesh.size(each.x.over) if each.x.over else 1
+        if each.width != each.x.columns * count or each.x.columns % TILE:
+            raise CompileError(
+                f"{each.fqn}: {each.width} columns over {count} chips; allowed in a ttnn file: "
+                f"multiples of {TILE * count}"
+            )
+        place = self._home(each.out)
+        x = self._at(each.x, place)
+        named = {"compute_kernel_config": self._fidelity(each, each.compute)}
+        if each.out.memory.layout == WIDTH_SHARDED:
+            blocks = f"norm_blocks({each.x.columns}, {each.out.memory.cores})"
+            named = {"program_config": blocks, **named}
+        scale = {"epsilon": repr(each.eps), "weight": self._weight(each.weight)}
+        name = self._bind(each.out, "normed", place)
+        if not each.x.over:
+            self._call(name, "ttnn.rms_norm", x, **scale, memory_config=place, **named)
+        else:
+            sums = f"columns({TILE * count}, 1)" if self.is_decode else "DRAM"
+            self._call("sums", "ttnn.rms_norm_pre_all_gather", x, dtype="ttnn.bfloat16", **named)
+            gather = {"dim": "3", "cluster_axis": _axis(each.x.over), "memory_config": sums}
+            self._call("sums", "ttnn.all_gather", "sums", **gather)
+            post = {**scale, "memory_config": place, **named}
+            self._call(name, "ttnn.rms_norm_post_all_gather", x, "sums", **post)
+        self._cast(each, name, each.x.format, each.out)
+
+    def _matmul(self, each: Matmul) -> None:
+        for size in (each.weight.rows, *([] if each.group == "lm_head" else [each.weight.columns])):
+            if size % TILE:
+                raise CompileError(
+                    f"{each.fqn}: a side of {size}; allowed in a ttnn file: multiples of {TILE}"
+                )
+        if each.weight.memory.layout != WIDTH_SHARDED:
+            raise CompileError(f"{each.fqn}: a weight in {each.weight.memory}; allowed: dram banks")
+        if each.out.tiles[0] == 1:
+            self._step_product(each)
+        else:
+            self._prompt_product(each)
+
+    def _product_arguments(self, each: Matmul) -> dict[str, str]:
+        named = {"bias": self._weight(each.bias)} if each.bias is not None else {}
+        named["compute_kernel_config"] = self._fidelity(each, each.compute)
+        return {**named, "dtype": self._dtype(each, each.out)}
+
+    def _step_product(self, each: Matmul) -> None:
+        """One tile of rows: the weight comes from the DRAM banks to the cores that hold x."""
+        blocks = step_blocks(each)
+        x = self._at(each.x, f"columns({each.x.columns}, {blocks.cores})")
+        named = self._product_arguments(each)
+        if each.group == "lm_head":
+            name = self._bind(each.out, "logits", "DRAM")
+            weight = self._weight(each.weight)
+            sizes = str(blocks.k_block), str(blocks.cores)
+            self._call(name, "product_in_pieces", x, weight, *sizes, **named)
+            return
+        if blocks.num_pieces > 1:
+            raise CompileError(
+                f"{each.fqn}: blocks of {each.weight.columns} columns in {each.weight.format} do "
+                "not fit L1; allowed: a larger mesh, or a narrower format"
+            )
+        n_tiles = -(-each.weight.columns // TILE)
+        place = f"the product's: {n_tiles} over {blocks.cores}"
+        name = self._bind(each.out, _product_name(each), place)
+        config = f"step_blocks({blocks.k_block}, {-(-n_tiles // blocks.cores)})"
+        where = {"program_config": config, "memory_config": "ttnn.L1_WIDTH_SHARDED_MEMORY_CONFIG"}
+        self._call(name, "ttnn.linear", x, self._weight(each.weight), **named, **where)
+
+    def _prompt_product(self, each: Matmul) -> None:
+        blocks = prompt_blocks(each)
+        x = self._at(each.x, "DRAM")
+        out_rows = self._mark(each, "out_rows", str(blocks.out_rows))
+        config = f"prompt_blocks({blocks.k_block}, {blocks.rows}, {blocks.columns}, {out_rows})"
+        name = self._bind(each.out, _product_name(each), "DRAM")
+        where = {"program_config": config, "memory_config": "DRAM"}
+        named = self._product_arguments(each)
+        self._call(name, "ttnn.linear", x, self._weight(each.weight), **named, **where)
+
+    def _create_heads(self, each: CreateHeads) -> None:
+        x = self._at(each.x, self._open())
+        named = {"num_heads": str(each.num_heads), "num_kv_heads": str(each.num_kv_heads)}
+        place = HEADS if self.is_decode else "DRAM"
+        if self.is_decode:
+            shape = f"(1, 1, BATCH, {each.x.columns})", f"(1, 1, {TILE}, {each.x.columns})"
+            self._call(x, "ttnn.reshape", x, *shape)
+        targets = [
+            self._bind(value, name, place)
+            for value, name in ((each.out, "q"), (each.k, "k"), (each.v, "v"))
+        ]
+        if self.is_decode:
+            function = "ttnn.experimental.nlp_create_qkv_heads_decode"
+            named["memory_config"] = "ttnn.L1_HEIGHT_SHARDED_MEMORY_CONFIG"
+        else:
+            function = "ttnn.experimental.nlp_create_qkv_heads"
+            named |= {"transpose_k_heads": "False", "memory_config": "DRAM"}
+        self._call(", ".join(targets), function, x, **named)
+
+    def _rotate(self, each: Rotate) -> None:
+        x = self._names[each.x]
+        name = self._bind(each.out, x, self._places[each.x])
+        self._recast(x, "ttnn.bfloat16", needed=each.x.format != "bf16")
+        llama = ["step.pairs"] if each.interleaved else []
+        function = "rotary_embedding_llama" if each.interleaved else "rotary_embedding_hf"
+        self._call(
+            name, f"ttnn.experimental.{function}", x, "step.cos", "step.sin", *llama,
+            is_decode_mode=str(self.is_decode),
+            compute_kernel_config=self._fidelity(each, each.compute),
+        )  # fmt: skip
+        self._cast(each, name, "bf16", each.out)
+
+    def _update_cache(self, each: UpdateCache) -> None:
+        x, cache = self._names[each.x], f"caches[{quoted(each.cache.kind)}]"
+        if self.is_decode:
+            self._recast(x, "ttnn.bfloat16", needed=each.x.format != "bf16")
+            self._call(
+                "", "ttnn.experimental.paged_update_cache", cache, x,
+                update_idxs_tensor="step.positions", page_table="step.pages",
+            )  # fmt: skip
+            return
+        dtype = self.marks.put(f"{each.cache.kind}.dtype", DTYPES[each.cache.format])
+        held = f"cast({x}, {dtype})"
+        call = "ttnn.experimental.paged_fill_cache"
+        self._call("", call, cache, held, "step.new_pages", batch_idx="0")
+
+    def _attention(self, each: Attention) -> None:
+        q = self._names[each.q]
+        name = self._bind(each.out, "attended", self._open())
+        window = {}
+        if any(isinstance(e, Attention) and e.window for e in self.program.instructions):
+            size = self._mark(each, "window", str(each.window or None))
+            window = {"sliding_window_size": size}
+        named = {
+            "scale": f"single({each.scale!r})",
+            **window,
+            "compute_kernel_config": self._fidelity(each, each.compute),
+        }
+        caches = [f"caches[{quoted(kind)}]" for kind in ("k", "v")]
+        if self.is_decode:
+            self._call(
+                name, "ttnn.transformer.paged_scaled_dot_product_attention_decode", q, *caches,
+                page_table_tensor="step.pages", cur_pos_tensor="step.positions", **named,
+                program_config=f"attention_blocks(0, {each.k_chunk})", memory_config="L1",
+            )  # fmt: skip
+        else:
+            self._call(
+                name, "ttnn.transformer.chunked_scaled_dot_product_attention", q, *caches,
+                "step.pages", chunk_start_idx_tensor="step.start", **named,
+                program_config=f"attention_blocks({each.k_chunk}, {each.k_chunk})",
+            )  # fmt: skip
+        self._cast(each, name, each.q.format, each.out)
+
+    def _concat_heads(self, each: ConcatHeads) -> None:
+        if self.is_decode:
+            x = self._at(each.x, f"users(BATCH, {each.head_dim})")
+            name = self._bind(each.out, "joined", "a head a core")
+            function = "ttnn.experimental.nlp_concat_heads_decode"
+            self._call(name, function, x, num_heads=str(each.num_heads))
+        else:
+            x = self._at(each.x, "DRAM")
+            name = self._bind(each.out, "joined", "DRAM")
+            self._call(name, "ttnn.experimental.nlp_concat_heads", x, memory_config="DRAM")
+        self._cast(each, name, each.x.format, each.out)
+
+    def _swiglu(self, each: SwiGLU) -> None:
+        gate, up = self._names[each.gate], self._at(each.up, self._places[each.gate])
+        name = self._bind(each.out, "hidden", self._places[each.gate])
+        self._call(
+            name, "ttnn.mul", gate, up,
+            input_tensor_a_activations="[ttnn.UnaryOpType.SILU]",
+            dtype=self._dtype(each, each.out),
+            memory_config=f"{gate}.memory_config()",
+        )  # fmt: skip
+
+    def _add(self, each: Add) -> None:
+        place = self._home(each.out)
+        x, y = self._at(each.x, place), self._at(each.y, place)
+        name = self._bind(each.out, "x", place)
+        self._call(name, "ttnn.add", x, y, dtype=self._dtype(each, each.out), memory_config=place)
+
+    def _select_rows(self, each: SelectRows) -> None:
+        if self.is_decode:  # a row a user already
+            self._bind(each.out, self._names[each.x], self._places[each.x])
+            return
+        x = self._at(each.x, "DRAM")
+        name = self._bind(each.out, x, "DRAM")
+        ends = f"(0, 0, step.last, 0), (1, 1, step.last + {TILE}, {each.x.columns})"
+        self._call(name, "ttnn.slice", x, ends)
+
+    def _reduce(self, each: ReduceScatter | AllReduce) -> None:
+        """Sums travel in the format of the result."""
+        x = self._at(each.x, self._open())
+        self._cast(each, x, each.x.format, each.out)
+        name = self._bind(each.out, x, self._open())
+        named = {"cluster_axis": _axis(each.axis), "memory_config": self._open()}
+        if isinstance(each, ReduceScatter):
+            named = {"dim": "3", **named, "topology": "TOPOLOGY"}
+            self._call(name, "ttnn.reduce_scatter", x, **named)
+        else:
+            self._call(name, "ttnn.all_reduce", x, **named, topology="TOPOLOGY")
+
+    def _gather(self, each: AllGather) -> None:
+        place = "DRAM" if self._last_use.get(each.out) is None else self._open()
+        x = self._at(each.x, place)
+        self._cast(each, x, each.x.format, each.out)
+        name = self._bind(each.out, x, place)
+        named = {"dim": "3", "cluster_axis": _axis(each.axis), "memory_config": place}
+        self._call(name, "ttnn.all_gather", x, **named)
+
+
+def _axis(axis: str) -> str:
+    """ttnn counts the axes of a mesh: ours of heads is its second."""
+    return "1" if axis == ROWS else "0"
+
+
+def _product_name(each: Matmul) -> str:
+    name = each.fqn.rsplit(".", 1)[-1]
+    if each.group == "wqkv":
+        return "qkv"
+    return name if name.isidentifier() and name.endswith("_proj") else "product"

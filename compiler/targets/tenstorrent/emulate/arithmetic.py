@@ -1,0 +1,155 @@
+"""The small operators in the precision of a Wormhole kernel, and how results are packed.
+
+Products are exact (matrix_unit.py); what stands here is approximate where the vendor's functions
+are not published: sums and special functions are fp32 inside a kernel, its inputs and outputs have
+their formats. Legend: T rows, H query heads, G key/value heads, D head size, L positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.formats.block_float import TILE
+from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import (
+    MatmulSettings,
+    matmul,
+    packed,
+)
+from tilewright.compiler.targets.tenstorrent.program.instructions import Attention
+
+
+def pack(x: Tensor, format_: str) -> Tensor:
+    """What a kernel that computed ``x`` (float32) writes: bfloat16 of the values of ``format_``,
+    blocks along the last axis, halves away from zero.
+    """
+    assert format_ in ("bf16", "bfp8", "bfp4"), f"boards do not write {format_}"
+    return packed(x.float().contiguous(), format_).bfloat16()
+
+
+def rms_norm(x: Tensor, weight: Tensor, mean_square: Tensor, eps: float, format_: str) -> Tensor:
+    """``x [T, C]`` over the root of its ``mean_square [T, 1]``, times ``weight [C]``."""
+    scale = torch.rsqrt(mean_square + eps)
+    return pack(x.float() * scale * weight.float(), format_)
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """The sum of the squares of each row of ``x [T, C]``, float32 ``[T, 1]``."""
+    return x.float().square().sum(-1, keepdim=True)
+
+
+def swiglu(gate: Tensor, up: Tensor, format_: str) -> Tensor:
+    """SiLU in the multiplication's own kernel, its result rounded to bfloat16 on the way."""
+    activated = torch.nn.functional.silu(gate.float())
+    return pack(_round(activated) * up.float(), format_)
+
+
+def rotate(
+    x_THD: Tensor, positions: Tensor, inv_freq: Tensor, *, interleaved: bool, format_: str
+) -> Tensor:
+    """The rotary embedding with tables of cosines and sines in bfloat16, each product rounded."""
+    angles = positions.float().unsqueeze(-1) * inv_freq.float()
+    cos = angles.cos().bfloat16().float().unsqueeze(1)
+    sin = angles.sin().bfloat16().float().unsqueeze(1)
+    width = 2 * inv_freq.shape[-1]
+    turned, rest = x_THD.float().split((width, x_THD.shape[-1] - width), dim=-1)
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = turned.chunk(2, dim=-1)
+    parts = (
+        _round(first * cos) + _round(-second * sin),
+        _round(second * cos) + _round(first * sin),
+    )
+    out = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    return pack(torch.cat((out, rest), dim=-1), format_)
+
+
+def attend(
+    q_THD: Tensor, keys_LGD: Tensor, values_LGD: Tensor, first: int, attention: Attention
+) -> Tensor:
+    """Causal attention of T rows, the first at position ``first``, to cached positions.
+
+    Scores and sums of values are the matrix unit's; the softmax goes along chunks of the cache,
+    its maxima, exponentials and partial results in bfloat16 (Dao et al., 2022). Returns
+    ``[T, H, D]`` in the output's format.
+    """
+    num_rows, num_heads, head_dim = q_THD.shape
+    num_positions, num_kv_heads, _ = keys_LGD.shape
+    group = num_heads // num_kv_heads
+    chunk = attention.k_chunk
+
+    def settings(depth: int) -> MatmulSettings:
+        """The settings of a product whose K is one block; what leaves Dst is bfloat16."""
+        return replace(
+            MatmulSettings.of(
+                attention.compute.name, k_block=-(-depth // TILE) * TILE, out_format="bf16"
+            ),
+            out_format="bf16",
+        )
+
+    # [G, group * T, D]: the rows of all queries of a key head.
+    q = q_THD.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    q = q.reshape(num_kv_heads, group * num_rows, head_dim)
+    scores = matmul(q, keys_LGD.permute(1, 2, 0), settings(head_dim))
+    scores = scores.view(num_kv_heads, group, num_rows, num_positions)
+    hidden = _hidden(scores, first, attention.window)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    scores = scores.view(num_kv_heads, group * num_rows, num_positions)
+    best = torch.full_like(scores[..., :1], -torch.inf)
+    total, out = torch.zeros_like(best), torch.zeros_like(q, dtype=torch.float32)
+    for start in range(0, num_positions, chunk):
+        part = scores[..., start : start + chunk]
+        values = values_LGD[start : start + chunk].permute(1, 0, 2)
+        top = torch.maximum(best, part.amax(-1, keepdim=True))
+        shift = torch.where(top.isinf(), 0.0, top)
+        weights = _round(((part - shift) * attention.scale).exp())
+        kept = _round(((best - shift) * attention.scale).exp())
+        product = matmul(weights.bfloat16(), values, settings(chunk))
+        total = _round(total * kept + weights.sum(-1, keepdim=True))
+        out, best = _round(out * kept + product), top
+    # A head of zeros still attends evenly: no row is without a weight.
+    out = (out / total).view(num_kv_heads, group, num_rows, head_dim).permute(2, 0, 1, 3)
+    return pack(out.reshape(num_rows, num_heads, head_dim), attention.out.format)
+
+
+def _hidden(scores: Tensor, first: int, window: int) -> Tensor:
+    """bool ``[T, L]``: the positions that rows from ``first`` on do not attend to."""
+    num_rows, num_positions = scores.shape[-2:]
+    positions = torch.arange(num_positions, device=scores.device)
+    at = torch.arange(first, first + num_rows, device=scores.device).unsqueeze(1)
+    hidden = positions > at
+    if window:
+        hidden |= positions <= at - window
+    return hidden
+
+
+def ring_sum(parts: Sequence[Tensor], format_: str) -> Tensor:
+    """Partial sums of the chips of a ring, added in the order they pass by.
+
+    The share of columns that chip j ends with begins at chip j + 1 and is packed at every hop.
+    """
+    count = len(parts)
+    shares = [part.tensor_split(_edges(part.shape[-1], count), dim=-1) for part in parts]
+    summed = []
+    for share in range(count):
+        order = [(share + 1 + hop) % count for hop in range(count)]
+        total = shares[order[0]][share]
+        for rank in order[1:]:
+            total = pack(total.float() + shares[rank][share].float(), format_)
+        summed.append(total)
+    return torch.cat(summed, -1)
+
+
+def _edges(columns: int, count: int) -> list[int]:
+    """The positions at which the shares of a ring begin: whole tiles, the last ones maybe empty."""
+    share = -(-columns // (count * TILE)) * TILE
+    return [min(share * rank, columns) for rank in range(1, count)]
+
+
+def _round(x: Tensor) -> Tensor:
+    """Round to bfloat16, as a packer does."""
+    return packed(x.contiguous(), "bf16")

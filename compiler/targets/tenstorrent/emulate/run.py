@@ -1,0 +1,234 @@
+"""Runs programs with a board's numbers, chip by chip, on this machine's CPU or GPU.
+
+Products are the matrix unit's, bit for bit; small operators are arithmetic.py's. It says nothing
+of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.formats.block_float import TILE
+from tilewright.compiler.targets.interface.threads import single_torch_thread
+from tilewright.compiler.targets.tenstorrent.emulate import arithmetic
+from tilewright.compiler.targets.tenstorrent.emulate.arithmetic import pack
+from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import MatmulSettings, matmul
+from tilewright.compiler.targets.tenstorrent.program.chips import Chip, Parts, along, axes_of
+from tilewright.compiler.targets.tenstorrent.program.instructions import (
+    Add,
+    AllGather,
+    AllReduce,
+    Attention,
+    ConcatHeads,
+    CreateHeads,
+    DeviceProgram,
+    Embedding,
+    Instruction,
+    Matmul,
+    ReduceScatter,
+    RmsNorm,
+    Rotate,
+    SelectRows,
+    SwiGLU,
+    UpdateCache,
+    Value,
+    Weight,
+)
+
+_FEW_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A step's rows: ``tokens [T]``, ``positions [T]``, ``logit_rows [R]``; sequence ``i`` has the
+    rows ``bounds[i] : bounds[i + 1]``, from ``first_positions[i]`` on, and keeps its state in
+    ``slots[i]``.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    first_positions: tuple[int, ...]
+    logit_rows: Tensor
+    bounds: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+class Emulator:
+    """Weights and caches of a mesh; runs one program after another on them."""
+
+    def __init__(self, weights: Mapping[str, Parts], caches: Mapping[str, Parts]) -> None:
+        """Both by name; a cache is a tensor ``[slots, positions, heads, head_dim]`` a chip."""
+        self._weights, self._caches = weights, caches
+        self._run_of: dict[type[Instruction], Callable[..., None]] = {
+            Embedding: self._embedding,
+            RmsNorm: self._norm,
+            Matmul: self._matmul,
+            CreateHeads: self._create_heads,
+            Rotate: self._rotate,
+            UpdateCache: self._update_cache,
+            Attention: self._attention,
+            ConcatHeads: self._concat_heads,
+            SwiGLU: self._swiglu,
+            Add: self._add,
+            SelectRows: self._select_rows,
+            ReduceScatter: self._reduce,
+            AllReduce: self._reduce,
+            AllGather: self._gather,
+        }
+
+    @torch.no_grad()
+    def run(self, program: DeviceProgram, work: Work) -> Tensor:
+        """float32 logits ``[R, vocab]`` of the rows that want some."""
+        step = _Step(program, work)
+        last = program.instructions[-1].out
+        for instruction in program.instructions:
+            self._run_of[type(instruction)](instruction, step)
+        return step.get(last, (0, 0))[:, : program.vocab_size].float()
+
+    def _embedding(self, each: Embedding, step: _Step) -> None:
+        table = self._weight(each.table)
+        for chip in step.chips(each.out):
+            step.put(each.out, chip, table[chip][step.work.tokens])
+
+    def _norm(self, each: RmsNorm, step: _Step) -> None:
+        weight = self._weight(each.weight)
+        for chip in step.chips(each.out):
+            line = along(step.mesh, each.x.over, chip) if each.x.over else [chip]
+            parts = [arithmetic.sum_of_squares(step.get(each.x, other)) for other in line]
+            if len(parts) > 1:  # what chips tell each other is bfloat16
+                parts = [part.bfloat16().float() for part in parts]
+            mean_square = torch.stack(parts).sum(0) / each.width
+            x, out = step.get(each.x, chip), each.out
+            normed = arithmetic.rms_norm(x, weight[chip], mean_square, each.eps, out.format)
+            step.put(out, chip, normed)
+
+    def _matmul(self, each: Matmul, step: _Step) -> None:
+        weight, out = self._weight(each.weight), each.out
+        format_ = out.format
+        if each.bias is not None:  # added before the result is packed
+            format_ = "fp32" if each.compute.fp32_dst else "bf16"
+        settings = MatmulSettings.of(
+            each.compute.name, k_block=each.k_block * TILE, out_format=format_
+        )
+        for chip in step.chips(out):
+            product = matmul(step.get(each.x, chip), weight[chip], settings)
+            if each.bias is not None:
+                product = product + self._weight(each.bias)[chip].float()
+            step.put(out, chip, _written(product, out.format, settings.out_format))
+
+    def _create_heads(self, each: CreateHeads, step: _Step) -> None:
+        sizes = [count * each.head_dim for count in (each.num_heads, *[each.num_kv_heads] * 2)]
+        for chip in step.chips(each.out):
+            parts = step.get(each.x, chip).split(sizes, dim=-1)
+            for value, part in zip((each.out, each.k, each.v), parts, strict=True):
+                step.put(value, chip, part)
+
+    def _rotate(self, each: Rotate, step: _Step) -> None:
+        frequencies = self._weight(each.frequencies)
+        for chip in step.chips(each.out):
+            x = step.get(each.x, chip).unflatten(-1, (each.num_heads, each.head_dim))
+            turned = arithmetic.rotate(
+                x,
+                step.work.positions,
+                frequencies[chip],
+                interleaved=each.interleaved,
+                format_=each.out.format,
+            )
+            step.put(each.out, chip, turned.flatten(-2))
+
+    def _update_cache(self, each: UpdateCache, step: _Step) -> None:
+        cache, sizes = self._caches[each.cache.name], (each.cache.num_heads, each.cache.head_dim)
+        for chip in step.chips(each.x):
+            rows = pack(step.get(each.x, chip).unflatten(-1, sizes).float(), each.cache.format)
+            for slot, start, first, last in step.sequences():
+                cache[chip][slot, start : start + last - first] = rows[first:last]
+
+    def _attention(self, each: Attention, step: _Step) -> None:
+        keys, values = self._caches[each.keys.name], self._caches[each.values.name]
+        for chip in step.chips(each.out):
+            q = step.get(each.q, chip).unflatten(-1, (each.num_heads, each.head_dim))
+            parts = []
+            for slot, start, first, last in step.sequences():
+                held = (slot, slice(start + last - first))
+                here = q[first:last], keys[chip][held], values[chip][held]
+                # a few rows are sooner done by one thread than dealt out to several
+                with single_torch_thread() if last - first < _FEW_ROWS else nullcontext():
+                    parts.append(arithmetic.attend(*here, start, each))
+            step.put(each.out, chip, torch.cat(parts).flatten(-2))
+
+    def _concat_heads(self, each: ConcatHeads, step: _Step) -> None:
+        for chip in step.chips(each.out):
+            step.put(each.out, chip, step.get(each.x, chip))
+
+    def _swiglu(self, each: SwiGLU, step: _Step) -> None:
+        for chip in step.chips(each.out):
+            gate, up = step.get(each.gate, chip), step.get(each.up, chip)
+            step.put(each.out, chip, arithmetic.swiglu(gate, up, each.out.format))
+
+    def _add(self, each: Add, step: _Step) -> None:
+        for chip in step.chips(each.out):
+            total = step.get(each.x, chip).float() + step.get(each.y, chip).float()
+            step.put(each.out, chip, pack(total, each.out.format))
+
+    def _select_rows(self, each: SelectRows, step: _Step) -> None:
+        for chip in step.chips(each.out):
+            step.put(each.out, chip, step.get(each.x, chip)[step.work.logit_rows])
+
+    def _reduce(self, each: ReduceScatter | AllReduce, step: _Step) -> None:
+        """A scatter is a reduction of which each chip keeps its share."""
+        out = each.out
+        for chip in step.chips(each.x, without=each.axis):
+            line = along(step.mesh, each.axis, chip)
+            total = arithmetic.ring_sum([step.get(each.x, one) for one in line], out.format)
+            if isinstance(each, AllReduce):
+                step.put(out, chip, total)
+                continue
+            assert out.split is not None
+            for rank, one in enumerate(line):
+                step.put(out, one, out.split.take(total, 1, rank))
+
+    def _gather(self, each: AllGather, step: _Step) -> None:
+        for chip in step.chips(each.out):
+            line = along(step.mesh, each.axis, chip)
+            whole = torch.cat([step.get(each.x, one) for one in line], -1)
+            step.put(each.out, chip, whole[:, : each.out.columns])
+
+    def _weight(self, weight: Weight) -> Parts:
+        return self._weights[weight.name]
+
+
+class _Step:
+    """The values of one step while it runs; those read for the last time are let go."""
+
+    def __init__(self, program: DeviceProgram, work: Work) -> None:
+        self.mesh, self.work = program.mesh, work
+        self._values: dict[str, Parts] = {}
+
+    def chips(self, value: Value, *, without: str = "") -> list[Chip]:
+        """The chips whose parts of ``value`` differ, one of each line along ``without``."""
+        axes = axes_of(value).replace(without, "") if without else axes_of(value)
+        return list(Parts(self.mesh, axes).chips())
+
+    def get(self, value: Value, chip: Chip) -> Tensor:
+        return self._values[value.name][chip]
+
+    def put(self, value: Value, chip: Chip, part: Tensor) -> None:
+        held = self._values.setdefault(value.name, Parts(self.mesh, axes_of(value)))
+        held[chip] = part
+
+    def sequences(self) -> list[tuple[int, int, int, int]]:
+        """Slot, first position, first row and the row behind the last, of every sequence."""
+        work = self.work
+        starts, bounds = work.first_positions, pairwise(work.bounds)
+        return [(slot, at, *b) for slot, at, b in zip(work.slots, starts, bounds, strict=True)]
+
+
+def _written(product: Tensor, format_: str, done: str) -> Tensor:
+    """The product as its value's format has it; the matrix unit packed it already in ``done``."""
+    return product.bfloat16() if done == format_ else pack(product, format_)

@@ -1,0 +1,153 @@
+"""Attention over the cache: heads are dealt, rotated, written to their pages and read."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.mesh import HeadSplit
+from tilewright.compiler.targets.tenstorrent.lower.context import (
+    SMALL,
+    LoweringContext,
+    whose,
+)
+from tilewright.compiler.targets.tenstorrent.program import placement
+from tilewright.compiler.targets.tenstorrent.program.instructions import (
+    Attention,
+    Cache,
+    ComputeConfig,
+    ConcatHeads,
+    CreateHeads,
+    Rotate,
+    UpdateCache,
+    Value,
+)
+from tilewright.compiler.targets.tenstorrent.program.places import (
+    as_node,
+    columns_dealt,
+    deal_heads,
+    state_of,
+)
+from tilewright.errors import CompileError
+
+
+def lower_attention(ctx: LoweringContext, node: Node) -> None:
+    """The instructions from a merged product to attention's heads side by side.
+
+    Raises:
+        CompileError: for what no instruction stands for yet, or a cache format boards have not.
+    """
+    args = ops.RopeAttentionArguments.of(node.args)
+    _check_arguments(node, args)
+    qkv = ctx.value_of(args.q)
+    split, head_dim = deal_heads(ctx.mesh, args)
+    q, k, v = (
+        ctx.value(
+            node,
+            qkv.rows,
+            count * head_dim,
+            qkv.format,
+            columns_dealt(qkv.over, part),
+            suffix=suffix,
+        )
+        for suffix, count, part in (
+            ("q", split.num_heads, split.queries(head_dim)),
+            ("k", split.num_kv_heads, split.keys(head_dim)),
+            ("v", split.num_kv_heads, split.keys(head_dim)),
+        )
+    )
+    sizes = (split.num_heads, split.num_kv_heads, head_dim)
+    ctx.put(node, CreateHeads(q, *whose(node), qkv, k, v, *sizes))
+    q = _rotate(ctx, node, q, split.num_heads, "q_rotated")
+    k = _rotate(ctx, node, k, split.num_kv_heads, "k_rotated")
+    keys, values = _caches(ctx, args, split)
+    for x, cache in ((k, keys), (v, values)):
+        ctx.put(node, UpdateCache(x, *whose(node), x, cache, ctx.positions))
+    attended = _attend(ctx, node, q, keys, values)
+    out = ctx.like(node, attended, attended.format)
+    ctx.put(node, ConcatHeads(out, *whose(node), attended, split.num_heads, head_dim))
+
+
+def _check_arguments(node: Node, args: ops.RopeAttentionArguments) -> None:
+    unknown = {
+        "norms of q and k": args.q_norm is not None or args.k_norm is not None,
+        "a factor of the rotation": args.factor != 1.0,
+        "a soft cap of scores": args.soft_cap != 0.0,
+    }
+    for what, is_asked in unknown.items():
+        if is_asked:
+            raise CompileError(
+                f"{info(node).fqn}: {what}: no instruction on Tenstorrent boards; "
+                "allowed: --target reference, cpu or cuda"
+            )
+
+
+def _attend(ctx: LoweringContext, node: Node, q: Value, keys: Cache, values: Cache) -> Value:
+    args = ops.RopeAttentionArguments.of(node.args)
+    compute = info(node).compute
+    assert compute is not None
+    out_format = ctx.format(node, "sdpa")
+    attended = ctx.value(node, q.rows, q.columns, out_format, q.placement, suffix="heads")
+    attention = Attention(
+        attended,
+        *whose(node),
+        q=q,
+        keys=keys,
+        values=values,
+        positions=ctx.positions,
+        num_heads=q.columns // keys.head_dim,
+        num_kv_heads=keys.num_heads,
+        head_dim=keys.head_dim,
+        scale=float(args.scale),
+        window=args.window,
+        context=ctx.context,
+        k_chunk=placement.key_chunk(ctx.context),
+        compute=ComputeConfig(getattr(compute, ctx.phase)),
+    )
+    ctx.put(node, attention)
+    return attended
+
+
+def _rotate(ctx: LoweringContext, node: Node, x: Value, num_heads: int, suffix: str) -> Value:
+    args = ops.RopeAttentionArguments.of(node.args)
+    # The host makes tables of cosines and sines of them, which are bf16.
+    frequencies = ctx.vector(info(as_node(args.inv_freq)).fqn, args.inv_freq, "fp32")
+    format_ = ctx.format(node, "rope")
+    out = ctx.value(node, x.rows, x.columns, format_, x.placement, suffix=suffix)
+    rotate = Rotate(
+        out,
+        *whose(node),
+        x=x,
+        positions=ctx.positions,
+        frequencies=frequencies,
+        num_heads=num_heads,
+        head_dim=x.columns // num_heads,
+        interleaved=args.interleaved,
+        compute=SMALL,
+    )
+    ctx.put(node, rotate)
+    return out
+
+
+def _caches(
+    ctx: LoweringContext, args: ops.RopeAttentionArguments, split: HeadSplit
+) -> tuple[Cache, Cache]:
+    state = state_of(args)
+    placement.check_cache_format(state.name, state.format)
+    page, head_dim = placement.PAGE, state.shape[-1]
+    keys, values = (
+        Cache(
+            name=f"{state.name}.{kind}",
+            state=state,
+            kind=kind,
+            num_heads=split.num_kv_heads,
+            head_dim=head_dim,
+            format=state.format,
+            num_pages=ctx.batch * -(-ctx.context // page),
+            page=page,
+            placement=ctx.place_of(args.kv_cache),
+        )
+        for kind in ("k", "v")
+    )
+    return keys, values

@@ -1,0 +1,219 @@
+"""The lowered graph becomes a program of device instructions for one phase on one mesh.
+
+Where values lie is read from `.places`; collectives stand behind the products whose sums they add.
+Fidelities and formats come from the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from tilewright.compiler import ops
+from tilewright.compiler.devices import get_device
+from tilewright.compiler.ir.info import Placement, info
+from tilewright.compiler.ir.text import operator_name
+from tilewright.compiler.mesh import ROWS, Mesh
+from tilewright.compiler.targets.tenstorrent.lower.attention import lower_attention
+from tilewright.compiler.targets.tenstorrent.lower.context import (
+    SMALL,
+    LoweringContext,
+    share_of,
+    whose,
+)
+from tilewright.compiler.targets.tenstorrent.program import placement
+from tilewright.compiler.targets.tenstorrent.program.instructions import (
+    DECODE,
+    PREFILL,
+    Add,
+    AllGather,
+    AllReduce,
+    ComputeConfig,
+    DeviceProgram,
+    Embedding,
+    Matmul,
+    Memory,
+    ReduceScatter,
+    RmsNorm,
+    SelectRows,
+    SwiGLU,
+    Value,
+    Weight,
+)
+from tilewright.compiler.targets.tenstorrent.program.places import IN, OUT, recipe_of
+from tilewright.errors import CompileError
+
+aten = torch.ops.aten
+
+
+def lower_program(
+    graph_module: GraphModule,
+    *,
+    device: str,
+    mesh: Mesh,
+    phase: str,
+    batch: int,
+    length: int,
+    context: int,
+) -> DeviceProgram:
+    """The program of one step: ``batch`` users with ``length`` tokens each (1 in decode).
+
+    ``context``: positions of a user that the caches have room for. Prefill takes one user at a
+    time.
+
+    Raises:
+        CompileError: for an operator no instruction stands for, or heads the mesh cannot split.
+    """
+    assert (phase == DECODE and length == 1) or (phase == PREFILL and batch == 1)
+    ctx = LoweringContext(
+        graph_module,
+        get_device(device).name,
+        mesh,
+        phase=phase,
+        batch=batch,
+        length=length,
+        context=context,
+    )
+    vocab_size = 0
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function":
+            _lower(ctx, node)
+        elif node.op == "output":
+            logits: Any = node.args[0]
+            vocab_size = int(logits.meta["val"].shape[-1])
+    return DeviceProgram(
+        device=ctx.device,
+        mesh=mesh,
+        phase=phase,
+        batch=batch,
+        length=length,
+        context=context,
+        vocab_size=vocab_size,
+        inputs=(ctx.tokens, ctx.positions),
+        instructions=tuple(ctx.instructions),
+    )
+
+
+def _lower(ctx: LoweringContext, node: Node) -> None:
+    target: Any = node.target
+    if target is ops.embedding.overload:
+        _embedding(ctx, node)
+    elif target is ops.rms_norm.overload:
+        _norm(ctx, node)
+    elif target is ops.linear.overload:
+        _linear(ctx, node)
+    elif target is ops.rope_attention_step.overload:
+        lower_attention(ctx, node)
+    elif target is ops.swiglu.overload:
+        gate, up = ctx.operands(node)
+        out = ctx.like(node, gate, ctx.format(node, "swiglu"))
+        ctx.put(node, SwiGLU(out, *whose(node), gate, up))
+    elif target is aten.add.Tensor:
+        x, y = ctx.operands(node)
+        out = ctx.like(node, x, ctx.format(node, "residual_add"))
+        ctx.put(node, Add(out, *whose(node), x, y))
+    elif target is aten.index_select.default:
+        (x,) = ctx.operands(node)
+        rows = ctx.batch if ctx.phase == DECODE else 1
+        out = ctx.value(node, rows, x.columns, x.format, x.placement)
+        ctx.put(node, SelectRows(out, *whose(node), x))
+    else:
+        raise CompileError(
+            f"{info(node).fqn or node.name}: {operator_name(node)} has no instruction on target "
+            f"{ctx.device.lower()}; allowed: --target reference, cpu or cuda"
+        )
+
+
+def _embedding(ctx: LoweringContext, node: Node) -> None:
+    recipe = recipe_of(node.args[1])
+    if recipe.format != "bf16":
+        raise CompileError(
+            f"embedding in {recipe.format}: rows are looked up untiled, which block formats "
+            "are not; allowed on Tenstorrent boards: bf16"
+        )
+    place = ctx.place_of(node.args[1])
+    table = Weight(
+        name=f"{info(node).fqn}.weight",
+        recipe=recipe,
+        rows=recipe.shape[0],
+        columns=share_of(place, OUT, recipe.shape[1]),
+        format="bf16",
+        memory=Memory(),
+        placement=place,
+        transposed=False,
+    )
+    rows = ctx.batch * ctx.length
+    out = ctx.value(node, rows, table.columns, "bf16", ctx.places.made[node])
+    ctx.put(node, Embedding(out, *whose(node), ctx.tokens, table))
+
+
+def _norm(ctx: LoweringContext, node: Node) -> None:
+    x = ctx.value_of(node.args[0])
+    recipe = recipe_of(node.args[1])
+    weight = ctx.vector(f"{info(node).fqn}.weight", node.args[1])
+    out = ctx.like(node, x, ctx.format(node, "rms_norm"))
+    eps: Any = node.args[2]
+    norm = RmsNorm(out, *whose(node), x, weight, float(eps), recipe.shape[0], SMALL)
+    ctx.put(node, norm)
+
+
+def _linear(ctx: LoweringContext, node: Node) -> None:
+    facts = info(node)
+    x = ctx.value_of(node.args[0])
+    weight = _weight(ctx, node, x)
+    bias_node = node.args[2] if len(node.args) > 2 else None
+    bias = None
+    if bias_node is not None:
+        if x.over:
+            raise CompileError(
+                f"{facts.fqn}: a bias behind a product whose inputs are dealt over "
+                f"{ctx.mesh}; allowed: a mesh of one axis, or --target cuda"
+            )
+        bias = ctx.vector(f"{facts.fqn}.bias", bias_node)
+    format_ = ctx.format(node, facts.op_group or "")
+    out = ctx.value(node, x.rows, weight.columns, format_, ctx.places.made[node])
+    assert facts.compute is not None
+    cores, k_block = placement.matmul_blocks(x, weight, ctx.phase)
+    compute = ComputeConfig(getattr(facts.compute, ctx.phase))
+    group = facts.tensor_group or ""
+    ctx.put(node, Matmul(out, *whose(node), x, weight, bias, compute, k_block, cores, group))
+    _finish_product(ctx, node, out, group)
+
+
+def _finish_product(ctx: LoweringContext, node: Node, out: Value, group: str) -> None:
+    """Collectives behind a product: partial sums are added, logits gathered."""
+    # logits are no activation: they stay as the head wrote them
+    format_ = out.format if group == "lm_head" else ctx.format(node, "collective")
+    if out.partial and ctx.mesh.columns == 1 and out.tiles[1] % ctx.mesh.rows == 0:
+        share = ctx.places.over(ROWS, out.columns)
+        columns = share_of(share, OUT, out.columns)
+        scattered = ctx.value(node, out.rows, columns, format_, share, suffix="scattered")
+        ctx.put(node, ReduceScatter(scattered, *whose(node), out, ROWS))
+        whole = ctx.value(node, out.rows, out.columns, format_, suffix="gathered")
+        ctx.put(node, AllGather(whole, *whose(node), scattered, ROWS))
+    elif out.partial:
+        summed = Placement(out.placement.dealt)
+        reduced = ctx.value(node, out.rows, out.columns, format_, summed, suffix="reduced")
+        ctx.put(node, AllReduce(reduced, *whose(node), out, out.partial))
+    if group == "lm_head" and out.over:
+        current = ctx.value_of(node)
+        columns = out.columns * ctx.mesh.size(out.over)
+        logits = ctx.value(node, out.rows, columns, current.format, suffix="logits")
+        ctx.put(node, AllGather(logits, *whose(node), current, out.over))
+
+
+def _weight(ctx: LoweringContext, node: Node, x: Value) -> Weight:
+    fqn, recipe, place = info(node).fqn, recipe_of(node.args[1]), ctx.place_of(node.args[1])
+    placement.check_weight_format(fqn, recipe.format)
+    assert x.columns == share_of(place, IN, recipe.shape[1])
+    return Weight(
+        name=f"{fqn}.weight",
+        recipe=recipe,
+        rows=x.columns,
+        columns=share_of(place, OUT, recipe.shape[0]),
+        format=str(recipe.format),
+        memory=placement.weight_memory(),
+        placement=place,
+    )

@@ -1,0 +1,114 @@
+"""The speed of programs on a board: predicted from their instructions, never measured.
+
+A step is the sum of its instructions (perf_price) and of what it costs once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.compiler.targets.tenstorrent.perf.constants import (
+    ERROR_BARS,
+    FITTED,
+    SMALLEST_FITTED,
+    Constants,
+)
+from tilewright.compiler.targets.tenstorrent.perf.explain import (
+    COST_COLUMNS,
+    EXPLAIN_COLUMNS,
+    cost_rows,
+    explain_rows,
+)
+from tilewright.compiler.targets.tenstorrent.perf.price import Priced, price, step_seconds
+from tilewright.compiler.targets.tenstorrent.program.instructions import (
+    DECODE,
+    PREFILL,
+    DeviceProgram,
+    Matmul,
+)
+from tilewright.compiler.targets.tenstorrent.program.placement import PROMPT_CHUNK
+
+__all__ = ["Prediction", "Priced", "explain_time", "predict", "price", "step_seconds"]
+
+Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
+"""A title, the columns, the rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Figures of a run, and their error bars as shares of them (see ``ERROR_BARS``).
+
+    No bars for models smaller than any that the constants were fitted to.
+    """
+
+    ttft_ms: float
+    ttft_error: float | None
+    decode_tsu: float
+    decode_error: float | None
+
+
+def predict(
+    prefill: DeviceProgram,
+    decode: DeviceProgram,
+    *,
+    num_generated: int,
+    num_groups: int = 1,
+    constants: Constants = FITTED,
+) -> Prediction:
+    """What a user sees: time to the first token of a prompt of the prefill program's length, and
+    tokens per second while ``num_generated`` are made in a batch of the decode program's size, in
+    one of ``num_groups`` data-parallel groups.
+    """
+    assert (prefill.phase, decode.phase) == (PREFILL, DECODE)
+    attended = _attended(prefill, decode, num_generated)
+    decode_error, ttft_error = _error_bars(prefill, decode, num_groups)
+    return Prediction(
+        ttft_ms=1e3 * step_seconds(prefill, constants),
+        ttft_error=ttft_error,
+        decode_tsu=1 / step_seconds(decode, constants, attended=attended),
+        decode_error=decode_error,
+    )
+
+
+def _error_bars(
+    prefill: DeviceProgram, decode: DeviceProgram, num_groups: int
+) -> tuple[float, float] | tuple[None, None]:
+    """The widest of the kinds of run that this is."""
+    products = (each.weight for each in decode.instructions if isinstance(each, Matmul))
+    num_weights = sum(weight.rows * weight.columns for weight in products)
+    if num_weights * decode.mesh.num_chips < SMALLEST_FITTED:
+        return None, None
+    kinds = ["short"]
+    kinds += ["batch"] if decode.batch > 1 else []
+    kinds += ["long"] if prefill.length > PROMPT_CHUNK else []
+    kinds += ["replicas"] if num_groups > 1 else []
+    steps, prompts = zip(*(ERROR_BARS[kind] for kind in kinds), strict=True)
+    return max(steps), max(prompts)
+
+
+def explain_time(
+    prefill: DeviceProgram,
+    decode: DeviceProgram,
+    *,
+    num_generated: int | None = None,
+    constants: Constants = FITTED,
+) -> list[Table]:
+    """Tables of where a prompt and a decode step go, and what the step's formats cost.
+
+    ``num_generated``: None for as many as the caches have room for.
+    """
+    room = max(1, decode.context - prefill.length)
+    attended = _attended(prefill, decode, room if num_generated is None else num_generated)
+    where = f"on {decode.device} {decode.mesh}, predicted"
+    step = f"decode step of {decode.batch} at {attended:,} positions {where}"
+    prompt = f"prompt of {prefill.length:,} tokens {where}"
+    return [
+        (step, EXPLAIN_COLUMNS, explain_rows(decode, constants, attended=attended)),
+        (f"formats of the {step}", COST_COLUMNS, cost_rows(decode, constants, attended=attended)),
+        (prompt, EXPLAIN_COLUMNS, explain_rows(prefill, constants)),
+    ]
+
+
+def _attended(prefill: DeviceProgram, decode: DeviceProgram, num_generated: int) -> int:
+    """Positions of the step in the middle, at most what the caches have room for."""
+    return min(decode.context, prefill.length + (num_generated + 1) // 2)

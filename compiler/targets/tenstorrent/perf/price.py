@@ -1,0 +1,124 @@
+"""The time of every instruction of a program, from its work and the constants.
+
+What an instruction moves and computes is perf_work's, at what rate perf_constants'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.compiler.targets.tenstorrent.perf.constants import (
+    CLOCK,
+    FITTED,
+    HOP_SECONDS,
+    L1_BYTES_PER_S,
+    LINK_BYTES_PER_S,
+    PHASE_CYCLES,
+    SOFTMAX_CYCLES,
+    SPREAD_BYTES_PER_S,
+    Constants,
+)
+from tilewright.compiler.targets.tenstorrent.perf.work import (
+    ATTENTION,
+    COLLECTIVE,
+    MATMUL,
+    Work,
+    program_work,
+)
+from tilewright.compiler.targets.tenstorrent.program.instructions import (
+    DECODE,
+    DeviceProgram,
+    Instruction,
+)
+
+BOUND_MEMORY, BOUND_COMPUTE, BOUND_START = "memory", "compute", "start"
+BOUND_LINK, BOUND_ROUTE = "links", "steps"
+BOUND_ONCE = "once"
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """``seconds`` of one instruction, and what most of them are spent on: its ``bound``."""
+
+    instruction: Instruction | None
+    work: Work | None
+    seconds: float
+    bound: str
+
+
+def price(
+    program: DeviceProgram, constants: Constants = FITTED, *, attended: int | None = None
+) -> tuple[Priced, ...]:
+    """Every instruction, and last what a step costs once (``instruction`` None).
+
+    ``attended``: positions that a decode step attends to, its own included; None: as many as the
+    caches have room for.
+    """
+    is_decode = program.phase == DECODE
+    work = program_work(program, attended=attended)
+    lines = [
+        Priced(instruction, each, *work_seconds(each, constants, is_decode=is_decode))
+        for instruction, each in zip(program.instructions, work, strict=True)
+    ]
+    return (*lines, Priced(None, None, once_seconds(constants, is_decode=is_decode), BOUND_ONCE))
+
+
+def step_seconds(
+    program: DeviceProgram, constants: Constants = FITTED, *, attended: int | None = None
+) -> float:
+    """The seconds of a whole step: the sum of `price`."""
+    return sum(line.seconds for line in price(program, constants, attended=attended))
+
+
+def once_seconds(constants: Constants, *, is_decode: bool) -> float:
+    """What a step costs whatever is in it."""
+    return constants.step_seconds if is_decode else constants.prefill_seconds
+
+
+def work_seconds(work: Work, constants: Constants, *, is_decode: bool) -> tuple[float, str]:
+    """Seconds, and what they are spent on most."""
+    if work.kind == COLLECTIVE:
+        step = constants.ring_seconds if is_decode else constants.prefill_ring_seconds
+        if work.is_two_axes and is_decode:
+            step = constants.galaxy_ring_seconds
+        route = work.ring_steps * step + work.hops * HOP_SECONDS
+        link = work.link_bytes / LINK_BYTES_PER_S
+        return route + link, BOUND_LINK if link > route else BOUND_ROUTE
+    start = constants.op_seconds if is_decode else constants.prefill_op_seconds
+    start += work.hops * HOP_SECONDS
+    if work.kind == MATMUL:
+        if work.has_bias:
+            start += constants.bias_seconds if is_decode else constants.prefill_op_seconds
+        return _parts(start, *_matmul(work, constants))
+    if work.kind == ATTENTION:
+        return _parts(start, *_attention(work, constants, is_decode=is_decode))
+    rate = SPREAD_BYTES_PER_S if work.is_spread else L1_BYTES_PER_S
+    moved = work.activation_bytes / rate + work.bytes_read / SPREAD_BYTES_PER_S
+    return _parts(start, moved, 0.0)
+
+
+def _matmul(work: Work, constants: Constants) -> tuple[float, float]:
+    peak = work.phases * PHASE_CYCLES
+    moved = work.activation_bytes / L1_BYTES_PER_S
+    if work.is_one_row:
+        cycles = work.products * max(peak, constants.tile_cycles)
+        return work.bytes_read / constants.bank_bytes_per_s + moved, cycles / CLOCK
+    if work.is_spread:
+        moved = work.activation_bytes / SPREAD_BYTES_PER_S
+    cycles = work.products * peak * constants.product_factor
+    return work.bytes_read / SPREAD_BYTES_PER_S + moved, cycles / CLOCK
+
+
+def _attention(work: Work, constants: Constants, *, is_decode: bool) -> tuple[float, float]:
+    peak = work.phases * PHASE_CYCLES
+    cycles = work.products * (max(peak, constants.tile_cycles) if is_decode else peak)
+    cycles += work.softmax_tiles * SOFTMAX_CYCLES
+    return work.bytes_read / SPREAD_BYTES_PER_S, cycles / CLOCK
+
+
+def _parts(start: float, moved: float, computed: float) -> tuple[float, str]:
+    """Moving and computing overlap; a start does not."""
+    busy = max(moved, computed)
+    if start > busy:
+        return start + busy, BOUND_START
+    return start + busy, BOUND_MEMORY if moved >= computed else BOUND_COMPUTE

@@ -1,0 +1,217 @@
+"""What each instruction of a program moves and computes on one chip: counts, no seconds.
+
+Knows the boards' geometry (banks, grid, tiles, ring steps) and how the vendor's kernels share work
+over it; rates and latencies are in perf_constants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.compiler.formats.block_float import TILE
+from tilewright.compiler.mesh import ROWS
+from tilewright.compiler.targets.tenstorrent.program.instructions import (
+    DECODE,
+    DRAM,
+    AllGather,
+    AllReduce,
+    Attention,
+    DeviceProgram,
+    Embedding,
+    Instruction,
+    Matmul,
+    ReduceScatter,
+    RmsNorm,
+    Value,
+    tile_bytes,
+)
+from tilewright.compiler.targets.tenstorrent.program.placement import GRID, NUM_BANKS
+
+NUM_CORES = GRID * GRID
+MAX_CORES_PER_HEAD = 16
+"""Cores that ttnn's decode attention gives one key/value head of one user at most."""
+
+MATMUL, ATTENTION, SMALL, COLLECTIVE = "matmul", "attention", "small", "collective"
+FUSED_GATHER_CHIPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One instruction's work on a chip.
+
+    ``kind``: which formula prices it. ``products``: tile products (32 x 32 x 32) of the busiest
+    core, each of ``phases`` passes; ``is_one_row``: one row of tiles, whose product the readers of
+    the DRAM banks make. ``softmax_tiles``: score tiles of the busiest core. ``bytes_read``: from
+    DRAM, weights and caches; ``activation_bytes``: operands and results, in L1 or (``is_spread``)
+    interleaved in DRAM. ``ring_steps``: sums passed on from chip to chip; ``hops``: plain
+    forwarding; ``link_bytes`` leave the chip over each link; ``is_two_axes``: the mesh has two.
+    ``flops`` count real multiplications and additions. ``format``: of the weight or the cache.
+    """
+
+    kind: str
+    name: str
+    group: str
+    phases: int = 0
+    products: int = 0
+    softmax_tiles: int = 0
+    bytes_read: int = 0
+    activation_bytes: int = 0
+    ring_steps: int = 0
+    hops: int = 0
+    is_two_axes: bool = False
+    link_bytes: int = 0
+    flops: int = 0
+    is_one_row: bool = False
+    is_spread: bool = False
+    has_bias: bool = False
+    format: str = ""
+
+
+def program_work(program: DeviceProgram, *, attended: int | None = None) -> tuple[Work, ...]:
+    """The work of every instruction, in order.
+
+    ``attended``: positions that a decode step attends to; None: all that the caches have room for.
+    A prompt attends to itself alone.
+    """
+    attended = program.context if attended is None else attended
+    producers: dict[int, Instruction] = {}
+    known: dict[int, Work] = {}  # an instruction may stand in a program several times
+    for instruction in program.instructions:
+        if id(instruction) not in known:
+            producers[id(instruction.out)] = instruction
+            known[id(instruction)] = _work(instruction, program, attended, producers)
+    return tuple(known[id(instruction)] for instruction in program.instructions)
+
+
+def _work(
+    instruction: Instruction,
+    program: DeviceProgram,
+    attended: int,
+    producers: dict[int, Instruction],
+) -> Work:
+    if isinstance(instruction, Matmul):
+        return _matmul(instruction)
+    if isinstance(instruction, Attention):
+        return _attention(instruction, program, attended)
+    if isinstance(instruction, ReduceScatter | AllGather | AllReduce):
+        return _collective(instruction, program, producers.get(id(instruction.x)))
+    moved = _operand_bytes(instruction)
+    hops = bytes_read = 0
+    if isinstance(instruction, RmsNorm) and instruction.x.over:
+        hops = program.mesh.size(instruction.x.over) // 2  # sums of squares, a tile from each chip
+    if isinstance(instruction, Embedding):
+        bytes_read = instruction.out.num_bytes
+    return Work(
+        SMALL,
+        type(instruction).__name__,
+        "",
+        bytes_read=bytes_read,
+        activation_bytes=moved,
+        hops=hops,
+        is_spread=instruction.out.memory.buffer == DRAM,
+    )
+
+
+def _matmul(matmul: Matmul) -> Work:
+    rows, _ = matmul.x.tiles
+    k_tiles, n_tiles = matmul.weight.tiles
+    if rows == 1:
+        products = -(-k_tiles * n_tiles // NUM_BANKS)
+    else:
+        products = -(-rows // GRID) * -(-n_tiles // GRID) * k_tiles
+    return Work(
+        MATMUL,
+        "Matmul",
+        matmul.group,
+        phases=matmul.compute.num_phases,
+        products=products,
+        bytes_read=matmul.weight.num_bytes,
+        activation_bytes=matmul.x.num_bytes + matmul.out.num_bytes,
+        flops=2 * matmul.x.rows * matmul.weight.rows * matmul.weight.columns,
+        is_one_row=rows == 1,
+        is_spread=matmul.out.memory.buffer == DRAM,
+        has_bias=matmul.bias is not None,
+        format=matmul.weight.format,
+    )
+
+
+def _attention(attention: Attention, program: DeviceProgram, attended: int) -> Work:
+    """Decode: the positions of a head over a few cores. Prefill: rows of queries over the grid,
+    a row of the grid's cores sharing what they read of the keys.
+    """
+    depth = -(-attention.head_dim // TILE)
+    if program.phase == DECODE:
+        context = min(attended, attention.window or attended)
+        chunks = -(-context // TILE)
+        heads = program.batch * attention.num_kv_heads
+        cores = min(MAX_CORES_PER_HEAD, max(1, NUM_CORES // heads))
+        softmax = -(-heads * cores // NUM_CORES) * -(-chunks // cores)
+        read = heads * chunks * depth * 2 * tile_bytes(attention.keys.format)
+        pairs = program.batch * context
+    else:
+        rows = -(-program.length // TILE)
+        reach = -(-attention.window // TILE) + 1 if attention.window else rows
+        tiles = sum(min(row + 1, reach) for row in range(rows))
+        softmax = -(-attention.num_heads * tiles // NUM_CORES)
+        read = attention.num_heads * tiles * depth * 2 * tile_bytes(attention.keys.format) // GRID
+        reach = attention.window or program.length
+        pairs = sum(min(position + 1, reach) for position in range(program.length))
+    return Work(
+        ATTENTION,
+        "Attention",
+        "kv_cache",
+        phases=attention.compute.num_phases,
+        products=2 * depth * softmax,
+        softmax_tiles=softmax,
+        bytes_read=read,
+        activation_bytes=attention.q.num_bytes + attention.out.num_bytes,
+        flops=4 * attention.num_heads * pairs * attention.head_dim,
+        is_spread=attention.out.memory.buffer == DRAM,
+        format=attention.keys.format,
+    )
+
+
+def _collective(
+    collective: ReduceScatter | AllGather | AllReduce,
+    program: DeviceProgram,
+    producer: Instruction | None,
+) -> Work:
+    """Over a ring of chips: a sum takes a step for every other chip, each waiting for the one
+    before; a gather goes both ways round at once, half of it and half the ring each.
+
+    The vendor's attention output product on eight chips gathers its input inside the product and
+    needs no sum after it, where the columns of a chip are whole rows of the grid.
+    """
+    count = program.mesh.size(collective.axis)
+    is_gather = isinstance(collective, AllGather) or _is_fused(collective, program, producer)
+    is_both = isinstance(collective, AllReduce)
+    value: Value = collective.out if isinstance(collective, AllGather) else collective.x
+    moved = value.num_bytes * (count - 1) // count * (2 if is_both else 1)
+    return Work(
+        COLLECTIVE,
+        type(collective).__name__,
+        "",
+        ring_steps=0 if is_gather else count - 1,
+        hops=count // 2 if is_gather or is_both else 0,
+        link_bytes=moved if count == 2 else moved // 2,
+        is_two_axes=program.mesh.columns > 1,
+    )
+
+
+def _is_fused(
+    collective: Instruction, program: DeviceProgram, producer: Instruction | None
+) -> bool:
+    if not isinstance(collective, ReduceScatter):
+        return False
+    is_output = isinstance(producer, Matmul) and producer.group == "wo"
+    count = program.mesh.size(ROWS)
+    columns = collective.x.tiles[1] // count
+    return is_output and count == FUSED_GATHER_CHIPS and columns % GRID == 0
+
+
+def _operand_bytes(instruction: Instruction) -> int:
+    """Activations that come in and go out, in whole tiles."""
+    names = ("x", "y", "gate", "up", "k", "v")
+    values = [getattr(instruction, name, None) for name in names]
+    inner = sum(value.num_bytes for value in values if isinstance(value, Value))
+    return inner + instruction.out.num_bytes

@@ -1,0 +1,93 @@
+"""Values and weights as the chips of a mesh hold them: one tensor where chips hold the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.ir.recipe import load_dense
+from tilewright.compiler.mesh import COLUMNS, ROWS, Mesh
+from tilewright.compiler.targets.tenstorrent.program.instructions import Value, Weight
+
+Chip = tuple[int, int]
+"""Row and column in the mesh; 0 along an axis whose chips hold the same."""
+
+
+class Parts:
+    """One value as it lies on all chips: the part that each of them has."""
+
+    def __init__(self, mesh: Mesh, axes: str) -> None:
+        """``axes``: the mesh axes (``r``, ``c``) along which chips hold different parts."""
+        self._rows = mesh.rows if ROWS in axes else 1
+        self._columns = mesh.columns if COLUMNS in axes else 1
+        self._parts: dict[Chip, Tensor] = {}
+
+    def chips(self) -> Iterator[Chip]:
+        """Name the chips, by row and column, whose parts differ."""
+        return ((r, c) for r in range(self._rows) for c in range(self._columns))
+
+    def __getitem__(self, chip: Chip) -> Tensor:
+        return self._parts[chip[0] % self._rows, chip[1] % self._columns]
+
+    def __setitem__(self, chip: Chip, part: Tensor) -> None:
+        self._parts[chip] = part
+
+    def parts(self) -> dict[Chip, Tensor]:
+        """Every different part, by the first chip that has it."""
+        return self._parts
+
+
+def axes_of(operand: Value | Weight) -> str:
+    """The mesh axes along which chips hold different parts of it."""
+    if isinstance(operand, Weight):
+        return operand.in_over + operand.out_over
+    return operand.over + operand.partial
+
+
+def along(mesh: Mesh, axis: str, chip: Chip) -> list[Chip]:
+    """The chips of a chip's line along a mesh axis, in order."""
+    if axis == ROWS:
+        return [(row, chip[1]) for row in range(mesh.rows)]
+    return [(chip[0], column) for column in range(mesh.columns)]
+
+
+def load_weight(weight: Weight, mesh: Mesh, get: Callable[[str], Tensor]) -> Parts:
+    """A weight as the host packs it for each chip: bfloat16, exact in the weight's format (a
+    rotation's frequencies: float32).
+
+    ``[in, out]`` with blocks along out; tables and vectors as they are.
+    """
+    dense = load_dense(weight.recipe, get)
+    if weight.transposed:
+        dense = dense.t()
+    dealt = Parts(mesh, axes_of(weight))
+    for chip in dealt.chips():
+        part = dense
+        if weight.in_split is not None:
+            part = weight.in_split.take(part, 0, _rank(weight.in_over, chip))
+        if weight.out_split is not None:
+            part = weight.out_split.take(part, part.ndim - 1, _rank(weight.out_over, chip))
+        exact = get_format(weight.format).round_trip(part).contiguous()
+        dealt[chip] = exact if weight.format == "fp32" else exact.bfloat16()
+    return dealt
+
+
+def check_part(weight: Weight, name: str, part: Tensor) -> Tensor:
+    """A chip's share as :func:`load_weight` makes it.
+
+    Raises:
+        ValueError: for another shape or type.
+    """
+    is_vector = len(weight.recipe.shape) == 1
+    shape = (weight.columns,) if is_vector else (weight.rows, weight.columns)
+    dtype = torch.float32 if weight.format == "fp32" else torch.bfloat16
+    if part.shape != shape or part.dtype != dtype:
+        raise ValueError(f"{name} is {part.dtype} {list(part.shape)}, not {dtype} {list(shape)}")
+    return part
+
+
+def _rank(over: str, chip: Chip) -> int:
+    return chip[0] if over == ROWS else chip[1]

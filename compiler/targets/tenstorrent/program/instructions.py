@@ -1,0 +1,396 @@
+"""A typed program of device instructions: what one step is on a mesh of Wormhole chips.
+
+Every chip of a mesh runs the same instructions on its own part of each value. Four readers take
+it from here: the emulator, the ttnn emitter, the memory plan and the performance model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tilewright.compiler.formats import FIDELITIES, get_format
+from tilewright.compiler.formats.block_float import TILE, BlockFloat
+from tilewright.compiler.ir.info import WHOLE, Placement
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.ir.state import StateSpec
+from tilewright.compiler.mesh import Mesh, Split
+
+DRAM, L1 = "dram", "l1"
+INTERLEAVED, WIDTH_SHARDED, HEIGHT_SHARDED = "interleaved", "width_sharded", "height_sharded"
+PREFILL, DECODE = "prefill", "decode"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Where a value lies on a chip: interleaved over banks, or cut over ``cores`` (L1) or banks
+    (DRAM) by columns (width) or rows (height).
+    """
+
+    buffer: str = DRAM
+    layout: str = INTERLEAVED
+    cores: int = 0
+
+    def __str__(self) -> str:
+        if self.layout == INTERLEAVED:
+            return self.buffer
+        return f"{self.buffer}:{self.layout}/{self.cores}"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a chip holds of one tensor: ``rows`` and ``columns`` are those of one chip.
+
+    ``placement``: how its columns, axis 1, lie on the mesh, and over which of its axes (``r``,
+    ``c``) the values must still be added, if any. Token ids and positions have format ``int32`` and
+    are not tiled.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    format: str
+    memory: Memory
+    placement: Placement = WHOLE
+
+    @property
+    def over(self) -> str:
+        """The mesh axis whose chips hold different columns; empty: every chip holds the same."""
+        return self.placement.over(1)
+
+    @property
+    def split(self) -> Split | None:
+        """How the columns are dealt over that axis; None where every chip has all of them."""
+        return self.placement.split(1)
+
+    @property
+    def partial(self) -> str:
+        """The mesh axis over which the values must still be added, if any."""
+        return self.placement.partial
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Rows and columns of 32 x 32 tiles."""
+        return -(-self.rows // TILE), -(-self.columns // TILE)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes on one chip, in whole tiles."""
+        return tile_bytes(self.format) * self.tiles[0] * self.tiles[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of the checkpoint as a chip holds it: ``[in, out]`` = ``rows`` x ``columns``.
+
+    ``placement``: how its axes, ``in`` (0) and ``out`` (1), lie on the mesh. Vectors
+    (norms, biases) have one row. ``transposed``: the recipe's ``[out, in]`` becomes ``[in, out]``,
+    blocks along out; tables and vectors are kept as they are.
+    """
+
+    name: str
+    recipe: WeightRecipe
+    rows: int
+    columns: int
+    format: str
+    memory: Memory
+    placement: Placement = WHOLE
+    transposed: bool = True
+
+    @property
+    def in_over(self) -> str:
+        """The mesh axis over which its rows are dealt, if any."""
+        return self.placement.over(0)
+
+    @property
+    def in_split(self) -> Split | None:
+        """How the rows of the weight are dealt over the mesh."""
+        return self.placement.split(0)
+
+    @property
+    def out_over(self) -> str:
+        """The mesh axis over which its columns are dealt, if any."""
+        return self.placement.over(1)
+
+    @property
+    def out_split(self) -> Split | None:
+        """How the columns of the weight are dealt over the mesh."""
+        return self.placement.split(1)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Rows and columns of 32 x 32 tiles, those added to fill the banks included."""
+        columns = -(-self.columns // TILE)
+        if self.memory.layout == WIDTH_SHARDED:
+            columns = -(-columns // self.memory.cores) * self.memory.cores
+        return -(-self.rows // TILE), columns
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes on one chip, in whole tiles."""
+        return tile_bytes(self.format) * self.tiles[0] * self.tiles[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Keys or values of a layer: pages of ``page`` positions, ``num_heads`` on a chip."""
+
+    name: str
+    state: StateSpec
+    kind: str  # k or v
+    num_heads: int
+    head_dim: int
+    format: str
+    num_pages: int
+    page: int
+    placement: Placement = WHOLE
+
+    @property
+    def over(self) -> str:
+        """The mesh axis over which its heads are dealt, if any."""
+        return self.placement.over(1)
+
+    @property
+    def split(self) -> Split | None:
+        """How the columns of its heads are dealt."""
+        return self.placement.split(1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages on one chip."""
+        tiles = self.num_pages * self.num_heads * (self.page // TILE) * -(-self.head_dim // TILE)
+        return tile_bytes(self.format) * tiles
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeConfig:
+    """What ttnn calls a compute kernel configuration; ``name`` is the fidelity's."""
+
+    name: str
+
+    @property
+    def num_phases(self) -> int:
+        return FIDELITIES[self.name].num_phases
+
+    @property
+    def fp32_dst(self) -> bool:
+        return FIDELITIES[self.name].fp32_dest
+
+    @property
+    def l1_acc(self) -> bool:
+        return FIDELITIES[self.name].packer_l1_acc
+
+    @property
+    def approx(self) -> bool:
+        return FIDELITIES[self.name].approx
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """``out`` is what it makes. ``fqn``, ``layer``: whose it is; layer None outside the layers."""
+
+    out: Value
+    fqn: str
+    layer: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding(Instruction):
+    """Rows of a table by token: ``tokens`` int32, the table row-major in DRAM."""
+
+    tokens: Value
+    table: Weight
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm(Instruction):
+    """Over the columns of ``x``, ``width`` of which are real.
+
+    Where ``x`` is dealt over a mesh axis, the sums of squares are gathered over it first (``x``'s
+    ``over`` tells): the vendor's distributed norm.
+    """
+
+    x: Value
+    weight: Weight
+    eps: float
+    width: int
+    compute: ComputeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul(Instruction):
+    """``x @ weight``, plus a bias.
+
+    ``k_block``: tiles of K the kernel reads and adds at a time. ``cores``: that share the work.
+    ``group``: the tensor group, ``ff1_3`` and so on.
+    """
+
+    x: Value
+    weight: Weight
+    bias: Weight | None
+    compute: ComputeConfig
+    k_block: int
+    cores: int
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class CreateHeads(Instruction):
+    """Q, K and V of one product's columns, head by head; ``out`` is Q, then ``k`` and ``v``."""
+
+    x: Value
+    k: Value
+    v: Value
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rotate(Instruction):
+    """Rotary embedding of ``x``, ``num_heads`` heads, at ``positions``."""
+
+    x: Value
+    positions: Value
+    frequencies: Weight
+    num_heads: int
+    head_dim: int
+    interleaved: bool
+    compute: ComputeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateCache(Instruction):
+    """``x``'s rows go to the cache's pages: a prompt's at once (fill), or one a user."""
+
+    x: Value
+    cache: Cache
+    positions: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(Instruction):
+    """Causal attention over the cache, by chunks of ``k_chunk`` positions, softmax going along.
+
+    ``context``: positions attended to, the step's own included.
+    """
+
+    q: Value
+    keys: Cache
+    values: Cache
+    positions: Value
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int
+    context: int
+    k_chunk: int
+    compute: ComputeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ConcatHeads(Instruction):
+    """Heads side by side again: ``[rows, num_heads * head_dim]``."""
+
+    x: Value
+    num_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwiGLU(Instruction):
+    """The elementwise ``silu(gate) * up`` of two values."""
+
+    gate: Value
+    up: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Add(Instruction):
+    """The sum of a value and the residual stream."""
+
+    x: Value
+    y: Value
+
+
+@dataclass(frozen=True, slots=True)
+class SelectRows(Instruction):
+    """Take the rows that want logits."""
+
+    x: Value
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter(Instruction):
+    """Partial sums over a mesh axis are added, each chip keeping its share of the columns."""
+
+    x: Value
+    axis: str
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather(Instruction):
+    """Each chip gets the columns of all along a mesh axis."""
+
+    x: Value
+    axis: str
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce(Instruction):
+    """Partial sums over a mesh axis are added, each chip keeping all columns."""
+
+    x: Value
+    axis: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProgram:
+    """One step of ``batch`` users with ``length`` tokens each, ``context`` positions behind the
+    last one included; ``phase`` is ``prefill`` or ``decode``.
+
+    ``inputs``: tokens, positions. ``device``: the row of the device table.
+    """
+
+    device: str
+    mesh: Mesh
+    phase: str
+    batch: int
+    length: int
+    context: int
+    vocab_size: int
+    inputs: tuple[Value, ...]
+    instructions: tuple[Instruction, ...]
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """Every weight once, in the order of use."""
+        return self._operands(Weight)
+
+    @property
+    def caches(self) -> tuple[Cache, ...]:
+        """Every cache once, keys before values, layer by layer."""
+        return self._operands(Cache)
+
+    def _operands(self, kind: type[T]) -> tuple[T, ...]:
+        found: dict[T, None] = {}
+        for instruction in self.instructions:
+            for field in dataclasses.fields(instruction):
+                operand = getattr(instruction, field.name)
+                if isinstance(operand, kind):
+                    found[operand] = None
+        return tuple(found)
+
+
+def tile_bytes(format_name: str) -> int:
+    """Bytes of a 32 x 32 tile in a format the boards have; ``int32`` besides."""
+    if format_name == "int32":
+        return 4 * TILE * TILE
+    format_ = get_format(format_name)
+    if isinstance(format_, BlockFloat):
+        return format_.tile_nbytes(TILE, TILE)
+    return int(format_.bits) * TILE * TILE // 8

@@ -1,0 +1,116 @@
+"""What a program needs of a chip's DRAM and of a core's L1, before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from tilewright.compiler.devices import get_device
+from tilewright.compiler.targets.tenstorrent.program.instructions import (
+    L1,
+    DeviceProgram,
+    Matmul,
+    Value,
+    tile_bytes,
+)
+from tilewright.compiler.targets.tenstorrent.program.product_blocks import product_bytes
+from tilewright.errors import CompileError
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes on one chip: DRAM for weights, caches and the widest step's values; ``l1_bytes``: on
+    the fullest core, in the instruction named ``fullest``.
+    """
+
+    weight_bytes: int
+    cache_bytes: int
+    value_bytes: int
+    l1_bytes: int
+    fullest: str
+
+    @property
+    def dram_bytes(self) -> int:
+        return self.weight_bytes + self.cache_bytes + self.value_bytes
+
+
+def plan_memory(program: DeviceProgram) -> MemoryPlan:
+    """Plan the memory that one program takes on a chip."""
+    l1_bytes, fullest = 0, ""
+    value_bytes = 0
+    for instruction in program.instructions:
+        values = [
+            operand
+            for field in dataclasses.fields(instruction)
+            if isinstance(operand := getattr(instruction, field.name), Value)
+        ]
+        in_dram = sum(value.num_bytes for value in values if value.memory.buffer != L1)
+        value_bytes = max(value_bytes, in_dram)
+        if isinstance(instruction, Matmul):
+            here = product_bytes(instruction)
+        else:
+            here = sum(_on_a_core(value) for value in values if value.memory.buffer == L1)
+        if here > l1_bytes:
+            l1_bytes, fullest = here, f"{type(instruction).__name__} of {instruction.fqn}"
+    return MemoryPlan(
+        weight_bytes=sum(weight.num_bytes for weight in program.weights),
+        cache_bytes=sum(cache.num_bytes for cache in program.caches),
+        value_bytes=value_bytes,
+        l1_bytes=l1_bytes,
+        fullest=fullest,
+    )
+
+
+def check_memory(program: DeviceProgram) -> MemoryPlan:
+    """The plan, if the board has room for it.
+
+    Raises:
+        CompileError: with the bytes needed, and what would fit.
+    """
+    plan, device = plan_memory(program), get_device(program.device)
+    assert device.dram_bytes is not None and device.l1_bytes is not None
+    if plan.dram_bytes > device.dram_bytes:
+        raise CompileError(
+            f"{plan.dram_bytes / 1e9:.2f} GB a chip of {device.name} ({plan.weight_bytes / 1e9:.2f}"
+            f" of weights, {plan.cache_bytes / 1e9:.2f} of caches of {program.batch} x "
+            f"{program.context} positions) of {device.dram_bytes / 1e9:.2f}; allowed: "
+            f"{_what_fits(program, plan, device.dram_bytes)}"
+        )
+    if plan.l1_bytes > device.l1_bytes:
+        raise CompileError(
+            f"{plan.fullest}: {plan.l1_bytes} bytes of L1 on a core of {device.l1_bytes}; "
+            "allowed: a larger mesh, or narrower formats"
+        )
+    return plan
+
+
+def _what_fits(program: DeviceProgram, plan: MemoryPlan, limit: int) -> str:
+    """What the user may change, with figures."""
+    found = []
+    of_bf16 = sum(w.num_bytes for w in program.weights if w.format == "bf16" and w.transposed)
+    if of_bf16:
+        in_bfp8 = plan.dram_bytes - of_bf16 * (1 - tile_bytes("bfp8") / tile_bytes("bf16"))
+        if in_bfp8 <= limit:
+            found.append(f"products of bf16 in bfp8 ({in_bfp8 / 1e9:.2f} GB)")
+    room = limit - plan.weight_bytes - plan.value_bytes
+    if room > 0:
+        a_position = plan.cache_bytes / (program.batch * program.context)
+        found.append(f"{int(room / a_position)} positions in all")
+    for name in ("n300", "t3k", "tg"):
+        chips = get_device(name).num_chips
+        if chips <= program.mesh.num_chips:
+            continue
+        share = plan.dram_bytes * program.mesh.num_chips / chips
+        if share <= limit:
+            found.append(f"a larger mesh ({name}: about {share / 1e9:.2f} GB a chip)")
+            break
+    return ", ".join(found) or "fewer layers, or a smaller model"
+
+
+def _on_a_core(value: Value) -> int:
+    """The bytes on a core of a value cut over cores; interleaved values lie a tile at a time on
+    all.
+    """
+    rows, columns = value.tiles
+    cores = value.memory.cores or 64
+    return -(-rows * columns // cores) * tile_bytes(value.format)

@@ -1,0 +1,122 @@
+"""The readable form of a program: one line an instruction, one a weight or cache it reads first."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tilewright.compiler.mesh import Split
+from tilewright.compiler.targets.tenstorrent.program.instructions import (
+    Cache,
+    ComputeConfig,
+    CreateHeads,
+    DeviceProgram,
+    Instruction,
+    UpdateCache,
+    Value,
+    Weight,
+)
+
+_SKIPPED = ("out", "fqn", "layer")
+
+
+def program_text(program: DeviceProgram, *, layer: int | None = None) -> str:
+    """All of a program, or the instructions of one layer and what they read.
+
+    Example of a line: ``%5: bf16[32x960] @ l1:width_sharded/30 = matmul(%4, w3, lofi, ...)``.
+    Shapes are in elements of one chip; ``/r`` behind a shape: dealt over the mesh axis r; ``+r``:
+    still to be added over it.
+    """
+    chosen = [each for each in program.instructions if layer is None or each.layer == layer]
+    lines = [
+        f"{program.phase} on {program.device} {program.mesh}: batch {program.batch}, "
+        f"length {program.length}, context {program.context}"
+    ]
+    if layer is None:
+        lines += [_declaration(value) for value in program.inputs]
+    names = {value: f"%{value.name}" for value in program.inputs}
+    declared: set[Weight | Cache] = set()
+    body = []
+    for instruction in chosen:
+        for _, operand in _operands(instruction):
+            if isinstance(operand, Weight | Cache) and operand not in declared:
+                declared.add(operand)
+                lines.append(_declaration(operand))
+        body.append(_line(instruction, names))
+    return "\n".join(lines + body) + "\n"
+
+
+def _line(instruction: Instruction, names: dict[Value, str]) -> str:
+    """Values are numbered in the order of their first mention."""
+
+    def name_of(value: Value) -> str:
+        return names.setdefault(value, f"%{len(names)}")
+
+    opcode = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "_", type(instruction).__name__).lower()
+    made = _made(instruction)
+    arguments = [
+        _argument(name, operand, name_of)
+        for name, operand in _operands(instruction)
+        if operand not in made
+    ]
+    call = f"{opcode}({', '.join(each for each in arguments if each)})"
+    if not made:
+        return call
+    return f"{', '.join(_declaration(value, name_of) for value in made)} = {call}"
+
+
+def _made(instruction: Instruction) -> tuple[Value, ...]:
+    """The values an instruction makes: none where it writes a cache."""
+    if isinstance(instruction, UpdateCache):
+        return ()
+    if isinstance(instruction, CreateHeads):
+        return instruction.out, instruction.k, instruction.v
+    return (instruction.out,)
+
+
+def _operands(instruction: Instruction) -> list[tuple[str, Any]]:
+    return [
+        (field.name, getattr(instruction, field.name))
+        for field in dataclasses.fields(instruction)
+        if field.name not in _SKIPPED
+    ]
+
+
+def _argument(name: str, operand: Any, name_of: Callable[[Value], str]) -> str:
+    if isinstance(operand, Value):
+        return name_of(operand)
+    if isinstance(operand, Weight | Cache):
+        return operand.name
+    if isinstance(operand, ComputeConfig):
+        return operand.name
+    if operand is None or operand is False or operand == "":
+        return ""
+    return f"{name}={operand:g}" if isinstance(operand, float) else f"{name}={operand}"
+
+
+def _declaration(
+    operand: Value | Weight | Cache,
+    name_of: Callable[[Value], str] = lambda value: f"%{value.name}",
+) -> str:
+    if isinstance(operand, Value):
+        dealt = f"/{operand.over}" if operand.over else ""
+        added = f"+{operand.partial}" if operand.partial else ""
+        shape = f"{operand.format}[{operand.rows}x{operand.columns}]"
+        return f"{name_of(operand)}: {shape}{dealt}{added} @ {operand.memory}"
+    if isinstance(operand, Cache):
+        shape = f"{operand.num_pages}x{operand.num_heads}x{operand.page}x{operand.head_dim}"
+        return f"{operand.name}: {operand.format}[{shape}]{_dealt(operand.over, operand.split)}"
+    rows = _dealt(operand.in_over, operand.in_split)
+    columns = _dealt(operand.out_over, operand.out_split)
+    shape = f"{operand.format}[{operand.rows}{rows}x{operand.columns}{columns}]"
+    return f"{operand.name}: {shape} @ {operand.memory}"
+
+
+def _dealt(over: str, split: Split | None) -> str:
+    """``/r``, and how much of all the shares is zeros where some is."""
+    if not over or split is None:
+        return ""
+    zeros = sum(run.count for share in split.shares for run in share if run.start is None)
+    return f"/{over}({zeros} of {split.size * len(split.shares)} zeros)" if zeros else f"/{over}"

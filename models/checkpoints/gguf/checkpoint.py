@@ -1,0 +1,361 @@
+"""A GGUF file as a checkpoint: Hugging Face names, half-split rope rows, exact dequantisation.
+
+It knows the names of decoders' tensors in GGUF; what the tokenizer's keys mean it does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.compiler.formats.ggml_blocks import Bytes, dequantise
+from tilewright.errors import CheckpointError
+from tilewright.models.architectures.table import architecture_of, find_gguf_type
+from tilewright.models.checkpoints.base import (
+    Rows,
+    TensorMeta,
+    TokenizerSource,
+    content_hash,
+    inner_part,
+    outer_rows,
+    row_range,
+    shown,
+    unknown_tensor,
+)
+from tilewright.models.checkpoints.gguf.config import config_of_gguf
+from tilewright.models.checkpoints.gguf.header import TENSOR_TYPES, GGUFTensor, header_of
+from tilewright.models.checkpoints.gguf.hybrid import (
+    DECAY,
+    Order,
+    hf_shape,
+    log_decay,
+    tiled_columns,
+    tiled_rows,
+)
+from tilewright.models.checkpoints.mapped_file import map_file, release
+from tilewright.models.checkpoints.pieces import Piece, View, expert_views, merged_type
+from tilewright.models.checkpoints.spelling.keys import Keys
+from tilewright.models.checkpoints.spelling.rope import gguf_longrope
+from tilewright.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from tilewright.models.config import DeltaShape
+
+_ROPE_FACTORS = "rope_freqs.weight"
+_SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+_CONSTANTS = (_ROPE_FACTORS, _SHORT_FACTORS, _LONG_FACTORS)
+_IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
+_WHOLE_MODEL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_PER_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_NAME = re.compile(r"blk\.(0|[1-9]\d{0,5})\.((\w+)(?:\.(weight|bias))?)")
+_DRAFT_NAME = re.compile(r"blk\.(0|[1-9]\d{0,5})\.nextn\..*")
+_TYPE_SUFFIX = re.compile(r"[.-](?:B?F16|F32|Q\d\w*)$", re.IGNORECASE)
+
+
+class GGUFCheckpoint:
+    """An opened ``.gguf`` file; see `tilewright.models.checkpoints.base.Checkpoint`.
+
+    Raises:
+        CheckpointError: a file that is cut short or corrupt, or of a kind that is not read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._map = map_file(path)
+        header = header_of(path)
+        self._metadata = header.metadata
+        name = header.metadata.get("general.architecture")
+        model_type = find_gguf_type(name, f"{path}: general.architecture")
+        self._architecture = architecture_of(model_type)
+        layer_names = {**_PER_LAYER, **self._architecture.gguf_names}
+        self._header_bytes = header.nbytes
+        self.config = config_of_gguf(self._metadata, where=path)
+        self._tensors: dict[str, GGUFTensor] = {}
+        for name, tensor in header.tensors.items():
+            if name in _CONSTANTS or _IGNORED.fullmatch(name) or self._is_draft(name):
+                continue
+            ours = hf_name(name, layer_names)
+            if ours in self._tensors:
+                raise CheckpointError(f"{path}: tensor {shown(ours)} stands twice")
+            self._tensors[ours] = dataclasses.replace(tensor, shape=hf_shape(ours, tensor.shape))
+        self.config = self._complete_config(header.tensors)
+        self._views = self._make_views()
+        self.names: Mapping[str, TensorMeta] = self._name_tensors()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.path,)
+
+    @property
+    def tokenizer_source(self) -> TokenizerSource:
+        return TokenizerSource(self.path, self._metadata)
+
+    def get(self, name: str, rows: Rows = None, columns: slice | None = None) -> Tensor:
+        if name not in self.names:
+            raise unknown_tensor(self.path, name, self.names)
+        shape = self.names[name].shape
+        start, stop = row_range(outer_rows(rows), shape[0])
+        if name not in self._views:
+            values = self._values(name, self._tensors[name], start, stop)
+        else:
+            parts = [self._values(*each) for each in self._pieces(self._views[name], start, stop)]
+            values = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
+            values = values.reshape(stop - start, *shape[1:])
+        return inner_part(values, rows, columns)
+
+    def stored(self, name: str, rows: slice | None = None) -> tuple[str, Bytes]:
+        """The type (ggml's name) and bytes ``[rows, bytes of a row]``, in Hugging Face's order.
+
+        Raises:
+            CheckpointError: a name that is not there.
+        """
+        if name not in self.names:
+            raise unknown_tensor(self.path, name, self.names)
+        meta = self.names[name]
+        assert meta.dtype in TENSOR_TYPES and not self._is_changed(name), name
+        start, stop = row_range(rows, meta.shape[0])
+        if name in self._views:
+            pieces = list(self._pieces(self._views[name], start, stop))
+        else:
+            pieces = [(name, self._tensors[name], start, stop)]
+        parts = [self._taken(*piece) for piece in pieces]
+        return meta.dtype, np.concatenate(parts).reshape(stop - start, -1)
+
+    def stored_type(self, name: str) -> str:
+        if name not in self.names:
+            raise unknown_tensor(self.path, name, self.names)
+        return "F32" if self._is_changed(name) else self.names[name].dtype
+
+    def content_hash(self) -> str:
+        tensors = [
+            (name, tensor.nbytes, functools.partial(self._stored, tensor.start))
+            for name, tensor in self._tensors.items()
+        ]
+        digest = content_hash([(len(self._map), self._map[: self._header_bytes])], tensors)
+        release(self._map, 0, len(self._map))
+        return digest
+
+    def _stored(self, at: int, low: int, high: int) -> bytes:
+        return self._map[at + low : at + high]
+
+    def _is_draft(self, name: str) -> bool:
+        """Whether tensor ``name`` is of the layers after the last, which draft tokens."""
+        match = _LAYER_NAME.fullmatch(name) or _DRAFT_NAME.fullmatch(name)
+        last = self._metadata.get(f"{self._metadata['general.architecture']}.block_count")
+        return match is not None and self.config.num_layers <= int(match[1]) < _as_int(last)
+
+    def _make_views(self) -> dict[str, View]:
+        """The tensors that the file has in another way than Hugging Face's files."""
+        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        found: dict[str, View] = {}
+        if self._architecture.experts:
+            config: Any = self.config
+            together = self._architecture.experts == "together"
+            found |= expert_views(config, shapes, together=together, path=self.path)
+        if self._architecture.gguf_views is not None:
+            found |= self._architecture.gguf_views(self.config, shapes, self.path)
+        return found
+
+    def _name_tensors(self) -> dict[str, TensorMeta]:
+        parts = {piece.tensor for view in self._views.values() for piece in view.pieces}
+        names = {
+            name: TensorMeta(tensor.shape, tensor.dtype, tensor.nbytes)
+            for name, tensor in self._tensors.items()
+            if name not in parts
+        }
+        for name, view in self._views.items():
+            pieces = [self._tensors[piece.tensor] for piece in view.pieces]
+            rows = [piece.stop - piece.first for piece in view.pieces]
+            nbytes = sum(
+                count * _row_bytes(tensor) for count, tensor in zip(rows, pieces, strict=True)
+            )
+            names[name] = TensorMeta(view.shape, merged_type({t.dtype for t in pieces}), nbytes)
+        return names
+
+    def _pieces(
+        self, view: View, start: int, stop: int
+    ) -> Iterator[tuple[str, GGUFTensor, int, int]]:
+        """The stored tensors, or an expert's share of them, that rows of a view are made of."""
+        for piece in view.rows(start, stop):
+            yield piece.tensor, self._share(piece), piece.first, piece.stop
+
+    def _share(self, piece: Piece) -> GGUFTensor:
+        whole = self._tensors[piece.tensor]
+        if piece.expert is None:
+            return whole
+        nbytes = whole.nbytes // whole.shape[0]
+        at = whole.start + piece.expert * nbytes
+        return dataclasses.replace(whole, shape=whole.shape[1:], start=at, nbytes=nbytes)
+
+    def _values(self, name: str, tensor: GGUFTensor, start: int, stop: int) -> Tensor:
+        """Some rows of a stored tensor, as Hugging Face has them."""
+        shape = (stop - start, *tensor.shape[1:])
+        if len(shape) == 1 and TENSOR_TYPES[tensor.dtype][1] > 1:  # rows have no bytes of their own
+            whole = dequantise(self._rows(tensor, 1, slice(1)), tensor.dtype)
+            order = self._file_rows(name, tensor)
+            values = whole[slice(start, stop) if order is None else order[start:stop]].clone()
+        else:
+            blocks = self._taken(name, tensor, start, stop)
+            values = dequantise(blocks, tensor.dtype).reshape(shape)
+        if not self._is_changed(name):
+            return values
+        if name.endswith(DECAY):
+            return log_decay(values, name, self.path)
+        if name.endswith("norm.weight"):
+            return values - self._architecture.gguf_norm_offset
+        columns = tiled_columns(name, self._delta())
+        assert columns is not None, name
+        return values[:, columns] if values.shape[1] == len(columns) else values
+
+    def _taken(self, name: str, tensor: GGUFTensor, start: int, stop: int) -> Bytes:
+        """The bytes of some rows, in Hugging Face's order."""
+        order = self._file_rows(name, tensor)
+        taken = slice(start, stop) if order is None else order[start:stop]
+        return self._rows(tensor, tensor.shape[0], taken)
+
+    def _is_changed(self, name: str) -> bool:
+        """Whether the file has other values, or values in other columns, than Hugging Face's."""
+        if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            return self._architecture.gguf_norm_offset != 0.0
+        is_tiled = self._architecture.gguf_tiled_heads and name.endswith("out_proj.weight")
+        return name.endswith(DECAY) or is_tiled
+
+    def _delta(self) -> DeltaShape:
+        config: Any = self.config
+        delta: DeltaShape = config.delta
+        return delta
+
+    def _complete_config(self, tensors: Mapping[str, GGUFTensor]) -> ModelConfig:
+        config = self.config
+        rope = config.rope
+        factors = {
+            name: self._factors(name, tensors[name], config)
+            for name in _CONSTANTS
+            if name in tensors
+        }
+        if _ROPE_FACTORS in factors:
+            rope = dataclasses.replace(rope, freq_factors=factors[_ROPE_FACTORS])
+        if _SHORT_FACTORS in factors or _LONG_FACTORS in factors:
+            for name in (_SHORT_FACTORS, _LONG_FACTORS):
+                if name not in factors:
+                    raise CheckpointError(f"{self.path}: tensor {name} is missing")
+            keys = Keys(self._metadata, self.path, f"{self._metadata['general.architecture']}.")
+            pair = factors[_SHORT_FACTORS], factors[_LONG_FACTORS]
+            scaling = gguf_longrope(keys, pair, config.max_positions)
+            rope = dataclasses.replace(rope, scaling=scaling)
+        embedding = self._tensors.get("model.embed_tokens.weight")
+        vocab_key = f"{self._metadata['general.architecture']}.vocab_size"
+        vocab_size = config.vocab_size
+        if embedding is not None and vocab_key not in self._metadata:
+            vocab_size = embedding.shape[0]
+        layer, names = "model.layers.0.", self._tensors
+        return dataclasses.replace(
+            config,
+            name=_TYPE_SUFFIX.sub("", self.path.stem),
+            vocab_size=vocab_size,
+            rope=rope,
+            tie_embeddings="lm_head.weight" not in names,
+            attention_bias=config.attention_bias
+            or f"{layer}self_attn.q_proj.bias" in self._tensors,
+            output_bias=f"{layer}self_attn.o_proj.bias" in self._tensors,
+            mlp_bias=f"{layer}mlp.gate_proj.bias" in self._tensors,
+        )
+
+    def _factors(self, name: str, tensor: GGUFTensor, config: ModelConfig) -> tuple[float, ...]:
+        expected = (config.rope.num_pairs(config.head_dim),)
+        if tensor.shape != expected or tensor.dtype != "F32":
+            raise CheckpointError(
+                f"{self.path}: tensor {name} is {tensor.dtype} {list(tensor.shape)}; "
+                f"allowed: F32 {list(expected)}"
+            )
+        raw = self._map[tensor.start : tensor.start + tensor.nbytes]
+        factors = np.frombuffer(raw, "<f4")
+        if not (np.isfinite(factors) & (factors > 0)).all():
+            raise CheckpointError(f"{self.path}: tensor {name} has a factor that is not above 0")
+        return tuple(factors.tolist())
+
+    def _file_rows(self, name: str, tensor: GGUFTensor) -> Order | None:
+        """The row of the file that each Hugging Face row is; None where they agree.
+
+        Where GGUF has rotation pairs adjacent (2i, 2i + 1 within a head), Hugging Face has them
+        half a head apart (i, i + D / 2); the converter moves weights and biases alike.
+        """
+        if self._architecture.gguf_tiled_heads:
+            order = tiled_rows(name, self._delta())
+            return order if order is not None and len(order) == tensor.shape[0] else None
+        if not self._architecture.gguf_pairs_adjacent:
+            return None
+        if ".self_attn.q_proj." in name:
+            num_heads = self.config.num_heads
+        elif ".self_attn.k_proj." in name:
+            num_heads = self.config.num_kv_heads
+        else:
+            return None
+        num_rows = tensor.shape[0]
+        if num_rows % (2 * num_heads):
+            raise CheckpointError(
+                f"{self.path}: tensor {shown(name)} has {num_rows} rows; "
+                f"allowed: a multiple of 2 x {num_heads} heads"
+            )
+        file_rows = np.arange(num_rows, dtype=np.int64).reshape(num_heads, -1, 2)
+        return file_rows.swapaxes(1, 2).reshape(-1)
+
+    def _rows(self, tensor: GGUFTensor, num_rows: int, which: slice | Order) -> Bytes:
+        """The stored bytes of some of the rows, ``[rows, bytes of a row]``, copied."""
+        stored = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.start)
+        table = stored.reshape(num_rows, tensor.nbytes // num_rows)
+        taken: Bytes = table[which].copy() if isinstance(which, slice) else table[which]
+        del stored, table
+        release(self._map, tensor.start, tensor.nbytes)
+        return taken
+
+
+def hf_name(name: str, layer_names: Mapping[str, str] = _PER_LAYER) -> str:
+    """Hugging Face's name of a GGUF tensor; a name that is not known is returned as it is.
+
+    ``layer_names``: those of a layer's tensors, by GGUF's.
+    """
+    stem, _, kind = name.rpartition(".")
+    if kind == "weight" and stem in _WHOLE_MODEL:
+        return f"{_WHOLE_MODEL[stem]}.weight"
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None:
+        return name
+    prefix = f"model.layers.{match[1]}."
+    if match[2] in layer_names and (match[4] is None or "." in match[2]):
+        return prefix + layer_names[match[2]]
+    if match[4] is None or match[3] not in layer_names:
+        return name
+    return f"{prefix}{layer_names[match[3]]}.{match[4]}"
+
+
+def _row_bytes(tensor: GGUFTensor) -> int:
+    """The stored bytes of a row, where rows are counted over all axes but the last."""
+    return tensor.nbytes // math.prod(tensor.shape[:-1])
+
+
+def _as_int(value: object) -> int:
+    return value if isinstance(value, int) else 0

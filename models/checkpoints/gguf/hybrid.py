@@ -1,0 +1,82 @@
+"""What llama.cpp's converter does to the tensors of linear attention, undone.
+
+It has value head j of every key head before value head j + 1 of any, where Hugging Face has the
+value heads of a key head together; it keeps -exp(A_log), and the convolution's weights without
+their axis of one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tilewright.errors import CheckpointError
+from tilewright.models.checkpoints.base import shown
+
+if TYPE_CHECKING:
+    from tilewright.models.config import DeltaShape
+
+Order = npt.NDArray[np.int64]
+
+DECAY = "linear_attn.A_log"
+_CONVOLUTION = "linear_attn.conv1d.weight"
+_ONE_ROW = "mlp.shared_expert_gate.weight"
+_BY_VALUE_HEAD = ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")
+
+
+def hf_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A tensor's shape with the axes of one that GGUF leaves out."""
+    if name.endswith(_CONVOLUTION) and len(shape) == 2:
+        return shape[0], 1, shape[1]
+    if name.endswith(_ONE_ROW) and len(shape) == 1:
+        return 1, *shape
+    return shape
+
+
+def tiled_rows(name: str, delta: DeltaShape) -> Order | None:
+    """Which row of the file each Hugging Face row is, where value heads are tiled; None where they
+    agree.
+    """
+    stem, _, part = name.rpartition("linear_attn.")
+    if not stem:
+        return None
+    if part in ("in_proj_qkv.weight", "conv1d.weight"):
+        rest = 2 * delta.key_width
+        return np.concatenate((np.arange(rest), rest + _grouped(delta, delta.value_dim)))
+    if part == "in_proj_z.weight":
+        return _grouped(delta, delta.value_dim)
+    return _grouped(delta, 1) if part in _BY_VALUE_HEAD else None
+
+
+def tiled_columns(name: str, delta: DeltaShape) -> Order | None:
+    """Which column of the file each Hugging Face column is, where value heads are tiled; None where
+    they agree.
+    """
+    is_product = name.endswith("linear_attn.out_proj.weight")
+    return _grouped(delta, delta.value_dim) if is_product else None
+
+
+def _grouped(delta: DeltaShape, width: int) -> Order:
+    """For the value heads of each key head in turn, their rows where all first ones lie first."""
+    ratio = delta.num_value_heads // delta.num_key_heads
+    rows = np.arange(delta.num_value_heads * width, dtype=np.int64)
+    tiled = rows.reshape(ratio, delta.num_key_heads, width)
+    return np.ascontiguousarray(tiled.swapaxes(0, 1)).reshape(-1)
+
+
+def log_decay(values: Tensor, name: str, path: Path) -> Tensor:
+    """Hugging Face's ``A_log``, of the -exp(A_log) that a GGUF file stores.
+
+    Raises:
+        CheckpointError: for a value that is not below 0.
+    """
+    if not bool((values < 0).all()):
+        raise CheckpointError(
+            f"{path}: tensor {shown(name)} has a value that is not below 0, as ssm_a has to be"
+        )
+    return torch.log(-values.float())

@@ -1,0 +1,270 @@
+"""A Hugging Face folder as a checkpoint: config.json and safetensors, in one file or in shards.
+
+It does not know architectures beyond what config.json says, nor tokenizers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tilewright.errors import CheckpointError, allowed, one_line
+from tilewright.models.architectures.table import architecture_of
+from tilewright.models.checkpoints.base import (
+    Rows,
+    TensorMeta,
+    TokenizerSource,
+    content_hash,
+    outer_rows,
+    row_range,
+    shown,
+    unknown_tensor,
+)
+from tilewright.models.checkpoints.huggingface.config import config_of_hf
+from tilewright.models.checkpoints.huggingface.shards import INDEX, find_shards
+from tilewright.models.checkpoints.json_file import read_json
+from tilewright.models.checkpoints.pieces import Piece, View, expert_views, merged_type
+
+_ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_IGNORED_SUFFIX = "rotary_emb.inv_freq"
+_TEXT_PREFIX = "model.language_model."
+_OTHER_PARTS = ("model.visual.", "mtp.")
+"""What tensors beside the text model's begin with: the tower for images, the layer that drafts."""
+_COMPARED_ROWS = 4096
+_MOST_MAPPED = 1 << 26
+"""Bytes read of a shard before it is opened anew, which gives back the memory that they take."""
+
+
+class SafetensorsCheckpoint:
+    """An opened Hugging Face folder; see `tilewright.models.checkpoints.base.Checkpoint`.
+
+    Raises:
+        CheckpointError: a file that is missing, cut short or corrupt, or of a kind not read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        values = read_json(path / "config.json")
+        self.config = config_of_hf(values, where=path / "config.json")
+        self._shards, expected = find_shards(path)
+        self._files = {shard: _open_shard(path / shard) for shard in self._shards}
+        self._num_mapped = dict.fromkeys(self._shards, 0)
+        self._shard_of: dict[str, str] = {}
+        self.names: dict[str, TensorMeta] = {}
+        self._stored_name: dict[str, str] = {}
+        architecture = architecture_of(self.config.model_type)
+        self._has_parts, self._experts = architecture.text_config, architecture.experts
+        for shard in self._shards:
+            self._read_names(shard)
+        for stored, shard in expected.items():
+            name = self._name_of(stored)
+            if name is None:
+                continue
+            if self._shard_of.get(name, shard) != shard or (
+                name not in self._shard_of and not name.endswith(_IGNORED_SUFFIX)
+            ):
+                raise CheckpointError(
+                    f"{path / shard}: tensor {shown(name)}, which {INDEX} lists, is missing"
+                )
+        self._views = self._make_views()
+        self._settle_head(says="tie_word_embeddings" in values)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        names = ("config.json", *([INDEX] if (self.path / INDEX).is_file() else []), *self._shards)
+        return tuple(self.path / name for name in names)
+
+    @property
+    def tokenizer_source(self) -> TokenizerSource:
+        return TokenizerSource(self.path)
+
+    def get(self, name: str, rows: Rows = None, columns: slice | None = None) -> Tensor:
+        if name not in self.names:
+            raise unknown_tensor(self.path, name, self.names)
+        shape = self.names[name].shape
+        if not shape:
+            return self._read(name, ())
+        start, stop = row_range(outer_rows(rows), shape[0])
+        inner = rows[1] if isinstance(rows, tuple) else slice(None)
+        wide = slice(None) if columns is None else columns
+        if name not in self._views:
+            middle = (inner, *[slice(None)] * (len(shape) - 3)) if len(shape) > 2 else ()
+            last = (wide,) if len(shape) > 1 else ()
+            return self._read(name, (slice(start, stop), *middle, *last))
+        view = self._views[name]
+        if isinstance(rows, tuple):
+            pieces = view.parts(start, stop, *row_range(inner, shape[1]))
+        else:
+            pieces = view.rows(start, stop)
+        parts = [self._read_piece(piece, wide) for piece in pieces]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
+        width = len(range(*wide.indices(shape[-1])))
+        if isinstance(rows, tuple):
+            return joined.reshape(stop - start, len(range(*inner.indices(shape[1]))), width)
+        return joined.reshape(stop - start, *shape[1:-1], width)
+
+    def _read(self, name: str, where: tuple[int | slice, ...]) -> Tensor:
+        """A part of a stored tensor; a scalar whole."""
+        shard = self._shard_of[name]
+        read = self._read_mapped(shard, name, where)
+        self._num_mapped[shard] += read.nbytes
+        if self._num_mapped[shard] > _MOST_MAPPED:  # which stay in memory while the file is open
+            self._files[shard] = _open_shard(self.path / shard)
+            self._num_mapped[shard] = 0
+        return read
+
+    def _read_mapped(self, shard: str, name: str, where: tuple[int | slice, ...]) -> Tensor:
+        file = self._files[shard]
+        try:
+            view = file.get_slice(self._stored_name[name])
+            if not view.get_shape():
+                return _owned(file.get_tensor(self._stored_name[name]))
+            return _owned(view[where])
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(self.path / shard, error) from None
+
+    def _read_piece(self, piece: Piece, columns: slice) -> Tensor:
+        rows = slice(piece.first, piece.stop)
+        if piece.expert is None:
+            return self._read(piece.tensor, (rows, columns))
+        expert = slice(piece.expert, piece.expert + 1)
+        return self._read(piece.tensor, (expert, rows, columns))[0]
+
+    def stored_type(self, name: str) -> str:
+        if name not in self.names:
+            raise unknown_tensor(self.path, name, self.names)
+        return self.names[name].dtype
+
+    def content_hash(self) -> str:
+        headers = [_header_of(self.path / "config.json", whole=True)]
+        headers += [_header_of(self.path / shard) for shard in self._shards]
+        tensors = []
+        for shard in self._shards:
+            tensors += _stored_tensors(self.path / shard, set(self._stored_name.values()))
+        return content_hash(headers, tensors)
+
+    def _read_names(self, shard: str) -> None:
+        file = self._files[shard]
+        for stored in sorted(file.keys()):
+            name = self._name_of(stored)
+            if name is None or name.endswith(_IGNORED_SUFFIX):
+                continue
+            if name in self.names:
+                raise CheckpointError(
+                    f"{self.path / shard}: tensor {shown(name)} is in {self._shard_of[name]} too"
+                )
+            view = file.get_slice(stored)
+            shape, dtype = tuple(view.get_shape()), str(view.get_dtype())
+            if dtype not in _ELEMENT_BYTES:
+                raise CheckpointError(
+                    f"{self.path / shard}: tensor {shown(name)} has type {dtype}, "
+                    "which is not read; " + allowed(_ELEMENT_BYTES)
+                )
+            nbytes = math.prod(shape) * _ELEMENT_BYTES[dtype]
+            self.names[name] = TensorMeta(shape, dtype, nbytes)
+            self._shard_of[name] = shard
+            self._stored_name[name] = stored
+
+    def _make_views(self) -> dict[str, View]:
+        """The experts that the file has in another way than the architecture asks for; ``names``
+        then has theirs.
+        """
+        if not self._experts:
+            return {}
+        config: Any = self.config
+        shapes = {name: meta.shape for name, meta in self.names.items()}
+        views = expert_views(config, shapes, together=self._experts == "together", path=self.path)
+        parts = {piece.tensor for view in views.values() for piece in view.pieces}
+        stored = {name: self.names.pop(name) for name in parts}
+        for name, view in views.items():
+            dtype = merged_type({stored[piece.tensor].dtype for piece in view.pieces})
+            rows = sum(piece.stop - piece.first for piece in view.pieces)
+            size = _ELEMENT_BYTES[stored[view.pieces[0].tensor].dtype]
+            self.names[name] = TensorMeta(view.shape, dtype, rows * view.shape[-1] * size)
+        return views
+
+    def _name_of(self, stored: str) -> str | None:
+        """What a tensor of the text model is called by itself; None for those of other parts."""
+        if not self._has_parts:
+            return stored
+        if stored.startswith(_OTHER_PARTS):
+            return None
+        if stored.startswith(_TEXT_PREFIX):
+            return "model." + stored.removeprefix(_TEXT_PREFIX)
+        return stored
+
+    def _settle_head(self, says: bool) -> None:
+        """Decide whether the head is tied, where config.json is silent or the file has it twice."""
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        if head not in self.names:
+            if not says:
+                self.config = dataclasses.replace(self.config, tie_embeddings=True)
+            return
+        if not self.config.tie_embeddings:
+            return
+        same = embedding in self.names and self.names[head] == self.names[embedding]
+        for start in range(0, self.names[head].shape[0] if same else 0, _COMPARED_ROWS):
+            rows = slice(start, start + _COMPARED_ROWS)
+            same = same and torch.equal(self.get(head, rows), self.get(embedding, rows))
+        if not same:
+            raise CheckpointError(
+                f"{self.path}: {head} differs from {embedding}, but config.json has "
+                "tie_word_embeddings = true; allowed: equal tensors, no lm_head.weight, or false"
+            )
+        del self.names[head], self._shard_of[head], self._stored_name[head]
+
+
+def _open_shard(path: Path) -> Any:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: the shard is missing")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path}: cut short or corrupt safetensors file: {one_line(error)}")
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """A copy when the library hands out a view of the mapped file."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _header_of(path: Path, whole: bool = False) -> tuple[int, bytes]:
+    """File size, and the safetensors header (length and JSON) or the ``whole`` file."""
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        if whole:
+            return size, file.read()
+        prefix = file.read(8)
+        return size, prefix + file.read(int.from_bytes(prefix, "little"))
+
+
+def _stored_tensors(path: Path, names: Container[str]) -> list[Any]:
+    """Name, bytes and byte reader of each tensor of an opened, hence valid, shard."""
+    _, header = _header_of(path)
+
+    def reader(start: int) -> Any:
+        def read(low: int, high: int) -> bytes:
+            with path.open("rb") as file:
+                file.seek(start + low)
+                return file.read(high - low)
+
+        return read
+
+    stored = []
+    for name, entry in json.loads(header[8:]).items():
+        if name != "__metadata__" and name in names:
+            start, stop = entry["data_offsets"]
+            stored.append((name, stop - start, reader(len(header) + start)))
+    return stored

@@ -1,0 +1,177 @@
+"""A model's configuration as Hugging Face's config.json spells it; it reads no files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tilewright.errors import allowed
+from tilewright.models.architectures.table import architecture_of, check_model_type
+from tilewright.models.checkpoints.spelling.keys import Keys, read_head_dim, read_kv_heads
+from tilewright.models.checkpoints.spelling.rope import hf_rope, hf_rope_values
+from tilewright.models.checkpoints.spelling.windows import FULL
+from tilewright.models.config import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    ModelConfig,
+)
+from tilewright.models.hub import repository_name
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "use_sliding_window": (False,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "query_pre_attn_scalar": (),
+    "use_bidirectional_attention": (False,),
+    "is_causal": (True,),
+    "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,),
+    "attention_multiplier": (),
+    "logits_scaling": (1.0,),
+    "logit_scale": (1.0,),
+    "clip_qkv": (),
+    "use_qk_norm": (False,),
+    "qk_layernorm": (False,),
+    "alibi": (False,),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
+    "n_routed_experts": (0,),
+    "n_shared_experts": (0,),
+    "first_k_dense_replace": (0,),
+    "moe_layer_freq": (1,),
+    "scoring_func": ("softmax",),
+    "routed_scaling_factor": (1.0,),
+    "n_group": (0, 1),
+    "topk_group": (0, 1),
+    "attn_output_gate": (False,),
+    "output_gate_type": (),
+}
+"""Keys of config.json that change the arithmetic, with the values that leave it as it is: others
+are refused where the architecture does not read the key. Null leaves it as it is too."""
+
+
+def config_of_hf(values: Mapping[str, object], *, where: Path | str) -> ModelConfig:
+    """The configuration in ``values``, the contents of a Hugging Face ``config.json`` at ``where``.
+
+    Raises:
+        CheckpointError: a key that is missing, out of range, or of a kind that is not read.
+    """
+    model_type = check_model_type(values.get("model_type"), f"{where}: model_type")
+    architecture = architecture_of(model_type)
+    if architecture.text_config:
+        values = _text_values(values, model_type, where)
+    keys = Keys({**architecture.hf_defaults, **values}, where)
+    _refuse_quantised(keys)
+    hidden = keys.integer("hidden_size", 1, MAX_WIDTH)
+    num_heads = keys.integer("num_attention_heads", 1, MAX_HEADS)
+    head_dim = read_head_dim(keys, "head_dim", hidden, num_heads)
+    max_positions = keys.integer("max_position_embeddings", 1, MAX_POSITIONS, default=2048)
+    bias = keys.boolean("attention_bias", default=False)
+    read: dict[str, Any] = {
+        "name": _hf_name(values, where),
+        "model_type": model_type,
+        "vocab_size": keys.integer("vocab_size", 1, MAX_VOCAB),
+        "hidden_size": hidden,
+        "intermediate_size": keys.integer(architecture.intermediate_key, 1, MAX_WIDTH),
+        "num_layers": keys.integer("num_hidden_layers", 1, MAX_LAYERS),
+        "num_heads": num_heads,
+        "num_kv_heads": read_kv_heads(keys, "num_key_value_heads", num_heads),
+        "head_dim": head_dim,
+        "max_positions": max_positions,
+        "norm_eps": keys.real("rms_norm_eps", 0.0, 1.0, default=1e-6),
+        "rope": hf_rope(
+            keys,
+            head_dim,
+            max_positions,
+            partial=architecture.has_partial_rotary,
+            mrope=architecture.has_mrope,
+            layers=FULL if architecture.has_rope_by_layer else None,
+        ),
+        "tie_embeddings": keys.boolean("tie_word_embeddings", default=False),
+        "attention_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": keys.boolean("mlp_bias", default=False),
+    }
+    config = (architecture.config or ModelConfig)(**{**read, **architecture.fixed})
+    if architecture.read_hf is not None:
+        config = architecture.read_hf(keys, config)
+    _refuse_hf_extras(keys)
+    assert isinstance(config, ModelConfig)
+    return config
+
+
+def hf_values(config: ModelConfig) -> dict[str, Any]:
+    """What a ``config.json`` says of a model: the keys that all architectures have."""
+    return {
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": hf_rope_values(config.rope, config.head_dim),
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+
+
+def _text_values(
+    values: Mapping[str, object], model_type: str, where: Path | str
+) -> Mapping[str, object]:
+    """The keys of the text model, in ``text_config`` or beside it; those of the whole hold for it.
+
+    Raises:
+        CheckpointError: a text model of another kind, or what the two say differently.
+    """
+    inner = values.get("text_config")
+    if inner is None:
+        return values
+    keys = Keys(values, where)
+    if not isinstance(inner, Mapping):
+        raise keys.error("text_config", inner, "allowed: an object")
+    text = keys.section("text_config", inner)
+    for each in (keys, text):
+        _refuse_quantised(each)
+    kinds = (model_type, f"{model_type}_text")
+    if text.get("model_type") not in (None, *kinds):
+        raise text.error("model_type", text.get("model_type"), allowed(kinds))
+    key = "tie_word_embeddings"
+    if keys.get(key) is not None:
+        tied = keys.boolean(key, default=False)
+        if text.boolean(key, default=tied) is not tied:
+            tail = f"allowed: {str(tied).lower()}, as outside text_config"
+            raise text.error(key, text.get(key), tail)
+    outer = ("_name_or_path", key)
+    said = {name: value for name, value in inner.items() if name not in outer or value is not None}
+    return {**{name: values[name] for name in outer if name in values}, **said}
+
+
+def _refuse_quantised(keys: Keys) -> None:
+    method = keys.get("quantization_config")
+    if method is not None:
+        if isinstance(method, Mapping):
+            method = method.get("quant_method", method)
+        raise keys.error("quantization_config", method, "allowed: none, unquantised weights")
+
+
+def _refuse_hf_extras(keys: Keys) -> None:
+    """Refuse keys that nobody has read and that would change the arithmetic."""
+    keys.refuse_unread(_NEUTRAL)
+    kinds = keys.unread("layer_types")
+    if isinstance(kinds, list) and any(kind != FULL for kind in kinds):
+        raise keys.error("layer_types", kinds, f"allowed: {FULL} for every layer")
+
+
+def _hf_name(values: Mapping[str, object], where: Path | str) -> str:
+    folder = Path(where).parent
+    name = values.get("_name_or_path")
+    written = name if isinstance(name, str) and name else "model"
+    return repository_name(folder) or folder.name or written

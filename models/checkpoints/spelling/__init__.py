@@ -1,0 +1,1 @@
+"""Layer names in config.json and GGUF metadata."""

@@ -1,0 +1,217 @@
+"""Rotary position embedding as config.json and GGUF metadata spell it; it knows no architecture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tilewright.models.checkpoints.spelling.keys import Keys
+from tilewright.models.config import (
+    MAX_POSITIONS,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    Scaling,
+)
+
+MAX_THETA = 1e15
+MAX_FACTOR = 1e6
+
+_TYPES = {"default": "default", "linear": "linear", "llama3": "llama3", "longrope": "longrope"}
+_TYPES["su"] = "longrope"  # as the first Phi-3 called it
+
+
+def hf_rope(
+    keys: Keys,
+    head_dim: int,
+    max_positions: int,
+    *,
+    partial: bool = False,
+    mrope: bool = False,
+    layers: str | None = None,
+) -> RopeConfig:
+    """The rotation that config.json says: in ``rope_parameters`` since transformers 5, in
+    ``rope_theta`` and ``rope_scaling`` before.
+
+    ``partial``: whether the architecture reads ``partial_rotary_factor``. ``mrope``: whether there
+    may be sections for images. ``layers``: the type of layer whose section is read, where
+    ``rope_parameters`` has one for each.
+
+    Raises:
+        CheckpointError: a type, a key or a value that is not read.
+    """
+    theta = keys.real("rope_theta", 1.0, MAX_THETA, default=10000.0)
+    section, value = _hf_section(keys, layers)
+    fraction = keys.real("partial_rotary_factor", 0.0, 1.0, default=1.0)
+    rope = keys.section(section, value)
+    theta = rope.real("rope_theta", 1.0, MAX_THETA, default=theta)
+    holder = rope if rope.get("partial_rotary_factor") is not None else keys
+    fraction = rope.real("partial_rotary_factor", 0.0, 1.0, default=fraction)
+    if fraction != 1.0 and not partial:
+        raise holder.error("partial_rotary_factor", fraction, "allowed: 1.0")
+    if mrope:
+        _check_sections(rope, "mrope_section", (3,))
+        rope.boolean("mrope_interleaved", default=True)
+    num_rotated = int(head_dim * fraction)
+    if num_rotated < 2 or num_rotated % 2:
+        tail = f"allowed: an even number of the {head_dim} channels of a head"
+        raise holder.error("partial_rotary_factor", fraction, tail)
+    scaling = _hf_scaling(keys, rope, num_rotated // 2, max_positions)
+    rope.refuse_others()
+    return RopeConfig(theta, scaling, num_rotated=num_rotated if fraction != 1.0 else None)
+
+
+def hf_rope_values(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
+    """The ``rope_parameters`` of config.json that say this rotation, factors by frequency aside."""
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
+    if rope.num_rotated is not None:
+        found["partial_rotary_factor"] = rope.num_rotated / head_dim
+    scaling = rope.scaling
+    if isinstance(scaling, LinearScaling):
+        found |= {"rope_type": "linear", "factor": scaling.factor}
+    elif isinstance(scaling, Llama3Scaling):
+        found |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        }
+    elif isinstance(scaling, LongRopeScaling):
+        found |= {
+            "rope_type": "longrope",
+            "short_factor": list(scaling.short_factors),
+            "long_factor": list(scaling.long_factors),
+            "original_max_position_embeddings": scaling.original_max_positions,
+            "attention_factor": scaling.attention_factor,
+        }
+    return found
+
+
+def _check_sections(keys: Keys, key: str, counts: tuple[int, ...]) -> None:
+    """Pairs that turn by each coordinate of an image's parts, which in text are all the position:
+    how many there are of each changes nothing, but it must be what it is taken for.
+    """
+    value = keys.get(key)
+    if value is None:
+        return
+    found: Any = value.tolist() if hasattr(value, "tolist") else value
+    is_list = isinstance(found, list) and len(found) in counts
+    if not is_list or any(type(each) is not int or each < 0 for each in found):
+        tail = f"allowed: {' or '.join(map(str, counts))} whole numbers from 0"
+        raise keys.error(key, found, tail)
+
+
+def _hf_section(keys: Keys, layers: str | None) -> tuple[str, Mapping[str, object]]:
+    """The object that tells of the rotation, and what messages call it."""
+    section, value = "rope_parameters", keys.get("rope_parameters")
+    older = keys.get("rope_scaling")
+    if value is None:
+        section, value = "rope_scaling", older
+    elif older is not None and older != value:
+        raise keys.error("rope_scaling", older, "allowed: null, or the same as rope_parameters")
+    if isinstance(value, Mapping) and layers is not None and layers in value:
+        section, value = f"{section}.{layers}", value[layers]
+    if value is not None and not isinstance(value, Mapping):
+        raise keys.error(section, value, "allowed: null or an object")
+    return section, value or {}
+
+
+def _hf_scaling(keys: Keys, rope: Keys, num_pairs: int, max_positions: int) -> Scaling | None:
+    old_name = rope.get("type")
+    type_key = "rope_type" if rope.get("rope_type") is not None else "type"
+    if old_name is not None and type_key != "type":
+        rope.choice("type", tuple(_TYPES), default="default")
+    kind = _TYPES[rope.choice(type_key, tuple(_TYPES), default="default")]
+    if kind == "linear":
+        return LinearScaling(rope.real("factor", 1.0, MAX_FACTOR))
+    if kind == "llama3":
+        return _llama3_scaling(rope, max_positions)
+    if kind == "longrope":
+        return _longrope_scaling(keys, rope, num_pairs, max_positions)
+    return None
+
+
+def _llama3_scaling(rope: Keys, max_positions: int) -> Llama3Scaling:
+    low = rope.real("low_freq_factor", 0.0, MAX_FACTOR)
+    high = rope.real("high_freq_factor", 0.0, MAX_FACTOR)
+    if high <= low:
+        raise rope.error("high_freq_factor", high, f"allowed: above low_freq_factor, {low:g}")
+    key = "original_max_position_embeddings"
+    return Llama3Scaling(
+        factor=rope.real("factor", 1.0, MAX_FACTOR),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_positions=rope.integer(key, 1, MAX_POSITIONS, default=max_positions),
+    )
+
+
+def _longrope_scaling(
+    keys: Keys, rope: Keys, num_pairs: int, max_positions: int
+) -> LongRopeScaling:
+    """The original length beside the section, where Phi-3 has it, goes before the one inside."""
+    key = "original_max_position_embeddings"
+    original = rope.integer(key, 2, MAX_POSITIONS, default=max_positions)
+    original = keys.integer(key, 2, MAX_POSITIONS, default=original)
+    factor = rope.real("factor", 0.0, MAX_FACTOR, default=max_positions / original)
+    given = rope.optional_real("attention_factor", 0.0, MAX_FACTOR)
+    return LongRopeScaling(
+        short_factors=rope.reals("short_factor", num_pairs),
+        long_factors=rope.reals("long_factor", num_pairs),
+        original_max_positions=original,
+        attention_factor=longrope_attention_factor(factor, original) if given is None else given,
+    )
+
+
+def longrope_attention_factor(factor: float, original_max_positions: int) -> float:
+    """What LongRoPE's paper multiplies cosines and sines by, for a context ``factor`` longer."""
+    if factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(original_max_positions))
+
+
+def gguf_rope(
+    keys: Keys, head_dim: int, *, partial: bool = False, mrope: bool = False
+) -> RopeConfig:
+    """The rotation that GGUF metadata says; factors by frequency are tensors, which the file's
+    reader adds. `hf_rope` explains ``partial`` and ``mrope``.
+
+    Raises:
+        CheckpointError: a scaling, or a number of rotated channels, that is not read.
+    """
+    key = "rope.dimension_count"
+    num_rotated = keys.integer(key, 2, head_dim, default=head_dim)
+    if num_rotated != head_dim and (not partial or num_rotated % 2):
+        tail = f"allowed: {'an even number up to ' if partial else ''}the head size, {head_dim}"
+        raise keys.error(key, num_rotated, tail)
+    if mrope:
+        _check_sections(keys, "rope.dimension_sections", (3, 4))
+    factor = keys.real("rope.scale_linear", 0.0, MAX_FACTOR, default=1.0)  # its older name
+    factor = keys.real("rope.scaling.factor", 0.0, MAX_FACTOR, default=factor)
+    kind = keys.choice("rope.scaling.type", ("none", "linear", "longrope"), default="linear")
+    return RopeConfig(
+        theta=keys.real("rope.freq_base", 1.0, MAX_THETA, default=10000.0),
+        scaling=LinearScaling(factor) if kind == "linear" and factor != 1.0 else None,
+        num_rotated=num_rotated if num_rotated != head_dim else None,
+    )
+
+
+def gguf_longrope(
+    keys: Keys, factors: tuple[tuple[float, ...], tuple[float, ...]], max_positions: int
+) -> LongRopeScaling:
+    """The scaling of a GGUF file that carries short and long ``factors``.
+
+    Raises:
+        CheckpointError: a key that is missing or out of range.
+    """
+    short, long = factors
+    original = keys.integer("rope.scaling.original_context_length", 2, MAX_POSITIONS)
+    implied = longrope_attention_factor(max_positions / original, original)
+    return LongRopeScaling(
+        short_factors=short,
+        long_factors=long,
+        original_max_positions=original,
+        attention_factor=keys.real("rope.scaling.attn_factor", 0.0, MAX_FACTOR, default=implied),
+    )

@@ -1,0 +1,275 @@
+"""Rows through an engine: the server's own service and loop, in this process and without HTTP."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tilewright.batch.preparing import Preparer
+from tilewright.batch.records import Item, Record, refused
+from tilewright.compiler.targets.interface.step import LogProbs
+from tilewright.errors import CompileError, RankError, one_line
+from tilewright.runtime.messages import (
+    Beat,
+    Cancel,
+    Failed,
+    Finished,
+    FromEngine,
+    Ready,
+    Refused,
+    Started,
+    Submit,
+    Tokens,
+)
+from tilewright.runtime.scheduling.engine_stats import STEP
+from tilewright.runtime.service import EngineService, QueueTransport
+from tilewright.serve.output.choice import Choice
+from tilewright.serve.web.errors import ApiError
+from tilewright.serve.web.responses import Job
+
+_FED_A_TURN = 16
+"""Rows that are made ready between two steps: the device has work meanwhile, but not for ever."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A row that has ended, with what it took.
+
+    Attributes:
+        first_s: seconds from its seat to its first token; None where there was none.
+        total_s: seconds from its seat to its last token.
+        ignored: keys of its body that nothing came of.
+    """
+
+    record: Record
+    first_s: float | None = None
+    total_s: float | None = None
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """One choice of a row on its way. Times are those of ``time.perf_counter()``.
+
+    Attributes:
+        tokens, scores: what has come and is no text yet; echo: of its prompt, with the first.
+    """
+
+    live: _Live
+    index: int
+    given_at: float
+    tokens: list[int] = field(default_factory=list)
+    scores: list[LogProbs] = field(default_factory=list)
+    echo: tuple[LogProbs, ...] = ()
+    seated_at: float | None = None
+    first_at: float | None = None
+    last_at: float = 0.0
+
+    @property
+    def choice(self) -> Choice:
+        return self.live.job.choices[self.index]
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A row on its way."""
+
+    item: Item
+    job: Job
+    is_watched: bool
+    asked: dict[int, _Asked] = field(default_factory=dict)
+    done: list[_Asked] = field(default_factory=list)
+
+
+class BatchEngine:
+    """Answers rows by an :class:`EngineService`, continuously batched.
+
+    It keeps as many rows waiting as there are seats, and makes the next ones ready while the
+    device computes.
+
+    Attributes:
+        num_output: tokens that were chosen so far; num_first: those of them that were the first of
+            an answer, which the steps of prompts choose.
+    """
+
+    def __init__(
+        self, service: EngineService, transport: QueueTransport, preparer: Preparer
+    ) -> None:
+        self._service, self._transport, self._preparer = service, transport, preparer
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, _Asked] = {}
+        self._num_waiting = 0
+        self._most_waiting = service.loop.executable.capabilities.max_seats
+        self.num_output = self.num_first = 0
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps so far in which rows decoded."""
+        found = self._service.loop.tallies.found
+        kinds = (found.get(f"{STEP}/{kind}") for kind in ("decode", "mixed"))
+        return sum(sum(tally.counts) for tally in kinds if tally is not None)
+
+    def run(self, items: Iterator[Item | Record]) -> Iterator[list[Ended]]:
+        """Answer rows in about the order in which they are given; after every step, those that
+        have ended, among them at once those of which a record is given.
+
+        Raises:
+            CompileError: where the device is lost; RankError: where a rank is.
+        """
+        is_empty = False
+        while not is_empty or self._asked:
+            ended: list[Ended] = []
+            for _ in range(_FED_A_TURN):
+                if is_empty or self._num_waiting >= self._most_waiting:
+                    break
+                item = next(items, None)
+                is_empty = item is None
+                if isinstance(item, Record):
+                    ended.append(Ended(record=item))
+                elif item is not None:
+                    self._give(item, ended)
+            if self._asked:
+                self._turn(ended)
+            yield ended
+
+    def _turn(self, ended: list[Ended]) -> None:
+        try:
+            self._service.turn()
+        except RankError as error:
+            raise RankError(f"{error}; --resume goes on where it was") from error
+        except Exception as error:
+            said = f"the engine has ended: {type(error).__name__}: {one_line(error)}"
+            raise CompileError(f"{said}; --resume goes on where it was") from error
+        outbox = self._transport.outbox
+        while outbox:
+            self._hear(outbox.popleft(), ended)
+
+    def _give(self, item: Item, ended: list[Ended]) -> None:
+        """Ask for a row; one that cannot be asked has ended."""
+        try:
+            job = self._preparer.job(item)
+        except ApiError as error:
+            ended.append(Ended(record=refused(item.row, error)))
+            return
+        is_watched = any(each.matcher.has_stops or each.reader for each in job.choices)
+        live, now = _Live(item, job, is_watched), time.perf_counter()
+        first: dict[tuple[int, ...], int] = {}
+        for index, asked in enumerate(job.asked):
+            number = next(self._numbers)
+            like = first.setdefault(asked.prompt.tokens, number)
+            self._asked[number] = live.asked[number] = _Asked(live, index, now)
+            self._num_waiting += 1
+            self._transport.inbox.append(
+                Submit(
+                    request_id=number,
+                    prompt=asked.prompt.tokens,
+                    sampling=asked.sampling,
+                    priority=job.priority,
+                    grammar=asked.grammar,
+                    cache_salt=job.cache_salt,
+                    like=like if like != number else None,
+                )
+            )
+
+    def _hear(self, message: FromEngine, ended: list[Ended]) -> None:
+        if isinstance(message, Ready | Refused | Beat):
+            return
+        asked = self._asked.get(message.request_id)
+        if asked is None:
+            return
+        if isinstance(message, Tokens):
+            self._hear_tokens(message, asked, ended)
+        elif isinstance(message, Started):
+            if asked.seated_at is None:
+                asked.seated_at = asked.given_at + message.queue_s
+                self._num_waiting -= 1
+            asked.choice.started = asked.choice.started or message
+        elif isinstance(message, Finished):
+            self._push(asked)
+            asked.choice.finished = message
+            asked.choice.end(message.reason)
+            self._leave(message.request_id, ended)
+        else:
+            assert isinstance(message, Failed), message
+            self._fail(asked, message, ended)
+
+    def _hear_tokens(self, message: Tokens, asked: _Asked, ended: list[Ended]) -> None:
+        asked.last_at = time.perf_counter()
+        self.num_output += len(message.tokens)
+        if asked.first_at is None:
+            asked.first_at = asked.last_at
+            self.num_first += 1
+        asked.tokens += message.tokens
+        asked.scores += message.logprobs
+        asked.echo = asked.echo or message.echo
+        if asked.live.is_watched:  # a stop string, or a call, may be what ends it
+            self._push(asked)
+            if asked.choice.finish_reason is not None:
+                self._transport.inbox.append(Cancel(message.request_id))
+                self._leave(message.request_id, ended)
+
+    def _push(self, asked: _Asked) -> None:
+        """Make text of the tokens that have come: of most answers once, at their end."""
+        choice = asked.choice
+        if asked.tokens:
+            if choice.awaits_echo:
+                choice.score_prompt(asked.echo)
+            choice.push(Tokens(0, tuple(asked.tokens), tuple(asked.scores)))
+            asked.tokens.clear()
+            asked.scores.clear()
+
+    def _leave(self, number: int, ended: list[Ended]) -> None:
+        asked = self._asked.pop(number)
+        live = asked.live
+        del live.asked[number]
+        live.done.append(asked)
+        if asked.seated_at is None:
+            self._num_waiting -= 1
+        if not live.asked:
+            ended.append(_ended(live))
+
+    def _fail(self, asked: _Asked, message: Failed, ended: list[Ended]) -> None:
+        """One of a row's choices cannot be served: the row ends with that."""
+        live = asked.live
+        for number, each in live.asked.items():
+            if number != message.request_id:
+                self._transport.inbox.append(Cancel(number))
+            if each.seated_at is None:
+                self._num_waiting -= 1
+            del self._asked[number]
+        error = ApiError(500, message.code, message.message)
+        ended.append(Ended(record=refused(live.item.row, error)))
+
+
+def _ended(live: _Live) -> Ended:
+    usage = live.job.usage()
+    record = Record(
+        row=live.item.row,
+        prompt_tokens=usage["prompt_tokens"],
+        completion_tokens=usage["completion_tokens"],
+        body=msgspec.Raw(msgspec.json.encode(live.job.whole())),
+    )
+    return Ended(
+        record=record,
+        first_s=_first(live.done),
+        total_s=_total(live.done),
+        ignored=live.job.ignored,
+    )
+
+
+def _first(done: Sequence[_Asked]) -> float | None:
+    times = [
+        each.first_at - each.seated_at
+        for each in done
+        if each.first_at is not None and each.seated_at is not None
+    ]
+    return min(times, default=None)
+
+
+def _total(done: Sequence[_Asked]) -> float | None:
+    times = [each.last_at - each.seated_at for each in done if each.seated_at is not None]
+    return max(times, default=None)

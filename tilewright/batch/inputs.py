@@ -1,0 +1,80 @@
+"""From a file to a data set: which of the forms it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tilewright.batch.dataset import DataSet, file_hash
+from tilewright.batch.lines import Lines
+from tilewright.batch.openai_rows import OpenAiRows
+from tilewright.batch.plain_rows import Asking, PlainRows, Rows, read_list
+from tilewright.errors import ConfigError
+from tilewright.serve.web.errors import ApiError
+
+_KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_FORMS = "a JSON list (.json), JSON lines (.jsonl) or Parquet (.parquet)"
+
+
+def open_data_set(path: Path, asking: Asking, *, is_plain: bool = False) -> DataSet:
+    """The data set of a file.
+
+    JSON lines whose first one has a ``custom_id`` are OpenAI's, unless ``is_plain`` says that
+    there is a column of prompts.
+
+    Raises:
+        ConfigError: where the file cannot be read, is damaged as a whole, has no rows, or none of
+            its rows can be read.
+    """
+    found: DataSet
+    if path.suffix == ".parquet":
+        from tilewright.batch.parquet_rows import ParquetRows
+
+        found = ParquetRows(path, asking)
+    elif path.suffix == ".jsonl":
+        lines = Lines(path)
+        _check_some(path, len(lines))
+        if not is_plain and _is_openai(lines):
+            found = OpenAiRows(path, lines)
+        else:
+            found = PlainRows(lines, file_hash(path), asking)
+    elif path.suffix == ".json":
+        rows = Rows(path, read_list(path))
+        _check_some(path, len(rows))
+        found = PlainRows(rows, file_hash(path), asking)
+    else:
+        raise ConfigError(f"data set {path}: {path.suffix or 'no suffix'}; allowed: {_FORMS}")
+    _check_some(path, len(found))
+    _check_readable(found, path)
+    return found
+
+
+def _check_some(path: Path, count: int) -> None:
+    if not count:
+        raise ConfigError(f"data set {path}: has no rows; allowed: at least one")
+
+
+def _is_openai(lines: Lines) -> bool:
+    """Whether the first line that is an object at all is a request with an id."""
+    for row in range(min(len(lines), 16)):
+        if lines.size(row) < 1 << 26:
+            try:
+                keys = _KEYS.decode(lines[row])
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                continue
+            return "custom_id" in keys or ("body" in keys and "url" in keys)
+    return False
+
+
+def _check_readable(found: DataSet, path: Path) -> None:
+    """Refuse a data set of which not one row can be asked: it is none, or not of this form."""
+    first: ApiError | None = None
+    for row in range(len(found)):
+        try:
+            found.item(row)
+            return
+        except ApiError as error:
+            first = first or error
+    assert first is not None
+    raise ConfigError(f"data set {path}: no row of it can be read; the first: {first.message}")

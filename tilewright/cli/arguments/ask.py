@@ -1,0 +1,238 @@
+"""What ``tilewright run`` and ``tilewright chat`` share: their options, the way to a model that
+answers, and the dim lines on standard error. Imports nothing heavy before a sign of life.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from tilewright.models import DEFAULT_MODEL
+from tilewright.options.arguments import (
+    CHECKPOINT_PRECISION,
+    PRECISION_FORMS,
+    ModelOptions,
+    Parser,
+    PathArguments,
+    add_options,
+    check_text,
+    integer,
+    option,
+    read_model_options,
+    real,
+    take_path,
+    values_of,
+)
+from tilewright.options.parallel import ParallelArguments
+
+if TYPE_CHECKING:
+    from tilewright.llm import LLM, Answer
+    from tilewright.loading.source import Source
+
+_REDRAW_S = 0.1
+_SAMPLING = "sampling"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingArguments:
+    """How tokens are chosen, by the runtime's names for it; None where nothing is said."""
+
+    max_tokens: int | None = option(
+        "of an answer (default: 512, or what there is room for)",
+        group=_SAMPLING,
+        type=integer(1, 1 << 20),
+        metavar="N",
+    )
+    temperature: float | None = option(
+        "0 is greedy (default: 0)", group=_SAMPLING, type=real(0, 100)
+    )
+    top_k: int | None = option(
+        "0 is off (default: 0)", group=_SAMPLING, type=integer(0, (1 << 31) - 1)
+    )
+    top_p: float | None = option(
+        "1 is off (default: 1)", group=_SAMPLING, type=real(0, 1, above=True)
+    )
+    min_p: float | None = option("0 is off (default: 0)", group=_SAMPLING, type=real(0, 1))
+    repetition_penalty: float | None = option(
+        "1 is off (default: 1)", group=_SAMPLING, type=real(0, 10, above=True)
+    )
+    seed: int | None = option(
+        "of the random choices (default: 0)", group=_SAMPLING, type=integer(0, (1 << 63) - 1)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskArguments(PathArguments):
+    """Which model is asked, and what of it besides a prompt."""
+
+    precision: str | None = option(
+        f"{PRECISION_FORMS} (default: {CHECKPOINT_PRECISION})", group="model", metavar="NAME"
+    )
+    system: str | None = option("the system message", metavar="TEXT")
+    threads: int | None = option("CPU threads (default: all cores)", type=integer(1, 1024))
+    no_cache: bool = option("compile anew and keep nothing", default=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A checked command line: the model, and what is asked of it; ``sampling`` by name."""
+
+    model: ModelOptions
+    arguments: Any
+    sampling: Mapping[str, Any]
+
+
+def read_asked(
+    argv: Sequence[str], kind: type, sign: Sign, *, prog: str, description: str
+) -> Asked:
+    """Read a command line of a path, ``kind``'s own options and those of this module.
+
+    The first sign of life is given once it can be read, before files are looked at.
+
+    Raises:
+        TilewrightError: for anything that can be seen to be wrong without the model.
+    """
+    parser = Parser(prog=prog, description=description)
+    add_options(parser, kind, ParallelArguments, SamplingArguments)
+    arguments = parser.parse_args(list(argv))
+    take_path(arguments)
+    sign.opening(arguments.model)
+    given = values_of(SamplingArguments, arguments)
+    check_text(arguments.system or "", "the system message")
+    return Asked(
+        model=read_model_options(arguments, CHECKPOINT_PRECISION),
+        arguments=arguments,
+        sampling={name: value for name, value in given.items() if value is not None},
+    )
+
+
+def messages_of(system: str | None) -> list[dict[str, str]]:
+    """Make the messages that a chat begins with: the system prompt, where there is one."""
+    return [{"role": "system", "content": system}] if system else []
+
+
+class Sign:
+    """A dim line of standard error that says what is being done; the next one replaces it.
+
+    Where that is no terminal there is none, and `note` writes its lines plain.
+    """
+
+    def __init__(self) -> None:
+        self._shown_at = 0.0
+
+    def show(self, text: str) -> None:
+        """Show what is being done now, until something else is."""
+        if sys.stderr.isatty():
+            self._write(f"\r\x1b[K{self._dim(text[:100])}\r")
+
+    def opening(self, model: object) -> None:
+        """Show that a model is being opened, the default one where none is named."""
+        self.show(f"opening {model or DEFAULT_MODEL}")
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Say how far a compilation has come, ten times a second at the most."""
+        now = time.monotonic()
+        if now - self._shown_at > _REDRAW_S:
+            self._shown_at = now
+            self.show(f"{what} {100 * done // max(total, 1)} %")
+
+    def note(self, text: str) -> None:
+        """Print a line that stays above what is being done."""
+        self.clear()
+        self._write(f"{self._dim(' '.join(text.split()))}\n")
+
+    def write_lines(self, text: str) -> None:
+        """Print lines that the user asked for."""
+        self.clear()
+        self._write(f"{text}\n")
+
+    def clear(self) -> None:
+        """Take away the line of what is being done."""
+        if sys.stderr.isatty():
+            self._write("\r\x1b[K")
+
+    def _dim(self, text: str) -> str:
+        is_dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        return f"\x1b[2m{text}\x1b[0m" if is_dim else text
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def open_asked(asked: Asked, sign: Sign) -> Source:
+    """The model that is asked, open but not compiled; from here on heavy modules are imported."""
+    warnings.filterwarnings("ignore", module="torch")
+    with _collected_later():
+        from tilewright.loading.source import open_source
+
+        source = open_source(asked.model.path)
+    if source.weights == "random":
+        from tilewright.cli.terminal.console import RANDOM_NOTE
+
+        sign.note(RANDOM_NOTE.format(source.name))
+    return source
+
+
+@contextmanager
+def _collected_later() -> Iterator[None]:
+    """Imports leave a million objects and no garbage, through which Python would look again and
+    again for a tenth of the time until the first word.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def compile_asked(asked: Asked, source: Source, sign: Sign, *, context: int) -> LLM:
+    """The model that is asked, ready to answer one sequence of so many positions."""
+    from tilewright.compiler.targets.interface.base import CompileOptions
+    from tilewright.llm import LLM
+    from tilewright.loading.source import compile_source
+
+    choices = CompileOptions(
+        max_context=context, compute=asked.model.compute, num_threads=asked.arguments.threads
+    )
+    model, use_cache = asked.model, not asked.arguments.no_cache
+    compiled = compile_source(
+        source, model, choices, sign.progress, use_cache=use_cache, ends_process=True
+    )
+    for note in compiled.notes:
+        sign.note(note)
+    return LLM.of_compiled(source, compiled)
+
+
+def cost_line(llm: LLM, answer: Answer) -> str:
+    """What an answer cost, in one line."""
+    from tilewright.compiler.targets.table import get_target
+
+    compiled = llm.compiled
+    parts = [f"{len(answer.tokens)} tokens"]
+    if get_target(compiled.target).is_emulated:
+        parts.append("emulated: how long it took says nothing of the board")
+    else:
+        parts[0] += f" in {answer.total_s:.1f} s"
+        parts.append(f"the first after {answer.first_s:.2f} s")
+        if answer.tokens_per_second is not None:
+            parts.append(f"then {answer.tokens_per_second:.1f} t/s")
+    if answer.finish_reason == "length":
+        parts.append("cut short there (--max-tokens)")
+    elif answer.finish_reason == "cancelled":
+        parts.append("stopped")
+    where = f"{llm.source.name} on {compiled.target}, {compiled.precision.name}"
+    return f"{', '.join(parts)}; {where}"
+
+
+def sampling_names() -> tuple[str, ...]:
+    """The sampling parameters that a command line and a chat know."""
+    return tuple(each.name for each in fields(SamplingArguments))

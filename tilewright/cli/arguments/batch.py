@@ -1,0 +1,204 @@
+"""What ``tilewright batch`` is asked to do, checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilewright.batch.dataset import MAX_TOKENS
+from tilewright.batch.plain_rows import Asking
+from tilewright.cli.arguments.ask import SamplingArguments
+from tilewright.cli.arguments.engine import EngineArguments
+from tilewright.distributed.grouping import Grouping
+from tilewright.errors import ConfigError
+from tilewright.options.arguments import (
+    CHECKPOINT_PRECISION,
+    PRECISION_FORMS,
+    ModelArguments,
+    ModelOptions,
+    Parser,
+    add_options,
+    check_text,
+    integer,
+    option,
+    read_model_options,
+    values_of,
+)
+from tilewright.options.parallel import ParallelArguments
+
+_SEATS = {"cpu": 16, "cuda": 256}
+RAY = "ray"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked(ModelArguments):
+    precision: str | None = option(
+        f"{PRECISION_FORMS} (default: {CHECKPOINT_PRECISION})", group="model", metavar="NAME"
+    )
+    tokenizer: str | None = option(
+        "another folder's tokenizer (default: the model's)", group="model", metavar="PATH"
+    )
+    input: str | None = option(
+        "a data set: JSON lines of OpenAI's batches or with a column of prompts, a JSON list of "
+        "[prompt, prompt_len, output_len] or of objects, or Parquet",
+        "input",
+        nargs="?",
+        metavar="INPUT",
+    )
+    dataset: str | None = option("the same as INPUT", metavar="FILE")
+    output: str | None = option(
+        "a new file for the answers, of the same kind; beside it a journal lies until it is "
+        "complete (default: answers are thrown away, and only figures are printed)",
+        "-o",
+        "--output",
+        metavar="FILE",
+    )
+    prompt_column: str | None = option(
+        "of plain rows (default: prompt)", group="rows", metavar="NAME"
+    )
+    answer_column: str = option(
+        "what the answers' column is called", default="text", group="rows", metavar="NAME"
+    )
+    chat: bool = option("ask plain texts as the user's turn of a chat", default=False, group="rows")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions(EngineArguments):
+    """The command line of ``tilewright batch``, checked.
+
+    ``argv``: what was typed; ``sampling``: by name, what was said of it.
+    """
+
+    argv: tuple[str, ...]
+    model: ModelOptions
+    tokenizer: Path | None
+    input: Path | None
+    output: Path | None
+    asking: Asking
+    is_plain: bool
+    max_tokens: int | None
+    seed: int
+    sampling: Mapping[str, float]
+    num_samples: int | None = option(
+        "rows, drawn by --seed (default: all)", group="rows", type=integer(1, 1 << 30), metavar="N"
+    )
+    input_len: int | None = option(
+        "instead of INPUT: prompts of so many random tokens",
+        group="rows",
+        type=integer(1, 1 << 24),
+        metavar="N",
+    )
+    output_len: int | None = option(
+        "with --input-len: tokens of each answer",
+        group="rows",
+        type=integer(1, 1 << 24),
+        metavar="N",
+    )
+    ignore_eos: bool = option(
+        "go on behind the model's end tokens, to measure", default=False, group="rows"
+    )
+    resume: bool = option("go on with a run that was stopped", default=False)
+    unordered: bool = option("leave rows in the order in which they ended", default=False)
+    as_json: bool = option("print the figures as JSON", "--json", default=False)
+    max_seats: int | None = option(
+        "rows that run at a time (default: 16 on cpu, 256 on cuda)",
+        "--max-seats",
+        "--max-num-seqs",
+        group="engine",
+        type=integer(1, 4096),
+    )
+    engine_kind: str = option(
+        "local: in this process; ray: Ray Data spreads rows over actors, here or over a cluster",
+        "--engine",
+        default="local",
+        group="several engines",
+        choices=("local", RAY),
+    )
+    actors: int = option(
+        "engines, with --engine ray", default=1, group="several engines", type=integer(1, 4096)
+    )
+
+    @property
+    def seats(self) -> int:
+        """The number of rows that run at a time."""
+        return self.max_seats or _SEATS.get(self.model.target.split("-")[0], 8)
+
+
+def read_batch_options(argv: Sequence[str]) -> BatchOptions:
+    """Read and check the command line of ``tilewright batch``.
+
+    Raises:
+        TilewrightError: for anything that can be seen to be wrong without model and data set.
+    """
+    parser = Parser(
+        prog="tilewright batch",
+        description="Answer all rows of a data set, by the server's own loop and without a server.",
+    )
+    add_options(parser, _Asked, ParallelArguments, SamplingArguments, BatchOptions)
+    arguments = parser.parse_args(list(argv))
+    given = values_of(BatchOptions, arguments)
+    source = _input(arguments, given)
+    sampling = values_of(SamplingArguments, arguments)
+    seed, max_tokens = sampling.pop("seed") or 0, sampling.pop("max_tokens")
+    for name in ("prompt_column", "answer_column"):
+        check_text(getattr(arguments, name) or "", f"--{name.replace('_', '-')}")
+    if arguments.output is None and given["resume"]:
+        raise ConfigError("--resume without --output; allowed: that of the run that was stopped")
+    model = read_model_options(arguments, CHECKPOINT_PRECISION)
+    if given["engine_kind"] == RAY:
+        _check_actors(model.grouping)
+    elif given["actors"] != 1:
+        raise ConfigError(f"--actors {given['actors']} without Ray; allowed: --engine ray")
+    return BatchOptions(
+        argv=tuple(argv),
+        model=model,
+        tokenizer=None if arguments.tokenizer is None else Path(arguments.tokenizer),
+        input=source,
+        output=None if arguments.output is None else Path(arguments.output),
+        asking=Asking(
+            prompt_column=arguments.prompt_column or "prompt",
+            answer_column=arguments.answer_column,
+            is_chat=arguments.chat,
+            max_tokens=max_tokens or MAX_TOKENS,
+        ),
+        is_plain=arguments.prompt_column is not None,
+        max_tokens=max_tokens,
+        seed=seed,
+        sampling={name: value for name, value in sampling.items() if value is not None},
+        **given,
+    )
+
+
+def _check_actors(grouping: Grouping) -> None:
+    """Refuse to place ranks where Ray places them (ConfigError)."""
+    if grouping.parallel.devices:
+        raise ConfigError("--devices with --engine ray, which gives each actor GPUs of its own")
+    if grouping.machines.count > 1 or grouping.place is not None:
+        raise ConfigError(
+            "--engine ray in a group that others start too; allowed: --tensor-parallel, the ranks "
+            "of each actor on one machine"
+        )
+
+
+def _input(arguments: Any, given: Mapping[str, Any]) -> Path | None:
+    """The data set's file; None where its rows are made up.
+
+    Raises:
+        ConfigError: where there is none, or two.
+    """
+    if arguments.input is not None and arguments.dataset is not None:
+        raise ConfigError("INPUT and --dataset; allowed: one of them")
+    named = arguments.input or arguments.dataset
+    lengths = [name for name in ("input_len", "output_len") if given[name] is not None]
+    if named is None:
+        if len(lengths) < 2 or given["num_samples"] is None:
+            raise ConfigError(
+                "no data set; allowed: INPUT, or --input-len, --output-len and --num-samples"
+            )
+        return None
+    if lengths:
+        option_name = lengths[0].replace("_", "-")
+        raise ConfigError(f"--{option_name} with a data set, whose rows have their own lengths")
+    return Path(named)

@@ -1,0 +1,211 @@
+"""What ``tilewright serve`` is asked to do, checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewright.cli.arguments.engine import EngineArguments
+from tilewright.errors import ConfigError
+from tilewright.options.arguments import (
+    CHECKPOINT_PRECISION,
+    CheckpointArguments,
+    ModelOptions,
+    Parser,
+    add_options,
+    integer,
+    option,
+    read_model_options,
+    real,
+    take_path,
+    values_of,
+)
+from tilewright.options.parallel import ParallelArguments
+from tilewright.serve.tools.formats.table import FORMATS
+
+if TYPE_CHECKING:
+    from tilewright.cli.arguments.ask import Sign
+
+MODEL = "model"
+"""``--sampling-defaults``: those of the checkpoint's ``generation_config.json``."""
+
+_DEFAULTS: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0, "top_p": 1.0},
+    "openai": {"temperature": 1.0, "top_p": 1.0},
+    MODEL: {},
+}
+_MAX_KEYS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    sampling_defaults: str = option(
+        "of requests that name no temperature: greedy 0, openai 1, model as its "
+        "generation_config.json says",
+        default="greedy",
+        group="requests",
+        choices=tuple(_DEFAULTS),
+    )
+    chat_template: str | None = option(
+        "a Jinja file instead of the checkpoint's", group="requests", metavar="FILE"
+    )
+    tool_format: str | None = option(
+        "how the model calls functions (default: as its chat template tells)",
+        group="requests",
+        choices=tuple(FORMATS),
+    )
+    default_chat_template_kwargs: str | None = option(
+        "what templates may read, as '{\"enable_thinking\": false}'",
+        group="requests",
+        metavar="JSON",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions(EngineArguments):
+    """The command line of ``tilewright serve``, checked."""
+
+    model: ModelOptions
+    sampling_defaults: str
+    defaults: dict[str, float]
+    chat_template: str | None
+    tool_format: str | None
+    template_variables: dict[str, Any]
+    devices: tuple[int, ...] = ()
+    """The GPUs of all replicas, where there are several."""
+    host: str = option("the address to listen on", default="127.0.0.1")
+    port: int = option("0: any that is free", default=8000, type=integer(0, 65535))
+    detach: bool = option("return once it serves, and leave it running", default=False)
+    log: Path | None = option(
+        "what --detach leaves the server's messages in (default: a new temporary file)",
+        type=Path,
+        metavar="FILE",
+    )
+    max_seats: int = option(
+        "requests that run at a time",
+        "--max-seats",
+        "--max-num-seqs",
+        default=8,
+        group="engine",
+        type=integer(1, 4096),
+    )
+    step_ms: float = option(
+        "of prompts beside running answers; 0: no limit",
+        default=20.0,
+        group="engine",
+        type=real(0, 10_000),
+    )
+    cache_replies: bool | None = option(
+        "share answers too: the next turn of a chat computes less, and is equal up to rounding "
+        "(default: where no promise of bits is kept by leaving it; without pages always)",
+        action=argparse.BooleanOptionalAction,
+        group="engine",
+    )
+    replicas: int = option(
+        "engines behind the one server, each with GPUs or CPU cores of its own; a request goes to "
+        "the one that has its beginning, or has least to do",
+        "--replicas",
+        "--data-parallel-size",
+        default=1,
+        group="engine",
+        type=integer(1, 64),
+    )
+    api_key: tuple[str, ...] = option(
+        "keys that clients must have one of", default=(), group="requests", metavar="KEY"
+    )
+    served_model_name: tuple[str, ...] = option(
+        "what the model is called; the first is reported",
+        default=(),
+        group="requests",
+        metavar="NAME",
+    )
+    strict_model: bool = option("404 for another model's name", default=False, group="requests")
+    cors_origins: tuple[str, ...] = option(
+        "foreign origins whose pages may ask, under whatever name they know this server; '*': all",
+        default=(),
+        group="requests",
+        metavar="ORIGIN",
+    )
+    max_queue: int = option(
+        "requests that wait", default=1024, group="requests", type=integer(1, 1 << 20)
+    )
+    queue_timeout: float = option(
+        "seconds", default=600.0, group="requests", type=real(0, 1e6, above=True)
+    )
+    drain_timeout: float = option("seconds", default=30.0, group="requests", type=real(0, 1e6))
+    admin: bool = option("answer /slots and /reset_prefix_cache", default=False, group="requests")
+    metrics_names: str = option(
+        "the prefix of metrics",
+        default="tilewright",
+        group="requests",
+        choices=("tilewright", "vllm"),
+    )
+
+
+def read_serve_options(argv: Sequence[str], sign: Sign | None = None) -> ServeOptions:
+    """Read and check the command line of ``tilewright serve``. ``sign`` shows life once it can be
+    read, before files are looked at.
+
+    Raises:
+        TilewrightError: for anything that can be seen to be wrong without the model.
+    """
+    parser = Parser(
+        prog="tilewright serve",
+        description="Serve a model over HTTP, as OpenAI's API does; with timings: true in a "
+        "request, llama.cpp's figures come too, in streams with the end of each choice.",
+    )
+    kinds = (CheckpointArguments, ParallelArguments, _Asked, ServeOptions)
+    add_options(parser, *kinds, without=("dump", "output"))
+    arguments = parser.parse_args(list(argv))
+    arguments.dump = None
+    take_path(arguments)
+    if sign is not None:
+        sign.opening(arguments.model)
+    given = values_of(ServeOptions, arguments)
+    if len(given["api_key"]) > _MAX_KEYS or not all(given["api_key"]):
+        raise ConfigError(f"--api-key: allowed: up to {_MAX_KEYS}, none of them empty")
+    if given["cache_replies"] and given["no_prefix_cache"]:
+        raise ConfigError("--cache-replies with --no-prefix-cache; allowed: one of them")
+    if arguments.detach and not arguments.port:
+        raise ConfigError("--detach with --port 0; allowed: a port that is named")
+    devices: tuple[int, ...] = ()
+    if given["replicas"] > 1:  # each has ranks of its own, of which these are the devices
+        devices, arguments.devices = arguments.devices or (), None
+    return ServeOptions(
+        model=read_model_options(arguments, CHECKPOINT_PRECISION),
+        sampling_defaults=arguments.sampling_defaults,
+        defaults=_DEFAULTS[arguments.sampling_defaults],
+        chat_template=_template(arguments.chat_template),
+        tool_format=arguments.tool_format,
+        template_variables=_variables(arguments.default_chat_template_kwargs),
+        devices=devices,
+        **given,
+    )
+
+
+def _template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    from tilewright.models.tokenizer.chat_template import ChatTemplate
+
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"--chat-template {path}: {reason}; allowed: a Jinja file") from None
+    return ChatTemplate(source, f"--chat-template {path}").source
+
+
+def _variables(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        name = "--default-chat-template-kwargs"
+        raise ConfigError(f"{name} {str(text)[:100]!r}; allowed: a JSON object")
+    return found

@@ -1,0 +1,283 @@
+"""What ``tilewright sweep PLAN`` is asked to do, checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tilewright.compiler.devices import BOARDS
+from tilewright.compiler.precision import load_precision
+from tilewright.compiler.precision.fragment import as_map, check_keys
+from tilewright.errors import ConfigError, allowed
+from tilewright.evaluate.cases.cases import CASES
+from tilewright.evaluate.cases.prompts import accuracy_text
+from tilewright.evaluate.search.levels import Level
+from tilewright.options.arguments import (
+    Parser,
+    add_options,
+    integer,
+    names_of,
+    option,
+    real,
+    words_of,
+)
+from tilewright.utils.json_lines import check_writable
+from tilewright.utils.plain_yaml import parse_yaml, read_text
+
+PLANS = {
+    "table": "performance and accuracy of every model, and the base",
+    "pareto": "the twelve published settings: speed against top-1",
+    "sensitivity": "one group, and one group of one layer, lowered at a time",
+    "search": "the fastest configuration within a bound, from the sensitivities",
+    "grid": "models x targets x devices x precisions x cases x rounds",
+}
+DEFAULT_FOLDER = Path("results/sweeps")
+DEFAULT_LEVELS = ("q80", "bfp8", "q40", "bfp4")
+BOUNDS = ("min_top1", "max_kl", "max_bytes")
+_ONLY_IN = {
+    "precisions": ("grid", "pareto", "table"),
+    "levels": ("sensitivity", "search"),
+    **dict.fromkeys((*BOUNDS, "sensitivities", "held_out", "output"), ("search",)),
+}
+_USUAL: dict[str, Any] = {
+    "models": ("smollm2",),
+    "targets": ("cpu",),
+    "devices": (),
+    "precisions": (),
+    "rounds": 3,
+    "compute": "fast",
+    "base": "bf16",
+    "held_out": "held-out",
+}
+_TIMEOUT, _BOARD_TIMEOUT = 900.0, 3600.0
+_SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_WHAT, _SEARCH, _RUN = "what is measured", "the search", "running"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions:
+    """The command line of a sweep, checked.
+
+    ``asked``: what the plan depends on and was not left at its default, as text; a resumed sweep
+    must have been asked for the same. None where a default is to be filled in by the plan.
+    """
+
+    plan: str
+    asked: dict[str, str]
+    models: tuple[str, ...] = option(
+        "as tilewright bench (default: smollm2)", group=_WHAT, nargs="+", metavar="PATH"
+    )
+    targets: tuple[str, ...] = option(
+        "default: cpu (native where it is built)", group=_WHAT, nargs="+", metavar="NAME"
+    )
+    devices: tuple[str, ...] = option(
+        "default: each target's own", group=_WHAT, nargs="+", metavar="NAME"
+    )
+    precisions: tuple[str, ...] = option(
+        "as tilewright bench, beside a plan's own (default: none)",
+        group=_WHAT,
+        nargs="+",
+        metavar="NAME",
+    )
+    cases: tuple[str, ...] | None = option(
+        "see tilewright bench --list (default: the plan's)", group=_WHAT, nargs="+", metavar="NAME"
+    )
+    levels: tuple[Level, ...] = option(
+        f"what parts are lowered to (default: sensitivity bfp8; search {' '.join(DEFAULT_LEVELS)})",
+        group=_WHAT,
+        nargs="+",
+        metavar="FORMAT[:FIDELITY]",
+    )
+    rounds: int = option("of every speed case (default: 3)", group=_WHAT, type=integer(1, 10_000))
+    compute: str = option("default: fast", group=_WHAT, choices=("fast", "exact"))
+    threads: int | None = option(
+        "of a speed cell (default: all cores)", group=_WHAT, type=integer(1, 1024)
+    )
+    accuracy_text: str | None = option(
+        "as tilewright bench (default: accuracy)", group=_WHAT, metavar="TEXT"
+    )
+    base: str = option("what others are compared with (default: bf16)", group=_WHAT, metavar="NAME")
+    min_top1: float | None = option(
+        "such as 95 (default: no bound)", group=_SEARCH, type=real(0, 100), metavar="PERCENT"
+    )
+    max_kl: float | None = option(
+        "from fp32, such as 0.01 (default: no bound)",
+        group=_SEARCH,
+        type=real(0, 100),
+        metavar="NATS",
+    )
+    max_bytes: int | None = option(
+        "of the weights, such as 1.2GB or 300MB (default: no bound)", group=_SEARCH, metavar="SIZE"
+    )
+    sensitivities: Path | None = option(
+        "a sensitivity sweep (default: the usual one, where it fits, else measured first)",
+        "--from",
+        group=_SEARCH,
+        metavar="FILE",
+    )
+    held_out: str = option("confirm on this (default: held-out)", group=_SEARCH, metavar="TEXT")
+    output: Path | None = option(
+        "where the winner is written (default: beside the sweep's file)",
+        "-o",
+        "--output",
+        group=_SEARCH,
+        metavar="YAML",
+    )
+    results: Path = option(
+        f"default: {DEFAULT_FOLDER / 'PLAN'}.jsonl; of a YAML, its name", group=_RUN, metavar="FILE"
+    )
+    resume: bool = option("go on with what is there", group=_RUN, default=False)
+    other_code: str | None = option(
+        "what becomes of figures that other code than this measured",
+        group=_RUN,
+        choices=("keep", "rerun"),
+    )
+    dry_run: bool = option("print the cells' bytes and time", group=_RUN, default=False)
+    yes: bool = option("also a very large plan", group=_RUN, default=False)
+    jobs: int = option(
+        "accuracy cells side by side (default: 1)", group=_RUN, default=1, type=integer(1, 256)
+    )
+    timeout_s: float = option(
+        f"of a cell, in seconds (default: {_TIMEOUT:.0f}; emulated boards {_BOARD_TIMEOUT:.0f})",
+        "--timeout",
+        group=_RUN,
+        type=real(0, 1e7, above=True),
+        metavar="S",
+    )
+    memory: int | None = option(
+        "that a cell may allocate, such as 8GB (default: no limit)", group=_RUN, metavar="SIZE"
+    )
+
+
+_MEASURED = names_of(SweepOptions, _WHAT)
+LISTS = [name for name in _MEASURED if "nargs" in words_of(SweepOptions, name)]
+RUNNING = ("output", *names_of(SweepOptions, _RUN))
+"""What does not change what a sweep is."""
+_IN_YAML = [name for name in _MEASURED if name != "levels"]
+_ASKED = [*_MEASURED, *(name for name in names_of(SweepOptions, _SEARCH) if name != "output")]
+
+
+def parser(plan: str) -> argparse.ArgumentParser:
+    """Make the parser of a plan's options."""
+    found = Parser(prog=f"tilewright sweep {plan}", description=PLANS[plan])
+    without = [name for name, plans in _ONLY_IN.items() if plan not in plans]
+    add_options(found, SweepOptions, without=without)
+    return found
+
+
+def read_options(argv: Sequence[str]) -> SweepOptions:
+    """The checked command line: ``PLAN ...``, ``GRID.yaml ...`` or options of a grid alone.
+
+    Raises:
+        ConfigError: for anything that can be seen to be wrong without a model.
+    """
+    first = argv[0]
+    plan = first if first in PLANS else "grid"
+    rest = list(argv) if first.startswith("-") else list(argv[1:])
+    arguments = vars(parser(plan).parse_args(rest))
+    if not first.startswith("-") and first not in PLANS:
+        arguments = _with_grid(arguments, Path(first))
+    name = plan if first in PLANS or first.startswith("-") else Path(first).stem
+    return _checked(plan, arguments, name=name)
+
+
+def _with_grid(arguments: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What a YAML says, where the command line says nothing."""
+    source = str(path) if str(path).isprintable() else repr(str(path))
+    raw = as_map(parse_yaml(read_text(path, source=source), source), where=source)
+    check_keys(raw, _IN_YAML, where=source)
+    found = dict(arguments)
+    for key, value in raw.items():
+        if arguments.get(key) is None:
+            found[key] = _from_yaml(key, value, place=f"{source}: {key}")
+    return found
+
+
+def _from_yaml(key: str, value: object, *, place: str) -> object:
+    if key in LISTS:
+        values = value if isinstance(value, list) else [value]
+        if not values or not all(isinstance(each, str) and each for each in values):
+            raise ConfigError(f"{place}: no names; allowed: a name, or a list of them")
+        return values
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{place}: no value; allowed: one")
+    words = words_of(SweepOptions, key)
+    if value not in (choices := words.get("choices", (value,))):
+        raise ConfigError(f"{place}: {value!r}; {allowed(choices, value)}")
+    try:
+        return words.get("type", str)(value)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
+def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
+    """``name``: of the sweep's file, where none is given."""
+    found: dict[str, Any] = {field.name: given.get(field.name) for field in fields(SweepOptions)}
+    for key in (*LISTS, *_USUAL):
+        value = found[key] or _USUAL.get(key)
+        found[key] = tuple(value) if key in LISTS and value is not None else value
+    for case in found["cases"] or ():
+        _ = CASES[case]
+    for precision in (*found["precisions"], found["base"]):
+        load_precision(precision)
+    for text in filter(None, (found["accuracy_text"], given.get("held_out"))):
+        accuracy_text(text)
+    if not found["resume"]:
+        _check_asked(plan, found)
+    usual_levels = DEFAULT_LEVELS if plan == "search" else ("bfp8",)
+    has_board = any(target in BOARDS for target in found["targets"])
+    for key in ("sensitivities", "output"):
+        found[key] = None if found[key] is None else Path(found[key])
+    for key in ("max_bytes", "memory"):
+        option_name = "--" + key.replace("_", "-")
+        found[key] = None if found[key] is None else _size(option_name, found[key])
+    found |= {
+        "plan": plan,
+        "asked": _asked(given),
+        "levels": tuple(map(Level.parse, found["levels"] or usual_levels)),
+        "results": Path(found["results"] or DEFAULT_FOLDER / f"{name}.jsonl"),
+        "jobs": min(found["jobs"], os.cpu_count() or 1),
+        "timeout_s": found["timeout_s"] or (_BOARD_TIMEOUT if has_board else _TIMEOUT),
+    }
+    check_writable(found["results"], "sweep file")
+    return SweepOptions(**found)
+
+
+def _check_asked(plan: str, found: Mapping[str, Any]) -> None:
+    if plan != "search" and found["other_code"] is not None:
+        raise ConfigError("--other-code without --resume; allowed: both, or neither")
+    if plan == "grid" and not found["precisions"]:
+        raise ConfigError("a grid without --precisions; allowed: one or more, as tilewright bench")
+    if plan == "search" and all(found[name] is None for name in BOUNDS):
+        options = ["--" + name.replace("_", "-") for name in BOUNDS]
+        raise ConfigError(f"a search without a bound; {allowed(options)}, or several of them")
+
+
+def _asked(given: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        key: shlex.join(value) if isinstance(value, list) else str(value)
+        for key in _ASKED
+        if (value := given.get(key)) is not None
+    }
+
+
+def _size(option: str, text: str) -> int:
+    """Bytes of ``1.2GB``, ``300MB``, ``4096``.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    number = text.strip().lower().rstrip("kmgb")
+    unit = text.strip().lower()[len(number) :]
+    try:
+        value = float(number) * _SIZES[unit]
+    except (ValueError, KeyError):
+        value = -1.0
+    if not 0 < value < 1e18:
+        raise ConfigError(f"{option} {text[:40]!r}; allowed: a size such as 1.2GB or 300MB")
+    return int(value)

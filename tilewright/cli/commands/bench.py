@@ -1,0 +1,61 @@
+"""``tilewright bench``: a prompt's way from path to text, with its figures."""
+
+from __future__ import annotations
+
+import warnings
+
+from tilewright.cli.arguments.ask import Sign
+from tilewright.cli.arguments.bench import RunOptions, read_options
+from tilewright.compiler.precision import list_precisions
+from tilewright.errors import ConfigError
+from tilewright.evaluate.cases.cases import CASES
+
+
+def main(argv: list[str]) -> int:
+    """Run ``tilewright bench`` with the arguments behind it; returns the exit code."""
+    sign = Sign()
+    try:
+        options = read_options(argv, sign)
+    finally:
+        sign.clear()
+    if options is None:
+        _print_list()
+        return 0
+    return run(options)
+
+
+def run(options: RunOptions) -> int:
+    """Open the model; measure it, or emulate and predict where the target's device is not here."""
+    sign = Sign()
+    sign.opening(options.model.path)
+    warnings.filterwarnings("ignore", module="torch")
+    from tilewright.cli.measure import measure
+    from tilewright.cli.measure.on_device import run_here
+    from tilewright.cli.terminal.console import err, out
+    from tilewright.loading.source import open_source
+
+    screen = err() if options.as_json else out()
+    try:
+        source = open_source(options.model.path)
+    finally:
+        sign.clear()
+    if measure.is_emulated(source, options):
+        from tilewright.cli.measure.on_board import run_board
+
+        return run_board(source, options, screen)
+    if options.explain_time:
+        raise ConfigError(
+            f"--explain-time with target {options.model.target}: there is a model of time of "
+            "Tenstorrent boards alone; allowed: --target n150, n300, t3k or tg"
+        )
+    return run_here(source, options, screen)
+
+
+def _print_list() -> None:
+    from tilewright.cli.terminal.console import out, print_table
+    from tilewright.evaluate.report.table import Table
+
+    cases = [(case.name, case.description) for case in CASES.values()]
+    print_table(out(), "cases (--case)", Table.of(("name", "what it runs"), cases))
+    precisions = Table.of(("name", "what it is"), list_precisions().items())
+    print_table(out(), "configurations (--precision)", precisions)

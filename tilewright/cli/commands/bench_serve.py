@@ -1,0 +1,111 @@
+"""``tilewright bench-serve``: loads a server by a plan and says how it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilewright.errors import ConfigError, TilewrightError, allowed
+from tilewright.options.arguments import integer, option, parse, real
+from tilewright.utils.json_lines import append_lines
+
+if TYPE_CHECKING:
+    from tilewright.evaluate.load.figures import Figures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    url: str = option("of the server", default="http://127.0.0.1:8000")
+    model: str = option("the name to ask for (default: the first that the server has)", default="")
+    plan: str = option(
+        "streams, overhead, intruder, chat, contest, json, invariant or soak", default="streams"
+    )
+    requests: int = option("in all", default=32, type=integer(1, 1 << 20))
+    concurrency: int = option("users, under way at a time", default=1, type=integer(1, 4096))
+    rate: float = option("open loop: requests a second, Poisson", default=0.0, type=real(0, 1e6))
+    input_tokens: int = option("of each prompt", default=128, type=integer(1, 1 << 20))
+    output_tokens: int = option("of each answer", default=128, type=integer(1, 1 << 20))
+    long_tokens: int = option(
+        "of an intruder's, or of chats' system prompt", default=1024, type=integer(1, 1 << 20)
+    )
+    turns: int = option("of each chat", default=8, type=integer(1, 1000))
+    levels: tuple[int, ...] = option(
+        "contest: some of its numbers of users (default: all)", default=(), type=integer(1, 4096)
+    )
+    flush: bool = option(
+        "contest: empty the prefix cache before every level; chat: ask the last prompts again with "
+        "an empty one (a server with --admin)",
+        default=False,
+    )
+    drawn_lengths: bool = option(
+        "contest: answers of drawn lengths, as where weights are random and the server says so",
+        default=False,
+    )
+    warm_up: int = option("requests before, not counted", default=2, type=integer(0, 1000))
+    wait: float = option("seconds for a server that loads", default=600.0, type=real(0, 1e6))
+    rounds: int = option("times that the plan is run", default=1, type=integer(1, 1000))
+    seed: int = option("of prompts and arrivals", default=0, type=integer(0, 1 << 31))
+    vocabulary: int = option("ids of prompts are below", default=256, type=integer(2, 1 << 31))
+    results: Path | None = option(
+        "a file of JSON lines that gets every row", default=None, type=Path
+    )
+    as_json: bool = option("print JSON", "--json", default=False)
+
+
+def main(argv: list[str]) -> int:
+    """Run the plan; returns 1 where a request failed, or an answer was not what it must be."""
+    text = "Load a server with many users' requests, by a plan."
+    options = parse(_Options, argv, prog="tilewright bench-serve", description=text)
+    from tilewright.evaluate.load.contest import LEVELS
+    from tilewright.evaluate.load.plans import PLANS
+
+    for level in options.levels:
+        if level not in LEVELS:
+            raise ConfigError(f"--levels {level}; {allowed(LEVELS)}")
+    if options.plan not in PLANS:
+        raise ConfigError(f"unknown plan {options.plan!r}; {allowed(PLANS, options.plan)}")
+    try:
+        return asyncio.run(_tell(options))
+    except (OSError, TilewrightError) as error:
+        raise TilewrightError(f"{options.url}: {error}") from None
+
+
+async def _tell(options: _Options) -> int:
+    """Print and keep every row as soon as it is there; returns the exit code."""
+    has_failed = False
+    async for row in _run(options):
+        has_failed |= bool(row.get("failed"))
+        line = json.dumps({**asdict(options), "results": None, **row})
+        if options.results is not None:
+            append_lines(options.results, line.encode() + b"\n")
+        if options.as_json:
+            print(line, flush=True)
+        else:
+            for name, value in row.items():
+                print(f"{name:<30} {value if isinstance(value, str) else f'{value:.6g}'}")
+            print(flush=True)
+    return int(has_failed)
+
+
+async def _run(options: _Options) -> AsyncIterator[Figures]:
+    from tilewright.evaluate.load.client import connected
+    from tilewright.evaluate.load.figures import rows_of
+    from tilewright.evaluate.load.plans import PLANS, streams
+    from tilewright.evaluate.load.shape import Shape
+
+    known = {field.name for field in fields(Shape)}
+    given = {name: value for name, value in asdict(options).items() if name in known}
+    async with connected(options.url, options.model) as client:
+        await client.wait_until_ready(options.wait)
+        if not options.model:
+            await client.take_model()
+        if options.warm_up:
+            warm = {**given, "requests": options.warm_up, "seed": options.seed + 1, "rate": 0.0}
+            await rows_of(streams(client, Shape(**warm)))
+        for round_number in range(options.rounds):
+            async for row in PLANS[options.plan].run(client, Shape(**given)):
+                yield {"plan": options.plan, "round": round_number, **row}

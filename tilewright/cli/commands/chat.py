@@ -1,0 +1,278 @@
+"""``tilewright chat``: turns of a conversation, typed or piped in line by line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from tilewright.cli.arguments.ask import (
+    AskArguments,
+    Asked,
+    Sign,
+    compile_asked,
+    cost_line,
+    messages_of,
+    open_asked,
+    read_asked,
+    sampling_names,
+)
+from tilewright.errors import ConfigError, RequestError, TilewrightError, allowed
+from tilewright.options.arguments import integer, option
+from tilewright.utils.files import cache_dir, create_file
+
+if TYPE_CHECKING:
+    from tilewright.llm import LLM
+
+_HISTORY_LINES = 1000
+_HELP = """\
+/help              this
+/set               what is set
+/set NAME VALUE    set {names}
+/save FILE         write the conversation as JSON
+/clear             begin anew
+/quit              leave, as Ctrl-D does
+//text             a message that begins with a slash
+Ctrl-C             stops an answer"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arguments(AskArguments):
+    context: int | None = option(
+        "tokens that a conversation may have (default: the model's, 4096 at the most)",
+        type=integer(2, 1 << 24),
+        metavar="N",
+    )
+    no_history: bool = option("keep no history of what is typed", default=False)
+
+
+def main(argv: list[str]) -> int:
+    """Run ``tilewright chat`` with the arguments behind it; returns the exit code."""
+    sign, words = Sign(), "Talk with a model, turn by turn."
+    try:
+        asked = read_asked(argv, _Arguments, sign, prog="tilewright chat", description=words)
+        source = open_asked(asked, sign)
+        if not source.tokenizer.has_chat_template:
+            raise RequestError(
+                f"{source.name} has no chat template; allowed: a chat model, or tilewright run"
+            )
+        from tilewright.llm import context_of
+
+        context = context_of(source, asked.arguments.context)
+        llm = compile_asked(asked, source, sign, context=context)
+    finally:
+        sign.clear()
+    is_typed = sys.stdin.isatty() and sys.stdout.isatty()
+    talk = Talk(llm, asked, sign)
+    try:
+        if is_typed:
+            sign.note(f"{source.name}: /help says more, Ctrl-D leaves")
+            with _history(asked.arguments.no_history):
+                _talk_typed(talk, sign)
+        else:
+            _talk_piped(talk)
+    finally:
+        llm.close()
+    return 0
+
+
+class Talk:
+    """A conversation: its messages, and what is set for the next answer."""
+
+    def __init__(self, llm: LLM, asked: Asked, sign: Sign) -> None:
+        self._llm, self._sign = llm, sign
+        self._sampling: dict[str, Any] = dict(asked.sampling)
+        self.messages: list[dict[str, str]] = messages_of(asked.arguments.system)
+
+    def hear(self, line: str) -> bool:
+        """One line of the user; False where that ends the conversation.
+
+        Raises:
+            TilewrightError: for a command that cannot be done, or a chat that has grown too long.
+        """
+        line = line.strip()
+        if not line:
+            return True
+        if line.startswith("/") and not line.startswith("//"):
+            return self._obey(*_words(line[1:]))
+        self._answer(line.removeprefix("/"))
+        return True
+
+    def _obey(self, word: str, rest: str) -> bool:
+        commands: dict[str, Callable[[str], None]] = {
+            "help": self._help,
+            "set": self._set,
+            "save": self._save,
+            "clear": self._clear,
+        }
+        if word in ("quit", "exit", "bye"):
+            return False
+        if word not in commands:
+            known = allowed((*(f"/{name}" for name in commands), "/quit"), f"/{word}")
+            raise ConfigError(f"unknown command /{word[:60]}; {known}")
+        commands[word](rest)
+        return True
+
+    def _answer(self, text: str) -> None:
+        """Stream the answer to one more message; what was said until a Ctrl-C stays said."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        with _interruptible() as is_stopped, self._llm.stream_chat(asked, **self._sampling) as said:
+            for piece in said:
+                print(piece, end="", flush=True)
+                if is_stopped():
+                    break
+        print(flush=True)
+        answer = said.answer
+        self._sign.note(cost_line(self._llm, answer))
+        if answer.text:
+            self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+
+    def _help(self, rest: str) -> None:
+        self._sign.write_lines(_HELP.format(names=", ".join((*sampling_names(), "system"))))
+
+    def _set(self, rest: str) -> None:
+        name, value = _words(rest)
+        if not name:
+            system = [each["content"] for each in self.messages[:1] if _is_system(each)]
+            shown = [*self._sampling.items(), *(("system", text) for text in system)]
+            lines = [f"{each} {set_to}" for each, set_to in shown]
+            self._sign.write_lines("\n".join(lines or ["nothing is set"]))
+        elif name == "system":
+            others = [each for each in self.messages if not _is_system(each)]
+            self.messages = [*messages_of(value), *others]
+        else:
+            self._sampling = _with(self._sampling, name, value)
+
+    def _save(self, rest: str) -> None:
+        if not rest:
+            raise ConfigError("/save without a file; allowed: /save FILE")
+        facts = {
+            "model": self._llm.source.name,
+            "precision": self._llm.compiled.precision.name,
+            "sampling": self._sampling,
+            "messages": self.messages,
+        }
+        try:
+            text = json.dumps(facts, ensure_ascii=False, indent=1)
+            create_file(Path(rest).expanduser(), f"{text}\n".encode())
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(
+                f"{rest}: cannot be written ({reason}); allowed: a new file in a folder that is "
+                "there"
+            ) from None
+        self._sign.note(f"saved in {rest}")
+
+    def _clear(self, rest: str) -> None:
+        self.messages = [each for each in self.messages[:1] if _is_system(each)]
+
+
+def _is_system(message: dict[str, str]) -> bool:
+    return message["role"] == "system"
+
+
+def _words(text: str) -> tuple[str, str]:
+    """The first word, and the rest."""
+    word, _, rest = text.strip().partition(" ")
+    return word, rest.strip()
+
+
+def _with(sampling: dict[str, Any], name: str, text: str) -> dict[str, Any]:
+    """Sampling parameters with one of them set to what was typed."""
+    from tilewright.llm import sampling_of
+
+    known = sampling_names()
+    if name not in known:
+        names = allowed((*known, "system"), name)
+        raise ConfigError(f"unknown setting {name[:60]!r}; {names}")
+    kind = int if name in ("max_tokens", "top_k", "seed") else float
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ConfigError(f"{name} {text[:60]!r}; allowed: a number") from None
+    found = {**sampling, name: value}
+    sampling_of(found)
+    return found
+
+
+def _talk_typed(talk: Talk, sign: Sign) -> None:
+    """Until the user leaves; what cannot be done is said, and the conversation goes on."""
+    while True:
+        try:
+            if not talk.hear(input("> ")):
+                return
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            sign.note("Ctrl-D or /quit leaves")
+        except TilewrightError as error:
+            sign.note(f"{error}; /clear begins anew" if talk.messages else str(error))
+
+
+def _talk_piped(talk: Talk) -> None:
+    """Line by line; the first thing that cannot be done ends it.
+
+    Raises:
+        TilewrightError: see `Talk.hear`.
+    """
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError:
+            raise ConfigError(
+                f"line {number} of standard input is not valid UTF-8; allowed: UTF-8 text"
+            ) from None
+        if not talk.hear(text):
+            return
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Inside, the first Ctrl-C asks for an end, which the function given tells of; the second one
+    interrupts, as it does elsewhere.
+    """
+    stopped = False
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        if stopped:
+            raise KeyboardInterrupt
+        stopped = True
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        yield lambda: stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _history(is_off: bool) -> Iterator[None]:
+    """Lines can be edited and called back, also those of earlier conversations."""
+    try:
+        import readline
+    except ImportError:  # not every Python has it
+        yield
+        return
+    path = cache_dir() / "chat_history"
+    if not is_off:
+        with contextlib.suppress(OSError):
+            readline.read_history_file(path)
+    readline.set_history_length(_HISTORY_LINES)
+    try:
+        yield
+    finally:
+        if not is_off:
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                readline.write_history_file(path)
+                path.chmod(0o600)

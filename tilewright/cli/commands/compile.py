@@ -1,0 +1,268 @@
+"""``tilewright compile``: a model becomes a folder to run without its checkpoint, or a form for
+others: ONNX, MLIR, ttnn, an engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewright.compiler.artifacts.paths import digest_memory
+from tilewright.compiler.devices import check_triton
+from tilewright.distributed.grouping import read_grouping
+from tilewright.errors import ConfigError, allowed
+from tilewright.options.arguments import (
+    CHECKPOINT_PRECISION,
+    CheckpointArguments,
+    ModelOptions,
+    Parser,
+    add_options,
+    integer,
+    option,
+    output_folder,
+    read_model_options,
+    refuse_given,
+    take_checkpoint,
+)
+from tilewright.options.parallel import ParallelArguments
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from tilewright.compiler.targets.interface.base import Progress, Stage, Target
+    from tilewright.models import LoadedModel
+
+_FLOAT = "reference"
+_ENGINES = "cuda"
+_DIALECTS = ("torch", "linalg")
+_CONTEXT = 2048
+_USES = {
+    "program": "run it: tilewright run {}",
+    "onnx": 'run it without Tilewright: python {}/generate.py "Why is the sky blue?"',
+    "mlir": "{}/arguments.json says which tensors to feed, in order",
+    "engine": "check it: python {0}/engine.py --self-test --config {0}/model_config.json "
+    "--weights {0}/weights",
+    "ttnn": 'run it where ttnn and the board are: python {}/model.py --run-on-device --prompt "Hi"',
+}
+_WRITTEN = "what is written"
+_OF_RUNS = (
+    *("devices", "exchange", "peer_limit"),
+    *("nnodes", "node_rank", "master_addr", "master_port"),
+)
+"""Options of a group that runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arguments(CheckpointArguments):
+    emit: str = option(
+        "program: for --model DIR; onnx: for plain onnxruntime; mlir: through torch-mlir; "
+        "ttnn: one Python file for a Tenstorrent board; engine: one for torch and Triton",
+        default="program",
+        group=_WRITTEN,
+        choices=tuple(_USES),
+    )
+    dialect: str | None = option(
+        "of --emit mlir: torch or linalg (default: linalg)", group=_WRITTEN
+    )
+    length: int | None = option(
+        "of --emit mlir: tokens (default: any number)", group=_WRITTEN, type=integer(1, 1 << 24)
+    )
+    users: int | None = option(
+        "of --emit ttnn: served at once (default: 1)", group=_WRITTEN, type=integer(1, 32)
+    )
+    context: int | None = option(
+        f"of --emit ttnn: positions of a user (default: {_CONTEXT}, or the model's, if fewer)",
+        group=_WRITTEN,
+        type=integer(1, 1 << 24),
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Run ``tilewright compile`` with the arguments behind it; returns the exit code."""
+    parser = Parser(prog="tilewright compile", description="Compile a model into a folder.")
+    add_options(parser, _Arguments)
+    add_options(parser, ParallelArguments, without=_OF_RUNS)
+    arguments = parser.parse_args(argv)
+    output = output_folder(arguments.output)
+    take_checkpoint(arguments)
+    _check_emission(arguments)
+    options = _read_options(arguments)
+    warnings.filterwarnings("ignore", module="torch")
+    from tilewright.cli.measure.explain import print_byte_plan
+    from tilewright.cli.terminal.console import (
+        RANDOM_NOTE,
+        compile_progress,
+        err,
+        note,
+        out,
+        print_files,
+    )
+    from tilewright.compiler.artifacts.folder import fresh_folder
+    from tilewright.loading.source import settle_backend
+    from tilewright.models import load_model
+
+    _target_of(arguments.emit, options)
+    with fresh_folder(output) as folder:
+        model = load_model(options.path)
+        if arguments.emit == "program":
+            with compile_progress(err()) as progress:
+                options = settle_backend(options, progress)
+        if arguments.emit in ("program", "onnx"):
+            context = min(_CONTEXT, model.config.max_positions)
+            print_byte_plan(err(), model, options, batch=1, context=context)
+        with compile_progress(err()) as progress:
+            if arguments.emit == "program":
+                notes = _write_program(model, options, folder, progress)
+            else:
+                notes = _emit(model, options, arguments, folder, progress)
+    screen = out()
+    note(err(), *options.notes, *notes)
+    if model.weights == "random":
+        note(screen, RANDOM_NOTE.format(model.name))
+    print_files(screen, output)
+    screen.print(_use_of(arguments.emit, output, options), soft_wrap=True)
+    return 0
+
+
+def _read_options(arguments: argparse.Namespace) -> ModelOptions:
+    """The model and its target, whose libraries are here."""
+    if arguments.emit == "engine" and arguments.target is None:
+        arguments.target = _ENGINES
+    options = read_model_options(arguments, CHECKPOINT_PRECISION, runs=False)
+    options = replace(options, grouping=read_grouping(arguments))
+    options.check_ranks()
+    if options.target == "cuda":
+        check_triton()  # writing needs its sources, and no GPU
+    return options
+
+
+def _use_of(emit: str, output: Path, options: ModelOptions) -> str:
+    """What may be done with what was written."""
+    use, ranks = _USES[emit].format(shlex.quote(str(output))), options.grouping.parallel.tensor
+    return use if ranks == 1 else f"{use} --tensor-parallel {ranks}"
+
+
+def _check_emission(arguments: argparse.Namespace) -> None:
+    emit = arguments.emit
+    if emit != "mlir":
+        refuse_given(arguments, ("dialect", "length"), f"--emit {emit}; allowed: --emit mlir")
+    elif arguments.dialect not in (None, *_DIALECTS):
+        raise ConfigError(f"dialect {arguments.dialect!r} is not emitted; {allowed(_DIALECTS)}")
+    else:
+        refuse_given(
+            arguments,
+            ("target", "precision", "compute"),
+            "--emit mlir, which is the model before precision and target; allowed: without "
+            "--{name}",
+        )
+    if emit == "engine":
+        refuse_given(
+            arguments,
+            ("precision", "compute"),
+            "--emit engine, which computes in 16 bits as plain torch does; allowed: without "
+            "--{name}",
+        )
+    if emit != "program":
+        names = ("tensor_parallel", "expert_parallel", "shares", "wire")
+        refuse_given(arguments, names, f"--emit {emit}; allowed: --emit program")
+    if emit != "ttnn":
+        refuse_given(arguments, ("users", "context"), f"--emit {emit}; allowed: --emit ttnn")
+
+
+def _target_of(emit: str, options: ModelOptions) -> Target:
+    """The target that is asked to write; MLIR is the model before a target has its say."""
+    from tilewright.compiler.targets.table import get_target
+
+    target = get_target(_FLOAT if emit == "mlir" else options.target)
+    target.check_emits(emit)
+    return target
+
+
+def _write_program(
+    model: LoadedModel, options: ModelOptions, folder: Path, progress: Progress
+) -> tuple[str, ...]:
+    """A folder that ``tilewright run`` takes."""
+    from tilewright.compiler.artifacts.folder import seal_folder
+    from tilewright.compiler.artifacts.program import write_program, write_ranks
+    from tilewright.loading.source import TOKENIZER
+
+    assert options.precision is not None
+    how: Any = {
+        "target": options.target,
+        "compute": options.compute,
+        "progress": progress,
+        "dump_dir": options.dump_dir,
+    }
+    if options.grouping.is_alone:
+        manifest = write_program(model, options.precision, folder, **how)
+    else:
+        parallel = options.grouping.parallel
+        manifest = write_ranks(model, options.precision, folder, parallel=parallel, **how)
+    model.tokenizer.save(folder / TOKENIZER)
+    seal_folder(folder, manifest, digest_memory())
+    return manifest.notes
+
+
+def _emit(
+    model: LoadedModel,
+    options: ModelOptions,
+    arguments: argparse.Namespace,
+    folder: Path,
+    progress: Progress,
+) -> tuple[str, ...]:
+    """Any other kind, by the target that has it; the tokenizer is beside what can be run."""
+    from tilewright.compiler.artifacts.folder import write_file
+    from tilewright.compiler.driver import (
+        constants_of,
+        lower_model,
+        resolve_precision,
+        weight_source,
+    )
+    from tilewright.compiler.precision import load_precision
+    from tilewright.compiler.targets.interface.base import CompileOptions, Emission
+    from tilewright.loading.source import TOKENIZER
+
+    kind, longest = arguments.emit, model.config.max_positions
+    for name in ("length", "context"):
+        if (given := getattr(arguments, name) or 1) > longest:
+            raise ConfigError(f"--{name} {given}; allowed by this model: 1 to {longest}")
+    is_float = options.precision is None or kind == "engine"
+    precision = load_precision(_FLOAT) if is_float else options.precision
+    assert precision is not None
+    resolved, notes = resolve_precision(model, precision), list[str]()
+
+    def lower(stages: Sequence[Stage]) -> GraphModule:
+        found, ctx = lower_model(model, resolved, stages, progress, dump_dir=options.dump_dir)
+        notes.extend(ctx.notes)
+        return found
+
+    context = arguments.context or (min(_CONTEXT, longest) if kind == "ttnn" else longest)
+    emission = Emission(
+        lower=lower,
+        get_weight=weight_source(model),
+        constants=lambda: constants_of(model),
+        write=lambda name, data: write_file(folder / name, data),
+        folder=folder,
+        options=CompileOptions(arguments.users or 1, context, options.compute),
+        title=f"{model.name}, precision {precision.name}",
+        progress=progress,
+        settings=_settings(model, arguments),
+    )
+    _target_of(kind, options).emit(kind, emission)
+    if kind != "mlir":
+        model.tokenizer.save(folder / TOKENIZER)
+    return tuple(notes)
+
+
+def _settings(model: LoadedModel, arguments: argparse.Namespace) -> dict[str, object]:
+    """What a kind is told besides: see each target's `emit`."""
+    if arguments.emit == "engine":
+        from tilewright.loading.engine_config import engine_config
+
+        return {"model_config": engine_config(model.config)}
+    return {"dialect": arguments.dialect or "linalg", "length": arguments.length}

@@ -1,0 +1,156 @@
+"""``tilewright convert``: a model becomes dllama's files, or a program in the compiled cache."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilewright.compiler.artifacts.paths import cache_dir
+from tilewright.errors import ConfigError, NoRoomError, allowed
+from tilewright.models import check_header, find_model
+from tilewright.options.arguments import (
+    CHECKPOINT_PRECISION,
+    CheckpointArguments,
+    Parser,
+    add_options,
+    option,
+    output_folder,
+    read_model_options,
+    refuse_given,
+    take_checkpoint,
+)
+
+if TYPE_CHECKING:
+    from tilewright.compiler.targets.interface.base import Progress
+    from tilewright.models import LoadedModel
+
+_WEIGHTS = {"q40": "Q4_0", "f32": "F32"}
+"""The types as dllama's own file names have them, and as ggml calls them."""
+_USUAL_WEIGHTS = "q40"
+_RUN_AS = {"q40": "stored", "f32": "accuracy"}
+"""The configuration that is proposed for each: in that one q40 weights stay as they are."""
+_OF_CACHE = ("target", "precision", "compute")
+_OF_DLLAMA = ("output", "weights")
+_NOT_IN_NAMES = re.compile(r"[^\w.-]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options(CheckpointArguments):
+    to: str = option(
+        "dllama: a .m and a .t file; cache: the compiled program that the commands find",
+        default="dllama",
+        choices=("dllama", "cache"),
+    )
+    weights: str | None = option(
+        f"of --to dllama: the type of the matrices (default: {_USUAL_WEIGHTS})",
+        choices=tuple(_WEIGHTS),
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Run ``tilewright convert`` with the arguments behind it; returns the exit code."""
+    parser = Parser(
+        prog="tilewright convert", description="Write a model for dllama, or into the cache."
+    )
+    add_options(parser, _Options)
+    arguments = parser.parse_args(argv)
+    if arguments.dump is not None:
+        raise ConfigError("--dump with convert; allowed: with tilewright compile")
+    names, other = (_OF_CACHE, "cache") if arguments.to == "dllama" else (_OF_DLLAMA, "dllama")
+    said = f"--to {arguments.to}; allowed: without --{{name}}, or --to {other}"
+    refuse_given(arguments, names, said)
+    take_checkpoint(arguments)
+    return _to_dllama(arguments) if arguments.to == "dllama" else _to_cache(arguments)
+
+
+def _to_dllama(arguments: argparse.Namespace) -> int:
+    output = output_folder(arguments.output)
+    path = find_model(arguments.model)
+    check_header(path)
+    warnings.filterwarnings("ignore", module="torch")
+    from tilewright.cli.terminal.console import compile_progress, err, out, print_files
+    from tilewright.compiler.artifacts.folder import fresh_folder
+    from tilewright.models import load_model
+
+    with fresh_folder(output) as folder:
+        model = load_model(path)
+        with compile_progress(err()) as progress:
+            _write_dllama(model, folder, arguments.weights or _USUAL_WEIGHTS, progress)
+    screen = out()
+    print_files(screen, output)
+    weights = arguments.weights or _USUAL_WEIGHTS
+    command = f"tilewright run {shlex.quote(str(output))} --precision {_RUN_AS[weights]}"
+    screen.print(f"run it here: {command}", soft_wrap=True)
+    return 0
+
+
+def _write_dllama(model: LoadedModel, folder: Path, weights: str, progress: Progress) -> None:
+    """Both files, under the names that dllama gives its own, with ids that suit dllama."""
+    from tilewright.compiler.artifacts.folder import write_file
+    from tilewright.compiler.formats import get_format
+    from tilewright.models.checkpoints.dllama.writer import write_model
+    from tilewright.models.tokenizer.load import read_vocabulary
+    from tilewright.models.tokenizer.vocabulary_dllama import pack_tokenizer, token_order
+
+    name = _NOT_IN_NAMES.sub("_", model.name)
+    vocabulary = read_vocabulary(model.checkpoint.tokenizer_source)
+    write_file(folder / f"dllama_tokenizer_{name}.t", pack_tokenizer(vocabulary))
+    path = folder / f"dllama_model_{name}_{weights}.m"
+    try:
+        with path.open("wb") as file:
+            write_model(
+                model.checkpoint,
+                file,
+                weights=_WEIGHTS[weights],
+                pack_q40=get_format("q40").pack,
+                progress=progress,
+                token_order=token_order(vocabulary),
+            )
+    except OSError as error:
+        raise NoRoomError(
+            f"{path.name}: cannot be written ({error.strerror}); allowed: a folder with room for it"
+        ) from None
+
+
+def _to_cache(arguments: argparse.Namespace) -> int:
+    find_model(arguments.model)  # a shape has no files to be known by
+    options = read_model_options(arguments, CHECKPOINT_PRECISION)
+    warnings.filterwarnings("ignore", module="torch")
+    from tilewright.cli.terminal.console import compile_progress, err, note, out
+    from tilewright.compiler.targets.interface.base import CompileOptions
+    from tilewright.compiler.targets.table import get_target
+    from tilewright.loading.source import compile_source, open_source
+
+    if not get_target(options.target).is_cached:
+        raise ConfigError(
+            f"target {options.target!r} keeps nothing in the cache, for it has little to build; "
+            + allowed(("cpu",))
+        )
+    _check_cache()
+    source = open_source(options.path)
+    context = min(CompileOptions().max_context, source.max_positions)
+    wanted = CompileOptions(max_batch=1, max_context=context, compute=options.compute)
+    with compile_progress(err()) as progress:
+        compiled = compile_source(source, options, wanted, progress, use_cache=True)
+    note(err(), *compiled.notes)
+    out().print(f"{source.name} for {compiled.target}, {compiled.precision.name}: in the cache")
+    compiled.executable.close()
+    return 0
+
+
+def _check_cache() -> None:
+    """Where the cache cannot be written, a program would be compiled and not kept.
+
+    Raises:
+        ConfigError: naming the place.
+    """
+    place = cache_dir()
+    try:
+        (place / "programs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the cache {place} cannot be used ({error.strerror})") from None

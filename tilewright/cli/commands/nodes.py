@@ -1,0 +1,345 @@
+"""``tilewright nodes``: a model on several CPU nodes, with distributed-llama's command line.
+
+Its counting too (`counted_steps`): ``--steps`` counts the prompt's tokens and the generated ones. A
+task is the competition's: three prompts, each of so many steps, on four nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewright.cli.measure.counted_steps import Counted, Stepper
+from tilewright.distributed.grouping import Grouping
+from tilewright.errors import ConfigError
+from tilewright.models import quantised_types
+from tilewright.options.arguments import (
+    CHECKPOINT_PRECISION,
+    ModelOptions,
+    PathArguments,
+    integer,
+    option,
+    parse,
+    read_model_options,
+    read_prompt,
+    real,
+    refuse_given,
+)
+from tilewright.options.parallel import numbers
+from tilewright.utils.child_process import PYTHON
+from tilewright.utils.environment import now
+
+if TYPE_CHECKING:
+    from tilewright.compiler.targets.interface.base import Executable
+    from tilewright.compiler.targets.interface.compiled import Compiled
+    from tilewright.loading.source import Source
+
+_SEED = 10_042_026
+_WIRES = {"f32": "fp32", "q80": "q80", "bf16": "bf16"}
+_STEPS, _POSITIONS = 256, 4096
+_PROMPTS = {"short": 975, "long": 4000, "leaderboard": 6000}
+"""The steps of each prompt of a task."""
+_TASKS = {
+    1: {"nodes": 4, "nthreads": 2, "max_seq_len": _POSITIONS},
+    2: {"nodes": 4},
+    3: {"nodes": 4},
+}
+"""What holds where the command line says nothing else."""
+_OF_NO_PROMPT = ("path", "dump", "prompt", "steps", "port", "host", "task", "prompts", "output")
+"""Options that do not make the text of a prompt, or not of each prompt alike."""
+_INFERENCE, _WORKER = "inference", "worker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arguments(PathArguments):
+    path: str | None = option(
+        "inference on rank 0 (the default), or worker on another machine",
+        "path",
+        nargs="?",
+        choices=(_INFERENCE, _WORKER),
+        metavar="MODE",
+    )
+    tokenizer: str | None = option("dllama's .t file: the one beside the model", metavar="FILE")
+    prompt: str | None = option("what is continued; - reads standard input", metavar="TEXT")
+    steps: int | None = option(
+        "tokens of prompt and answer (default: 256; of a task's prompts 975, 4000 and 6000)",
+        type=integer(1, 1 << 20),
+    )
+    nodes: int | None = option(
+        "nodes on this machine, each a process (default: 1; of a task 4)", type=integer(1, 64)
+    )
+    workers: tuple[str, ...] = option(
+        "the other nodes: HOST:PORT of each worker", default=(), metavar="ADDRESS"
+    )
+    port: int = option("of a worker", default=9999, type=integer(1, 65535))
+    host: str = option("the address that a worker listens on", default="127.0.0.1")
+    nthreads: int | None = option("threads of each node", "--nthreads", type=integer(1, 1024))
+    max_seq_len: int | None = option(
+        "positions (default: 4096; of tasks 2 and 3 as many as their steps, if more)",
+        type=integer(1, 1 << 24),
+    )
+    buffer_float_type: str | None = option(
+        "how partial sums travel between nodes (default: q80 of a model in blocks, else bf16; f32 "
+        "with --compute exact)",
+        choices=tuple(_WIRES),
+    )
+    shares: tuple[int, ...] | None = option(
+        "what each node holds, in proportion, as 2,1,1", type=numbers, metavar="LIST"
+    )
+    temperature: float = option("0: greedy", default=0.0, type=real(0, 100))
+    topp: float = option("1: off", default=1.0, type=real(0, 1, above=True))
+    seed: int = option("of random choices", default=_SEED, type=integer(0, (1 << 63) - 1))
+    task: int | None = option(
+        "the competition's: 4 nodes, of task 1 with 2 threads and 4096 positions; what is named "
+        "otherwise wins",
+        type=int,
+        choices=(1, 2, 3),
+    )
+    prompts: str | None = option(
+        "of a task: a folder with short.txt, long.txt, leaderboard.txt", metavar="DIR"
+    )
+    output: str | None = option(
+        "of a task: where task_N is made (default: here)", "-o", "--output", metavar="DIR"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A text to continue, and of how many tokens both are to be."""
+
+    text: str
+    steps: int
+
+
+def main(argv: list[str]) -> int:
+    """Run ``tilewright nodes`` with the arguments behind it; returns the exit code."""
+    words = "Run a model over CPU nodes, as distributed-llama is run."
+    given = parse(_Arguments, argv, prog="tilewright nodes", description=words)
+    if given.path == _WORKER:
+        from tilewright.distributed.worker import serve_worker
+        from tilewright.loading.ranks import FOLLOW
+
+        own = [] if given.model is None else [given.model]
+        return serve_worker(given.host, given.port, [*FOLLOW, *own])
+    if given.task is not None:
+        refuse_given(given, ("prompt",), "--task; allowed: --prompts DIR")
+        return _task(_settle(given))
+    refuse_given(given, ("prompts", "output"), "no --task; allowed: --task 1, 2 or 3 with it")
+    if given.prompt is None:
+        raise ConfigError("no --prompt; allowed: --prompt TEXT, - for standard input, or --task N")
+    prompt = _Prompt(read_prompt(given.prompt), given.steps or _STEPS)
+    source, compiled = _open(given, [prompt])
+    try:
+        _print(_run(source, compiled.executable, prompt, given, _show))
+    finally:
+        compiled.executable.close()
+    return 0
+
+
+def _settle(given: _Arguments) -> _Arguments:
+    """The arguments with what their task says where they say nothing."""
+    assert given.task is not None
+    own: dict[str, Any] = {"max_seq_len": max(given.steps or max(_PROMPTS.values()), _POSITIONS)}
+    own |= _TASKS[given.task]
+    if given.workers:
+        del own["nodes"]
+    return replace(given, **{k: v for k, v in own.items() if getattr(given, k) is None})
+
+
+def _task(given: _Arguments) -> int:
+    """Run the three prompts of a task and leave what the competition wants of each."""
+    if given.prompts is None:
+        raise ConfigError(
+            "--task without --prompts; allowed: a folder with "
+            + ", ".join(f"{name}.txt" for name in _PROMPTS)
+        )
+    prompts = {
+        name: _Prompt(_read(Path(given.prompts) / f"{name}.txt"), given.steps or steps)
+        for name, steps in _PROMPTS.items()
+    }
+    root = Path(given.output or ".") / f"task_{given.task}"
+    source, compiled = _open(given, list(prompts.values()), [root / name for name in prompts])
+    try:
+        for name, prompt in prompts.items():
+            folder, began = root / name, now()
+            counted = _run(source, compiled.executable, prompt, given, lambda piece: None)
+            _keep(folder, counted, _script(given, prompt), (began, now()))
+            print(f"{folder}: {counted.num_predicted / max(counted.predicted_s, 1e-9):.2f} t/s")
+    finally:
+        compiled.executable.close()
+    return 0
+
+
+def _script(given: _Arguments, prompt: _Prompt) -> str:
+    """A shell script that runs one prompt again as it was run, whatever the current directory."""
+    command = [*PYTHON, "-m", "tilewright.cli.main", "nodes"]
+    for name in (each.name for each in fields(given) if each.name not in _OF_NO_PROMPT):
+        value = getattr(given, name)
+        if value in (None, ()):
+            continue
+        values = [",".join(map(str, value))] if name == "shares" else value
+        values = values if isinstance(values, list | tuple) else [values]
+        command += ["--" + name.replace("_", "-"), *map(str, values)]
+    command += ["--steps", str(prompt.steps), "--prompt", "-"]
+    enter = shlex.join(["cd", os.getcwd()])  # whence the arguments' paths are named
+    said = shlex.join(["printf", "%s", prompt.text])  # of the shell: an argument may be too long
+    return f"#!/bin/sh\n{enter} || exit 2\n{said} |\n{shlex.join(command)}\n"
+
+
+def _keep(folder: Path, counted: Counted, script: str, times: tuple[str, str]) -> None:
+    try:
+        text = "\n".join([counted.text, "", *counted.lines(), ""])
+        (folder / "output.txt").write_text(text, encoding="utf-8")
+        (folder / "run.sh").write_text(script, encoding="utf-8")
+        (folder / "run.sh").chmod(0o755)
+        (folder / "timestamps.txt").write_text("start {}\nend {}\n".format(*times))
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be made ({error.strerror})") from None
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: no text ({error})") from None
+    if not text.strip() or "\0" in text:  # which no shell can say again
+        raise ConfigError(f"{path}: empty, or with NUL characters; allowed: some text")
+    return text
+
+
+def _open(
+    given: _Arguments, prompts: Sequence[_Prompt], folders: Sequence[Path] = ()
+) -> tuple[Source, Compiled]:
+    """The model on all its nodes, once it is known that there is room for all prompts; then
+    ``folders`` are made.
+    """
+    from tilewright.compiler.targets.interface.base import CompileOptions
+    from tilewright.compiler.targets.interface.compiled import silent
+    from tilewright.loading.source import compile_source, open_source
+
+    choices = _choices(given)
+    source = open_source(choices.path)
+    max_context = min(given.max_seq_len or _POSITIONS, source.max_positions)
+    for prompt in prompts:
+        num_tokens = len(source.tokenizer.encode(prompt.text, add_special=True))
+        limit = min(prompt.steps, max_context)
+        if not 1 <= num_tokens <= limit:
+            raise ConfigError(
+                f"a prompt of {num_tokens} tokens ({prompt.text[:40]!r}); allowed: 1 to {limit} "
+                "(--steps, --max-seq-len)"
+            )
+    for folder in folders:
+        _make(folder)
+    for note in _notes(given, prompts, max_context):
+        print(f"tilewright: {note}", file=sys.stderr)
+    options = CompileOptions(
+        max_batch=1,
+        max_context=max_context,
+        compute=choices.compute,
+        num_threads=given.nthreads,
+    )
+    compiled = compile_source(source, choices, options, silent, use_cache=True)
+    detail = compiled.executable.device_detail
+    print(f"{source.name} on {compiled.target}, {detail}", file=sys.stderr)
+    return source, compiled
+
+
+def _notes(given: _Arguments, prompts: Sequence[_Prompt], max_context: int) -> list[str]:
+    """What is not as a task or the arguments have it, a line each."""
+    notes = []
+    if given.task is not None:
+        own = _TASKS[given.task] | {"steps": ", ".join(map(str, _PROMPTS.values()))}
+        asked = {name: getattr(given, name) for name in own} | {"nodes": _num_nodes(given)}
+        asked["steps"] = asked["steps"] or own["steps"]
+        others = [f"{n} {asked[n]} in place of {own[n]}" for n in own if asked[n] != own[n]]
+        notes += [f"task {given.task} with {'; '.join(others)}"] if others else []
+    if (given.max_seq_len or 0) > max_context:
+        notes.append(f"{given.max_seq_len} positions asked for; the model has {max_context}")
+    for steps in sorted({each.steps for each in prompts if each.steps > max_context}):
+        notes.append(f"{steps} steps end at {max_context} positions (--max-seq-len)")
+    if given.buffer_float_type is not None and _num_nodes(given) == 1:
+        notes.append(f"--buffer-float-type {given.buffer_float_type}: one node sends nothing")
+    return notes
+
+
+def _num_nodes(given: _Arguments) -> int:
+    return len(given.workers) + 1 if given.workers else given.nodes or 1
+
+
+def _choices(given: _Arguments) -> ModelOptions:
+    """The model's options, with the nodes that the arguments name."""
+    from tilewright.distributed.parallel import Parallel
+    from tilewright.distributed.worker import read_workers
+
+    if given.workers and given.nodes is not None:
+        raise ConfigError("--workers and --nodes; allowed: one of them")
+    if given.tokenizer is not None and given.model is not None:
+        beside = Path(given.model).expanduser().resolve().parent
+        if Path(given.tokenizer).expanduser().resolve().parent != beside:
+            raise ConfigError(f"--tokenizer {given.tokenizer}; allowed: the .t beside the model")
+    choices = read_model_options(replace(given, path=None, shares=None), CHECKPOINT_PRECISION)
+    if choices.target not in ("cpu", "cpu-native"):
+        raise ConfigError(f"nodes on target {choices.target}; allowed: --target cpu")
+    if given.backend == "onnxruntime":
+        raise ConfigError("nodes on backend onnxruntime; allowed: --backend native")
+    wire = _wire(choices, given.buffer_float_type)
+    parallel = Parallel(tensor=_num_nodes(given), wire=wire, shares=given.shares or ())
+    parallel.check()
+    grouping = Grouping(parallel, workers=read_workers(given.workers))
+    return replace(choices, target="cpu-native", is_auto=False, grouping=grouping)
+
+
+def _wire(choices: ModelOptions, named: str | None) -> str:
+    """The format of partial sums: as named; else fp32 where arithmetic is exact, else that of the
+    rounding which products of blocks do anyway.
+    """
+    if named is not None:
+        return _WIRES[named]
+    if choices.compute == "exact":
+        return "fp32"
+    return "q80" if quantised_types(choices.path) else "bf16"
+
+
+def _run(
+    source: Source,
+    executable: Executable,
+    prompt: _Prompt,
+    given: _Arguments,
+    say: Callable[[str], None],
+) -> Counted:
+    """Read a prompt and continue it, to its steps, of both, or the context's end."""
+    from tilewright.compiler.targets.interface.step import Choosing
+
+    tokens = source.tokenizer.encode(prompt.text, add_special=True)
+    limit = min(prompt.steps, executable.capabilities.max_context)
+    choosing = Choosing(temperature=given.temperature, top_p=given.topp, seed=given.seed)
+    stepper = Stepper(executable, choosing)
+    stepper.evaluate(tokens)
+    decoder, text = source.tokenizer.stream(), ""
+    for token in stepper.predict(tokens, limit):
+        piece = decoder.push(token)
+        text += piece
+        say(piece)
+    rest = decoder.flush()
+    say(rest)
+    return stepper.counted(prompt.text + text + rest)
+
+
+def _show(piece: str) -> None:
+    print(piece, end="", flush=True)
+
+
+def _print(counted: Counted) -> None:
+    print("\n", *counted.lines(), sep="\n")

@@ -1,0 +1,31 @@
+"""``tilewright reference``: a model's fp32 reference file, for the repository."""
+
+from __future__ import annotations
+
+from tilewright.options.arguments import Parser
+
+
+def main(argv: list[str]) -> int:
+    """Run ``tilewright reference`` with the arguments behind it; returns the exit code."""
+    parser = Parser(prog="tilewright reference", description="Write a fp32 reference file.")
+    parser.add_argument("--model", metavar="PATH", help="as for tilewright run (default: smollm2)")
+    arguments = parser.parse_args(argv)
+    from tilewright.models import check_header, find_model
+
+    path = find_model(arguments.model)
+    check_header(path)
+    from tilewright.cli.measure.measure import compile_reference, subject_of
+    from tilewright.cli.terminal.console import compile_progress, err
+    from tilewright.evaluate.cases.reference import build_reference, reference_path, save_reference
+    from tilewright.loading.source import source_of
+    from tilewright.models import load_model
+
+    model = load_model(path)
+    subject, tokens = subject_of(source_of(model, path))
+    with compile_progress(err()) as progress:
+        executable = compile_reference(model, progress)
+    reference, _ = build_reference(executable, subject, tokens)
+    target = reference_path(model.name)
+    save_reference(reference, target)
+    print(f"{target}: {reference.id}")
+    return 0

@@ -1,0 +1,158 @@
+"""``tilewright run``: one prompt, its answer on standard output and nothing else."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tilewright.cli.arguments.ask import (
+    AskArguments,
+    Asked,
+    Sign,
+    compile_asked,
+    cost_line,
+    messages_of,
+    open_asked,
+    read_asked,
+)
+from tilewright.errors import ConfigError, RequestError
+from tilewright.options.arguments import option, read_prompt
+
+if TYPE_CHECKING:
+    from tilewright.llm import LLM, Answer
+    from tilewright.loading.source import Source
+
+_LEAST_CONTEXT = 2048
+"""Positions that are reserved for a short prompt too, where the model has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arguments(AskArguments):
+    prompt: str | None = option("what is asked; - reads it from standard input, as without it")
+    as_json: bool = option(
+        "print one JSON object: text, tokens, finish reason, timings", "--json", default=False
+    )
+    figures: bool = option("print a table of what it cost on standard error", default=False)
+
+
+def main(argv: list[str]) -> int:
+    """Run ``tilewright run`` with the arguments behind it; returns the exit code."""
+    sign, started = Sign(), time.perf_counter()
+    words = "Answer a prompt with a model."
+    try:
+        asked = read_asked(argv, _Arguments, sign, prog="tilewright run", description=words)
+        prompt = _prompt(asked.arguments.prompt)
+        source = open_asked(asked, sign)
+        tokens = _tokens(source, prompt, asked.arguments.system)
+        llm = compile_asked(asked, source, sign, context=_context(source, asked, len(tokens)))
+        ready_s = time.perf_counter() - started
+        sign.show("reading the prompt")
+        answer = _answer(llm, tokens, asked, sign)
+    finally:
+        sign.clear()
+    if asked.arguments.as_json:
+        print(json.dumps(_facts(llm, answer, ready_s), ensure_ascii=False))
+    elif asked.arguments.figures:
+        _print_figures(llm, answer, ready_s)
+    else:
+        sign.note(f"{cost_line(llm, answer)}; ready after {ready_s:.1f} s")
+    llm.close()
+    return 0
+
+
+def _prompt(given: str | None) -> str:
+    """The prompt, from the command line or standard input.
+
+    Raises:
+        ConfigError: where there is none, or it is empty or no text.
+    """
+    if given is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise ConfigError(
+            "no prompt; allowed: --prompt TEXT, a text on standard input, or tilewright chat"
+        )
+    return read_prompt("-" if given is None else given)
+
+
+def _tokens(source: Source, prompt: str, system: str | None) -> tuple[int, ...]:
+    """The prompt as a chat; of a model without a chat template, the text itself."""
+    tokenizer = source.tokenizer
+    if tokenizer.has_chat_template:
+        chat = [*messages_of(system), {"role": "user", "content": prompt}]
+        return tuple(tokenizer.encode(tokenizer.apply_chat_template(chat)))
+    if system is not None:
+        raise RequestError(
+            f"{source.name} has no chat template, and so no system message; allowed: without "
+            "--system"
+        )
+    return tuple(tokenizer.encode(prompt, add_special=True))
+
+
+def _context(source: Source, asked: Asked, num_prompt: int) -> int:
+    """Room for the prompt and its answer.
+
+    Raises:
+        RequestError: where the model has less.
+    """
+    from tilewright.llm import MAX_TOKENS
+
+    least, most = asked.sampling.get("max_tokens", 1), source.max_positions
+    if num_prompt + least > most:
+        raise RequestError(
+            f"a prompt of {num_prompt} tokens and {least} to generate do not fit the context; "
+            f"allowed by this model: {most} together"
+        )
+    wanted = num_prompt + asked.sampling.get("max_tokens", MAX_TOKENS)
+    return min(most, max(wanted, _LEAST_CONTEXT))
+
+
+def _answer(llm: LLM, tokens: tuple[int, ...], asked: Asked, sign: Sign) -> Answer:
+    with llm.stream_tokens(tokens, **asked.sampling) as stream:
+        for number, piece in enumerate(stream):
+            if not asked.arguments.as_json:
+                if not number:
+                    sign.clear()
+                print(piece, end="", flush=True)
+        if not asked.arguments.as_json:
+            print(flush=True)
+        return stream.answer
+
+
+def _facts(llm: LLM, answer: Answer, ready_s: float) -> dict[str, object]:
+    rate = answer.tokens_per_second
+    return {
+        "text": answer.text,
+        "tokens": list(answer.tokens),
+        "finish_reason": answer.finish_reason,
+        "prompt_tokens": answer.num_prompt_tokens,
+        "timings": {
+            "ready_s": round(ready_s, 4),
+            "first_token_s": round(answer.first_s, 4),
+            "total_s": round(answer.total_s, 4),
+            "tokens_per_second": None if rate is None else round(rate, 2),
+        },
+        "model": llm.source.name,
+        "weights": llm.source.weights,
+        "target": llm.compiled.target,
+        "precision": llm.compiled.precision.name,
+    }
+
+
+def _print_figures(llm: LLM, answer: Answer, ready_s: float) -> None:
+    from tilewright.cli.terminal.console import err, print_table
+    from tilewright.evaluate.report.table import Table
+
+    rate = answer.tokens_per_second
+    rows = [
+        ("ready after (s)", f"{ready_s:.2f}"),
+        ("tokens of the prompt", str(answer.num_prompt_tokens)),
+        ("first token after (s)", f"{answer.first_s:.3f}"),
+        ("tokens of the answer", str(len(answer.tokens))),
+        ("then (t/s)", "-" if rate is None else f"{rate:.1f}"),
+        ("weights (MB)", f"{llm.compiled.executable.memory().weights / 1e6:,.0f}"),
+        ("ended by", answer.finish_reason),
+    ]
+    table = Table.of(("", "figure"), rows, "one answer, once: tilewright bench measures")
+    print_table(err(), cost_line(llm, answer), table, numbers=True)

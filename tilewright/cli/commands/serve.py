@@ -1,0 +1,149 @@
+"""``tilewright serve``: a front for HTTP, and an engine in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilewright.cli.arguments.ask import Sign
+from tilewright.cli.arguments.serve import ServeOptions, read_serve_options
+from tilewright.errors import ConfigError
+from tilewright.serve.web.health import is_healthy
+from tilewright.utils.child_process import PYTHON
+
+if TYPE_CHECKING:
+    from tilewright.models.tokenizer.tokenizer import Tokenizer
+
+_NEEDED = ("aiohttp", "uvloop", "zmq", "prometheus_client")
+_LOOK_SECONDS = 0.1
+_LAST_BYTES = 4096
+_ADDRESS = "tilewright: http://"
+"""Begins the line that says where a server listens."""
+
+
+def main(argv: list[str]) -> int:
+    """Run ``tilewright serve`` until a signal; returns the exit code."""
+    sign = Sign()
+    try:
+        return _run(read_serve_options(argv, sign), argv, sign)
+    finally:
+        sign.clear()
+
+
+def _run(options: ServeOptions, argv: list[str], sign: Sign) -> int:
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"serve needs {', '.join(missing)}; allowed: pip install -e '.[serve]' in the clone"
+        )
+    if options.detach:
+        return _detach(options, [each for each in argv if each != "--detach"], sign)
+    return _serve(options, argv, sign)
+
+
+def _serve(options: ServeOptions, argv: list[str], sign: Sign) -> int:
+    from tilewright.serve.engines.replicas import replicas_of
+    from tilewright.serve.web.server import serve
+    from tilewright.serve.web.server_log import tell
+    from tilewright.serve.web.settings import Settings
+
+    settings = Settings(
+        host=options.host,
+        port=options.port,
+        api_keys=options.api_key,
+        names=options.served_model_name,
+        strict_model=options.strict_model,
+        cors_origins=options.cors_origins,
+        template_variables=options.template_variables,
+        tool_format=options.tool_format,
+        defaults=options.defaults,
+        replicas=replicas_of(
+            options.replicas,
+            options.model.target,
+            options.model.grouping,
+            devices=options.devices,
+            threads=options.threads,
+        ),
+        max_queue=options.max_queue,
+        queue_timeout=options.queue_timeout,
+        drain_timeout=options.drain_timeout,
+        metrics_prefix=options.metrics_names,
+        has_admin=options.admin,
+    )
+
+    def tell_address(port: int) -> None:
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        defaults = ", ".join(f"{name} {value:g}" for name, value in options.defaults.items())
+        said = f"requests that say nothing: {defaults or 'as generation_config.json says'}"
+        sign.clear()
+        tell(f"{_ADDRESS}{host}:{port} ({said})")
+
+    def load(folder: Path) -> Tokenizer:
+        return _load_tokenizer(folder, options.chat_template)
+
+    command = ["-m", "tilewright.cli.processes.serve_engine", "{}", *argv]
+    return serve(settings, command, load, on_listening=tell_address)
+
+
+def _load_tokenizer(folder: Path, chat_template: str | None) -> Tokenizer:
+    """The tokenizer that the engine has left, with another chat template where one is named."""
+    from tilewright.models.checkpoints.base import TokenizerSource
+    from tilewright.models.tokenizer.load import read_vocabulary
+    from tilewright.models.tokenizer.tokenizer import Tokenizer
+
+    vocabulary = read_vocabulary(TokenizerSource(folder))
+    if chat_template is not None:
+        vocabulary = replace(vocabulary, chat_template=chat_template)
+    return Tokenizer(vocabulary)
+
+
+def _detach(options: ServeOptions, argv: list[str], sign: Sign) -> int:
+    """Start a server apart from this process, and wait until it answers or ends."""
+    path = options.log
+    if path is None:
+        handle, name = tempfile.mkstemp(prefix="tilewright-serve-", suffix=".log")
+        os.close(handle)
+        path = Path(name)
+    command = [*PYTHON, "-m", "tilewright.cli.main", "serve", *argv]
+    try:
+        with path.open("ab") as log:
+            start = log.tell()
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise ConfigError(f"--log {path}: {error.strerror}; allowed: a file to write") from None
+    try:
+        while child.poll() is None:
+            # another server may have the port: ours has said that it listens
+            if _listens(path, start) and is_healthy(options.host, options.port):
+                sign.clear()
+                print(f"tilewright: pid {child.pid}, port {options.port}, log {path}")
+                return 0
+            time.sleep(_LOOK_SECONDS)
+    except KeyboardInterrupt:
+        child.send_signal(signal.SIGTERM)
+        raise
+    with path.open("rb") as log:
+        log.seek(max(0, path.stat().st_size - _LAST_BYTES))
+        sys.stderr.write(log.read().decode("utf-8", errors="replace"))
+    return child.returncode or 1
+
+
+def _listens(log: Path, start: int) -> bool:
+    """Whether what a log says behind ``start`` tells where the server listens."""
+    with log.open("rb") as file:
+        file.seek(start)
+        return _ADDRESS.encode() in file.read(1 << 20)

@@ -1,0 +1,106 @@
+"""One sequence's steps, timed and counted as distributed-llama counts them.
+
+The prompt's last token is read by the first prediction, end tokens are not ends, and only the time
+of steps counts. Tokenizers and what is done with the text are for the caller.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilewright.compiler.targets.interface.base import Executable
+    from tilewright.compiler.targets.interface.step import Choosing
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What one prompt took, as distributed-llama counts it; seconds are of steps alone."""
+
+    num_evaluated: int
+    evaluated_s: float
+    num_predicted: int
+    predicted_s: float
+    text: str
+    num_batches: int
+    sent_bytes: int = 0
+    exchange_s: float = 0.0
+
+    def lines(self) -> list[str]:
+        """What distributed-llama prints of it, and what nodes exchanged."""
+        found = []
+        for name, count, seconds in (
+            ("Evaluation", self.num_evaluated, self.evaluated_s),
+            ("Prediction", self.num_predicted, self.predicted_s),
+        ):
+            found.append(name)
+            if name == "Evaluation":
+                found.append(f"   nBatches: {self.num_batches}")
+            rate = count / seconds if seconds > 0 else 0.0
+            each = 1000 * seconds / count if count else 0.0
+            found += [f"    nTokens: {count}", f"   tokens/s: {rate:.2f} ({each:.2f} ms/tok)"]
+        if self.sent_bytes:
+            each = 1000 * self.exchange_s / self.num_predicted
+            kilobytes = self.sent_bytes / 1000 / self.num_predicted
+            found += ["Exchange", f"       sent: {kilobytes:.1f} kB/tok"]
+            found.append(f"       time: {each:.2f} ms/tok")
+        return found
+
+
+class Stepper:
+    """One sequence's steps, each timed."""
+
+    def __init__(self, executable: Executable, choosing: Choosing) -> None:
+        from tilewright.compiler.targets.interface.step import Seat
+
+        self._executable, self._seat, self._choosing = executable, Seat(0), choosing
+        self._seconds = [0.0, 0.0]
+        self._counts = [0, 0]
+        self._then = 0.0, 0.0
+
+    def evaluate(self, tokens: Sequence[int]) -> None:
+        """All of the prompt but its last token, which the first prediction reads."""
+        from tilewright.compiler.targets.interface.step import Chunk, Open, Step
+
+        self._executable.reset()
+        seat, read = self._seat, tuple(tokens[:-1])
+        self._executable.step(Step(edits=(Open(seat, self._choosing, tuple(tokens)),)))
+        if read:
+            self._timed(0, len(read), Step(prompts=(Chunk(seat, 0, read),)))
+
+    def predict(self, tokens: Sequence[int], limit: int) -> Any:
+        """The generated tokens, until so many positions are filled."""
+        from tilewright.compiler.targets.interface.step import Chunk, Step
+
+        self._then = self._exchanged()
+        last = Chunk(self._seat, len(tokens) - 1, (tokens[-1],), chooses=True)
+        decode = Step(decode=(self._seat,))
+        for position in range(len(tokens) - 1, limit):
+            step = Step(prompts=(last,)) if position == len(tokens) - 1 else decode
+            yield self._timed(1, 1, step)
+
+    def counted(self, text: str) -> Counted:
+        """What all steps took, and what nodes exchanged in predictions; ``text`` goes with it."""
+        (bytes_now, seconds_now), (bytes_then, seconds_then) = self._exchanged(), self._then
+        sent, seconds = bytes_now - bytes_then, seconds_now - seconds_then
+        (evaluated, predicted), (first_s, rest_s) = self._counts, self._seconds
+        return Counted(evaluated, first_s, predicted, rest_s, text, 512, int(sent), seconds)
+
+    def _exchanged(self) -> tuple[float, float]:
+        """Bytes that this node has sent, and seconds in exchanges; of one node alone, none."""
+        own = getattr(self._executable, "own", None)
+        if own is None:
+            return 0.0, 0.0
+        found = own.exchanged()
+        return float(found.num_bytes), found.nanoseconds / 1e9
+
+    def _timed(self, phase: int, count: int, step: Any) -> int | None:
+        began = time.perf_counter()
+        parts = self._executable.step(step).parts
+        token = parts[0].read().tokens[0] if parts else None
+        self._seconds[phase] += time.perf_counter() - began
+        self._counts[phase] += count
+        return token

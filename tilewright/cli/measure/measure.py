@@ -1,0 +1,344 @@
+"""A loaded model, compiled and measured: ``tilewright bench`` but for arguments and printing."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tilewright.cli.arguments.bench import RunOptions
+from tilewright.compiler.devices import DEVICES, describe_cpu
+from tilewright.compiler.driver import compile_model
+from tilewright.compiler.precision import PrecisionSummary, load_precision
+from tilewright.compiler.targets.contract.record import NumericContract
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable, Progress
+from tilewright.compiler.targets.interface.compiled import Compiled
+from tilewright.compiler.targets.table import get_target
+from tilewright.errors import ConfigError, RequestError
+from tilewright.evaluate.cases.cases import ACCURACY_CONTEXT, check_case
+from tilewright.evaluate.cases.prompts import AccuracyText, accuracy_text, cut_prompts
+from tilewright.evaluate.cases.reference import (
+    Reference,
+    ReferenceMismatchError,
+    Subject,
+    build_reference,
+    cached_logits,
+    keep_logits,
+    load_reference,
+    reference_bytes,
+    reference_path,
+    text_hash,
+    text_tokens,
+    write_cache,
+)
+from tilewright.evaluate.measure import accuracy
+from tilewright.evaluate.measure.timing import Job, Run, sampling_text
+from tilewright.evaluate.results.record import Accuracy, ContractLine, Result, medians
+from tilewright.loading.source import Source, compile_source
+from tilewright.models import LoadedModel
+from tilewright.runtime.request import SamplingParams
+from tilewright.utils.environment import environment
+from tilewright.utils.files import cache_dir
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The jobs of a run and the context they need."""
+
+    jobs: tuple[Job, ...]
+    context: int
+
+
+def is_emulated(source: Source, options: RunOptions) -> bool:
+    """Whether the target has a board's numbers without the board."""
+    name = options.model.target if source.manifest is None else source.manifest.target
+    return get_target(name).is_emulated
+
+
+def plan_jobs(source: Source, options: RunOptions, *, max_groups: int = 1) -> Plan:
+    """Prompts as token ids, one job a user. ``max_groups``: data-parallel ones there may be.
+
+    Raises:
+        ConfigError: where the case does not fit the model or the device, or the accuracy text has
+            too few tokens, or is asked for of random weights.
+        RequestError: where a prompt and its answer do not fit the context.
+        CheckpointError: where accuracy is asked of a compiled folder without a reference.
+    """
+    case, limit = options.case, source.max_positions
+    if not case.is_natural or case.data_parallel > 1:
+        check_case(case, max_context=limit, max_data_parallel=max_groups)
+    prompts = _prompt_tokens(source, options)
+    end_tokens = tuple(source.tokenizer.eos_ids) if case.stop_at_eos else ()
+    jobs = []
+    for index, (tokens, wanted) in enumerate(prompts):
+        if len(tokens) + wanted > limit:
+            raise RequestError(
+                f"prompt {index + 1} has {len(tokens)} tokens and {wanted} are to be generated; "
+                f"allowed by this model's context: {limit} together"
+            )
+        sampling = SamplingParams(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+            max_tokens=wanted,
+            end_tokens=end_tokens,
+        )
+        jobs.append(Job(tuple(tokens), sampling))
+    context = max(len(job.prompt) + job.sampling.max_tokens for job in jobs)
+    if case.token_accuracy:
+        text = options.accuracy_text
+        subject, _ = subject_of(source, text)
+        if source.model is None and known_reference(subject, text) is None:
+            source.checkpoint_model()
+        context = max(context, ACCURACY_CONTEXT)
+    return Plan(tuple(jobs), context)
+
+
+def _prompt_tokens(source: Source, options: RunOptions) -> list[tuple[list[int], int]]:
+    """Token ids and the number to generate, for every user."""
+    case, tokenizer = options.case, source.tokenizer
+    most = case.max_generated_tokens
+    if case.prompt_length is not None:
+        tokens = tokenizer.encode(options.text)
+        cut = cut_prompts(tokens, num_prompts=case.batch_size, prompt_length=case.prompt_length)
+        return [(prompt, most) for prompt in cut]
+    found = []
+    for index in range(case.batch_size):
+        prompt = options.prompts[index % len(options.prompts)]
+        text = prompt.text
+        if tokenizer.has_chat_template:
+            text = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        tokens = tokenizer.encode(text, add_special=not tokenizer.has_chat_template)
+        found.append((tokens, min(most, prompt.max_tokens or most)))
+    return found
+
+
+def compile_for(source: Source, options: RunOptions, plan: Plan, progress: Progress) -> Compiled:
+    """The executable for the plan's batch and context."""
+    compile_options = CompileOptions(
+        max_batch=options.case.batch_size,
+        max_context=plan.context,
+        compute=options.model.compute,
+        num_threads=options.threads,
+    )
+    model, use_cache = options.model, options.use_cache
+    return compile_source(
+        source, model, compile_options, progress, use_cache=use_cache, ends_process=True
+    )
+
+
+def measure_accuracy(
+    source: Source, compiled: Compiled, progress: Progress, *, text: AccuracyText | None = None
+) -> Accuracy:
+    """Teacher-forced accuracy against the model's fp32 reference, and against the base.
+
+    ``text``: what is predicted; None for the standard one.
+
+    Raises:
+        CheckpointError: when the reference has to be made and there is no checkpoint.
+    """
+    text = text or accuracy_text()
+    reference, logits = find_reference(source, progress, text=text)
+    predictions = accuracy.teacher_force(
+        compiled.executable,
+        [(reference, logits)],
+        on_step=lambda done, total: progress("accuracy", done, total),
+    )
+    key = partial(
+        accuracy.predictions_key,
+        compiled.executable,
+        target=compiled.target,
+        compute=compiled.compute,
+    )
+    base_id = load_precision(accuracy.BASE).resolve(source.num_layers, source.name).id
+    base = None
+    if compiled.precision.id != base_id:
+        base = accuracy.recall(reference, key(precision_id=base_id))
+    accuracy.remember(predictions, reference, key(precision_id=compiled.precision.id))
+    return accuracy.score(predictions, reference, base=base, text=text.name)
+
+
+def subject_of(source: Source, text: AccuracyText | None = None) -> tuple[Subject, list[int]]:
+    """What a reference of this model must be of, and the tokens of the accuracy text.
+
+    Raises:
+        ConfigError: for random weights, or a text of too few tokens.
+    """
+    if source.weights == "random":
+        raise ConfigError(
+            f"accuracy of {source.path}: random weights have none; allowed: a checkpoint, or a "
+            "case without token accuracy, as performance-ci-1"
+        )
+    tokens = text_tokens(source.tokenizer.encode, (text or accuracy_text()).content)
+    tokenizer_hash = source.tokenizer.content_hash()
+    subject = Subject(source.name, source.content_hash, tokenizer_hash, text_hash(tokens))
+    return subject, tokens
+
+
+def find_reference(
+    source: Source, progress: Progress, *, text: AccuracyText | None = None
+) -> tuple[Reference, Tensor | None]:
+    """The model's reference on a text, new if there is none, and its logits.
+
+    A compiled folder has no weights to compute logits from: None where the cache has not kept them.
+
+    Raises:
+        CheckpointError: when a reference has to be made of a compiled folder.
+    """
+    text = text or accuracy_text()
+    subject, tokens = subject_of(source, text)
+
+    def build() -> tuple[Reference, Tensor]:
+        executable = compile_reference(source.checkpoint_model(), progress)
+        progress("reference", 0, 1)
+        built = build_reference(executable, subject, tokens)
+        executable.close()
+        return built
+
+    known = known_reference(subject, text)
+    if known is None:
+        reference, logits = build()
+        write_cache(_kept_path(subject, text), reference_bytes(reference))
+        return reference, keep_logits(reference, logits)
+    found = cached_logits(known)
+    if found is None and source.model is not None:
+        found = keep_logits(known, build()[1])
+    return known, found
+
+
+def known_reference(subject: Subject, text: AccuracyText) -> Reference | None:
+    """The versioned reference of a model, else the one in the cache, if there is one.
+
+    A versioned file of another model or tokenizer is not used; all are of the standard text.
+    """
+    for path in (reference_path(subject.model), _kept_path(subject, text)):
+        if path.is_file():
+            try:
+                return load_reference(path, subject)
+            except ReferenceMismatchError:
+                continue  # of another checkpoint with this name: ours is kept under its own hash
+    return None
+
+
+def _kept_path(subject: Subject, text: AccuracyText) -> Path:
+    name = f"{subject.model}-{subject.model_hash[:12]}"
+    if not text.is_standard:
+        name += f"-{subject.text_hash[:12]}"
+    return reference_path(name, cache_dir() / "references")
+
+
+def compile_reference(model: LoadedModel, progress: Progress) -> Executable:
+    """The model in fp32 on the reference target, for one sequence of the accuracy text."""
+    compiled = compile_model(
+        model,
+        load_precision("reference"),
+        target="reference",
+        options=CompileOptions(max_context=ACCURACY_CONTEXT),
+        progress=progress,
+    )
+    return compiled.executable
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process has had resident so far."""
+    # getrusage's figure starts at that of the process which started this one; the system's does not
+    status = Path("/proc/self/status")
+    if status.is_file():
+        found = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
+        if found is not None:
+            return int(found[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def make_result(
+    source: Source, options: RunOptions, compiled: Compiled, runs: Sequence[Run], *, plan: Plan
+) -> Result:
+    """The record of a run that has just been timed, without its accuracy."""
+    repeats = tuple(run.repeat for run in runs)
+    device, detail = device_of(compiled, options.threads)
+    # every job's positions as they are kept, at the fullest
+    positions = sum(len(job.prompt) + job.sampling.max_tokens - 1 for job in plan.jobs)
+    return describe(
+        source,
+        options,
+        plan,
+        compiled.precision,
+        compiled.executable.contract,
+        device=device,
+        device_detail=detail,
+        target=compiled.target,
+        mesh=compiled.executable.mesh,
+        num_generated=max((len(output) for run in runs for output in run.outputs), default=0),
+        compute="exact" if compiled.compute == "exact" else "fast",
+        repeats=repeats,
+        peak_memory_bytes=peak_memory_bytes(),
+        resident_bytes=compiled.executable.memory().weights,
+        cache_bytes=compiled.executable.state_bytes(positions, len(plan.jobs)),
+        **medians(repeats),
+    )
+
+
+def describe(
+    source: Source,
+    options: RunOptions,
+    plan: Plan,
+    precision: PrecisionSummary,
+    contract: NumericContract,
+    **figures: Any,
+) -> Result:
+    """A record of what was run here and now; ``figures``: the fields that say what came of it."""
+    case = options.case
+    return Result(
+        case=f"{case.name}*" if options.is_case_changed else case.name,
+        model=source.name,
+        weights=source.weights,
+        model_hash=source.content_hash,
+        dp=case.data_parallel,
+        batch=case.batch_size,
+        prompt_length=max(len(job.prompt) for job in plan.jobs),
+        context=plan.context,
+        precision_name=precision.name,
+        precision_id=precision.id,
+        heading=precision.heading,
+        effective_id=contract.effective_id,
+        sampling=sampling_text(plan.jobs[0].sampling),
+        command=options.command,
+        contract=tuple(
+            ContractLine(
+                field=entry.field,
+                requested=entry.requested,
+                status=entry.meaning.status,
+                effective=entry.meaning.effective,
+                layers=entry.layers,
+            )
+            for entry in contract.entries
+        ),
+        **asdict(environment(hash_host=True)),
+        **figures,
+    )
+
+
+def device_of(compiled: Compiled, threads: int | None) -> tuple[str, str]:
+    """The device a result is of, and its description.
+
+    A device that `DEVICES` knows is called as there: ``H200`` for ``NVIDIA H200``.
+    """
+    executable = compiled.executable
+    own = executable.device_name
+    known = (each.name for each in DEVICES.values() if each.target == compiled.target)
+    name = next((each for each in known if re.search(rf"\b{re.escape(each)}\b", own)), own)
+    plain = name.translate(str.maketrans("", "", "()|"))  # which have a meaning in PERF.md
+    cpu = describe_cpu()
+    detail = executable.device_detail or cpu.model_name
+    if detail.startswith(cpu.model_name):  # a backend of the CPU says what of it is used
+        detail += f", {threads or cpu.num_cores} threads"
+    return plain.strip() or "unknown", detail

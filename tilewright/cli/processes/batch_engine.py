@@ -1,0 +1,122 @@
+"""An engine for batches, made of a command line: here, or in an actor of Ray's."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from tilewright.batch.engine import BatchEngine
+from tilewright.batch.preparing import GrammarTrials, Preparer
+from tilewright.cli.arguments.batch import BatchOptions
+from tilewright.compiler.targets.interface.base import Progress
+from tilewright.compiler.targets.interface.compiled import Compiled
+from tilewright.distributed.parallel import Parallel
+from tilewright.loading.source import (
+    Source,
+    open_source,
+    precision_of,
+    served_facts,
+)
+from tilewright.models.checkpoints.base import TokenizerSource
+from tilewright.models.tokenizer.load import load_tokenizer
+from tilewright.runtime.grammar.matchers import grammars_of
+from tilewright.runtime.service import EngineService, QueueTransport
+from tilewright.serve.jobs import Served, fingerprint_of
+from tilewright.serve.prompt.template import read_template
+
+
+def open_batch_source(options: BatchOptions) -> Source:
+    """The model of a batch, with the tokenizer that was asked for; no weights are read."""
+    source = open_source(options.model.path)
+    if options.tokenizer is None:
+        return source
+    return replace(source, tokenizer=load_tokenizer(TokenizerSource(options.tokenizer)))
+
+
+def batch_facts(options: BatchOptions, source: Source) -> dict[str, str]:
+    """What a batch's answers depend on beside its rows, as far as it is known before loading."""
+    asking = options.asking
+    chosen = {**options.sampling, "seed": options.seed, "max_tokens": options.max_tokens}
+    grouping, ranks = options.model.grouping, dict[str, str]()
+    if not grouping.is_alone:
+        ranks["ranks"] = _ranks(grouping.parallel)
+    return {
+        "model": source.name,
+        "weights": f"{source.weights} {source.content_hash}",
+        "tokenizer": source.tokenizer.content_hash(),
+        "target": options.model.target,
+        "precision": precision_of(source, options.model.precision).heading,
+        "compute": options.model.compute,
+        "arithmetic": options.arithmetic_of(options.model.target, options.seats),
+        "context": str(min(options.context, source.max_positions)),
+        "sampling": " ".join(f"{name}={chosen[name]}" for name in sorted(chosen)),
+        "ends": "ignored" if options.ignore_eos else "the model's",
+        "rows": f"{asking.prompt_column} {asking.answer_column} chat={asking.is_chat}",
+        **ranks,
+    }
+
+
+def _ranks(parallel: Parallel) -> str:
+    """What of a group decides how sums are rounded, as far as it was said."""
+    found = [str(parallel.tensor)]
+    if parallel.expert is not None:
+        found.append(f"experts in {parallel.expert} parts")
+    if parallel.shares:
+        found.append(f"shares {' '.join(map(str, parallel.shares))}")
+    if parallel.wire is not None:
+        found.append(f"{parallel.wire} sent")
+    return ", ".join(found)
+
+
+@contextmanager
+def batch_engine(
+    options: BatchOptions, source: Source, *, created: int, progress: Progress
+) -> Iterator[BatchEngine]:
+    """An engine that is compiled and warm; ``created``: what answers say of their time.
+
+    Raises:
+        TilewrightError: where the model, its precision and the target do not fit together.
+    """
+    compiled = options.compile(source, options.model, seats=options.seats, progress=progress)
+    progress("preparing steps", 0, 1)
+    with closing(compiled.executable), tempfile.TemporaryDirectory() as folder:
+        made = _made(options, source, compiled, created=created, folder=Path(folder) / "tokenizer")
+        gc.freeze()  # what imports and compiling have made need not be walked through again
+        try:
+            yield made
+        finally:
+            gc.unfreeze()
+
+
+def _made(
+    options: BatchOptions, source: Source, compiled: Compiled, *, created: int, folder: Path
+) -> BatchEngine:
+    source.tokenizer.save(folder)  # for grammars, which are compiled for it
+    executable, transport = compiled.executable, QueueTransport()
+    grammars = grammars_of(folder, source.tokenizer.eos_ids, executable.vocab_size)
+    policy = options.policy(step_ms=0.0)
+    service = EngineService(executable, transport, policy=policy, grammars=grammars)
+    service.loop.warm_up()
+    arithmetic = options.arithmetic_of(options.model.target, options.seats)
+    facts = served_facts(source, compiled, arithmetic=arithmetic)
+    served = Served(
+        ready=service.ready(facts),
+        coder=source.tokenizer,
+        name=source.name,
+        fingerprint=fingerprint_of(facts),
+        defaults=options.sampling,
+    )
+    preparer = Preparer(
+        served=served,
+        template=read_template(source.tokenizer, None),
+        trials=GrammarTrials(grammars),
+        max_tokens=options.max_tokens,
+        ignore_eos=options.ignore_eos,
+        seed=options.seed,
+        created=created,
+    )
+    return BatchEngine(service, transport, preparer)

@@ -1,0 +1,54 @@
+"""What a command does on another rank than 0: torchrun's, or a further machine's of a group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from tilewright.distributed.grouping import Grouping, read_grouping
+
+_SIGNS = ("TILEWRIGHT_RANK", "RANK", "LWS_WORKER_INDEX")
+
+
+def is_follower(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether rank 0 is another process."""
+    is_named = any(each.startswith("--node-rank") for each in argv)
+    if not is_named and all(environ.get(name, "0") == "0" for name in _SIGNS):
+        return False
+    grouping, _ = _read(argv)
+    return not (grouping.is_alone or grouping.leads)
+
+
+def follow_here(argv: Sequence[str]) -> int:
+    """Follow rank 0 with this process, or with the ranks of this machine; the exit code.
+
+    Raises:
+        TilewrightError: where rank 0 is not reached, or the group fails.
+    """
+    from tilewright.distributed.launch import serve_machine
+    from tilewright.distributed.world import shared_token
+    from tilewright.loading.follower import main
+    from tilewright.loading.ranks import FOLLOW
+
+    grouping, path = _read(argv)
+    own = [] if path is None else [path]
+    if grouping.place is not None:
+        return main(own)
+    machines = grouping.machines
+    token = shared_token(machines.host, False)
+    return serve_machine(machines, grouping.parallel.tensor, [*FOLLOW, *own], token)
+
+
+def _read(argv: Sequence[str]) -> tuple[Grouping, str | None]:
+    """The group, and the model's path on this machine where one is named."""
+    from tilewright.options.arguments import (
+        Parser,
+        PathArguments,
+        add_options,
+    )
+    from tilewright.options.parallel import ParallelArguments
+
+    parser = Parser(prog="tilewright", add_help=False, allow_abbrev=False)
+    add_options(parser, ParallelArguments, PathArguments, without=("path",))
+    given, _ = parser.parse_known_args(list(argv))
+    return read_grouping(given), given.model

@@ -1,0 +1,114 @@
+"""The engine process of ``tilewright serve``: a model, an executable, a loop on a socket.
+
+Started by the front alone, with the folder where they meet and then the user's own options.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilewright.cli.arguments.serve import (
+    MODEL,
+    ServeOptions,
+    read_serve_options,
+)
+from tilewright.errors import ConfigError, RankError, RequestError, TilewrightError
+from tilewright.runtime.messages import Refused
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.serve.engines.client import TOKENIZER
+from tilewright.serve.engines.sockets import SocketTransport
+from tilewright.utils.garbage import collect_seldom
+
+if TYPE_CHECKING:
+    from tilewright.compiler.targets.interface.compiled import Compiled
+    from tilewright.loading.source import Source
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def main(argv: list[str]) -> int:
+    """Run the engine's process until it is told to stop; returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front is told, and tells us
+    folder = Path(argv[0])
+    transport = SocketTransport(folder)
+    try:
+        _serve(folder, read_serve_options(argv[1:]), transport)
+    except RankError as error:  # the front starts all ranks anew
+        print(f"tilewright: {error}", file=sys.stderr)
+        return error.exit_code
+    except TilewrightError as error:
+        transport.send([Refused(" ".join(str(error).split()))])
+        return 2
+    finally:
+        transport.close()
+    return 0
+
+
+def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> None:
+    warnings.filterwarnings("ignore", module="torch")
+    from tilewright.compiler.targets.interface.compiled import silent
+    from tilewright.loading.source import open_source
+    from tilewright.runtime.grammar.matchers import grammars_of
+    from tilewright.runtime.service import EngineService
+
+    source = open_source(options.model.path)
+    source.tokenizer.save(folder / TOKENIZER)
+    compiled = options.compile(
+        source, options.model, seats=options.max_seats, progress=silent, ends_process=True
+    )
+    executable = compiled.executable
+    replies = options.cache_replies
+    if replies is None:
+        replies = executable.capabilities.invariant == "none"
+    policy = options.policy(step_ms=options.step_ms, cache_replies=replies)
+    grammars = grammars_of(folder / TOKENIZER, source.tokenizer.eos_ids, executable.vocab_size)
+    service = EngineService(executable, transport, policy=policy, grammars=grammars)
+    service.loop.warm_up()
+    grammars.prepare()
+    transport.send([service.ready(_facts(source, compiled, options))])
+    with contextlib.closing(executable):
+        service.run()
+
+
+def _facts(source: Source, compiled: Compiled, options: ServeOptions) -> dict[str, str]:
+    """What is served, for people and for the fingerprint."""
+    from tilewright.loading.source import served_facts
+
+    arithmetic = options.arithmetic_of(options.model.target, options.max_seats)
+    facts = served_facts(source, compiled, arithmetic=arithmetic)
+    if options.sampling_defaults == MODEL:
+        facts["sampling"] = json.dumps(_own_sampling(source.path))
+    return facts
+
+
+def _own_sampling(path: object) -> dict[str, float]:
+    """What a checkpoint's folder says of sampling.
+
+    Raises:
+        ConfigError: where it says nothing, or nothing that can be read.
+    """
+    file = Path(str(path)) / "generation_config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        chosen = {name: found[name] for name in _SAMPLING if found.get(name) is not None}
+        if found.get("do_sample") is False:
+            chosen["temperature"] = 0.0
+        if not all(isinstance(value, int | float) for value in chosen.values()):
+            raise ValueError("a value is no number")
+        SamplingParams(**{**chosen, "top_k": int(chosen.get("top_k", 0))})
+    except (OSError, ValueError, AttributeError, TypeError, RequestError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        said = "--sampling-defaults model"
+        raise ConfigError(f"{said}: {file}: {reason}; allowed: a folder with it") from None
+    return chosen
+
+
+if __name__ == "__main__":
+    collect_seldom()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,45 @@
+"""Opening a sweep's file for a command, where what was cut short is said, and writing others."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tilewright.cli.sweep.layout import plain_line
+from tilewright.errors import ConfigError
+from tilewright.evaluate.sweep.journal import Journal
+from tilewright.utils.files import replace_file
+from tilewright.utils.json_lines import TornLineWarning
+
+
+@contextmanager
+def torn_lines_said() -> Iterator[None]:
+    """A line cut short is said in one line on standard error, not as a warning of Python's."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", TornLineWarning)
+        yield
+    for each in caught:
+        print(f"tilewright: {plain_line(str(each.message))}", file=sys.stderr)
+
+
+def write_text(output: str | Path, text: str) -> None:
+    """Write a file in one step, its folder too.
+
+    Raises:
+        ConfigError: where it cannot be written; what was there is then unchanged.
+    """
+    try:
+        path = Path(output).resolve()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text.encode())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{output}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def open_sweep(path: str | Path) -> Journal:
+    """A sweep's file, running or finished. Raises ConfigError where it is none."""
+    with torn_lines_said():
+        return Journal.open(Path(path))

@@ -1,0 +1,258 @@
+"""A sweep's tables: its configurations, its front, its cells; and which cells a word means.
+
+What `status` prints and `show` shows. Reads no file and writes none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from tilewright.cli.sweep.layout import Column, Line, Listing, plain_line, shorten
+from tilewright.errors import ConfigError, allowed
+from tilewright.evaluate.report.display import decimal, span
+from tilewright.evaluate.results.row import Row
+from tilewright.evaluate.sweep import estimate
+from tilewright.evaluate.sweep.journal import FAILURES, CellState, Journal, SweepState
+from tilewright.evaluate.sweep.standings import ranked
+from tilewright.evaluate.sweep.summary import SweptRow, rows
+
+_MAX_CASE_WIDTH = 18
+_NUM_LISTED = 8
+_MIN_DIGITS = 6
+# what a row says of itself: the first of these that one of its cells is
+_URGENT = (*FAILURES, "interrupted", "stopping", "running", "queued", "cancelled")
+
+
+def _decimal(value: float) -> str:
+    return decimal(value, 1 if value < 1000 else 0)
+
+
+def _nats(value: float) -> str:
+    return f"{value:.4f}" if value == 0 or abs(value) >= 0.001 else f"{value:.0e}"
+
+
+_number = partial(Column, is_number=True)
+_highest = partial(Column, highest_first=True)
+_NAME = Column(key="name", title="Configuration")
+_TOP1 = _highest(key="top1", title="Top-1", full="Top-1 (%)", text=decimal, is_number=True)
+_KL = _number(key="kl", title="KL", full="KL (nats)", text=_nats)
+_SPEED = _highest(key="speed", title="t/s/u", text=_decimal, is_number=True)
+_TTFT = _number(key="ttft", title="TTFT", full="TTFT (ms)", text=_decimal)
+
+CONFIGURATION_COLUMNS = (
+    _NAME,
+    Column(key="done", title="Done", full="Cells done"),
+    _TOP1,
+    _highest(
+        key="interval", title="95 % CI", full="Top-1 95 % CI", text=lambda value: span(*value)
+    ),
+    _KL,
+    _SPEED,
+    _number(key="spread", title="Spr%", full="Spread (%)", text=_decimal),
+    _TTFT,
+    _number(key="mb", title="MB", full="Weights (MB)", text=partial(decimal, digits=0)),
+    Column(key="front", title="Front"),
+)
+
+
+def shown_status(state: CellState, *, is_held: bool) -> str:
+    """A cell's status; what runs while nobody runs the sweep was interrupted."""
+    if state.status != "running":
+        return state.status
+    if not is_held:
+        return "interrupted"
+    return "stopping" if state.is_cancel_asked else "running"
+
+
+def configurations(state: SweepState, *, is_held: bool) -> Listing:
+    """A line a configuration, in the order of the plan, with its standing on the front."""
+    found = _labelled(state)
+    standings = {
+        member.cell.id: each.placed.standing
+        for each in ranked(found)
+        if each.placed is not None
+        for member in each.row.states
+    }
+    lines = [_configuration_line(row, standings.get(row.cell.id), is_held=is_held) for row in found]
+    notes = [note for row in found for each in row.states for note in _failure(row.name, each)]
+    if any(row.is_emulated for row in found):
+        notes.append("of boards that are not here: top-1 and KL are emulated, speed is predicted")
+    return Listing(CONFIGURATION_COLUMNS, tuple(lines), tuple(notes))
+
+
+def front_table(state: SweepState, *, is_held: bool) -> Listing:
+    """The front alone, equal configurations as one line; what is not proven about it as notes."""
+    placed = [(e.row, e.label, e.placed) for e in ranked(_labelled(state)) if e.placed is not None]
+    lines, notes = [], []
+    for row, label, each in placed:
+        if each.standing == "front":
+            lines.append(_configuration_line(row, each.standing, is_held=is_held))
+            notes += [f"{label}: {note}" for note in each.notes]
+    for _, label, each in placed:
+        if each.standing == "tied":
+            notes.append(f"{label}: tied with {each.dominated_by}: {'; '.join(each.notes)}")
+    if not placed:
+        notes.append("no configuration has both a top-1 and a speed yet")
+    return Listing(CONFIGURATION_COLUMNS, tuple(lines), tuple(notes))
+
+
+def cells(state: SweepState, *, is_held: bool) -> Listing:
+    """A line a cell, in the order of the plan."""
+    num_digits = _num_digits(list(state.cells))
+    columns = (
+        Column(key="cell", title="Cell", text=lambda value: value[:num_digits]),
+        _NAME,
+        Column(key="case", title="Case", text=_short_case),
+        _number(key="round", title="Rd", full="Round"),
+        Column(key="status", title="Status"),
+        _number(key="seconds", title="s", full="Time (s)", text=_decimal),
+        *(_TOP1, _KL, _SPEED, _TTFT),
+    )
+    named = [(row.name, each) for row in _labelled(state) for each in row.states]
+    names = {each.cell.id: name for name, each in named}
+    lines = [
+        _cell_line(names[each.cell.id], each, is_held=is_held) for each in state.cells.values()
+    ]
+    notes = [note for name, each in named for note in _failure(name, each)]
+    return Listing(columns, tuple(lines), tuple(notes))
+
+
+def _short_case(value: str) -> str:
+    return shorten(value.removeprefix("performance-"), _MAX_CASE_WIDTH)
+
+
+def _num_digits(ids: Sequence[str]) -> int:
+    """The number of digits of an id that are shown, so that all differ."""
+    num_digits = _MIN_DIGITS
+    while len({each[:num_digits] for each in ids}) < len(ids):
+        num_digits += 1
+    return num_digits
+
+
+def _labelled(state: SweepState) -> list[SweptRow]:
+    """The sweep's rows, each with one name of its own: what differs between places goes into it."""
+    found = rows(state)
+    fields = ("model_name", "target", "device", "compute")
+    varying = [name for name in fields if len({getattr(row.cell, name) for row in found}) > 1]
+    labels = []
+    for row in found:
+        place = ", ".join(str(getattr(row.cell, name)) for name in varying)
+        labels.append(plain_line(f"{row.name} ({place})" if place else row.name))
+    count = Counter(labels)
+    return [
+        replace(row, names=(label if count[label] == 1 else f"{label} #{row.cell.id[:6]}",))
+        for row, label in zip(found, labels, strict=True)
+    ]
+
+
+def _configuration_line(row: SweptRow, standing: str | None, *, is_held: bool) -> Line:
+    figures = row.figures()  # bytes as measured: an estimate has no place beside them
+    spread, num_bytes = figures.decode_spread_fraction, figures.weight_bytes
+    values = {
+        "name": row.name,
+        "done": _done(row.states, is_held=is_held),
+        **_values(figures),
+        "spread": None if spread is None else 100 * spread,
+        "mb": None if num_bytes is None else num_bytes / 1e6,
+        "front": standing if standing in ("front", "tied") else None,
+    }
+    return Line(row.cell.id, row.states, values)
+
+
+def _cell_line(name: str, state: CellState, *, is_held: bool) -> Line:
+    cell, result = state.cell, state.result
+    # what the warm-up of an accuracy case takes is no speed
+    timed = result if cell.kind == "speed" else None
+    values = {
+        "cell": cell.id,
+        "name": name,
+        "case": plain_line(f"{cell.case} {cell.text or ''}"),
+        "round": cell.round + 1 if cell.kind == "speed" else None,
+        "status": shown_status(state, is_held=is_held),
+        "seconds": state.seconds,
+        **_values(Row.of(timed, None if result is None else result.accuracy)),
+    }
+    return Line(cell.id, (state,), values)
+
+
+def _values(figures: Row) -> dict[str, Any]:
+    low, high = figures.top1_low_percent, figures.top1_high_percent
+    return {
+        "top1": figures.top1_percent,
+        "interval": None if low is None else (low, high),
+        "kl": figures.kl_nats,
+        "speed": figures.decode_tokens_per_s,
+        "ttft": figures.ttft_ms,
+    }
+
+
+def _done(states: Sequence[CellState], *, is_held: bool) -> str:
+    """``3/4 running``: three of four are done, and the most urgent that another one is."""
+    found = {shown_status(state, is_held=is_held) for state in states}
+    word = next((each for each in _URGENT if each in found), "")
+    word = "failed" if word in FAILURES else word
+    num_done = sum(state.status == "done" for state in states)
+    return f"{num_done}/{len(states)} {word}".strip()
+
+
+def _failure(name: str, state: CellState) -> list[str]:
+    if state.status not in FAILURES:
+        return []
+    return [f"{describe(state, name)}: {state.status}: {plain_line(state.reason)}"]
+
+
+def describe(state: CellState, name: str = "") -> str:
+    """A cell in a few words, its id first."""
+    return plain_line(f"{state.cell.id} {state.cell.title(name)}")
+
+
+def headline(journal: Journal, *, is_held: bool) -> tuple[str, str]:
+    """Two lines: which sweep this is and whether it runs; how far it is and how long is left."""
+    state = journal.state
+    num_open = len(state.open_cells())
+    how = "running" if is_held else "not running" if num_open else "finished"
+    first = f"{plain_line(journal.path.name)}: plan {plain_line(state.planned.plan)}, {how}"
+    counts = Counter(shown_status(each, is_held=is_held) for each in state.cells.values())
+    parts = [f"{counts['done']} of {len(state.cells)} cells done"]
+    parts += [f"{counts[status]} {status}" for status in _URGENT if counts[status]]
+    if num_open:
+        parts.append(f"about {_duration(estimate.remaining_seconds(state))} left")
+    return first, ", ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def find_cells(state: SweepState, argument: str) -> list[CellState]:
+    """The cells that an argument means: a configuration's name, an id, or the start of one id.
+
+    Raises:
+        ConfigError: for one that means none, or more than one id.
+    """
+    labelled = _labelled(state)
+    for row in labelled:
+        if argument == row.name:
+            return list(row.states)
+    found = [each for each in state.cells.values() if each.cell.precision == argument]
+    if found:
+        return found
+    found = [each for key, each in state.cells.items() if argument and key.startswith(argument)]
+    if len(found) == 1:
+        return found
+    listed = [each.cell.id for each in found] or [row.name for row in labelled]
+    listed = [*listed[:_NUM_LISTED], *(["..."] if len(listed) > _NUM_LISTED else [])]
+    if found:
+        raise ConfigError(f"cell {argument!r}: {len(found)} ids begin so; {allowed(listed)}")
+    raise ConfigError(
+        f"no cell or configuration {argument[:60]!r}; {allowed(listed)}, or a cell's id "
+        "(see tilewright sweep status FILE --cells)"
+    )

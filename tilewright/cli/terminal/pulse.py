@@ -1,0 +1,56 @@
+"""A sign of life for logs: what is being done, said now and then. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Self
+
+from tilewright.cli.arguments.ask import Sign
+
+_SECONDS = 10.0
+
+
+class PulsingSign(Sign):
+    """A sign whose last word is repeated every ten seconds, with the seconds since its beginning,
+    where standard error is no terminal. A thread says it, so that one who is long busy with a
+    thing is heard of too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._doing: Callable[[], str] = lambda: "starting"
+        self._has_ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if not sys.stderr.isatty():
+            self._thread = threading.Thread(target=self._pulse, name="pulse", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._has_ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def show(self, text: str) -> None:
+        """Show what is being done now, until something else is."""
+        self._doing = lambda: text
+        super().show(text)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Say how far a compilation has come, ten times a second at the most."""
+        self._doing = lambda: f"{what} {100 * done // max(total, 1)} %"
+        super().progress(what, done, total)
+
+    def follow(self, doing: Callable[[], str]) -> None:
+        """Ask ``doing`` from now on what is being done, from another thread."""
+        self._doing = doing
+
+    def _pulse(self) -> None:
+        began = time.monotonic()
+        while not self._has_ended.wait(_SECONDS):
+            self._write(f"{time.monotonic() - began:.0f} s: {self._doing()}\n")

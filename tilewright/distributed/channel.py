@@ -1,0 +1,389 @@
+"""Framed messages between rank 0 and a follower over a stream socket, local or TCP.
+
+Both ends prove that they know the run's token before anything else is said. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import hmac
+import math
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilewright.distributed.processes import is_stopped, process_behind
+from tilewright.errors import ConfigError, RankError
+
+_FRAME = struct.Struct("<IIq")  # kind, bytes of the payload, number
+_PROOF = hashlib.sha256().digest_size
+_NONCE = 32
+_MOST_BYTES = 1 << 30
+_RETRY_SECONDS = 0.05
+_LOOK_SECONDS = 0.1
+_SILENCE_SECONDS = 10  # of a host that is gone, before the kernel says so
+
+
+class ChannelClosedError(Exception):
+    """The other end has gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where ranks meet: a socket in a folder of this machine, or a TCP port of ``host``."""
+
+    host: str = ""
+    port: int = 0
+    path: Path | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """The address that ``str()`` of one gives.
+
+        Raises:
+            ConfigError: for a text that is none.
+        """
+        kind, _, rest = text.partition(":")
+        if kind == "unix" and rest:
+            return cls(path=Path(rest))
+        host, _, port = rest.rpartition(":")
+        if kind != "tcp" or not _is_host(host) or not port.isdecimal() or int(port) > 65535:
+            raise ConfigError(f"address {text!r}; allowed: tcp:HOST:PORT or unix:PATH")
+        return cls(host.strip("[]"), int(port))
+
+    def __str__(self) -> str:
+        return f"tcp:{self.host}:{self.port}" if self.path is None else f"unix:{self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message: ``kind`` is the sender's word for it, ``number`` counts steps."""
+
+    kind: int
+    number: int
+    payload: bytes
+
+
+class Channel:
+    """One end of the way between two ranks; sending is safe from several threads.
+
+    ``heard``: when something came last, on the clock of `time.monotonic`.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.heard = time.monotonic()
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._buffer = bytearray()
+
+    def send(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
+        """Send a message whole.
+
+        Raises:
+            ChannelClosedError: where the other end has gone, or reads nothing any more.
+        """
+        frame = _FRAME.pack(kind, len(payload), number) + payload
+        try:
+            with self._sending:
+                self.connection.sendall(frame)
+        except OSError as error:
+            raise ChannelClosedError(error.strerror or str(error)) from None
+
+    def send_if_free(self, kind: int) -> None:
+        """Send an empty message if nobody is sending and there is room; else leave it out."""
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            with contextlib.suppress(OSError):
+                frame = _FRAME.pack(kind, 0, 0)
+                sent = self.connection.send(frame, socket.MSG_DONTWAIT)
+                self.connection.sendall(frame[sent:])
+        finally:
+            self._sending.release()
+
+    def receive(self, seconds: float | None = None) -> Message | None:
+        """The next message; None where it is not there within so many seconds.
+
+        Raises:
+            ChannelClosedError: where the other end has gone.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        with self._receiving:
+            while (found := self._take()) is None:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                if not self._read(left):
+                    return None
+        return found
+
+    def read_ready(self) -> list[Message]:
+        """Read once from a socket that has something to read; the messages that are whole now.
+
+        Raises:
+            ChannelClosedError: where the other end has gone.
+        """
+        self._read(None)
+        found = []
+        while (message := self._take()) is not None:
+            found.append(message)
+        return found
+
+    def listen(self) -> bool:
+        """Read what is there, for a later `receive`, unless another thread is receiving; whether
+        the other end is still there, as far as that tells.
+        """
+        if not self._receiving.acquire(blocking=False):
+            return True
+        try:
+            self._read(0.0)
+        except ChannelClosedError:
+            return False
+        finally:
+            self._receiving.release()
+        return True
+
+    def process(self) -> int | None:
+        """The process at the other end of a local socket that it listened at; else None."""
+        return process_behind(self.connection)
+
+    def close(self) -> None:
+        """Close this end; the other one reads its end."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+
+    def _read(self, seconds: float | None) -> bool:
+        if seconds is not None and not select.select([self.connection], [], [], seconds)[0]:
+            return False
+        try:
+            data = self.connection.recv(1 << 20)
+        except OSError as error:
+            raise ChannelClosedError(error.strerror or str(error)) from None
+        if not data:
+            raise ChannelClosedError("it closed the channel")
+        self.heard = time.monotonic()
+        self._buffer += data
+        return True
+
+    def _take(self) -> Message | None:
+        if len(self._buffer) < _FRAME.size:
+            return None
+        kind, size, number = _FRAME.unpack_from(self._buffer)
+        if size > _MOST_BYTES:
+            raise ChannelClosedError(f"a message of {size} bytes")
+        end = _FRAME.size + size
+        if len(self._buffer) < end:
+            return None
+        payload = bytes(self._buffer[_FRAME.size : end])
+        del self._buffer[:end]
+        return Message(kind, number, payload)
+
+
+class Listener:
+    """A socket where other ranks come, bound to its address alone; local ones in mode 0600."""
+
+    def __init__(self, address: Address, token: bytes) -> None:
+        self._token = token
+        try:
+            if address.path is not None:
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self._socket.bind(str(address.path))
+                address.path.chmod(0o600)
+                self.address = address
+            else:
+                family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+                self._socket = socket.socket(family, socket.SOCK_STREAM)
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self._socket.bind((address.host, address.port))
+                self.address = Address(address.host, self._socket.getsockname()[1])
+        except OSError as error:
+            raise ConfigError(
+                f"{address}: cannot listen there ({error.strerror}); allowed: an address of this "
+                "machine and a free port"
+            ) from None
+        self._socket.listen(256)
+
+    def accept(self, deadline: float) -> tuple[int, socket.socket] | None:
+        """The next rank that proves that it knows the token, and its socket; None at the deadline.
+
+        Whoever does not is hung up on.
+        """
+        while (left := deadline - time.monotonic()) > 0:
+            self._socket.settimeout(left)
+            try:
+                connection, _ = self._socket.accept()
+            except TimeoutError:
+                return None
+            connection.settimeout(min(left, 10.0))
+            try:
+                rank = _check_caller(connection, self._token)
+            except (OSError, ChannelClosedError):
+                connection.close()
+                continue
+            return rank, _prepared(connection)
+        return None
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._socket.close()
+        if self.address.path is not None:
+            with contextlib.suppress(OSError):
+                self.address.path.unlink()
+
+
+def call(
+    address: Address,
+    rank: int,
+    token: bytes,
+    *,
+    seconds: float,
+    other: str = "rank 0",
+    limit_s: float = math.inf,
+) -> socket.socket:
+    """Connect to a listener as ``rank``; tries again while nobody listens there. ``other`` is who
+    listens, to whoever reads that it did not; ``limit_s``: how long it may be stopped before it
+    answers, where it is a process of this machine.
+
+    Raises:
+        ConfigError: where nobody answers in time, or the other end has another token.
+        RankError: where it has been stopped for so long.
+    """
+    deadline, reason = time.monotonic() + seconds, "nobody listens"
+    while time.monotonic() < deadline:
+        try:
+            connection = _connect(address, deadline - time.monotonic())
+        except OSError as error:
+            reason = error.strerror or str(error)
+            time.sleep(_RETRY_SECONDS)
+            continue
+        try:
+            connection.settimeout(max(_RETRY_SECONDS, deadline - time.monotonic()))
+            _prove(connection, rank, token, functools.partial(_await, connection, other, limit_s))
+        except TimeoutError:
+            connection.close()
+            reason = "it took the call and said nothing, as one that is at work does"
+        except (OSError, ChannelClosedError):
+            connection.close()
+            raise ConfigError(
+                f"{other} at {address} hung up on rank {rank}; allowed: the same TILEWRIGHT_TOKEN "
+                "on all machines, and each rank once"
+            ) from None
+        else:
+            return _prepared(connection)
+    raise ConfigError(
+        f"{other} at {address} did not answer rank {rank} within {seconds:g} s ({reason})"
+    )
+
+
+def _is_host(name: str) -> bool:
+    """Whether a name may be a host's at all; sockets raise errors of their own for others."""
+    try:
+        return bool(name.encode("idna")) and "\0" not in name
+    except UnicodeError:
+        return False
+
+
+def has_gone(connection: socket.socket) -> bool:
+    """Whether the other end has closed a socket, or is no more; what it sent may be there still."""
+    found = select.poll()
+    found.register(connection, select.POLLRDHUP)
+    return bool(found.poll(0))
+
+
+def own_address(other: Address) -> str:
+    """The address of this machine from which another one is reached; nothing is sent.
+
+    Raises:
+        ConfigError: where there is no way to it.
+    """
+    family = socket.AF_INET6 if ":" in other.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as found:
+        try:
+            found.connect((other.host, other.port))
+        except OSError as error:
+            raise ConfigError(f"{other}: cannot be reached ({error.strerror})") from None
+        return str(found.getsockname()[0])
+
+
+def _connect(address: Address, seconds: float) -> socket.socket:
+    if address.path is None:
+        return socket.create_connection((address.host, address.port), timeout=seconds)
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    found.settimeout(seconds)
+    try:
+        found.connect(str(address.path))
+    except OSError:
+        found.close()
+        raise
+    return found
+
+
+def _check_caller(connection: socket.socket, token: bytes) -> int:
+    nonce = secrets.token_bytes(_NONCE)
+    connection.sendall(nonce)
+    data = _exactly(connection, 4 + _NONCE + _PROOF)
+    rank, theirs, proof = data[:4], data[4 : 4 + _NONCE], data[4 + _NONCE :]
+    if not hmac.compare_digest(proof, _proof(token, b"caller", nonce, theirs, rank)):
+        raise ChannelClosedError("another token")
+    connection.sendall(_proof(token, b"listener", nonce, theirs, rank))
+    return int(struct.unpack("<i", rank)[0])
+
+
+def _prove(connection: socket.socket, rank: int, token: bytes, wait: Callable[[], None]) -> None:
+    wait()
+    nonce = _exactly(connection, _NONCE)
+    own, number = secrets.token_bytes(_NONCE), struct.pack("<i", rank)
+    connection.sendall(number + own + _proof(token, b"caller", nonce, own, number))
+    wait()
+    answer = _exactly(connection, _PROOF)
+    if not hmac.compare_digest(answer, _proof(token, b"listener", nonce, own, number)):
+        raise ChannelClosedError("another token")
+
+
+def _await(connection: socket.socket, other: str, limit_s: float) -> None:
+    """Wait for something to read, as long as the socket waits; see `call`."""
+    pid, ran = process_behind(connection), time.monotonic()
+    deadline = ran + (connection.gettimeout() or 0.0)
+    while not select.select([connection], [], [], _LOOK_SECONDS)[0]:
+        now = time.monotonic()
+        if pid is None or not is_stopped(pid):
+            ran = now
+        elif now - ran > limit_s:
+            raise RankError(f"{other} has been stopped for {limit_s:g} s")
+        if now > deadline:
+            raise TimeoutError
+
+
+def _proof(token: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(token, b"".join(parts), "sha256")
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        data = connection.recv(count - len(found))
+        if not data:
+            raise ChannelClosedError("it hung up")
+        found += data
+    return found
+
+
+def _prepared(connection: socket.socket) -> socket.socket:
+    """Blocking, without Nagle's delay; a host that is gone is noticed."""
+    connection.settimeout(None)
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            limit = 1000 * _SILENCE_SECONDS
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
+    return connection

@@ -1,0 +1,110 @@
+"""How a model is spread, checked: from options and from the variables of what started us."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilewright.distributed.channel import Address
+from tilewright.distributed.parallel import ALONE, MOST_GPUS, PEERS, Parallel
+from tilewright.distributed.world import Machines, Place, machines_of, place_of
+from tilewright.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """The group, the machines it is on, and this process's place where
+    another process has started it as a rank. ``workers``: machines that wait to be called.
+    """
+
+    parallel: Parallel = ALONE
+    machines: Machines = field(default_factory=Machines)
+    place: Place | None = None
+    workers: tuple[Address, ...] = ()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no other ranks."""
+        return self.parallel.tensor == 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is rank 0."""
+        return self.machines.rank == 0 and (self.place is None or self.place.rank == 0)
+
+
+def read_grouping(given: Any) -> Grouping:
+    """Check how a model is to be spread, by the options and the variables of what started us.
+
+    Raises:
+        ConfigError: for numbers that do not fit together.
+    """
+    place = place_of()
+    named = [getattr(given, name, None) for name in ("nnodes", "node_rank", "master_addr")]
+    machines = None
+    if any(each is not None for each in named):
+        port = given.master_port or Machines().port
+        machines = Machines(given.nnodes or 1, given.node_rank or 0, given.master_addr or "", port)
+    machines = Machines() if place is not None else machines_of(machines)
+    tensor = getattr(given, "tensor_parallel", None)
+    started = place.size if place is not None else None
+    if tensor is None:
+        tensor = started or machines.count
+    if started is not None and tensor != started:
+        raise ConfigError(f"--tensor-parallel {tensor} in {started} processes; allowed: {started}")
+    if machines.count > 1:
+        machines.address()  # refused here where none is named
+    if tensor % machines.count:
+        raise ConfigError(f"{tensor} ranks on {machines.count} machines; allowed: as many on each")
+    parallel = Parallel(
+        tensor=tensor,
+        expert=getattr(given, "expert_parallel", None),
+        shares=getattr(given, "shares", None) or (),
+        wire=getattr(given, "wire", None),
+        devices=getattr(given, "devices", None) or (),
+        peer_limit=getattr(given, "peer_limit", None) or ALONE.peer_limit,
+        exchange=getattr(given, "exchange", None),
+    )
+    parallel.check()
+    if tensor == 1:
+        _refuse_of_groups(given)
+    return Grouping(parallel, machines, place)
+
+
+def _refuse_of_groups(given: Any) -> None:
+    for name in ("shares", "wire", "peer_limit", "exchange"):
+        if getattr(given, name, None):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} for one rank; allowed: with --tensor-parallel"
+            )
+
+
+def check_devices(grouping: Grouping, num_devices: int) -> None:
+    """Refuse more ranks on this machine than it has GPUs, GPUs it has not, and ranks that cannot
+    exchange as they were asked to.
+
+    Raises:
+        ConfigError: saying how many there are.
+    """
+    parallel, machines = grouping.parallel, grouping.machines
+    local = parallel.tensor // machines.count
+    if grouping.place is not None:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", local))
+    if parallel.exchange == PEERS and local < parallel.tensor:
+        raise ConfigError(
+            f"--exchange {PEERS} for {parallel.tensor} ranks over several machines: each writes "
+            "into the GPUs of all others; allowed: those of one machine, or --exchange nccl"
+        )
+    if parallel.exchange == PEERS and parallel.tensor > MOST_GPUS:
+        raise ConfigError(
+            f"--exchange {PEERS} for {parallel.tensor} ranks; allowed: up to {MOST_GPUS}, or "
+            "--exchange nccl"
+        )
+    wanted = max((*parallel.devices, local - 1)) + 1
+    if wanted > num_devices:
+        what = f"device {wanted - 1}" if parallel.devices else f"{local} ranks on target cuda"
+        raise ConfigError(
+            f"{what}: this machine has {num_devices} GPUs; allowed: up to {num_devices} ranks, "
+            f"devices 0 to {num_devices - 1}"
+        )

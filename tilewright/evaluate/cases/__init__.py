@@ -1,0 +1,1 @@
+"""Cases, prompts, texts and fp32 references."""

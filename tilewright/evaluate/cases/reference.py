@@ -1,0 +1,200 @@
+"""The fp32 reference of accuracy runs: which tokens, and what the fp32 model guesses after each.
+
+Guesses are kept in versioned files, refused where model, tokenizer or text are not the same; whole
+distributions, for KL, are computed when wanted and kept in the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.compiler.artifacts.paths import cache_dir
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.compiler.targets.interface.step import Choosing, Chunk, Open, Seat, Step
+from tilewright.errors import ConfigError
+from tilewright.evaluate.cases.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
+from tilewright.utils.environment import environment
+from tilewright.utils.files import read_regular, replace_file
+
+NUM_GUESSES = 5
+_FOLDER = Path(__file__).parent / "references"
+
+
+class ReferenceMismatchError(ConfigError):
+    """A reference file is sound, and of something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a reference is of: the hashes that must be equal for it to hold."""
+
+    model: str
+    model_hash: str
+    tokenizer_hash: str
+    text_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """``tokens``: the text. ``guesses[i]``: the five likeliest ids for position ``prefill + i``.
+
+    ``margins[i]``: first logit minus second, which says how firm the guess is.
+    """
+
+    subject: Subject
+    prefill: int
+    tokens: tuple[int, ...]
+    guesses: tuple[tuple[int, ...], ...]
+    margins: tuple[float, ...]
+    versions: dict[str, str]
+
+    @property
+    def id(self) -> str:
+        """Short hash of everything but the library versions."""
+        body = dataclasses.asdict(self)
+        del body["versions"]
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def text_tokens(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    """The ids an accuracy run goes over: the text's first ones.
+
+    Raises:
+        ConfigError: when the text is too short for a run with this tokenizer.
+    """
+    tokens = encode(text)
+    if len(tokens) < ACCURACY_CONTEXT:
+        raise ConfigError(
+            f"the accuracy text has {len(tokens)} tokens here; allowed: {ACCURACY_CONTEXT} or more"
+        )
+    return tokens[:ACCURACY_CONTEXT]
+
+
+def text_hash(tokens: Sequence[int]) -> str:
+    """A hash that stands for the token ids of a text."""
+    return hashlib.sha256(np.asarray(tokens, dtype=np.int64).tobytes()).hexdigest()
+
+
+def build_reference(
+    executable: Executable, subject: Subject, tokens: Sequence[int]
+) -> tuple[Reference, Tensor]:
+    """Guesses and all logits ``[predictions, vocab]`` from one fp32 prefill of the text."""
+    executable.reset()
+    seat = Seat(0)
+    whole = Chunk(seat, 0, tuple(tokens[:-1]), echoes=True)
+    opened = (Open(seat, Choosing()),)
+    (part,) = executable.step(Step(prompts=(whole,), edits=opened, want_logits=True)).parts
+    assert part.logits is not None
+    logits = part.logits()[ACCURACY_PREFILL - 1 :].clone()
+    executable.reset()
+    best = logits.topk(NUM_GUESSES, dim=-1)
+    reference = Reference(
+        subject=subject,
+        prefill=ACCURACY_PREFILL,
+        tokens=tuple(tokens),
+        guesses=tuple(tuple(row) for row in best.indices.tolist()),
+        margins=tuple(round(float(margin), 5) for margin in best.values[:, 0] - best.values[:, 1]),
+        versions=environment(("torch", "tokenizers")).versions,
+    )
+    return reference, logits
+
+
+def reference_path(model: str, folder: Path = _FOLDER) -> Path:
+    """The path of a model's versioned reference, whether there is one or not."""
+    return folder / f"{_slug(model)}.json"
+
+
+def save_reference(reference: Reference, path: Path) -> None:
+    """Write a reference to a file, from which `load_reference` reads it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, reference_bytes(reference))
+
+
+def reference_bytes(reference: Reference) -> bytes:
+    """The bytes of the file that a reference is kept in."""
+    body = {"id": reference.id, **dataclasses.asdict(reference)}
+    return (json.dumps(body, separators=(",", ":")) + "\n").encode()
+
+
+def load_reference(path: Path, subject: Subject) -> Reference:
+    """Read a reference file: the tokens that accuracy is measured against.
+
+    Raises:
+        ReferenceMismatchError: when it is of another model, tokenizer or text.
+        ConfigError: when it is damaged.
+    """
+    try:
+        values = msgspec.json.decode(read_regular(path), type=dict[str, Any])
+        stored_id = values.pop("id", None)
+        if values.keys() != {field.name for field in dataclasses.fields(Reference)}:
+            raise ValueError("other fields")
+        reference = msgspec.convert(values, Reference)
+    except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        raise ConfigError(f"{path}: not a reference file ({type(error).__name__})") from None
+    if reference.id != stored_id:
+        raise ConfigError(f"{path}: the reference file is damaged (its id does not match)")
+    for field in dataclasses.fields(Subject):
+        found, wanted = getattr(reference.subject, field.name), getattr(subject, field.name)
+        if found != wanted:
+            raise ReferenceMismatchError(
+                f"{path}: the reference is of another {field.name.removesuffix('_hash')} "
+                f"({_short(found)}); allowed: {_short(wanted)}"
+            )
+    return reference
+
+
+def _short(text: str) -> str:
+    """The beginning of a name or hash, fit for a one-line message."""
+    return text[:12] if text.isprintable() else repr(text[:12])
+
+
+def cached_logits(reference: Reference) -> Tensor | None:
+    """The fp32 logits of a reference, if the cache has them."""
+    shape = (len(reference.guesses),)
+    try:
+        # mapped: a header that lies about the shape then allocates nothing
+        stored = np.load(_logits_path(reference), mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None  # absent or cut short
+    if stored.dtype == np.float32 and stored.ndim == 2 and stored.shape[:1] == shape:
+        return torch.from_numpy(np.array(stored))
+    return None
+
+
+def keep_logits(reference: Reference, logits: Tensor) -> Tensor:
+    """Put the fp32 logits of a reference into the cache; returns them."""
+    logits = logits.float()
+    buffer = io.BytesIO()
+    np.save(buffer, logits.numpy())
+    write_cache(_logits_path(reference), buffer.getvalue())
+    return logits
+
+
+def _logits_path(reference: Reference) -> Path:
+    return cache_dir() / "references" / f"{_slug(reference.subject.model)}-{reference.id}.npy"
+
+
+def write_cache(path: Path, data: bytes) -> None:
+    """Put something into the cache, whole or not at all; a cache that cannot be written is none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, data)
+    except OSError as error:
+        warnings.warn(f"{path}: not kept ({error.strerror})", stacklevel=2)
+
+
+def _slug(name: str) -> str:
+    return "".join(c if c.isalnum() or c in ".-_" else "-" for c in name.lower()).strip(".-")

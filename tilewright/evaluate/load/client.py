@@ -1,0 +1,269 @@
+"""A client that asks a server for answers, streamed or whole, and notes when they come.
+
+Any server with OpenAI's API will do for streams of completions; it knows nothing of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from tilewright.errors import TilewrightError
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+_FLUSH = "/reset_prefix_cache"
+_HEAD = b"data: "
+_DONE = b"data: [DONE]"
+_PATIENCE_SECONDS = 600.0
+_JSON = {"content-type": "application/json"}
+
+
+@dataclass(slots=True)
+class Heard:
+    """What a client heard of one answer, and when.
+
+    Attributes:
+        began: when it was asked for, by this process's clock in seconds.
+        times: seconds from there to each chunk with text.
+        count: tokens of the answer, as the server counts them.
+        num_prompt: tokens of the prompt, of which ``num_cached`` were not computed again.
+        text: all that was said.
+        error: empty where it came to its end.
+    """
+
+    began: float = 0.0
+    times: list[float] = field(default_factory=list)
+    count: int = 0
+    num_prompt: int = 0
+    num_cached: int = 0
+    text: str = ""
+    error: str = ""
+
+    @property
+    def first(self) -> float:
+        """The time to the first chunk (TTFT), in seconds."""
+        return self.times[0]
+
+    @property
+    def per_token(self) -> float:
+        """The mean time of a token behind the first (TPOT), in seconds."""
+        return (self.times[-1] - self.times[0]) / max(1, self.count - 1)
+
+    def gaps(self) -> list[float]:
+        """Seconds between chunks (ITL), each divided by the mean tokens of a chunk."""
+        share = max(1.0, (self.count - 1) / max(1, len(self.times) - 1))
+        ends = zip(self.times, self.times[1:], strict=False)
+        return [(after - before) / share for before, after in ends]
+
+    def take_usage(self, usage: dict[str, Any]) -> None:
+        """Keep the token counts that a server sent with the last chunk."""
+        self.count, self.num_prompt = usage["completion_tokens"], usage["prompt_tokens"]
+        self.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+class Client:
+    """Asks one server for answers, for a load test."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
+        self._session, self.url, self._model = session, url, model
+
+    async def stream(self, path: str, body: dict[str, Any], most: int | None = None) -> Heard:
+        """Hear an answer as it comes. The connection is closed after ``most`` chunks with text."""
+        asked = {"stream": True, "stream_options": {"include_usage": True}}
+        heard = Heard(began=time.perf_counter())
+        try:
+            async with self._post(path, {**body, **asked}) as answer:
+                if answer.status != 200:
+                    heard.error = f"status {answer.status}: {(await answer.text())[:200]}"
+                    return heard
+                has_ended, rest = False, b""
+                async for data in answer.content.iter_any():  # a line at a time takes twice as long
+                    *lines, rest = (rest + data).split(b"\n")
+                    for line in lines:
+                        if line.startswith(_DONE):
+                            has_ended = True
+                        elif line.startswith(_HEAD):
+                            _take(heard, line)
+                        if most is not None and len(heard.times) >= most:
+                            return heard
+                is_whole = has_ended and (heard.times or heard.count)
+                heard.error = heard.error or ("" if is_whole else "no whole answer")
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+            heard.error = str(error) or type(error).__name__
+        return heard
+
+    async def whole(self, path: str, body: dict[str, Any]) -> Heard:
+        """Ask for an answer in one piece; its only time is that of its end."""
+        heard = Heard(began=time.perf_counter())
+        try:
+            async with self._post(path, body) as answer:
+                told = msgspec.json.decode(await answer.read())
+                if answer.status != 200:
+                    heard.error = f"status {answer.status}: {str(told)[:200]}"
+                    return heard
+                choice = told["choices"][0]
+                heard.text = choice["text"] if "text" in choice else choice["message"]["content"]
+                heard.take_usage(told["usage"])
+                heard.times.append(time.perf_counter() - heard.began)
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+            heard.error = str(error) or type(error).__name__
+        return heard
+
+    async def told(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """What the server answers in JSON: to ``body``, posted, or to the path alone."""
+        asked = self._session.get(self.url + path) if body is None else self._post(path, body)
+        async with asked as answer:
+            return msgspec.json.decode(await answer.read())
+
+    async def status(self, path: str, data: bytes) -> int:
+        """Post bytes that need not be JSON; returns the HTTP status of the answer."""
+        async with self._session.post(self.url + path, data=data, headers=_JSON) as answer:
+            await answer.read()
+            return answer.status
+
+    async def wait_until_ready(self, seconds: float) -> None:
+        """Wait while the server loads; one that is not there, or has no ``/health``, is left to
+        what is asked of it.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                async with self._session.get(f"{self.url}/health") as answer:
+                    if answer.status != 503:
+                        return
+            except aiohttp.ClientError:
+                return
+            await asyncio.sleep(0.1)
+
+    async def take_model(self) -> None:
+        """Ask for the first of the server's models from here on: ``model`` where it lists none."""
+        told = await self.told("/v1/models")
+        names = [each.get("id") for each in told.get("data", []) if isinstance(each, dict)]
+        self._model = next(iter(names), None) or "model"
+
+    async def metrics(self) -> dict[str, float]:
+        """The server's figures by name, the prefix left out; over all labels but ``part``,
+        ``kind`` and ``code``, which stay behind the name.
+        """
+        async with self._session.get(f"{self.url}/metrics") as answer:
+            return read_metrics(await answer.text())
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        """Post a body by the fast encoder: while 64,000 ids become JSON, no stream is heard."""
+        data = msgspec.json.encode({"model": self._model, **body})
+        return self._session.post(self.url + path, data=data, headers=_JSON)
+
+
+def read_metrics(text: str) -> dict[str, float]:
+    """Prometheus' text as :meth:`Client.metrics` returns it; buckets are left out."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if line.startswith("#") or "_bucket{" in line or " " not in line:
+            continue
+        spelt, _, value = line.rpartition(" ")
+        name, _, labels = spelt.partition("{")
+        name = name.partition(":")[2] or name
+        for label in labels.rstrip("}").split(","):
+            key, _, said = label.partition("=")
+            if key in ("part", "kind", "code"):
+                name += f"[{said.strip(chr(34))}]"
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Said(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Said] = []
+    usage: dict[str, Any] | None = None
+    error: Any = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)  # what it does not name is skipped, not made
+
+
+def _take(heard: Heard, line: bytes) -> None:
+    event = _EVENT.decode(line.removeprefix(_HEAD))
+    if event.error is not None:
+        heard.error = str(event.error)
+        return
+    text = "".join([choice.text or _said(choice.delta) for choice in event.choices])
+    if text:
+        heard.times.append(time.perf_counter() - heard.began)
+        heard.text += text
+    if event.usage:
+        heard.take_usage(event.usage)
+
+
+def _said(delta: _Delta | None) -> str:
+    return (delta.content or delta.reasoning_content or "") if delta is not None else ""
+
+
+@asynccontextmanager
+async def connected(url: str, model: str) -> AsyncIterator[Client]:
+    """A client of the server at ``url``, which asks for ``model``."""
+    timeout = aiohttp.ClientTimeout(total=_PATIENCE_SECONDS)
+    # llama.cpp's server closes connections that a second request is on its way over
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        yield Client(session, url.rstrip("/"), model)
+
+
+async def flush(client: Client) -> None:
+    """Empty a server's prefix cache.
+
+    Raises:
+        TilewrightError: for a server that does not let us.
+    """
+    if (said := await client.status(_FLUSH, b"")) != 200:
+        raise TilewrightError(f"{_FLUSH}: HTTP {said}; --flush wants a server with --admin")
+
+
+async def at_most(
+    limit: int, jobs: Sequence[Callable[[], Awaitable[Heard]]]
+) -> tuple[list[Heard], float]:
+    """Run jobs, ``limit`` at a time (a closed loop): what they return, and the seconds it took."""
+    gate = asyncio.Semaphore(limit)
+
+    async def run(job: Callable[[], Awaitable[Heard]]) -> Heard:
+        async with gate:
+            return await job()
+
+    began = time.perf_counter()
+    found = await asyncio.gather(*(run(job) for job in jobs))
+    return list(found), time.perf_counter() - began
+
+
+async def arriving(
+    rate: float, seed: int, jobs: Sequence[Callable[[], Awaitable[Heard]]]
+) -> tuple[list[Heard], float]:
+    """Run jobs in an open loop: as :func:`at_most`, but ``rate`` begin a second (Poisson)."""
+    chooser, at = random.Random(seed), 0.0
+
+    async def run(job: Callable[[], Awaitable[Heard]], after: float) -> Heard:
+        await asyncio.sleep(after)
+        return await job()
+
+    began, waiting = time.perf_counter(), []
+    for job in jobs:
+        at += chooser.expovariate(rate)
+        waiting.append(run(job, at))
+    found = await asyncio.gather(*waiting)
+    return list(found), time.perf_counter() - began

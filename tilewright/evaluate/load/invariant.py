@@ -1,0 +1,66 @@
+"""Whether an answer depends on who else is served."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+from tilewright.evaluate.load.client import COMPLETIONS, Client, at_most
+from tilewright.evaluate.load.figures import Figures
+from tilewright.evaluate.load.shape import Shape
+
+
+async def invariant(client: Client, shape: Shape) -> AsyncIterator[Figures]:
+    """Requests of many lengths, alone and then together, in another order, while others come and
+    are cancelled, and then alone again, from what the server's prefix cache has kept. Half of them
+    sample, with a seed of their own. One that differs has failed where the server promises that
+    none does.
+    """
+    chooser = random.Random(shape.seed)
+    bodies = [_body(shape, chooser, number) for number in range(shape.requests)]
+    alone, _ = await at_most(1, [partial(client.whole, COMPLETIONS, each) for each in bodies])
+    order = list(range(len(bodies)))
+    chooser.shuffle(order)
+    cancels = asyncio.create_task(_disturb(client, shape))
+    try:
+        shuffled = [partial(client.whole, COMPLETIONS, bodies[at]) for at in order]
+        found, _ = await at_most(shape.concurrency, shuffled)
+    finally:
+        cancels.cancel()
+        await asyncio.gather(cancels, return_exceptions=True)
+    warm, _ = await at_most(1, [partial(client.whole, COMPLETIONS, each) for each in bodies])
+    together = dict(zip(order, found, strict=True))
+    failed = [each.error for each in (*alone, *found, *warm) if each.error]
+    num_different = sum(one.text != together[at].text for at, one in enumerate(alone))
+    num_warm = sum(one.text != other.text for one, other in zip(alone, warm, strict=True))
+    promised = (await client.told("/props")).get("invariant", "none")
+    if promised != "none":
+        failed += ["an answer differs"] * (num_different + num_warm)
+    yield {
+        "requests": len(bodies),
+        "concurrency": shape.concurrency,
+        "promised": promised,
+        "answers_that_differ": num_different,
+        "answers_that_differ_warm": num_warm,
+        "failed": len(failed),
+        **({"why": failed[0]} if failed else {}),
+    }
+
+
+def _body(shape: Shape, chooser: random.Random, number: int) -> dict[str, Any]:
+    body = shape.body(
+        chooser,
+        num_input=chooser.randint(1, shape.input_tokens),
+        num_output=chooser.randint(1, shape.output_tokens),
+    )
+    return body | ({"temperature": 1.0, "seed": number} if number % 2 else {})
+
+
+async def _disturb(client: Client, shape: Shape) -> None:
+    """Others that come and leave in the middle of their answers, until it is told to end."""
+    chooser = random.Random(shape.seed + 1)
+    while True:
+        await client.stream(COMPLETIONS, shape.body(chooser), most=chooser.randint(1, 4))

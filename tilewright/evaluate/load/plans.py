@@ -1,0 +1,118 @@
+"""Plans of load by name: each asks a server and gives rows of figures as they are there."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+from tilewright.evaluate.load.chats import chats
+from tilewright.evaluate.load.client import (
+    COMPLETIONS,
+    Client,
+    arriving,
+    at_most,
+)
+from tilewright.evaluate.load.contest import contest
+from tilewright.evaluate.load.figures import Figures, summary
+from tilewright.evaluate.load.invariant import invariant
+from tilewright.evaluate.load.schemas import schemas
+from tilewright.evaluate.load.shape import Shape
+from tilewright.evaluate.load.soak import soak
+
+Plan = Callable[[Client, Shape], AsyncIterator[Figures]]
+"""Asks a server and gives rows of figures as they are there."""
+
+
+async def streams(client: Client, shape: Shape) -> AsyncIterator[Figures]:
+    """Completions over random token ids, closed loop, or open where a rate is given."""
+    chooser = random.Random(shape.seed)
+    jobs = [partial(client.stream, COMPLETIONS, shape.body(chooser)) for _ in range(shape.requests)]
+    if shape.rate:
+        heard, seconds = await arriving(shape.rate, shape.seed, jobs)
+    else:
+        heard, seconds = await at_most(shape.concurrency, jobs)
+    yield summary(heard, seconds)
+
+
+async def intruder(client: Client, shape: Shape) -> AsyncIterator[Figures]:
+    """One long prompt into running streams: their longest silence, without it and with it."""
+    chooser = random.Random(shape.seed)
+    # All of them first: what is drawn while streams run is a silence of this process, not theirs.
+    bodies = [shape.body(chooser) for _ in range(shape.concurrency)]
+    body = shape.body(chooser, num_input=shape.long_tokens, num_output=2)
+    streams = [asyncio.create_task(client.stream(COMPLETIONS, each)) for each in bodies]
+    await asyncio.sleep(shape.settle_seconds)
+    long = await client.stream(COMPLETIONS, body)
+    heard = await asyncio.gather(*streams)
+    for each in (long, *heard):
+        if each.error:
+            yield {"failed": 1, "why": each.error}
+            return
+    start, end = long.began, long.began + long.first
+    before, beside = 0.0, 0.0
+    for each in heard:
+        at = [each.began + time for time in each.times]
+        for one, other in pairwise(at):
+            if one < end and other > start:
+                beside = max(beside, other - one)
+            elif other <= start:
+                before = max(before, other - one)
+    yield {
+        "streams": len(heard),
+        "long_prompt_tokens": shape.long_tokens,
+        "long_prompt_ttft_ms": 1e3 * long.first,
+        "longest_gap_before_ms": 1e3 * before,
+        "longest_gap_beside_ms": 1e3 * beside,
+        "failed": 0,
+    }
+
+
+async def overhead(client: Client, shape: Shape) -> AsyncIterator[Figures]:
+    """Streams at one user and at many, beside the server's own account of the host's time."""
+    for users in sorted({1, shape.concurrency}):
+        before = await client.metrics()
+        chooser = random.Random(shape.seed)
+        bodies = [shape.body(chooser) for _ in range(max(2 * users, 4))]
+        jobs = [partial(client.stream, COMPLETIONS, body) for body in bodies]
+        heard, seconds = await at_most(users, jobs)
+        after = await client.metrics()
+        yield {"users": users, **summary(heard, seconds), **_host(before, after, seconds)}
+
+
+def _host(before: dict[str, float], after: dict[str, float], seconds: float) -> Figures:
+    """Means of what a step took of the host by part, and the share of time the device waited."""
+    spent = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    steps = sum(v for name, v in spent.items() if name.startswith("step_seconds_count"))
+    if not steps:
+        return {}
+    found: Figures = {"steps_per_second": steps / seconds}
+    for name, value in sorted(spent.items()):
+        if name.startswith("host_seconds_sum"):
+            found[f"host_us_a_step{name.removeprefix('host_seconds_sum')}"] = 1e6 * value / steps
+        elif name.startswith("device_idle_seconds_sum"):
+            found["device_idle_percent"] = 100 * value / seconds
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A plan and what it is for, in a line."""
+
+    run: Plan
+    text: str
+
+
+PLANS = {
+    "streams": Named(streams, "completions over random token ids"),
+    "overhead": Named(overhead, "the same at 1 user and at --concurrency, with the host's time"),
+    "intruder": Named(intruder, "a prompt of --long-tokens into --concurrency running streams"),
+    "chat": Named(chats, "--concurrency chats of --turns turns: what is not computed again"),
+    "contest": Named(contest, "seven levels of users, 64 requests each, weighted"),
+    "json": Named(schemas, "half of the users with a schema: what the other half loses"),
+    "invariant": Named(invariant, "answers alone against answers in company: how many differ"),
+    "soak": Named(soak, "--requests of all kinds, cancelled and malformed ones among them"),
+}

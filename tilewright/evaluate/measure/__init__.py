@@ -1,0 +1,1 @@
+"""Timing, accuracy and device ceilings."""

@@ -1,0 +1,177 @@
+"""Teacher-forced agreement of a compiled model with its fp32 reference, on the same positions.
+
+512 tokens are prefilled, 511 steps of one token follow, 512 predictions are counted. Top-1: the
+argmax is the reference's first guess; top-5: it is among the reference's five.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.artifacts.digests import sources_digest
+from tilewright.compiler.artifacts.paths import cache_dir
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.errors import CompileError
+from tilewright.evaluate.cases.cases import ACCURACY_TEXT
+from tilewright.evaluate.cases.reference import Reference, write_cache
+from tilewright.evaluate.results.record import Accuracy, Paired, pack_hits
+from tilewright.evaluate.results.stats import mean_and_error
+from tilewright.runtime.engine import Engine
+from tilewright.utils.environment import versions
+
+BASE = "bf16"
+"""The configuration that others are compared with, position by position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """What an executable guessed at every counted position, and its divergence from the reference.
+
+    ``kl``: KL(reference || executable) in nats, one a position; empty without reference logits.
+    """
+
+    guesses: tuple[int, ...]
+    kl: tuple[float, ...]
+
+
+Truth = tuple[Reference, Tensor | None]
+"""A reference and its own logits ``[predictions, vocab]``, for KL; None where they are unknown."""
+
+
+def teacher_force(
+    executable: Executable,
+    truths: Sequence[Truth],
+    *,
+    batch: int = 1,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
+) -> Predictions:
+    """Feed the texts of references of equal lengths through prefill and decode steps; every
+    prediction, text after text.
+
+    ``batch``: texts that are run side by side, each a sequence of its own.
+
+    Raises:
+        CompileError: where the executable's logits are no numbers.
+    """
+    engine, done = Engine(executable), 0
+    total = sum(len(reference.guesses) for reference, _ in truths)
+    guesses: list[list[int]] = [[] for _ in truths]
+    kl: list[list[float]] = [[] for _ in truths]
+    for start in range(0, len(truths), batch):
+        group = truths[start : start + batch]
+        for step, rows in enumerate(_predicted(engine, group)):
+            check_logits(rows, step)
+            for index, (_, logits) in enumerate(group):
+                guesses[start + index].append(int(rows[index].argmax()))
+                if logits is not None:
+                    kl[start + index].append(divergence(logits[step], rows[index]))
+            done += len(group)
+            on_step(done, total)
+    return Predictions(tuple(chain.from_iterable(guesses)), tuple(chain.from_iterable(kl)))
+
+
+def _predicted(engine: Engine, group: Sequence[Truth]) -> Iterator[Tensor]:
+    """The logits ``[sequences, vocab]`` of each predicted position, of all texts side by side."""
+    ids = list(range(len(group)))
+    tokens = torch.tensor([reference.tokens for reference, _ in group])
+    first = group[0][0]
+    yield engine.prefill(ids, list(tokens[:, : first.prefill]))
+    for position in range(first.prefill, first.prefill + len(first.guesses) - 1):
+        yield engine.decode(ids, tokens[:, position])
+    engine.remove(ids)
+
+
+def divergence(reference_V: Tensor, logits_V: Tensor) -> float:
+    """KL(softmax(reference) || softmax(logits)) in nats, in float64; NaN where a logit is one."""
+    wanted = reference_V.double().log_softmax(-1)
+    found = logits_V.double().log_softmax(-1)
+    divergence = float((wanted.exp() * (wanted - found)).sum())
+    return 0.0 if divergence < 0 else divergence  # rounding; max() would make 0 of a NaN
+
+
+def check_logits(rows: Tensor, step: int) -> None:
+    """Refuse logits ``[sequences, vocab]`` that are no numbers: they have no likeliest token.
+
+    Raises:
+        CompileError: naming the predicted position, counted from 0.
+    """
+    if not bool(rows.isfinite().all()):
+        raise CompileError(
+            f"logits of predicted position {step} are not finite (NaN or infinite), so that there "
+            "is no accuracy to tell; allowed: a model and a configuration with finite logits"
+        )
+
+
+def score(
+    predictions: Predictions,
+    reference: Reference,
+    *,
+    base: Predictions | None = None,
+    text: str = ACCURACY_TEXT,
+) -> Accuracy:
+    """Hits, counts, intervals, mean KL, and the comparison with ``base`` where there is one.
+
+    ``text`` names what the reference is of.
+    """
+    right = _right(predictions, reference)
+    among = [
+        guess in five for guess, five in zip(predictions.guesses, reference.guesses, strict=True)
+    ]
+    paired = None
+    if base is not None:
+        paired = Paired.from_hits(BASE, theirs=_right(base, reference), ours=right)
+    kl_mean, kl_error = mean_and_error(predictions.kl) if predictions.kl else (None, None)
+    return Accuracy.from_counts(
+        reference.id,
+        num_positions=len(right),
+        num_top1=sum(right),
+        num_top5=sum(among),
+        kl_mean=kl_mean,
+        paired=paired,
+        hits=pack_hits(right),
+        kl_error=kl_error,
+        text=text,
+    )
+
+
+def predictions_key(executable: Executable, *, target: str, compute: str, precision_id: str) -> str:
+    """What predictions depend on besides the reference: target, arithmetic, configuration, the
+    device, our own code and the libraries. Predictions under another key are not comparable.
+    """
+    device = f"{executable.device_name} {executable.device_detail}"
+    parts = [device, sources_digest(), *sorted(map("=".join, versions().items()))]
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return f"{target}-{compute}-{precision_id}-{digest}"
+
+
+def remember(predictions: Predictions, reference: Reference, key: str) -> None:
+    """Keep predictions in the cache, so that later runs can be compared with them."""
+    write_cache(_predictions_path(reference, key), json.dumps(predictions.guesses).encode())
+
+
+def recall(reference: Reference, key: str) -> Predictions | None:
+    """Predictions kept under ``key`` for this reference, if there are any."""
+    try:
+        found = json.loads(_predictions_path(reference, key).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, list) or len(found) != len(reference.guesses):
+        return None
+    return Predictions(tuple(found), ())
+
+
+def _right(predictions: Predictions, reference: Reference) -> list[bool]:
+    pairs = zip(predictions.guesses, reference.guesses, strict=True)
+    return [guess == five[0] for guess, five in pairs]
+
+
+def _predictions_path(reference: Reference, key: str) -> Path:
+    return cache_dir() / "predictions" / reference.id / f"{key}.json"

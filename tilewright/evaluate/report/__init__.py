@@ -1,0 +1,1 @@
+"""PERF.md and other documents, rendered from results."""

@@ -1,0 +1,120 @@
+"""PERF.md's section of boards that were not there: what was emulated, what was predicted.
+
+Every column says which of the two it is; what the boards' vendor published stands beside, named so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tilewright.evaluate.report import perf_md
+from tilewright.evaluate.report.perf_md import (
+    BOARDS_TITLE,
+    EMULATED_TOP1,
+    EMULATED_TOP5,
+    PREDICTED_SPEED,
+    PREDICTED_TTFT,
+    PUBLISHED_SPEED,
+    PUBLISHED_TOP1,
+    PUBLISHED_TTFT,
+    Document,
+    PerfRow,
+    Section,
+)
+from tilewright.evaluate.report.table import Table
+from tilewright.evaluate.results import row, selection
+from tilewright.evaluate.results.record import Result
+
+__all__ = ["BOARDS_TITLE", "INTRO", "board_table", "published_row", "published_tables"]
+
+TABLES = Path(__file__).parent / "published" / "tenstorrent.md"
+"""What Tenstorrent published of its boards."""
+
+_FIGURES = {
+    **{name: name for name in (row.MODEL, row.DEVICE, row.PRECISION, row.LENGTHS)},
+    EMULATED_TOP1: row.TOP1,
+    EMULATED_TOP5: row.TOP5,
+    "Emulated top-1 95 % CI": row.TOP1_INTERVAL,
+    row.POSITIONS: row.POSITIONS,
+    "Emulated KL": row.KL,
+    "Emulated vs base": row.PAIRED,
+    PREDICTED_SPEED: row.SPEED,
+    row.SPEED_ERROR: row.SPEED_ERROR,
+    PREDICTED_TTFT: row.TTFT,
+    row.TTFT_ERROR: row.TTFT_ERROR,
+}
+"""What each column is called here, and what it is called where figures are measured."""
+_ORIGIN = (row.DATE, row.COMMIT, row.COMMAND)
+_PUBLISHED = {PUBLISHED_SPEED: "speed", PUBLISHED_TTFT: "ttft", PUBLISHED_TOP1: "top1"}
+
+INTRO = """\
+No board was there. Top-1, top-5 and KL are **emulated**: the board's formats and the arithmetic of
+its matrix unit, bit for bit; small operators are approximated as their sources say. Speed and TTFT
+are **predicted** by a model of time that was fitted to published figures
+([docs/perf_model.md](docs/perf_model.md)); an error is the share of the figure that nine of ten
+predictions were off by at most: for models left out of the fit, or, where 32 users, long prompts or
+replicas are never fitted, for those. A figure without one is of a model smaller than any that the
+model of time was fitted to: an extrapolation. **Published**: what Tenstorrent
+measured, in whole percents, where it lists the model on the device. No figure of this section is
+measured here."""
+
+
+def board_table(results: Sequence[Result]) -> Table:
+    """A row for every group, batch and prompt length; accuracy stands in the first of a group."""
+    # kinds are told apart by their columns, so that both stand in one row
+    figures = []
+    for group in selection.group_results(list(results)):
+        tables: list[selection.SpeedTable] = [
+            selection.SHORT,
+            selection.BATCH_32,
+            *selection.context_lengths([group]),
+        ]
+        speeds = [found for table in tables if (found := group.speed(table)) is not None]
+        for index, found in enumerate(speeds or [None]):
+            figures.append((group, found, None if index else group.accuracy_result))
+    rows = [
+        (*row.cells(line, _FIGURES.values()), *_published(found), *row.cells(line, _ORIGIN))
+        for line, (_, found, _) in zip(selection.table_rows(figures), figures, strict=True)
+    ]
+    return Table.of((*_FIGURES, *_PUBLISHED, *_ORIGIN), rows)
+
+
+def _published(result: Result | None) -> Iterable[str]:
+    known = None if result is None else published_row(result)
+    figures = (getattr(known, field, None) for field in _PUBLISHED.values())
+    return ("" if figure is None else f"{figure:g}" for figure in figures)
+
+
+@functools.cache
+def published_tables() -> Document:
+    """Read and parse the boards' published tables."""
+    return perf_md.load(TABLES)
+
+
+def published_row(result: Result) -> PerfRow | None:
+    """The published row of a result's model, device, precision, batch and lengths, if there is one.
+
+    Configurations are matched by their name or their heading, never by what they come to.
+    """
+    section = _section(result)
+    if section is None:
+        return None
+    return perf_md.match_row(section.rows, result.model, result.device, dp=result.dp)
+
+
+def _section(result: Result) -> Section | None:
+    document = published_tables()
+    is_performance = result.precision_name == "performance"
+    table = selection.speed_table(result)
+    if table == selection.BATCH_32:
+        return document.find("batch_32") if is_performance else None
+    if isinstance(table, int):
+        return document.find("long_context", context_k=table) if is_performance else None
+    if table != selection.SHORT and result.accuracy is None:
+        return None
+    if result.precision_name in ("performance", "accuracy"):
+        return document.find("performance" if is_performance else "accuracy")
+    sections = (s for s in document.sections if s.kind == "precision")
+    return next((section for section in sections if section.title == result.heading), None)

@@ -1,0 +1,262 @@
+"""PERF.md's generated block: which results stand in which table, and what each cell says.
+
+Knows results and the names of columns; reading, writing and markers are perf_md's, how a section's
+title names a configuration precision_titles'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tilewright.evaluate.cases.cases import TABLE_GENERATED_TOKENS, TABLE_PROMPT_LENGTH
+from tilewright.evaluate.report import board_tables
+from tilewright.evaluate.report.display import cell_text, listed
+from tilewright.evaluate.report.precision_titles import count_layer_rules, linked_file, titles_of
+from tilewright.evaluate.report.table import Table
+from tilewright.evaluate.results import row
+from tilewright.evaluate.results.record import KINDS, Result
+from tilewright.evaluate.results.row import KL, PAIRED, PEAK, POSITIONS, PRECISION, SPREAD
+from tilewright.evaluate.results.selection import (
+    BATCH_32,
+    SHORT,
+    Group,
+    SpeedTable,
+    context_lengths,
+    group_results,
+    is_board,
+    is_placed,
+    row_order,
+    several_users,
+    table_rows,
+)
+
+_WHO = (row.MODEL, row.DEVICE)
+_NOISE = (row.SPEED_INTERVAL, SPREAD, row.TTFT_SPREAD)
+_ORIGIN = (row.DATE, row.COMMIT, row.MACHINE, row.COMMAND)
+_PERF_COLUMNS = (
+    *(*_WHO, row.TOP1, row.TOP5, row.SPEED, row.TTFT),
+    *(row.TOP1_INTERVAL, row.TOP5_INTERVAL, POSITIONS, KL, PAIRED, *_NOISE, PEAK, *_ORIGIN),
+)
+_LONG_COLUMNS = (*_WHO, PRECISION, row.SPEED, row.TTFT, *_NOISE, PEAK, *_ORIGIN)
+_USER_TTFT = (row.FIRST_TTFT, row.MEDIAN_TTFT, row.LAST_TTFT)
+_BATCH_COLUMNS = (
+    *(*_WHO, PRECISION, row.SPEED, row.AVG_TTFT, row.TOTAL),
+    *(*_USER_TTFT, *_NOISE, PEAK, *_ORIGIN),
+)
+
+_USERS_COLUMNS = (
+    *(*_WHO, PRECISION, row.LENGTHS, row.SPEED, row.TOTAL, row.AVG_TTFT),
+    *(*_NOISE, PEAK, *_ORIGIN),
+)
+SEVERAL_USERS = "Several users"
+
+ORIGIN_LEGEND = f"""\
+`{row.DATE}`, `{row.COMMIT}`, `{row.MACHINE}` (with threads or devices) and `{row.COMMAND}` say
+where the figures come from, speed and accuracy each where they differ; "-": none says.
+{row.OTHER_RUN}: some figure of the row is of another run (code or machine or hour) than most rows
+of its device in the table: do not compare it with them. {row.CHANGED}: some figure is of a commit
+with changes beside it (`-dirty`), so that its code is in no history.
+"""
+"""What the columns say that tell where a row's figures come from."""
+
+_LEGEND = f"""\
+Generated from recorded results; what stands between the markers is replaced the next time.
+
+Top-1 and Top-5: the share of teacher-forced positions (`{POSITIONS}`) where the first guess is the
+fp32 reference's first, or among its five, with 95 % Wilson intervals. `{KL}`: mean divergence from
+the reference in nats. `{PAIRED}`: positions that only this configuration (+) and only the base (-)
+got right, with the exact McNemar p. Speed and TTFT: medians over repeats; `{SPREAD}` and
+`{row.TTFT_SPREAD}`: (max - min) / median. `{row.SPEED_INTERVAL}`: of the mean over the repeats,
+by Student's t; what differs between runs is not in it. `{PEAK}`: 10^6 bytes.
+
+{ORIGIN_LEGEND}"""
+_SHORT = f"prefill {TABLE_PROMPT_LENGTH} tokens, {TABLE_GENERATED_TOKENS} generated"
+
+
+@dataclass(frozen=True, slots=True)
+class TablePlan:
+    """One section to print: a heading, an introduction and a table, of which two may be missing."""
+
+    level: int
+    title: str
+    intro: str = ""
+    table: Table | None = None
+
+    def render(self) -> str:
+        """Render the section as Markdown: its heading, introduction and table."""
+        table = self.table.markdown() if self.table else ""
+        parts = [f"{'#' * self.level} {self.title}\n", self.intro and f"{self.intro}\n", table]
+        return "\n".join(part for part in parts if part)
+
+
+def render_results(results: Sequence[Result]) -> str:
+    """The generated block of PERF.md, without its markers.
+
+    Of one kind, model, device and configuration the newest result counts, and results of an older
+    checkpoint or an older definition of a configuration are not printed at all; see `unplaced` for
+    those that belong to no table.
+    """
+    sections = "\n".join(plan.render() for plan in plan_tables(results))
+    return f"{_LEGEND}\n{sections or 'No results yet.'}".rstrip("\n") + "\n"
+
+
+def plan_tables(results: Sequence[Result], *, has_surroundings: bool = True) -> list[TablePlan]:
+    """Every section to print, in order. Kinds of results never share a table.
+
+    ``has_surroundings``: with the numeric contracts and the environments.
+    """
+    plans: list[TablePlan] = []
+    placed = [result for result in results if is_placed(result)]
+    for kind in KINDS:
+        groups = group_results([r for r in placed if r.kind == kind and not is_board(r)])
+        if groups:
+            if kind != "measured":
+                plans.append(TablePlan(1, f"{kind.capitalize()} results"))
+            plans += _case_plans(groups)
+            if has_surroundings:
+                plans += [*_contract_plans(groups), _environment_plan(groups)]
+            precisions = _precision_plans(groups)
+            if precisions and kind == "measured":
+                plans.append(TablePlan(1, "Model precision and math fidelity"))
+            plans += precisions
+    return plans + _board_plans([result for result in placed if is_board(result)])
+
+
+def _board_plans(results: Sequence[Result]) -> list[TablePlan]:
+    """The section of boards that were not there, and what they make of configurations."""
+    if not results:
+        return []
+    table = board_tables.board_table(results)
+    found = TablePlan(1, board_tables.BOARDS_TITLE, board_tables.INTRO, table)
+    contract = _contract_plans([Group((replace(r, target="Tenstorrent boards"),)) for r in results])
+    return [found, *contract]
+
+
+def _case_plans(groups: list[Group]) -> list[TablePlan]:
+    plans = []
+    for name in ("performance", "accuracy"):
+        intro = f"Precision `{name}`. **Batch 1 (per DP group), {_SHORT}.**"
+        named = [group for group in groups if name in group.names]
+        plans.append(_perf_plan(named, title=name.capitalize(), intro=intro))
+    for k in reversed(context_lengths(groups)):  # the longest first
+        intro = f"**Batch 1, prefill {k * 1024} tokens, {TABLE_GENERATED_TOKENS} generated.**"
+        title = f"Long-context ({k}K Tokens)"
+        plans.append(_speed_plan(groups, k, columns=_LONG_COLUMNS, title=title, intro=intro))
+    intro = (
+        f"**Batch 32 (per DP group), {_SHORT}.** The average TTFT is the prefill of all users, one "
+        "after another, divided by 32."
+    )
+    title = "Short-Context, Batch-32"
+    plans.append(_speed_plan(groups, BATCH_32, columns=_BATCH_COLUMNS, title=title, intro=intro))
+    intro = (
+        f"**Users (per DP group) x tokens of each one's prompt, {TABLE_GENERATED_TOKENS} "
+        "generated.** The average TTFT is the prefill of all users divided by their number."
+    )
+    tables, columns = several_users(groups), _USERS_COLUMNS
+    plans.append(_speed_plan(groups, *tables, columns=columns, title=SEVERAL_USERS, intro=intro))
+    return [plan for plan in plans if plan is not None]
+
+
+def _perf_plan(groups: list[Group], *, title: str, intro: str) -> TablePlan | None:
+    """A table with accuracy and batch-1 speed; None without a row."""
+    printed = [group for group in groups if _has_perf_row(group)]
+    rows = table_rows([(group, group.speed(SHORT), group.accuracy_result) for group in printed])
+    notes = [
+        f"On {found.device}, {found.model}: {listed(group.names)} come to the same."
+        for group, found in zip(printed, rows, strict=True)
+        if len(group.names) > 1
+    ]
+    return TablePlan(2, title, intro, row.table_of(_PERF_COLUMNS, rows, *notes)) if rows else None
+
+
+def _has_perf_row(group: Group) -> bool:
+    return group.speed(SHORT) is not None or group.accuracy_result is not None
+
+
+def _speed_plan(
+    groups: list[Group], *tables: SpeedTable, columns: Sequence[str], title: str, intro: str
+) -> TablePlan | None:
+    """The groups' speeds of some tables in one; None without any."""
+    figures = [(g, found, None) for g in groups for each in tables if (found := g.speed(each))]
+    rows = table_rows(figures)
+    return TablePlan(2, title, intro, row.table_of(columns, rows)) if rows else None
+
+
+def _contract_plans(groups: list[Group]) -> list[TablePlan]:
+    """One table a target: what its results asked for, and what the arithmetic really was."""
+    lines: dict[str, set[tuple[str, ...]]] = {}
+    for group in groups:
+        for result in group.results:
+            for entry in result.contract:
+                texts = entry.field, entry.requested, entry.status, entry.effective
+                lines.setdefault(result.target, set()).add(tuple(map(cell_text, texts)))
+    columns = ("Field", "Requested", "Status", "Effective")
+    return [
+        TablePlan(2, f"Numeric contract ({target})", "", Table.of(columns, sorted(lines[target])))
+        for target in sorted(lines)
+    ]
+
+
+def _environment_plan(groups: list[Group]) -> TablePlan:
+    rows = set()
+    for group in groups:
+        for result in group.results:
+            versions = ", ".join(f"{name} {v}" for name, v in sorted(result.versions.items()))
+            texts = result.device, result.device_detail, result.commit or "", versions
+            rows.add(tuple(map(cell_text, texts)))
+    columns = (row.DEVICE, "Detail", "Commit", "Versions")
+    return TablePlan(2, "Environment", "", Table.of(columns, sorted(rows)))
+
+
+def _precision_plans(groups: list[Group]) -> list[TablePlan]:
+    """One section a heading.
+
+    A group has its row in the section of its first name; a section of its other headings says so.
+    """
+    printed = [group for group in groups if _has_perf_row(group)]
+    titles = titles_of([result for group in printed for result in group.results])
+    sections: dict[str, list[tuple[Group, Result]]] = {}
+    for group in printed:
+        for result in sorted(group.results, key=lambda result: result.precision_name):
+            sections.setdefault(titles[result.heading], []).append((group, result))
+    first_names = {
+        title: min(result.precision_name for _, result in members)
+        for title, members in sections.items()
+    }
+    return [
+        _precision_plan(title, sections[title], titles)
+        for title in sorted(sections, key=lambda title: first_names[title])
+    ]
+
+
+def _precision_plan(
+    title: str, members: Sequence[tuple[Group, Result]], titles: Mapping[str, str]
+) -> TablePlan:
+    """A section of the results whose heading has this title, each with its group."""
+    intro = f"Precision {listed(sorted({result.precision_name for _, result in members}))}."
+    if num_rules := count_layer_rules(members[0][1].heading):
+        intro += f" {num_rules} layer rule{'s' if num_rules > 1 else ''}"
+        path = linked_file(title)
+        intro += "." if path is None else f": [{path}]({path})."
+    groups = list({id(group): group for group, _ in members}.values())
+    own = [group for group in groups if titles[group.heading] == title]
+    sentences = tuple(
+        _visitor_sentence(group, [r for r in group.results if titles[r.heading] == title])
+        for group in groups
+        if titles[group.heading] != title
+    )
+    plan = _perf_plan(sorted(own, key=row_order), title=title, intro=intro)
+    if plan is None or plan.table is None:
+        return TablePlan(2, title, "\n\n".join((intro, *sentences)))
+    return replace(plan, table=replace(plan.table, notes=plan.table.notes + sentences))
+
+
+def _visitor_sentence(group: Group, visitors: Sequence[Result]) -> str:
+    """What a section says of results whose row stands in another one."""
+    names = sorted({result.precision_name for result in visitors})
+    come, stand = ("comes", "stands") if len(names) == 1 else ("come", "stand")
+    return (
+        f"On {row.device_text(group.any)}, {row.model_text(group.any)}, {listed(names)} {come} to "
+        f"the same numbers as `{group.names[0]}` and {stand} in its row."
+    )

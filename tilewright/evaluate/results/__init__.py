@@ -1,0 +1,1 @@
+"""Result records, their file and statistics."""

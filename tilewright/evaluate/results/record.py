@@ -1,0 +1,395 @@
+"""What one measurement is recorded as: `Result` and its parts, checked as they are made.
+
+Knows neither how a figure is measured nor where records are kept (results) or printed
+(perf_tables).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import statistics
+import types
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, Literal
+
+from tilewright.errors import ConfigError, allowed
+from tilewright.evaluate.cases.cases import ACCURACY_TEXT
+from tilewright.evaluate.results import stats
+
+SCHEMA = 1
+
+Kind = Literal["measured", "emulated", "predicted", "published"]
+KINDS: tuple[Kind, ...] = ("measured", "emulated", "predicted", "published")
+WEIGHTS = ("checkpoint", "random")
+COMPUTES = ("fast", "exact")
+RANDOM_WEIGHTS = "(random weights)"
+"""The mark of a random-weight row in PERF.md's Model cell; no model's own name may end with it."""
+ADDED_LATER = types.MappingProxyType({"added_later": True})
+"""Metadata of a field that lines written before it do not have; every other field is required."""
+_HEX = "0123456789abcdef"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Repeat:
+    """One timed run of a case. Times in ms, rates in tokens per second.
+
+    Attributes:
+        ttft_ms: time to first token; at a batch above 1 the average over users, which is the
+            prefill of all users one after another divided by their number.
+        prefill_tps: prompt tokens per second.
+        decode_tsu: decoded tokens per second and user, the first decode step excluded.
+        tps: decoded tokens per second over all users.
+        ttft_first_ms, ttft_median_ms, ttft_last_ms: of the users of a batch.
+    """
+
+    ttft_ms: float | None = None
+    prefill_tps: float | None = None
+    decode_tsu: float | None = None
+    tps: float | None = None
+    ttft_first_ms: float | None = None
+    ttft_median_ms: float | None = None
+    ttft_last_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
+
+def medians(repeats: Sequence[Repeat]) -> dict[str, Any]:
+    """The fields of a Result that follow from its repeats: ``Result(..., **medians(repeats))``.
+
+    A field that no repeat has is None; so is a spread over fewer than two repeats, because one
+    measurement shows none. Spreads are fractions, (max - min) / median.
+    """
+    values = {
+        field.name: [value for each in repeats if (value := getattr(each, field.name)) is not None]
+        for field in dataclasses.fields(Repeat)
+    }
+    found = {name: statistics.median(each) if each else None for name, each in values.items()}
+    for name, field in (("spread", "decode_tsu"), ("ttft_spread", "ttft_ms")):
+        found[name] = stats.spread(values[field]) if len(values[field]) > 1 else None
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Paired:
+    """The comparison to the base configuration on the same positions.
+
+    Attributes:
+        base: the base configuration's name.
+        b: positions that only the base got right.
+        c: positions that only this configuration got right.
+        p: exact two-sided McNemar p.
+    """
+
+    base: str
+    b: int
+    c: int
+    p: float
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
+    @classmethod
+    def from_counts(cls, base: str, *, b: int, c: int) -> Paired:
+        """Make the comparison of two paired counts, its p-value computed from them."""
+        return cls(base=base, b=b, c=c, p=stats.mcnemar(b, c))
+
+    @classmethod
+    def from_hits(cls, base: str, *, theirs: Sequence[bool], ours: Sequence[bool]) -> Paired:
+        """The comparison of two runs' hits on the same positions, ``theirs`` being the base's.
+
+        Raises:
+            ValueError: if the two are of unequal lengths.
+        """
+        b, c = stats.discordant(theirs, ours)
+        return cls.from_counts(base, b=b, c=c)
+
+
+def pack_hits(hits: Sequence[bool]) -> str:
+    """Hits as lower-case hex: position i is bit ``i % 4``, from the most significant on, of digit
+    ``i // 4``; bits behind the last position are zero.
+    """
+    digits = [hits[start : start + 4] for start in range(0, len(hits), 4)]
+    return "".join(_HEX[sum(8 >> at for at, hit in enumerate(four) if hit)] for four in digits)
+
+
+def unpack_hits(text: str, num_positions: int) -> tuple[bool, ...]:
+    """What `pack_hits` made of ``num_positions`` hits.
+
+    Raises:
+        ConfigError: for a text of another length, another character, or a hit behind the last.
+    """
+    if len(text) != -(-num_positions // 4):
+        raise ConfigError(
+            f"accuracy hits of {len(text)} digits for {num_positions} positions; "
+            f"allowed: {-(-num_positions // 4)}"
+        )
+    if wrong := next((character for character in text if character not in _HEX), ""):
+        raise ConfigError(f"accuracy hits hold {wrong!r}; allowed: the digits {_HEX}")
+    bits = [bool(_HEX.index(digit) & (8 >> at)) for digit in text for at in range(4)]
+    if any(bits[num_positions:]):
+        raise ConfigError(f"accuracy hits behind position {num_positions}; allowed: zeros there")
+    return tuple(bits[:num_positions])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Teacher-forced agreement with the fp32 reference.
+
+    Attributes:
+        reference_id: id of the reference file that was compared with.
+        num_positions: predictions counted.
+        num_top1, num_top5: how many of them were the reference's first, or among its five.
+        top1_interval, top5_interval: 95 % Wilson intervals, as fractions.
+        kl_mean: mean KL divergence from the reference, in nats.
+        paired: the comparison to the base, where there is one.
+        hits: which positions were top-1, as `pack_hits` writes them.
+        kl_error: standard error of ``kl_mean`` over the positions, in nats.
+        text: what was predicted: the name of a text of ours, else one made of a user's file.
+    """
+
+    reference_id: str
+    num_positions: int
+    num_top1: int
+    num_top5: int
+    top1_interval: tuple[float, float]
+    top5_interval: tuple[float, float]
+    kl_mean: float | None = None
+    paired: Paired | None = None
+    hits: str | None = dataclasses.field(default=None, metadata=ADDED_LATER)
+    kl_error: float | None = dataclasses.field(default=None, metadata=ADDED_LATER)
+    text: str = dataclasses.field(default=ACCURACY_TEXT, metadata=ADDED_LATER)
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, signed="kl_mean")  # rounding may take a mean of zeros below zero
+        for low, high in (self.top1_interval, self.top5_interval):
+            if not 0 <= low <= high <= 1:
+                raise ConfigError(
+                    f"accuracy interval {low}, {high}; allowed: 0 <= low <= high <= 1"
+                )
+        if not (0 <= self.num_top1 <= self.num_top5 <= self.num_positions > 0):
+            raise ConfigError(
+                f"accuracy counts {self.num_top1}, {self.num_top5} of {self.num_positions}: "
+                "need 0 <= top-1 <= top-5 <= positions, positions > 0"
+            )
+        check_plain("text", self.text)
+        if self.hits is not None:
+            num_hits = sum(unpack_hits(self.hits, self.num_positions))
+            if num_hits != self.num_top1:
+                raise ConfigError(f"accuracy hits are {num_hits}; allowed: {self.num_top1} (top-1)")
+
+    @classmethod
+    def from_counts(
+        cls,
+        reference_id: str,
+        *,
+        num_positions: int,
+        num_top1: int,
+        num_top5: int,
+        **others: Any,
+    ) -> Accuracy:
+        """The record with its two intervals computed; ``others`` are its further fields."""
+        return cls(
+            reference_id=reference_id,
+            num_positions=num_positions,
+            num_top1=num_top1,
+            num_top5=num_top5,
+            top1_interval=stats.wilson_interval(num_top1, num_positions),
+            top5_interval=stats.wilson_interval(num_top5, num_positions),
+            **others,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ContractLine:
+    """One field of a target's numeric contract: what was asked for, and what is done instead.
+
+    `layers` says where, and is empty where it holds everywhere.
+    """
+
+    field: str
+    requested: str
+    status: str
+    effective: str
+    layers: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What a device was measured to do at best: samples of bytes read and of operations, a second.
+
+    ``products``: two operations a multiply and add, of large dense products in ``product_type``.
+    """
+
+    device: str
+    reads: tuple[float, ...]
+    products: tuple[float, ...]
+    product_type: str
+
+    def __post_init__(self) -> None:
+        for name in ("reads", "products"):
+            values = getattr(self, name)
+            if not values or not all(0 < value <= _LARGEST for value in values):
+                raise ConfigError(f"ceilings: {name} {values!r:.60}; allowed: finite and above 0")
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The median of the reads, in bytes a second."""
+        return statistics.median(self.reads)
+
+    @property
+    def flops_per_s(self) -> float:
+        """The median of the products, in floating-point operations a second."""
+        return statistics.median(self.products)
+
+
+_LARGEST = 1e18
+HEADING_FORM = "precision_cfg = {...}, fidelity_cfg = {...}"
+
+_MESH = re.compile(r"[1-9][0-9]{0,3}x[1-9][0-9]{0,3}")
+_MINIMA = {"dp": 1, "batch": 1, "prompt_length": 0, "num_generated": 0, "context": 0}
+_PLAIN = ("model", "device", "target", "precision_name", "case")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One measurement, complete enough to be read without its neighbours.
+
+    Lengths are in tokens per user, memory in bytes, times in ms, rates in tokens per second,
+    spreads as fractions. `decode_error`, `ttft_error`: of a predicted figure, the fraction of it
+    that nine of ten such predictions err by at most. `batch` is per data-parallel group; `mesh` is
+    rows x columns of devices in one group. `sampling` says how tokens were chosen, and is empty
+    where each was the likeliest. `ceilings` are those of the device in the same run. `command` is
+    the one that measured it, without where its output went; empty where none was noted. `timestamp`
+    is ISO 8601 with an offset; `environment` makes one.
+
+    Raises:
+        ConfigError: on a value outside its range, naming the field.
+    """
+
+    case: str
+    model: str
+    weights: Literal["checkpoint", "random"]
+    model_hash: str
+    device: str
+    device_detail: str
+    target: str
+    mesh: str = "1x1"
+    dp: int = 1
+    batch: int
+    prompt_length: int
+    num_generated: int
+    context: int
+    precision_name: str
+    precision_id: str
+    heading: str
+    effective_id: str
+    compute: Literal["fast", "exact"] = "fast"
+    kind: Kind = "measured"
+    repeats: tuple[Repeat, ...] = ()
+    ttft_ms: float | None = None
+    ttft_first_ms: float | None = None
+    ttft_median_ms: float | None = None
+    ttft_last_ms: float | None = None
+    prefill_tps: float | None = None
+    decode_tsu: float | None = None
+    tps: float | None = None
+    spread: float | None = None
+    ttft_spread: float | None = None
+    decode_error: float | None = dataclasses.field(default=None, metadata=ADDED_LATER)
+    ttft_error: float | None = dataclasses.field(default=None, metadata=ADDED_LATER)
+    peak_memory_bytes: int | None = None
+    resident_bytes: int | None = None
+    cache_bytes: int | None = None
+    accuracy: Accuracy | None = None
+    sampling: str = dataclasses.field(default="", metadata=ADDED_LATER)
+    ceilings: Ceilings | None = dataclasses.field(default=None, metadata=ADDED_LATER)
+    command: str = dataclasses.field(default="", metadata=ADDED_LATER)
+    contract: tuple[ContractLine, ...] = ()
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    commit: str | None = None
+    host: str = ""
+    timestamp: str
+
+    def __post_init__(self) -> None:
+        check_choices({name: getattr(self, name) for name in _CHOICES})
+        for name in _PLAIN:
+            check_plain(name, getattr(self, name))
+        if self.model.endswith(RANDOM_WEIGHTS) or "(" in self.device or ")" in self.device:
+            raise ConfigError(
+                f"result: model {self.model!r}, device {self.device!r}: random weights, DP and "
+                "mesh are fields of their own, not part of a name"
+            )
+        if not is_heading(self.heading):
+            raise ConfigError(f"result: heading {self.heading!r}; allowed: {HEADING_FORM}")
+        if not _MESH.fullmatch(self.mesh):
+            raise ConfigError(f"result: mesh {self.mesh!r}; allowed: ROWSxCOLUMNS, as 1x8")
+        for name, least in _MINIMA.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"result: {name} {getattr(self, name)}; allowed: >= {least}")
+        _check_numbers(self)
+        _ = self.when
+
+    @property
+    def when(self) -> datetime:
+        """The timestamp as a time that can be compared. ConfigError where it is none."""
+        try:
+            when = datetime.fromisoformat(self.timestamp)
+        except ValueError:
+            when = None
+        if when is None or when.tzinfo is None:
+            raise ConfigError(
+                f"result: timestamp {self.timestamp!r}; allowed: ISO 8601 with an offset"
+            )
+        return when
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON values, the schema version first."""
+        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+
+
+def is_heading(text: str) -> bool:
+    """Whether a line has a precision heading's form; what its maps say is not looked at."""
+    return (
+        text.startswith("precision_cfg = {")
+        and "}, fidelity_cfg = {" in text
+        and text.isprintable()
+        and text == text.strip()
+    )
+
+
+def _check_numbers(record: Repeat | Paired | Accuracy | Result, *, signed: str = "") -> None:
+    """Every number is finite, small enough to be a float, and not negative unless ``signed``."""
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        least = -_LARGEST if field.name == signed else 0
+        if isinstance(value, int | float) and not least <= value <= _LARGEST:
+            raise ConfigError(f"result: {field.name} {str(value)[:40]}; allowed: finite and >= 0")
+
+
+_CHOICES: dict[str, Sequence[str]] = {"kind": KINDS, "weights": WEIGHTS, "compute": COMPUTES}
+
+
+def check_choices(values: dict[str, Any]) -> None:
+    """Refuse values of a result's fields that have a few allowed ones only.
+
+    Raises:
+        ConfigError: naming the field, its value and what is allowed.
+    """
+    for name, choices in _CHOICES.items():
+        if isinstance(value := values.get(name, choices[0]), str) and value not in choices:
+            raise ConfigError(f"result: {name} {value[:40]!r}; {allowed(choices)}")
+
+
+def check_plain(name: str, value: str) -> None:
+    """Refuse a name that would break a table, whose cell it becomes.
+
+    Raises:
+        ConfigError: for a name that is no plain text.
+    """
+    if not value or value != value.strip() or not value.isprintable() or "|" in value:
+        raise ConfigError(
+            f"result: {name} {value!r}; allowed: one line of text without '|' or outer blanks"
+        )

@@ -1,0 +1,164 @@
+"""A found configuration as YAML: short, and with the reason for every choice beside it.
+
+The result is read back before it is given away: it must mean what was measured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from tilewright.compiler.precision import FOLLOWS, OP_GROUP_OF, PHASES, PrecisionConfig
+from tilewright.compiler.precision.fragment import Settings
+from tilewright.compiler.precision.phases import compact_settings
+from tilewright.evaluate.search.levels import PRODUCT_GROUPS, Level, Part, chosen_in, fidelities_in
+
+Reason = Callable[[Part], str]
+"""Why a part has its level, in a few words."""
+
+GroupReason = Callable[[str], str]
+"""What the levels of a group's parts come to."""
+
+
+def usual_levels(levels: Mapping[Part, Level | None]) -> dict[str, Level | None]:
+    """The level that most parts of each group have; None is the base's, and of a group that is not
+    in all layers, whose levels are given layer by layer.
+    """
+    groups: dict[str, list[Level | None]] = {}
+    for part, level in levels.items():
+        groups.setdefault(part.group, []).append(level)
+    known = {part.layer for part in levels if part.layer is not None}
+    return {
+        group: Counter(found).most_common(1)[0][0]
+        if Part(group) in levels or len(found) == len(known)
+        else None
+        for group, found in groups.items()
+    }
+
+
+def render(
+    base: PrecisionConfig,
+    levels: Mapping[Part, Level | None],
+    *,
+    description: str,
+    provenance: Sequence[str],
+    reason: Reason,
+    group_reason: GroupReason,
+) -> str:
+    """Render a YAML: how it was found as comments, the usual level of each group, the exceptions.
+
+    ``levels`` names every part that could be lowered; ``base`` has one level for each group.
+    """
+    usual = usual_levels(levels)
+    lines = [f"# {line}" for line in provenance]
+    lines += [f"inherits: {base.name}", f'description: "{description}"', "precision:"]
+    lowered = {part.group for part, level in levels.items() if level is not None}
+    for group, level in usual.items():
+        if level is not None:
+            lines += [f"  # {group_reason(group)}", f"  {group}: {level.format}"]
+        elif FOLLOWS.get(group) in lowered:
+            lines += [
+                f"  # not lowered with {FOLLOWS[group]}",
+                f"  {group}: {_format(base, group)}",
+            ]
+    shared, by_layer = _shared_fidelities(base, levels)
+    lines.append("fidelity:")
+    for group, level in usual.items():
+        if level is not None and OP_GROUP_OF[group] not in _shared_families(levels):
+            lines += [f"  {key}: {level.fidelity}" for key in PRODUCT_GROUPS[group]]
+    lines += [f"  {key}: {value}" for key, value in shared.items()]
+    exceptions = {
+        part: level
+        for part, level in levels.items()
+        if part.layer is not None and level != usual[part.group]
+    }
+    if exceptions or by_layer:
+        lines.append("layers:")
+        lines += _layers(base, exceptions, reason, _shared_families(levels), by_layer)
+    return "\n".join(line for line in _without_empty(lines)) + "\n"
+
+
+def _layers(
+    base: PrecisionConfig,
+    exceptions: Mapping[Part, Level | None],
+    reason: Reason,
+    shared: frozenset[str],
+    fidelities: Mapping[int, Settings],
+) -> list[str]:
+    """``fidelities``: by layer, of the op groups of ``shared`` families."""
+    lines = []
+    for layer in sorted(
+        {part.layer for part in exceptions if part.layer is not None}.union(fidelities)
+    ):
+        lines.append(f"  {layer}:")
+        for part, level in exceptions.items():
+            if part.layer == layer:
+                lines.append(f"    # {part.group}: {reason(part)}")
+                settings = _settings(base, part, level, shared)
+                lines += [f"    {key}: {value}" for key, value in settings.items()]
+        lines += [f"    {key}: {value}" for key, value in fidelities.get(layer, {}).items()]
+    return lines
+
+
+def _settings(
+    base: PrecisionConfig, part: Part, level: Level | None, shared: frozenset[str]
+) -> Settings:
+    is_own = OP_GROUP_OF[part.group] not in shared
+    keys = PRODUCT_GROUPS[part.group] if is_own else ()
+    if level is None:
+        return {part.group: _format(base, part.group), **{key: base.fidelity[key] for key in keys}}
+    return {part.group: level.format, **dict.fromkeys(keys, level.fidelity)}
+
+
+def _format(base: PrecisionConfig, group: str) -> str:
+    """What a group has in a base that is the same in all layers."""
+    return base.precision[group if group in base.precision else FOLLOWS[group]]
+
+
+def _shared_families(levels: Mapping[Part, Level | None]) -> frozenset[str]:
+    """The op groups, before their phase, whose products several of the groups have."""
+    groups = {part.group for part in levels}
+    counts = Counter(OP_GROUP_OF[group] for group in groups)
+    return frozenset(family for family, count in counts.items() if count > 1)
+
+
+def _shared_fidelities(
+    base: PrecisionConfig, levels: Mapping[Part, Level | None]
+) -> tuple[Settings, dict[int, Settings]]:
+    """Of the op groups that several groups share: where most layers differ from the base, and
+    where single layers differ from most.
+    """
+    places: dict[str, list[int]] = {}
+    for part in levels:
+        places.setdefault(part.group, []).extend([] if part.layer is None else [part.layer])
+    lowered = {part: level for part, level in levels.items() if level is not None}
+    known = sorted({layer for layers in places.values() for layer in layers})
+    families = _shared_families(levels)
+    usual = base.resolve(known[-1] + 1 if known else 1)
+    in_base = {
+        f"{each}_{phase}": usual.fidelity(each, phase) for each in families for phase in PHASES
+    }
+    tables = {}
+    for layer in known:
+        found = fidelities_in(usual, chosen_in(lowered, layer), layer, places)
+        tables[layer] = {key: found.get(key, value) for key, value in in_base.items()}
+    most = {
+        key: Counter(table[key] for table in tables.values()).most_common(1)[0][0]
+        for key in sorted(in_base)
+    }
+    by_layer = {layer: _changed(table, most) for layer, table in tables.items()}
+    return _changed(most, in_base), {layer: each for layer, each in by_layer.items() if each}
+
+
+def _changed(table: Settings, usual: Settings) -> Settings:
+    return compact_settings({key: table[key] for key in sorted(table) if table[key] != usual[key]})
+
+
+def _without_empty(lines: Sequence[str]) -> list[str]:
+    """Maps that nothing stands in are left out."""
+    following = [*lines[1:], ""]
+    return [
+        line
+        for line, after in zip(lines, following, strict=True)
+        if line not in ("precision:", "fidelity:") or after.startswith("  ")
+    ]

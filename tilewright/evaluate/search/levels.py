@@ -1,0 +1,186 @@
+"""How precise one part of a model is: a part, a level, and a configuration made of such choices.
+
+Knows groups and formats, and nothing of what a choice costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from tilewright.compiler.formats import FIDELITIES, FORMATS
+from tilewright.compiler.precision import (
+    FOLLOWS,
+    OP_GROUP_OF,
+    OP_GROUPS,
+    PHASES,
+    PrecisionConfig,
+    ResolvedPrecision,
+)
+from tilewright.compiler.precision.fragment import read_fragment
+from tilewright.compiler.precision.names import ALLOWED_FORMATS, GLOBAL_GROUPS
+from tilewright.errors import ConfigError, allowed
+
+_MOST_BITS = ((9, "hifi4"), (5, "hifi2"), (0, "lofi"))
+"""The fidelity of a format that is named alone, by its bits: what the published grid pairs."""
+
+_LEVELS = tuple(name for name in FORMATS if FORMATS[name].is_offered)
+
+PRODUCT_GROUPS: Mapping[str, tuple[str, ...]] = {
+    group: (family,) if family in OP_GROUPS else (f"{family}_decode", f"{family}_prefill")
+    for group, family in OP_GROUP_OF.items()
+    if group != "kv_cache"
+}
+"""The op groups whose fidelity goes with a tensor group's format."""
+
+Places = Mapping[str, Collection[int]]
+"""The tensor groups that a model has, each with the layers that it has weights in."""
+
+NO_PLACES: Places = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """A tensor group, in one layer or (None) wherever it is."""
+
+    group: str
+    layer: int | None = None
+
+    def __str__(self) -> str:
+        return self.group if self.layer is None else f"{self.layer}.{self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A format and the fidelity of the products of weights in it."""
+
+    format: str
+    fidelity: str
+
+    def __str__(self) -> str:
+        return f"{self.format}:{self.fidelity}"
+
+    @classmethod
+    def parse(cls, text: str) -> Level:
+        """``bfp8:hifi2``, or ``bfp8`` for the fidelity that usually goes with it.
+
+        Raises:
+            ConfigError: for an unknown format or fidelity.
+        """
+        name, separator, fidelity = text.strip().lower().partition(":")
+        if name not in _LEVELS:
+            raise ConfigError(f"level {text[:40]!r}: unknown format; {allowed(_LEVELS, name)}")
+        if not separator:
+            bits = FORMATS[name].bits
+            fidelity = next(each for least, each in _MOST_BITS if bits >= least)
+        if fidelity not in FIDELITIES:
+            raise ConfigError(
+                f"level {text[:40]!r}: unknown fidelity; {allowed(FIDELITIES, fidelity)}"
+            )
+        return cls(name, fidelity)
+
+    def is_for(self, group: str) -> bool:
+        """Whether a tensor group may have this format."""
+        return self.format in ALLOWED_FORMATS[group]
+
+    def settings(self, group: str) -> dict[str, dict[str, str]]:
+        """The maps that give a group this level."""
+        fidelity = dict.fromkeys(PRODUCT_GROUPS.get(group, ()), self.fidelity)
+        return {"precision": {group: self.format}, "fidelity": fidelity}
+
+
+def rank(fidelity: str) -> tuple[int, bool, bool, bool, bool]:
+    """A fidelity's place among all: by phases, then by where and how exactly sums are kept."""
+    each = FIDELITIES[fidelity]
+    exact = each.fp32_outputs, each.fp32_dest, each.packer_l1_acc, not each.approx
+    return each.num_phases, *exact
+
+
+def assign(
+    base: PrecisionConfig,
+    choices: Mapping[Part, Level],
+    *,
+    name: str,
+    num_layers: int,
+    groups: Places = NO_PLACES,
+    model_name: str | None = None,
+) -> PrecisionConfig:
+    """``base`` with parts at other levels; a single layer's choice beats one for all layers.
+
+    Parts in layers are written as rules for layers, so that they also hold where the base has
+    rules of its own. No other part is lowered: a group that would follow one of the choices keeps
+    its format, and where groups share products' fidelity the highest that is asked for counts.
+
+    Args:
+        groups: the model's; without them nothing is known of it but the choices.
+        model_name: what the base may have exceptions for.
+
+    Raises:
+        ConfigError: for a base with rules by name, which nothing can override.
+    """
+    if by_name := next((rule.selector for rule in base.layers if rule.is_glob), None):
+        raise ConfigError(
+            f"precision {base.name}: has a rule for names, {by_name[:60]!r}; allowed as a base: "
+            "rules for layers"
+        )
+    maps: dict[str, dict[str, str]] = {"precision": {}, "fidelity": {}}
+    for part, level in choices.items():
+        if part.group in GLOBAL_GROUPS:
+            for section, values in level.settings(part.group).items():
+                maps[section] |= values
+    usual = base.resolve(num_layers, model_name)
+    named = {part.layer for part in choices if part.layer is not None}
+    layers = {}
+    for layer in sorted(named.union(range(num_layers))):
+        if chosen := chosen_in(choices, layer):
+            kept = _kept_formats(usual, chosen, layer, groups)
+            layers[str(layer)] = {
+                "precision": kept | {group: level.format for group, level in chosen.items()},
+                "fidelity": fidelities_in(usual, chosen, layer, groups),
+            }
+    fragment = replace(read_fragment({**maps, "layers": layers}, source=name), is_table=True)
+    text = ", ".join(f"{part} {level}" for part, level in choices.items())
+    description = f"{base.name}, with {text}" if len(text) < 200 else f"{base.name}, changed"
+    return PrecisionConfig(name, description, base.name, (*base.fragments, fragment))
+
+
+def chosen_in(choices: Mapping[Part, Level], layer: int) -> dict[str, Level]:
+    """The levels chosen for the groups of a layer."""
+    found = {}
+    for part, level in sorted(choices.items(), key=lambda each: each[0].layer is not None):
+        if part.group not in GLOBAL_GROUPS and part.layer in (None, layer):
+            found[part.group] = level
+    return found
+
+
+def fidelities_in(
+    usual: ResolvedPrecision, chosen: Mapping[str, Level], layer: int, groups: Places
+) -> dict[str, str]:
+    """Find the fidelities of a layer's products with ``chosen`` groups, by op group and phase; of
+    all groups that share a product, those not chosen ask for what is ``usual``.
+    """
+    found = {}
+    for family in dict.fromkeys(OP_GROUP_OF[g] for g in chosen if g in PRODUCT_GROUPS):
+        here = [g for g, layers in groups.items() if layer in layers] if groups else list(chosen)
+        sharing = [group for group in here if OP_GROUP_OF.get(group) == family]
+        for phase in PHASES if sharing else ():
+            asked = [
+                chosen[group].fidelity
+                if group in chosen
+                else usual.fidelity(family, phase, layer=layer)
+                for group in sharing
+            ]
+            found[f"{family}_{phase}"] = max(asked, key=rank)
+    return found
+
+
+def _kept_formats(
+    usual: ResolvedPrecision, chosen: Mapping[str, Level], layer: int, groups: Places
+) -> dict[str, str]:
+    """Of the groups in a layer that would follow a chosen one: what they have in the base."""
+    return {
+        follower: usual.format(follower, layer=layer)
+        for follower, leader in FOLLOWS.items()
+        if layer in groups.get(follower, ()) and leader in chosen and follower not in chosen
+    }

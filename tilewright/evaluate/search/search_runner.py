@@ -1,0 +1,309 @@
+"""The search itself: measures levels, walks the path by bisection, confirms the winner.
+
+It asks a runner for cells and gets their states; how they are run is not known here.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path as FilePath
+from tempfile import TemporaryDirectory
+
+from tilewright.compiler.precision import PrecisionConfig, load_precision
+from tilewright.errors import ConfigError
+from tilewright.evaluate.report.display import decimal
+from tilewright.evaluate.results.record import Accuracy
+from tilewright.evaluate.results.row import Row
+from tilewright.evaluate.search import found_yaml
+from tilewright.evaluate.search.candidates import (
+    Choices,
+    Held,
+    first_meeting,
+    groups_without_shares,
+    part_options,
+    plan_path,
+    within_bytes,
+)
+from tilewright.evaluate.search.levels import Level, Part
+from tilewright.evaluate.search.plan import GUARD, Search, adopt, sensitivity_of
+from tilewright.evaluate.search.report import (
+    Found,
+    about_predictions,
+    against,
+    is_better,
+    top1_text,
+)
+from tilewright.evaluate.sweep import plans
+from tilewright.evaluate.sweep.cost_model import Observation, fit
+from tilewright.evaluate.sweep.journal import Journal, SweepState
+from tilewright.evaluate.sweep.runner import Runner
+from tilewright.evaluate.sweep.sensitivity import observations
+from tilewright.evaluate.sweep.summary import SweptRow, later_rounds, rows
+
+_SAFER = (0.0, 0.08, 0.2, 0.4)
+"""How much of what is left of the path the next try goes on where the held-out text says no."""
+
+
+def hunt(search: Search, runner: Runner, known: Journal | None) -> Found:
+    """Run the whole search for a front, from first measures to the last candidates.
+
+    Raises:
+        ConfigError: where cells that it rests on have failed, or the sensitivities are of another
+            model, target or base.
+    """
+    first = search.first_cells(known)
+    if known is not None:
+        adopt(runner.journal, first, known.state, takes_other_code=search.takes_other_code)
+    runner.measure(first)
+    return _Hunt(search, runner, known).run()
+
+
+class _Hunt:
+    """The steps of one search, after its first cells have been measured."""
+
+    def __init__(self, search: Search, runner: Runner, known: Journal | None) -> None:
+        self.search, self.bounds, self.runner = search, search.bounds, runner
+        self.base = self._row(search.base)
+        probed = known.state if known else runner.journal.state
+        self.sensitivity = sensitivity_of(self.base.cell.configuration, probed)
+        self.cost_model = fit(self._observations(known))
+        self.remarks = [_about_sensitivities(known)] if known else []
+        self.path = self._path()
+        # the weights grow with the steps
+        self.last = within_bytes(self.path, self.base.num_bytes or 0, self.bounds.max_bytes)
+
+    def run(self) -> Found:
+        """Bisect, confirm, compare with the uniform configurations, write down."""
+        found = Found(comments=[about_predictions(self.cost_model), *self.remarks])
+        num_steps = self._confirmed(found)
+        tried = [self.search.base, *self.search.uniform().values()]
+        if num_steps is not None:
+            tried.append(self._named(num_steps))
+        self._measure(tried, text=self.search.held_out)
+        # in rounds of their own: speeds are compared within a round, never across hours
+        first_round = self.search.usual.rounds
+        self._measure(tried, timed_from=first_round)
+        known = [row for each in tried if (row := self._find(each)) is not None]
+        shown = [later_rounds(row, first_round) for row in known]
+        found.shown = [(row, self._held_out(row), self._is_within(row)) for row in shown]
+        if num_steps is not None:
+            self._judge(self.path[num_steps], shown[-1], shown[:-1], found)
+        return found
+
+    def _judge(
+        self, choices: Choices, winner: SweptRow, uniform: Sequence[SweptRow], found: Found
+    ) -> None:
+        """Write the winner down, beside every uniform configuration within the bounds."""
+        others = [row for row in uniform if self._is_within(row)]
+        better = next((row for row in others if self._is_better(row, winner)), None)
+        comparison = against(winner, others)
+        found.comments += comparison
+        if better is not None:
+            found.comments.append(f"{better.name} is better: nothing is gained by single layers")
+        else:
+            found.yaml = self._yaml(choices, winner, comparison)
+
+    def _is_better(self, row: SweptRow, winner: SweptRow) -> bool:
+        if self.bounds.is_of_accuracy:
+            return is_better(row, winner)
+        ours, theirs = row.accuracy, winner.accuracy  # within a size it is accuracy that counts
+        assert ours is not None and theirs is not None
+        return (ours.kl_mean or 0.0) < (theirs.kl_mean or 0.0)
+
+    def _observations(self, known: Journal | None) -> list[Observation]:
+        """What was timed first; of another sweep as it would be at this one's speed of the base."""
+        state = self.runner.journal.state
+        # the winner's rounds came later: without them a resumed search finds the same path
+        first = {k: s for k, s in state.cells.items() if s.cell.round < self.search.usual.rounds}
+        ours = self._here(rows(SweepState(state.planned, first)))
+        if known is None:
+            return observations(ours)
+        base_id = self.base.cell.precision_id
+        theirs = self._here(rows(known.state))
+        bases = [row.speed for row in (*ours, *theirs) if row.cell.precision_id == base_id]
+        if len(bases) < 2 or bases[0] is None or bases[1] is None:
+            return observations(ours)
+        factor = bases[1] / bases[0]
+        others = [row for row in theirs if row.cell.precision_id != base_id]
+        scaled = [replace(each, ms=each.ms * factor) for each in observations(others)]
+        return [*observations(ours), *scaled]
+
+    def _here(self, found: Sequence[SweptRow]) -> list[SweptRow]:
+        """The rows of this model on this target: another sweep may hold more."""
+        return [row for row in found if row.cell.place == self.base.cell.place]
+
+    def _path(self) -> list[Choices]:
+        parts, base = self.search.parts(), self.base.accuracy
+        losses = {}
+        for (group, level), precision in self.search.by_group().items():
+            row = self._find(precision)
+            known = None if row is None or row.accuracy is None else row.accuracy.kl_mean
+            if known is None or base is None or base.kl_mean is None:
+                self.remarks.append(f"{precision.name} was not measured, and is left out")
+            else:
+                losses[group, level] = known - base.kl_mean
+        if unshared := groups_without_shares(parts, self.sensitivity):
+            names = ", ".join(unshared)
+            self.remarks.append(f"not every layer of {names} was measured: equal shares are taken")
+        held: dict[Level | None, Held] = {None: self._held(self.search.base)}
+        held |= {level: self._held(each) for level, each in self.search.uniform().items()}
+        self.options = part_options(parts, self.sensitivity, losses, held, self.cost_model)
+        return plan_path(self.options, "ms" if self.bounds.is_of_accuracy else "bytes")
+
+    def _meets(self, num_steps: int) -> bool:
+        precision = self._named(num_steps)
+        self._measure([precision])
+        row = self._row(precision)
+        assert row.accuracy is not None
+        return self.bounds.keeps(row.accuracy, row.num_bytes or 0, guard=GUARD)
+
+    def _confirmed(self, found: Found) -> int | None:
+        """From the fewest steps within the bounds, as far as the searched text tells: the first of
+        ever safer configurations that the held-out text confirms.
+        """
+        start = self.last
+        if start is not None and self.bounds.is_of_accuracy:
+            start = first_meeting(0, start, self._meets)
+        if start is None or self.last is None:
+            return None
+        for num_steps in dict.fromkeys(start + round(s * (self.last - start)) for s in _SAFER):
+            precision = self._named(num_steps)
+            self._measure([precision])
+            self._measure([precision], text=self.search.held_out)
+            row = self._row(precision)
+            held_out = self._held_out(row)
+            assert held_out is not None
+            if self.bounds.keeps(held_out, row.num_bytes or 0):
+                return num_steps
+            found.comments.append(
+                f"{precision.name}: {decimal(Row.of(accuracy=held_out).top1_percent)} % on the "
+                "held-out text, outside the bounds: a safer one was tried"
+            )
+        return None
+
+    def _named(self, num_steps: int) -> PrecisionConfig:
+        choices = self.path[num_steps].items()
+        levels = {part: o.level for part, o in choices if o.level is not None}
+        return self.search.lowered(f"step-{num_steps}", levels)
+
+    def _measure(
+        self,
+        precisions: Sequence[PrecisionConfig],
+        *,
+        text: str | None = None,
+        timed_from: int | None = None,
+    ) -> None:
+        """Accuracy on a text, and speed too where it is wanted, in rounds from that one on."""
+        usual, is_timed = self.search.usual, timed_from is not None
+        measures = replace(
+            usual,
+            cases=usual.cases if is_timed else (plans.ACCURACY_CASE,),
+            text=text or usual.text,
+            first_round=timed_from or 0,
+        )
+        wanted = plans.cells(self.search.entries(precisions, is_timed=is_timed), measures)
+        # the same program is measured again: on another text, or for its speed
+        self.runner.measure([replace(cell, is_kept=True) for cell in wanted])
+
+    def _find(self, precision: PrecisionConfig) -> SweptRow | None:
+        """A configuration's measurements, where its accuracy is among them."""
+        found = rows(self.runner.journal.state, self._id(precision))
+        return next((row for row in found if row.accuracy is not None), None)
+
+    def _row(self, precision: PrecisionConfig) -> SweptRow:
+        """The measurements of a configuration that the search cannot do without."""
+        row = self._find(precision)
+        if row is not None:
+            return row
+        wanted = self._id(precision)
+        of_it = [
+            state
+            for state in self.runner.journal.state.cells.values()
+            if state.cell.precision_id == wanted and state.cell.kind == "accuracy"
+        ]
+        why = f"{of_it[0].status}: {of_it[0].reason}" if of_it else "not planned"
+        raise ConfigError(
+            f"{self.runner.journal.path}: {precision.name} has no accuracy ({why}); allowed: "
+            f"tilewright sweep restart {shlex.quote(str(self.runner.journal.path))} --failed, then "
+            "--resume"
+        )
+
+    def _id(self, precision: PrecisionConfig) -> str:
+        return self.search.model.resolve(precision).id
+
+    def _held(self, precision: PrecisionConfig) -> Held:
+        model, compute = self.search.model, self.search.usual.compute
+        return model.held_bytes(model.resolve(precision), self.search.target, compute)
+
+    def _held_out(self, row: SweptRow) -> Accuracy | None:
+        return row.accuracies.get(self.search.held_out)
+
+    def _is_within(self, row: SweptRow) -> bool:
+        known = [each for each in (row.accuracy, self._held_out(row)) if each is not None]
+        return all(self.bounds.keeps(each, row.num_bytes or 0) for each in known)
+
+    def _yaml(self, choices: Choices, winner: SweptRow, comments: Sequence[str]) -> str:
+        """The winner's file; it must read back as what was measured."""
+        levels = {part: option.level for part, option in choices.items()}
+        text = found_yaml.render(
+            self.search.base,
+            levels,
+            description=f"found by a search for {self.bounds} on {self.search.target}",
+            provenance=self._provenance(winner, comments),
+            reason=self._reason,
+            group_reason=partial(_group_reason, choices),
+        )
+        with TemporaryDirectory(prefix="tilewright-") as folder:
+            path = FilePath(folder) / "found.yaml"
+            path.write_text(text, encoding="utf-8")
+            read = load_precision(str(path))
+        assert self._id(read) == winner.cell.precision_id, "the file means something else"
+        return text
+
+    def _provenance(self, winner: SweptRow, comments: Sequence[str]) -> list[str]:
+        planned = self.runner.journal.state.planned
+        accuracy, held_out = winner.accuracy, self._held_out(winner)
+        assert accuracy is not None and held_out is not None
+        return [
+            f"Found by `tilewright sweep search` for {self.bounds}: "
+            f"{winner.cell.model_name} ({winner.cell.model_hash[:12]}) on {self.search.target},",
+            f"{planned.timestamp[:10]}, commit {planned.commit or 'unknown'}.",
+            f"Measured: top-1 {top1_text(accuracy)} on the text that was searched on (asked for "
+            f"{GUARD:g} standard error above the bound there),",
+            f"{top1_text(held_out)} on the held-out text; KL {accuracy.kl_mean or 0:.2e}; "
+            f"{(winner.num_bytes or 0) / 1e6:.0f} MB of weights.",
+            *comments,
+            "KL of a part: its share of its group's measured loss. ms of a step: predicted.",
+        ]
+
+    def _reason(self, part: Part) -> str:
+        """Why a part is an exception: what its options would have cost and saved."""
+        options = (
+            f"{option.level} costs KL {option.kl_lost:.1e}, saves {option.ms_saved:.3f} ms"
+            for option in self.options[part]
+            if option.level is not None
+        )
+        return "; ".join(options) + " (predicted)"
+
+
+def _group_reason(choices: Choices, group: str) -> str:
+    """What the choices for a group come to."""
+    chosen = [option for part, option in choices.items() if part.group == group]
+    lowered = [option for option in chosen if option.level is not None]
+    return (
+        f"{len(lowered)} of {len(chosen)} parts lowered, for KL "
+        f"{sum(option.kl_lost for option in chosen):.1e} and "
+        f"{sum(option.ms_saved for option in chosen):.2f} ms a step (predicted)"
+    )
+
+
+def _about_sensitivities(known: Journal) -> str:
+    """Say where what was not measured by the search comes from."""
+    planned = known.state.planned
+    return (
+        f"Sensitivities and equal accuracies were taken from {known.path.name} "
+        f"({planned.timestamp[:10]}, commit {planned.commit or 'unknown'})."
+    )

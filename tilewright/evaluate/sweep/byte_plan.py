@@ -1,0 +1,220 @@
+"""What a model and its state take on a target, and what a decode step moves of them, by group.
+
+It is told before anything is compiled: no weight is read, and nothing is measured. A model is
+lowered with one layer for all that come to the same, in a fraction of the time of the whole one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from tilewright.compiler.artifacts.cache import ProgramCache, program_key
+from tilewright.compiler.driver import CompilableModel, lower_model, stored_formats
+from tilewright.compiler.precision import OP_GROUP_OF, PHASES, ResolvedPrecision
+from tilewright.compiler.targets.interface.base import Target
+from tilewright.compiler.targets.interface.compiled import silent
+from tilewright.evaluate.measure.roofline import MEMORY, Share, state_shares, weight_shares
+
+_LAYERS = re.compile(r"(?:^|\.)layers$")
+_SCALARS = (int, float, str, bytes, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class BytePlan:
+    """What ``batch`` sequences of ``context`` positions take, by group, in bytes; a step reads all
+    of their state, and writes again what does not grow.
+
+    ``position_bytes``: of the keys and values of one position, in all layers (one with a window may
+    hold fewer positions); ``memory_bytes``: of what a sequence keeps besides.
+    """
+
+    shares: tuple[Share, ...]
+    position_bytes: int
+    memory_bytes: int
+
+    @property
+    def total(self) -> Share:
+        """What all tensor groups hold and move together."""
+        return _joined("total", self.shares)
+
+
+def byte_plan(
+    model: CompilableModel,
+    precision: ResolvedPrecision,
+    target: Target,
+    *,
+    batch: int,
+    context: int,
+    compute: str,
+) -> BytePlan:
+    """The plan of a loaded model; constants are not counted.
+
+    Raises:
+        CompileError: for a weight this target cannot hold.
+    """
+    outline = lower_outline(model, precision, target)
+    count, graph = outline.count, outline.graph
+    weights = weight_shares(graph, target, num_tokens=batch, compute=compute, count=count)
+    states = list(state_shares(graph, target, context=context, compute=compute, count=count))
+    position = state_shares(graph, target, context=1, compute=compute, count=count)
+    parts = [each for each in weights if not each.is_constant]
+    parts += [replace(e, held=batch * e.held, moved=batch * e.moved) for e in states]
+    memory = sum(each.held for each in states if each.group == MEMORY)
+    return BytePlan(
+        shares=tuple(
+            _joined(name, [part for part in parts if part.group == name])
+            for name in dict.fromkeys(part.group for part in parts)
+        ),
+        position_bytes=round(sum(each.held for each in position if each.group != MEMORY)),
+        memory_bytes=int(memory),
+    )
+
+
+def kept_byte_plan(
+    model: CompilableModel,
+    precision: ResolvedPrecision,
+    target: Target,
+    *,
+    batch: int,
+    context: int,
+    compute: str,
+    cache: ProgramCache,
+) -> BytePlan:
+    """`byte_plan`, from the cache where it was told before; of random weights, which no file stands
+    for, always anew. Raises as `byte_plan`.
+    """
+
+    def tell() -> BytePlan:
+        sizes: dict[str, Any] = {"batch": batch, "context": context}
+        return byte_plan(model, precision, target, compute=compute, **sizes)
+
+    files = model.checkpoint.files
+    if not files:
+        return tell()
+    choices: dict[str, Any] = {
+        "target": target.name,
+        "compute": compute,
+        "precision_id": f"{precision.id}/bytes/{batch}/{context}",
+    }
+    try:
+        key = program_key(files, memory=cache.memory, **choices)
+    except OSError:
+        return tell()
+    return cache.facts(key, tell, BytePlan)
+
+
+def _joined(group: str, parts: Iterable[Share]) -> Share:
+    parts = list(parts)
+    return Share(
+        group,
+        tuple(dict.fromkeys(name for part in parts for name in part.formats)),
+        tuple(dict.fromkeys(name for part in parts for name in part.kinds)),
+        sum(part.num_weights for part in parts),
+        sum(part.held for part in parts),
+        sum(part.moved for part in parts),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """``graph`` holds some layers of the model; ``counts``: how many each of them stands for."""
+
+    graph: GraphModule
+    counts: dict[int, int]
+
+    def count(self, layer: int | None) -> int:
+        """How many layers this one stands for; 1 of what is in none."""
+        return 1 if layer is None else self.counts[layer]
+
+
+def lower_outline(model: CompilableModel, precision: ResolvedPrecision, target: Target) -> Outline:
+    """Lower a model for a target, leaving out layers that are built and configured as another.
+
+    Raises:
+        CompileError: where model, precision and target do not fit together.
+    """
+    stored = stored_formats(model)
+    like: dict[Hashable, list[str]] = defaultdict(list)
+    for place, layers in _lists_of_layers(model.module):
+        for name, layer in layers.named_children():
+            path = f"{place}.{name}"
+            asked = _asked(model.module.tensor_groups, path, layer, precision)
+            formats = tuple(stored[name] for name, _ in layer.named_parameters(prefix=path))
+            like[_built(layer), asked, formats].append(path)
+    kept = {paths[0]: len(paths) for paths in like.values()}
+    with _only(model.module, set(kept)):
+        graph_module, _ = lower_model(model, precision, target.stages(), silent)
+    return Outline(graph_module, {_number(path): count for path, count in kept.items()})
+
+
+def _lists_of_layers(module: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    return [
+        (path, found)
+        for path, found in module.named_modules()
+        if isinstance(found, nn.ModuleList) and _LAYERS.search(path)
+    ]
+
+
+def _number(path: str) -> int:
+    return int(path.rpartition(".")[2])
+
+
+def _built(module: nn.Module) -> Hashable:
+    """Equal for modules of equal types, sizes and settings. What cannot be compared is told apart
+    by what object it is: a layer too many is slow, one too few would be wrong.
+    """
+    settings: list[tuple[str, Any]] = []
+    for name, value in vars(module).items():
+        if not name.startswith("_"):
+            settings.append((name, value if isinstance(value, _SCALARS) else id(value)))
+    tensors = [
+        (name, tuple(tensor.shape), tensor.dtype)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    ]
+    children = [(name, _built(child)) for name, child in module.named_children()]
+    return type(module), tuple(settings), tuple(tensors), tuple(children)
+
+
+def _asked(
+    groups: Any, path: str, layer: nn.Module, precision: ResolvedPrecision
+) -> tuple[Hashable, ...]:
+    """Every format and fidelity that modules of a layer may ask for."""
+    found: list[Hashable] = []
+    number = _number(path)
+    for name, _ in layer.named_modules(prefix=path):
+        own = next((group for glob, group in groups.items() if fnmatchcase(name, glob)), None)
+        if own is None:
+            continue
+        for group in {own, "kv_cache", "activation"}:
+            found.append((group, precision.format(group, layer=number, fqn=name)))
+        for family in filter(None, {OP_GROUP_OF.get(own), "sdpa"}):
+            found += [
+                (family, phase, precision.fidelity(family, phase, layer=number, fqn=name))
+                for phase in PHASES
+            ]
+    return tuple(sorted(found, key=repr))
+
+
+@contextmanager
+def _only(module: nn.Module, kept: set[str]) -> Iterator[None]:
+    """The module with these layers alone, each under its own number."""
+    lists = _lists_of_layers(module)
+    whole = [(found, found._modules) for _, found in lists]
+    for path, found in lists:
+        some = {name: each for name, each in found._modules.items() if f"{path}.{name}" in kept}
+        found._modules = some
+    try:
+        yield
+    finally:
+        for found, modules in whole:
+            found._modules = modules

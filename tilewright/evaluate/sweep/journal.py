@@ -1,0 +1,335 @@
+"""A sweep's file: one event a line, only ever appended, from which its state follows.
+
+One process at a time runs a sweep; any other may read its file, and ask for a cell to be cancelled
+or run again, by appending to it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from tilewright.errors import ConfigError
+from tilewright.evaluate.report.display import short_commit
+from tilewright.evaluate.results.record import Result
+from tilewright.evaluate.results.result_file import from_values
+from tilewright.evaluate.sweep.cell import Cell
+from tilewright.utils.environment import Environment
+from tilewright.utils.files import create_file
+from tilewright.utils.json_lines import (
+    TornLineWarning,
+    append_lines,
+    decode_record,
+    read_lines,
+)
+
+_WHAT = "sweep file"
+VERSION = 1
+_LOCK_TRIES, _LOCK_SECONDS = 10, 0.02
+
+Outcome = Literal["done", "failed", "timed out", "out of memory", "cancelled"]
+Status = Literal["queued", "running", "done", "failed", "timed out", "out of memory", "cancelled"]
+FAILURES: tuple[Status, ...] = ("failed", "timed out", "out of memory")
+
+
+class _Event(msgspec.Struct, frozen=True, tag_field="event", forbid_unknown_fields=True):
+    """A line of the file; its subclass's name is its ``event``."""
+
+
+class Planned(_Event, frozen=True, tag="planned", kw_only=True):
+    """A journal's first line: what the sweep is, and where it was planned.
+
+    ``base``: the ids of the configuration that others are compared with, as it resolves on each
+    model, with blanks between them.
+    """
+
+    version: int
+    plan: str
+    options: dict[str, str]
+    base: str | None
+    timestamp: str
+    commit: str | None
+    versions: dict[str, str]
+
+    def is_base(self, cell: Cell) -> bool:
+        """Whether a cell is of the base."""
+        return self.base is not None and cell.precision_id in self.base.split()
+
+
+class Added(_Event, frozen=True, tag="added"):
+    """A line of the journal: a cell is to be run."""
+
+    cell: Cell
+
+
+class Started(_Event, frozen=True, tag="started"):
+    """A line of the journal: a cell's process was started."""
+
+    cell: str
+    timestamp: str
+
+
+class Finished(_Event, frozen=True, tag="finished", kw_only=True):
+    """A cell's process has ended: ``result`` where it is done, else the ``reason``, one line."""
+
+    cell: str
+    outcome: Outcome
+    seconds: float
+    reason: str = ""
+    result: dict[str, Any] | None = None
+
+
+class Asked(_Event, frozen=True, tag="asked"):
+    """Somebody wants a cell cancelled, or run (again)."""
+
+    cell: str
+    what: Literal["cancel", "restart"]
+
+
+Event = Planned | Added | Started | Finished | Asked
+_DECODER: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+
+
+@dataclass(slots=True)
+class CellState:
+    """A cell and how far it is. ``seconds``: of its last finished run.
+
+    ``is_cancel_asked``: it runs, and is to be stopped; ``is_restart_asked``: and then run again.
+    """
+
+    cell: Cell
+    status: Status = "queued"
+    seconds: float | None = None
+    reason: str = ""
+    result: Result | None = None
+    started: str | None = None
+    is_cancel_asked: bool = False
+    is_restart_asked: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it still has to be run to its end."""
+        return self.status in ("queued", "running")
+
+    @property
+    def why(self) -> str:
+        """The cell's status and the reason for it."""
+        return f"{self.status}: {self.reason}"
+
+    def other_code(self, now: Environment) -> str:
+        """What its record's code has and this one has not: ``commit 18d3c11496, torch 2.12.0``;
+        empty for none, and for one of this commit and these libraries. A checkout with changes of
+        its own is taken for itself.
+        """
+        found = self.result
+        if found is None:
+            return ""
+        parts = [] if found.commit == now.commit else [f"commit {short_commit(found.commit)}"]
+        theirs = {name: found.versions.get(name) for name in now.versions}
+        differing = [name for name, version in now.versions.items() if theirs[name] != version]
+        return ", ".join([*parts, *(f"{name} {theirs[name] or 'unknown'}" for name in differing)])
+
+
+@dataclass(slots=True)
+class SweepState:
+    """What the events so far come to; cells in the order they were added."""
+
+    planned: Planned
+    cells: dict[str, CellState] = field(default_factory=dict)
+
+    def apply(self, event: Event) -> None:
+        """Bring the state up to date with one event.
+
+        Raises:
+            ConfigError: for a cell that was never added, a second header, a malformed result.
+        """
+        if isinstance(event, Planned):
+            raise ConfigError("a second header; allowed: one, first")
+        if isinstance(event, Added):
+            self.cells.setdefault(event.cell.id, CellState(event.cell))
+            return
+        state = self.cells.get(event.cell)
+        if state is None:
+            raise ConfigError(f"event {event.cell[:40]!r} of a cell that was not added")
+        if isinstance(event, Started):
+            state.status, state.started, state.reason = "running", event.timestamp, ""
+            state.is_cancel_asked = state.is_restart_asked = False
+            state.result = None
+        elif isinstance(event, Finished):
+            _finish(state, event)
+        elif event.what == "restart":
+            state.is_restart_asked = state.is_cancel_asked
+            if not state.is_open:
+                state.status, state.reason, state.result = "queued", "", None
+        elif state.status == "queued":
+            state.status, state.reason = "cancelled", "before it ran"
+        elif state.status == "running":
+            state.is_cancel_asked = True
+
+    def open_cells(self) -> list[CellState]:
+        """What is left to run, in order."""
+        return [state for state in self.cells.values() if state.is_open]
+
+    def count(self, *statuses: Status) -> int:
+        """How many cells have one of these."""
+        return sum(state.status in statuses for state in self.cells.values())
+
+
+def _finish(state: CellState, event: Finished) -> None:
+    if (event.outcome == "done") is (event.result is None):
+        raise ConfigError(f"cell {event.cell}: {event.outcome}, and a result that does not fit it")
+    result = None if event.result is None else from_values(event.result, place=event.cell)
+    if result is not None and result.decode_tsu is not None and result.decode_tsu <= 0:
+        raise ConfigError(f"cell {event.cell}: decode_tsu {result.decode_tsu}; allowed: above 0")
+    state.status, state.seconds, state.reason = event.outcome, event.seconds, event.reason
+    state.result, state.is_cancel_asked = result, False
+    if state.is_restart_asked and event.outcome == "cancelled":
+        state.status, state.reason = "queued", ""
+    state.is_restart_asked = False
+
+
+class Journal:
+    """The file of one sweep; ``state`` is what it said when it was last read or written."""
+
+    def __init__(self, path: Path, state: SweepState, num_lines: int) -> None:
+        self.path = path
+        self.state = state
+        self._num_lines = num_lines
+        self._size = -1
+
+    @classmethod
+    def create(cls, path: Path, planned: Planned, cells: Sequence[Cell]) -> Journal:
+        """Begin a sweep: write its journal with the cells that are planned.
+
+        Raises:
+            ConfigError: where there is a file already, or none can be written.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            create_file(path, _encode([planned, *map(Added, cells)]))
+        except FileExistsError:
+            raise ConfigError(
+                f"{_WHAT} {path}: is there already; allowed: --resume, or another --results"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"{_WHAT} {path}: {error.strerror}") from None
+        journal = cls(path, SweepState(planned), 1)
+        journal.refresh()
+        return journal
+
+    @classmethod
+    def open(cls, path: Path) -> Journal:
+        """Read a sweep's journal; a last line cut short is left out with a `TornLineWarning`.
+
+        Raises:
+            ConfigError: naming the line, on anything that is no sweep's file.
+        """
+        lines = read_lines(path, _WHAT)
+        first = _decode(lines[0][1], f"{path}:{lines[0][0]}") if lines else None
+        if not isinstance(first, Planned) or first.version != VERSION:
+            raise ConfigError(
+                f"{_WHAT} {path}: no sweep of version {VERSION}; allowed: a file that "
+                "`tilewright sweep` wrote"
+            )
+        journal = cls(path, SweepState(first), 1)
+        journal._take(lines[1:])
+        return journal
+
+    def refresh(self) -> None:
+        """Take in what was appended since, by whomever. Raises ConfigError as `open`."""
+        try:
+            size = self.path.stat().st_size
+        except OSError as error:
+            raise ConfigError(f"{_WHAT} {self.path}: {error.strerror}") from None
+        if size != self._size:
+            with warnings.catch_warnings():
+                # a line that another process is writing right now: it is whole the next time
+                warnings.simplefilter("ignore", TornLineWarning)
+                lines = read_lines(self.path, _WHAT)
+            self._take(lines[self._num_lines :])
+            self._size = size
+
+    def append(self, *events: Event) -> None:
+        """Have events on disk, and take them in. Raises ConfigError where it cannot be written."""
+        append_lines(self.path, _encode(events), _WHAT)
+        self.refresh()
+
+    def _take(self, lines: Sequence[tuple[int, bytes]]) -> None:
+        for number, line in lines:
+            place = f"{self.path}:{number}"
+            event = _decode(line, place)
+            try:
+                self.state.apply(event)
+            except ConfigError as error:
+                raise ConfigError(f"{place}: {error}") from None
+            self._num_lines += 1
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Be the one process that runs this sweep.
+
+        Raises:
+            ConfigError: when another one is.
+        """
+        place = self._lock_path
+        try:
+            handle = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"{_WHAT} {self.path}: {place.name}: {error.strerror}") from None
+        try:
+            for _ in range(_LOCK_TRIES):  # who only looks holds it for a moment
+                if is_ours := _try_lock(handle, fcntl.LOCK_EX):
+                    break
+                time.sleep(_LOCK_SECONDS)
+            if not is_ours:
+                raise ConfigError(
+                    f"{_WHAT} {self.path}: another process is running this sweep; allowed: one"
+                )
+            yield
+        finally:
+            os.close(handle)
+
+    def is_held(self) -> bool:
+        """Whether some process is running this sweep."""
+        try:
+            handle = os.open(self._lock_path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False  # it was never run from here
+        try:
+            return not _try_lock(handle, fcntl.LOCK_SH)
+        finally:
+            os.close(handle)
+
+    @property
+    def _lock_path(self) -> Path:
+        """A file of its own: the journal itself is locked for a moment by whoever appends."""
+        return self.path.with_name(f".{self.path.name}.lock")
+
+    def log_path(self, cell_id: str) -> Path:
+        """What a cell wrote on standard error, each attempt after the other."""
+        return self.path.with_name(f"{self.path.stem}-logs") / f"{cell_id}.log"
+
+
+def _try_lock(handle: int, kind: int) -> bool:
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _encode(events: Sequence[Event]) -> bytes:
+    return b"".join(msgspec.json.encode(each) + b"\n" for each in events)
+
+
+def _decode(line: bytes, place: str) -> Event:
+    return decode_record(line, _DECODER.decode, place=place, expected="no event of a sweep")

@@ -1,0 +1,199 @@
+"""The plans: which configurations of which models are measured how, as cells in their order.
+
+Accuracy comes first, the base before all; then speed in rounds, all configurations in turn, so that
+what the machine does meanwhile meets all of them. Runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from tilewright.compiler.devices import BOARDS, DEVICES
+from tilewright.compiler.precision import PrecisionConfig
+from tilewright.errors import ConfigError, allowed
+from tilewright.evaluate.cases.cases import CASES, PRECISIONS, check_case
+from tilewright.evaluate.results.record import check_plain
+from tilewright.evaluate.search.levels import Level, Part, assign
+from tilewright.evaluate.sweep.cell import Cell
+from tilewright.evaluate.sweep.model import SweptModel, experts_share, step_bytes
+
+PUBLISHED = (
+    *(f"mlp-{up}-{down}" for up in ("bfp4", "bfp8", "bf16") for down in ("bfp4", "bfp8", "bf16")),
+    *(f"wo-bfp4-activation-{activation}" for activation in ("bf16", "bfp8", "mixed")),
+)
+"""The twelve settings published for Tenstorrent's boards."""
+
+NAMED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"table": tuple(PRECISIONS), "pareto": PUBLISHED, "grid": ()}
+)
+"""The configurations that a plan has of its own, besides the base."""
+
+SPEED_CASE, ACCURACY_CASE = "performance-ci-1", "performance-top-1"
+BATCH_CASE = "performance-ci-32"
+MAX_CELLS = 1000
+
+ALL = "all"
+"""The part of a sensitivity plan that lowers every group at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A configuration of a model on a target.
+
+    ``part``: what it lowers, in a sensitivity plan. ``is_timed``: whether its speed is taken too.
+    """
+
+    model: SweptModel
+    target: str
+    device: str
+    precision: PrecisionConfig
+    part: str = ""
+    is_timed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measures:
+    """How each configuration is measured: ``rounds`` of every speed case, each accuracy case once.
+
+    ``first_round``: above 0 where rounds are added to a sweep.
+    ``text``: what accuracy is measured on, None for the usual text.
+    """
+
+    cases: tuple[str, ...] = (SPEED_CASE, ACCURACY_CASE)
+    rounds: int = 3
+    first_round: int = 0
+    compute: str = "fast"
+    threads: int | None = None
+    text: str | None = None
+
+    def count(self, num_entries: int) -> int:
+        """Count the cells that so many configurations take."""
+        each = sum(1 if CASES[name].token_accuracy else self.rounds for name in self.cases)
+        return num_entries * each
+
+
+def devices_of(target: str) -> tuple[str, ...]:
+    """The devices a target runs on; what runs on the host runs on CPU."""
+    return tuple(d.name for d in DEVICES.values() if d.target == target) or ("CPU",)
+
+
+def entries(
+    models: Sequence[SweptModel],
+    targets: Sequence[str],
+    devices: Sequence[str],
+    precisions: Sequence[PrecisionConfig],
+) -> list[Entry]:
+    """List the entries of a grid; without ``devices`` each target's own.
+
+    Raises:
+        ConfigError: for a device that none of the targets runs on.
+    """
+    for device in devices:
+        if not any(device in devices_of(target) for target in targets):
+            known = [name for target in targets for name in devices_of(target)]
+            raise ConfigError(
+                f"device {device[:60]!r}: no target here runs on it; {allowed(known, device)}"
+            )
+    return [
+        Entry(model, target, device, precision)
+        for model in models
+        for target in targets
+        for device in devices_of(target)
+        if not devices or device in devices
+        for precision in precisions
+    ]
+
+
+def sensitivity_entries(
+    model: SweptModel, target: str, device: str, *, base: PrecisionConfig, level: Level
+) -> list[Entry]:
+    """List the base; every group, and all of them, lowered to ``level``; then layer by layer.
+
+    The cache and the activations are groups too. One layer's time lies below the noise: only
+    groups are timed.
+    """
+    groups = [g for g in (*model.groups(), "kv_cache", "activation") if level.is_for(g)]
+    products = [group for group in groups if group in model.groups() and group != "embedding"]
+    chosen = {str(Part(group)): {Part(group): level} for group in groups}
+    chosen[ALL] = {Part(group): level for group in products}
+    for layer in range(model.num_layers):
+        parts = [Part(group, layer) for group in products if layer in model.layers(group)]
+        chosen |= {str(part): {part: level} for part in parts}
+    found = [Entry(model, target, device, base)]
+    places = model.places()
+    for name, choices in chosen.items():
+        precision = assign(
+            base,
+            choices,
+            name=f"{name}={level}",
+            num_layers=model.num_layers,
+            groups=places,
+            model_name=model.name,
+        )
+        found.append(Entry(model, target, device, precision, name, is_timed="." not in name))
+    return found
+
+
+def cells(found: Sequence[Entry], measures: Measures) -> list[Cell]:
+    """The cells of these configurations, equal ones once.
+
+    Raises:
+        ConfigError: for a case that is unknown or does not fit a model, a configuration that does
+            not fit one.
+    """
+    for model in {id(entry.model): entry.model for entry in found}.values():
+        limit = model.loaded.config.max_positions
+        for name in measures.cases:
+            check_case(CASES[name], max_context=limit, max_data_parallel=1)
+    made = [_cell(entry, measures) for entry in found]
+    timed = [cell for cell, entry in zip(made, found, strict=True) if entry.is_timed]
+    planned = [
+        replace(cell, kind="accuracy", case=name, text=measures.text)
+        for name in measures.cases
+        if CASES[name].token_accuracy
+        for cell in made
+    ]
+    planned += [
+        replace(cell, case=name, round=number)
+        for number in range(measures.first_round, measures.first_round + measures.rounds)
+        for name in measures.cases
+        if not CASES[name].token_accuracy
+        for cell in timed
+        # a prediction is the same in every round
+        if number == measures.first_round or cell.target not in BOARDS
+    ]
+    return unique(planned)  # the base keeps its name
+
+
+def unique(found: Sequence[Cell]) -> list[Cell]:
+    """Keep the first of all cells that measure the same thing."""
+    kept: dict[str, Cell] = {}
+    for cell in found:
+        kept.setdefault(cell.id, cell)
+    return list(kept.values())
+
+
+def _cell(entry: Entry, measures: Measures) -> Cell:
+    model, resolved = entry.model, entry.model.resolve(entry.precision)
+    check_plain("precision", entry.precision.name)
+    held = model.held_bytes(resolved, entry.target, measures.compute)
+    return Cell(
+        model=model.argument,
+        model_name=model.name,
+        model_hash=model.content_hash,
+        target=entry.target,
+        device=entry.device,
+        precision=entry.precision.name,
+        precision_id=resolved.id,
+        heading=resolved.heading(),
+        case=SPEED_CASE,
+        kind="speed",
+        compute="exact" if measures.compute == "exact" else "fast",
+        threads=measures.threads,
+        weight_bytes=sum(held.values()),
+        step_bytes=step_bytes(held, experts_share(model.loaded, CASES[SPEED_CASE].batch_size)),
+        part=entry.part,
+        is_kept=entry.is_timed,
+    )

@@ -1,0 +1,132 @@
+"""Where the rows of sweeps stand: which may be compared, what each is called, is it on the front.
+
+Knows nothing of documents, plots or screens, which all show these standings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from tilewright.evaluate.report.display import plain_line
+from tilewright.evaluate.results import pareto
+from tilewright.evaluate.results.pareto import Placed
+from tilewright.evaluate.results.stats import MIN_ROUNDS
+from tilewright.evaluate.sweep import summary
+from tilewright.evaluate.sweep.summary import SweptRow
+
+_STANDINGS = {
+    "front": "front",
+    "tied": "not distinguishable from the front ({})",
+    "dominated": "dominated by {}",
+}
+
+_LABEL_LENGTH = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A row, what it is called among those of its `place`, and where it stands.
+
+    ``label``: its names; of many the first, and how many more there are. ``placed`` is None while
+    speed or accuracy is missing.
+    """
+
+    row: SweptRow
+    label: str
+    placed: Placed | None
+
+    @property
+    def names(self) -> str:
+        """All names, or the label where there is one name."""
+        return self.label if len(self.row.names) == 1 else plain_line(self.row.name)
+
+    @property
+    def standing(self) -> str:
+        """Where the row stands on the front, in words; empty while that is not known."""
+        if self.placed is None:
+            return ""
+        return _STANDINGS[self.placed.standing].format(self.placed.dominated_by)
+
+
+def place(row: SweptRow) -> tuple[str, ...]:
+    """What rows of one table share: model, target, device, arithmetic, and the figures' kind."""
+    kind = next((result.kind for result in row.results.values()), "measured")
+    cell = row.cell
+    return cell.model_name, cell.model_hash, cell.target, cell.device, cell.compute, kind
+
+
+def comparable(row: SweptRow) -> tuple[str, ...]:
+    """What points of one front share: their place, the reference, the case speed is read from."""
+    accuracy, speed = row.accuracy, row.speed_result
+    reference = ("", "") if accuracy is None else (accuracy.reference_id, accuracy.text)
+    return *place(row), *reference, "" if speed is None else speed.case
+
+
+def ranked(found: Sequence[SweptRow]) -> list[Ranked]:
+    """Rows (of one sweep or of several), equal ones merged, with their standings."""
+    merged = [
+        replace(row, names=tuple(dict.fromkeys(row.names))) for row in summary.merge_equal(found)
+    ]
+    labels = _labels(merged)
+    placed: dict[int, Placed] = {}
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for index, row in enumerate(merged):
+        groups.setdefault(comparable(row), []).append(index)
+    for indices in groups.values():
+        whole = [i for i in indices if merged[i].accuracy and merged[i].speed is not None]
+        rows = _aligned([merged[i] for i in whole])
+        points = [replace(row, names=(labels[i],)) for i, row in zip(whole, rows, strict=True)]
+        found_points = filter(None, map(summary.point, points))
+        placed |= dict(zip(whole, pareto.front(list(found_points)), strict=True))
+    return [Ranked(row, labels[i], placed.get(i)) for i, row in enumerate(merged)]
+
+
+def by_place(found: Sequence[Ranked]) -> list[list[Ranked]]:
+    """The rows of each table, in the order they were met."""
+    groups: dict[tuple[str, ...], list[Ranked]] = {}
+    for each in found:
+        groups.setdefault(place(each.row), []).append(each)
+    return list(groups.values())
+
+
+def place_name(row: SweptRow) -> str:
+    """A heading's words for a row's place."""
+    name, _, target, device, compute, kind = place(row)
+    text = f"{name} on {device} ({target})"
+    if compute != "fast":
+        text += f", {compute} arithmetic"
+    return plain_line(text if kind == "measured" else f"{text}, {kind}")
+
+
+def _aligned(found: Sequence[SweptRow]) -> list[SweptRow]:
+    """The rows with rounds that may be compared in order: the i-th of one was taken with the i-th
+    of another. That is those all have, or where these are too few the first ones without a gap.
+    """
+    common = summary.common_rounds(found)
+    if len(common) >= MIN_ROUNDS:
+        return [summary.in_rounds(row, common) for row in found]
+    every = sorted({number for row in found for number in row.by_round})
+    return [
+        summary.in_rounds(row, list(takewhile(row.by_round.__contains__, every))) for row in found
+    ]
+
+
+def _labels(merged: Sequence[SweptRow]) -> list[str]:
+    """Short names; where several rows of one place have the same, with what tells them apart."""
+    wanted = [_short(row) for row in merged]
+    for suffix in (lambda row: row.cell.precision_id, lambda row: row.effective_id):
+        keys = [(place(row), name) for row, name in zip(merged, wanted, strict=True)]
+        wanted = [
+            f"{name} ({suffix(row)})" if keys.count((place(row), name)) > 1 else name
+            for row, name in zip(merged, wanted, strict=True)
+        ]
+    return wanted
+
+
+def _short(row: SweptRow) -> str:
+    name, num_names = plain_line(row.name), len(row.names)
+    if len(name) <= _LABEL_LENGTH or num_names == 1:
+        return name
+    return f"{plain_line(row.names[0])} and {num_names - 1} equal"

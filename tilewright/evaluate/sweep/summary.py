@@ -1,0 +1,256 @@
+"""What a sweep's cells come to: a row a configuration, its rounds and repeats brought together.
+
+Knows figures, not how they are printed or drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tilewright.compiler.devices import BOARDS
+from tilewright.evaluate.results.pareto import Point
+from tilewright.evaluate.results.record import Accuracy, Paired, Result, medians, unpack_hits
+from tilewright.evaluate.results.row import Row, accuracy_figures
+from tilewright.evaluate.sweep.cell import Cell
+from tilewright.evaluate.sweep.journal import CellState, SweepState
+
+
+@dataclass(frozen=True, slots=True)
+class SweptRow:
+    """One configuration of one model on one target: all of its cells.
+
+    Attributes:
+        names: of the configurations that come to the same numbers here; more than one after
+            `merge_equal`.
+        results: the newest record of each case, the repeats of all rounds in it.
+        speed_case: the case that speed is read from: the first planned one that has figures.
+        by_round: t/s/u of that case, the median of each round.
+    """
+
+    names: tuple[str, ...]
+    states: tuple[CellState, ...]
+    results: dict[str, Result]
+    accuracies: dict[str | None, Accuracy]
+    speed_case: str | None
+    by_round: Mapping[int, float]
+
+    @property
+    def rounds(self) -> tuple[float, ...]:
+        """The speeds of `by_round`, in order."""
+        return tuple(speed for _, speed in sorted(self.by_round.items()))
+
+    @property
+    def cell(self) -> Cell:
+        """A cell of it, for what all of them share."""
+        return self.states[0].cell
+
+    @property
+    def name(self) -> str:
+        """The names, as they are printed."""
+        return ", ".join(self.names)
+
+    @property
+    def accuracy(self) -> Accuracy | None:
+        """The accuracy on the text that is not a special one; else on the first there is."""
+        return self.accuracies.get(None) or next(iter(self.accuracies.values()), None)
+
+    @property
+    def speed(self) -> float | None:
+        """Median t/s/u over all repeats of all rounds."""
+        found = self.speed_result
+        return None if found is None else found.decode_tsu
+
+    @property
+    def speed_result(self) -> Result | None:
+        """The record that `rounds` is of."""
+        return None if self.speed_case is None else self.results[self.speed_case]
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """Bytes of the weights as the target held them; None before anything has run."""
+        measured = (s.result.resident_bytes for s in self.states if s.result is not None)
+        return next((size for size in measured if size is not None), None)
+
+    @property
+    def num_bytes(self) -> int | None:
+        """The weights' bytes as measured; before anything has run, as estimated."""
+        measured = self.measured_bytes
+        return self.cell.weight_bytes if measured is None else measured
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether its accuracy is emulated and its speed predicted: of a board that is not here."""
+        return self.cell.target in BOARDS
+
+    def figures(self) -> Row:
+        """All of these as one flat row; bytes as measured."""
+        flat = Row.of(self.speed_result, self.accuracy, names=self.names)
+        return replace(flat, weight_bytes=self.measured_bytes)
+
+    @property
+    def effective_id(self) -> str | None:
+        """What the configuration comes to on its target, once it has run."""
+        return next((s.result.effective_id for s in self.states if s.result is not None), None)
+
+
+def rows(state: SweepState, precision_id: str | None = None) -> list[SweptRow]:
+    """A row a configuration, in the order of the plan, each compared with the sweep's base; those
+    of one configuration alone (None: of all).
+    """
+    grouped: dict[tuple[str, ...], list[CellState]] = {}
+    for each in state.cells.values():
+        if precision_id in (None, each.cell.precision_id) or state.planned.is_base(each.cell):
+            grouped.setdefault(each.cell.configuration, []).append(each)
+    found = [_row(states) for states in grouped.values()]
+    bases = {row.cell.place: row for row in found if state.planned.is_base(row.cell)}
+    return [
+        _with_pairs(row, bases.get(row.cell.place))
+        for row in found
+        if precision_id in (None, row.cell.precision_id)
+    ]
+
+
+def merge_equal(found: Sequence[SweptRow]) -> list[SweptRow]:
+    """Rows that come to the same numbers on their target as one row with all their names."""
+    groups: dict[object, list[SweptRow]] = {}
+    for index, row in enumerate(found):
+        key = (*row.cell.place, row.effective_id) if row.effective_id else index
+        groups.setdefault(key, []).append(row)
+    return [_merged(members) if len(members) > 1 else members[0] for members in groups.values()]
+
+
+def common_rounds(found: Sequence[SweptRow]) -> list[int]:
+    """The rounds in which all of these rows were timed; a round of another row says nothing."""
+    numbers = [set(row.by_round) for row in found]
+    return sorted(set.intersection(*numbers)) if numbers else []
+
+
+def in_rounds(row: SweptRow, numbers: Sequence[int]) -> SweptRow:
+    """The row with only these rounds to be compared by."""
+    return replace(row, by_round={number: row.by_round[number] for number in numbers})
+
+
+def later_rounds(row: SweptRow, first: int) -> SweptRow:
+    """The row as if it had been timed from round ``first`` on only."""
+    kept = tuple(s for s in row.states if s.cell.kind == "accuracy" or s.cell.round >= first)
+    alone = _row(kept)
+    return replace(alone, names=row.names, accuracies=row.accuracies)
+
+
+def point(row: SweptRow) -> Point | None:
+    """A row as a point of speed and top-1; None while either is missing."""
+    accuracy, speed = row.accuracy, row.speed
+    if accuracy is None or speed is None:
+        return None
+    hits, figures = accuracy.hits, accuracy_figures(accuracy)
+    return Point(
+        name=row.name,
+        speed=speed,
+        top1=figures["top1_percent"],
+        rounds=row.rounds,
+        hits=() if hits is None else unpack_hits(hits, accuracy.num_positions),
+        top1_interval=(figures["top1_low_percent"], figures["top1_high_percent"]),
+        num_bytes=row.num_bytes,
+        speed_error=_speed_error(row),
+    )
+
+
+def _speed_error(row: SweptRow) -> float | None:
+    """The share of a predicted speed that it may be off by; infinite if none is said."""
+    found = row.speed_result
+    if found is None or found.kind != "predicted":
+        return None
+    return math.inf if found.decode_error is None else found.decode_error
+
+
+def _row(states: Sequence[CellState]) -> SweptRow:
+    done = [
+        (state.cell, replace(state.result, precision_name=state.cell.precision))
+        for state in states
+        if state.result is not None
+    ]
+    accuracies: dict[str | None, Accuracy] = {}
+    by_case: dict[str, list[Result]] = {}
+    for cell, result in done:
+        if cell.text is None:
+            by_case.setdefault(cell.case, []).append(result)
+        if result.accuracy is not None:
+            accuracies[cell.text] = result.accuracy
+    results = {
+        case: with_repeats(max(members, key=lambda member: member.when), members)
+        for case, members in by_case.items()
+    }
+    timed = [state.cell.case for state in states if state.cell.kind == "speed"]
+    speed_case = next((case for case in timed if case in results), None)
+    return SweptRow(
+        names=(states[0].cell.precision,),
+        states=tuple(states),
+        results=results,
+        accuracies=accuracies,
+        speed_case=speed_case,
+        by_round={
+            cell.round: result.decode_tsu
+            for cell, result in done
+            if cell.case == speed_case and result.decode_tsu is not None
+        },
+    )
+
+
+def _merged(members: Sequence[SweptRow]) -> SweptRow:
+    """Names together; speed from the repeats of all, each round the median of theirs."""
+    first = members[0]
+    accuracies: dict[str | None, Accuracy] = {}
+    results: dict[str, Result] = {}
+    for row in reversed(members):  # so that the first one's figures stay
+        accuracies |= row.accuracies
+        results |= row.results
+    results = {
+        case: with_repeats(each, [row.results[case] for row in members if case in row.results])
+        for case, each in results.items()
+    }
+    speed_case = next((row.speed_case for row in members if row.speed_case), None)
+    timed = [row for row in members if speed_case and row.speed_case == speed_case]
+    return SweptRow(
+        names=tuple(name for row in members for name in row.names),
+        states=(*first.states, *(state for row in members[1:] for state in row.states)),
+        results=results,
+        accuracies=accuracies,
+        speed_case=speed_case,
+        by_round={
+            number: statistics.median([row.by_round[number] for row in timed])
+            for number in common_rounds(timed)
+        },
+    )
+
+
+def with_repeats(result: Result, members: Sequence[Result]) -> Result:
+    """The repeats of all members as its own; a predicted figure has none, and stays."""
+    repeats = tuple(repeat for member in members for repeat in member.repeats)
+    return replace(result, repeats=repeats, **medians(repeats)) if repeats else result
+
+
+def _with_pairs(row: SweptRow, base: SweptRow | None) -> SweptRow:
+    """McNemar's comparison with the base's very positions, of the same model on the same target."""
+
+    def paired(accuracy: Accuracy, text: str | None) -> Accuracy:
+        theirs = None if base is None or base is row else base.accuracies.get(text)
+        if theirs is None or theirs.hits is None or accuracy.hits is None:
+            return accuracy
+        ours_of = accuracy.reference_id, accuracy.num_positions
+        if ours_of != (theirs.reference_id, theirs.num_positions):
+            return accuracy
+        assert base is not None
+        n = accuracy.num_positions
+        before, after = unpack_hits(theirs.hits, n), unpack_hits(accuracy.hits, n)
+        pair = Paired.from_hits(base.names[0], theirs=before, ours=after)
+        return replace(accuracy, paired=pair)
+
+    accuracies = {text: paired(each, text) for text, each in row.accuracies.items()}
+    results = {
+        case: result if result.accuracy is None else replace(result, accuracy=accuracies[None])
+        for case, result in row.results.items()
+    }
+    return replace(row, accuracies=accuracies, results=results)

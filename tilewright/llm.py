@@ -1,0 +1,342 @@
+"""A model to ask: opened, compiled through the cache and served; what `tilewright.LLM` is.
+
+It knows text, messages and answers; seats, pages and steps are the runtime's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self, cast, overload
+
+from tilewright.compiler.targets.interface.base import CompileOptions, Progress
+from tilewright.compiler.targets.interface.compiled import Compiled, silent
+from tilewright.errors import ConfigError, RequestError, allowed, one_line
+from tilewright.loading.source import Source, compile_source, open_source
+from tilewright.models.tokenizer.chat_template import Message
+from tilewright.models.tokenizer.tokenizer import Tokenizer
+from tilewright.options.arguments import (
+    CHECKPOINT_PRECISION,
+    read_model_options,
+)
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import FAILED, Request
+from tilewright.runtime.sampling import SamplingParams
+
+MAX_CONTEXT = 4096
+"""Positions that are reserved for a sequence unless more are asked for."""
+
+MAX_TOKENS = 512
+"""Tokens of an answer unless more are asked for, where the context has room for as many."""
+
+Chat = Sequence[Message]
+"""Messages in order, each with ``role`` (system, user, assistant) and ``content``."""
+
+Chats = Sequence[str | Chat]
+"""Several chats; one of a single question may be that question."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a model answered; ``str()`` of it, and so ``print``, is its text.
+
+    Attributes:
+        text: the answer without special tokens.
+        tokens: its token ids, the end token included where there was one.
+        finish_reason: ``stop`` at an end token, ``length`` at ``max_tokens``, ``cancelled``.
+        num_prompt_tokens: of them, ``num_cached_tokens`` had been computed for an earlier prompt.
+        first_s: seconds from the question to the first token; total_s: to the last one.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    first_s: float
+    total_s: float
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens behind the first one a second; None where there are none."""
+        seconds = self.total_s - self.first_s
+        return (len(self.tokens) - 1) / seconds if len(self.tokens) > 1 and seconds > 0 else None
+
+
+class AnswerStream(Iterator[str]):
+    """The text of one answer, piece by piece as it comes; `answer` is the whole of it so far.
+
+    Leaving it early with `close`, or at the end of a ``with`` block, ends the request.
+    """
+
+    def __init__(self, request: Request, pieces: Iterator[str], tokenizer: Tokenizer) -> None:
+        self._request, self._pieces, self._tokenizer = request, pieces, tokenizer
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    @property
+    def answer(self) -> Answer:
+        """The answer so far, whole once the stream has ended.
+
+        Raises:
+            RequestError: where the model's logits were no numbers.
+        """
+        return _answer(self._request, self._tokenizer)
+
+    def close(self) -> None:
+        """End the request; nothing happens where it has ended."""
+        getattr(self._pieces, "close", lambda: None)()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class LLM:
+    """A model that answers: ``LLM("smollm2").chat("Why is the sky blue?")``.
+
+    What was compiled once comes from the cache, and a prompt that begins as an earlier one did
+    computes only what is new. Several prompts run as one batch. Every method takes the sampling
+    parameters of :class:`tilewright.runtime.sampling.SamplingParams` as keywords
+    (``temperature``, ``top_p``, ``max_tokens``, ``seed`` ...); the model's own end tokens end an
+    answer unless ``end_tokens`` says otherwise, and ``max_tokens`` is 512 or what there is room
+    for.
+
+    Args:
+        model: a folder, a file, a name on the Hugging Face hub, ``shape:NAME``, or a folder that
+            ``tilewright compile`` wrote; None for the default model.
+        target: cpu (the default), cuda, reference, null or a board; of a compiled folder its own.
+        backend: of target cpu: ``native``, ``onnxruntime`` or ``auto`` (the default), which is
+            native where it can be built.
+        precision: a name, a file or a heading; of a compiled folder its own.
+        compute: ``exact`` for float arithmetic everywhere; else ``fast``.
+        max_seats: sequences that run at a time; more wait.
+        max_context: positions of a sequence, prompt and answer; None for the model's, 4,096 at
+            the most.
+        num_threads: of the CPU, of each rank; None for all cores.
+        tensor_parallel: ranks over which the model is spread, each a process: GPUs of target cuda.
+        devices: the ranks' GPUs, or the one of one rank; empty: from 0 on.
+        use_cache: whether compiled programs are taken from and kept in the cache.
+        progress: is told ``(what, done, total)`` while the model is compiled.
+
+    Raises:
+        TilewrightError: for a model that is not found or not read, or for choices that do not fit
+            together or this machine.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        target: str | None = None,
+        backend: str | None = None,
+        precision: str | None = None,
+        compute: str | None = None,
+        max_seats: int = 8,
+        max_context: int | None = None,
+        num_threads: int | None = None,
+        tensor_parallel: int | None = None,
+        devices: Sequence[int] = (),
+        use_cache: bool = True,
+        progress: Progress = silent,
+    ) -> None:
+        asked = Namespace(
+            model=None if model is None else str(model),
+            target=target,
+            backend=backend,
+            precision=precision,
+            compute=compute,
+            dump=None,
+            tensor_parallel=tensor_parallel,
+            devices=tuple(devices),
+        )
+        options = read_model_options(asked, CHECKPOINT_PRECISION)
+        source = open_source(options.path)
+        if max_seats < 1:
+            raise ConfigError(f"max_seats {max_seats}; allowed: 1 or more")
+        choices = CompileOptions(
+            max_batch=max_seats,
+            max_context=context_of(source, max_context),
+            compute=options.compute,
+            num_threads=num_threads,
+        )
+        self._begin(source, compile_source(source, options, choices, progress, use_cache=use_cache))
+
+    @classmethod
+    def of_compiled(cls, source: Source, compiled: Compiled) -> Self:
+        """Make an LLM of a model that is open and compiled already."""
+        made = cls.__new__(cls)
+        made._begin(source, compiled)
+        return made
+
+    def _begin(self, source: Source, compiled: Compiled) -> None:
+        self.source, self.compiled = source, compiled
+        self.tokenizer = source.tokenizer
+        self._loop = EngineLoop(compiled.executable)
+        self._numbers = itertools.count()
+
+    @property
+    def max_context(self) -> int:
+        """The most positions of a sequence, prompt and answer together."""
+        return self.compiled.executable.capabilities.max_context
+
+    @overload
+    def generate(self, prompts: str, **sampling: Any) -> Answer: ...
+
+    @overload
+    def generate(self, prompts: Sequence[str], **sampling: Any) -> list[Answer]: ...
+
+    def generate(self, prompts: str | Sequence[str], **sampling: Any) -> Answer | list[Answer]:
+        """Continue a text, or several as one batch, as they stand: without the chat template.
+
+        Raises:
+            RequestError: for a text that does not fit the context, or parameters out of range.
+        """
+        if isinstance(prompts, str):
+            return self._run([self._plain(prompts)], sampling)[0]
+        return self._run([self._plain(prompt) for prompt in prompts], sampling)
+
+    @overload
+    def chat(self, messages: str | Chat, **sampling: Any) -> Answer: ...
+
+    @overload
+    def chat(self, messages: Chats, **sampling: Any) -> list[Answer]: ...
+
+    def chat(self, messages: str | Chat | Chats, **sampling: Any) -> Answer | list[Answer]:
+        """Answer a question or a chat through the model's template, or several chats as a batch.
+
+        Raises:
+            RequestError: where the model has no chat template, for messages it does not take, for
+                a chat that does not fit the context, or parameters out of range.
+        """
+        if isinstance(messages, str) or not messages or isinstance(messages[0], Mapping):
+            one = cast("str | Chat", messages)
+            return self._run([self._of_chat(one)], sampling)[0]
+        return self._run([self._of_chat(each) for each in cast("Chats", messages)], sampling)
+
+    def stream(self, prompt: str, **sampling: Any) -> AnswerStream:
+        """What `generate` gives for one prompt, piece by piece."""
+        return self._stream(self._plain(prompt), sampling)
+
+    def stream_chat(self, messages: str | Chat, **sampling: Any) -> AnswerStream:
+        """What `chat` gives for one chat, piece by piece."""
+        return self._stream(self._of_chat(messages), sampling)
+
+    def stream_tokens(self, prompt: Sequence[int], **sampling: Any) -> AnswerStream:
+        """The answer to token ids, piece by piece."""
+        return self._stream(tuple(prompt), sampling)
+
+    def close(self) -> None:
+        """Release the model; it is not asked again."""
+        self.compiled.executable.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _plain(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special=True))
+
+    def _of_chat(self, messages: str | Chat) -> tuple[int, ...]:
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return tuple(self.tokenizer.encode(self.tokenizer.apply_chat_template(messages)))
+
+    def _run(self, prompts: Iterable[tuple[int, ...]], asked: Mapping[str, Any]) -> list[Answer]:
+        requests = [self._request(prompt, asked) for prompt in prompts]
+        self._loop.generate(requests)
+        return [_answer(request, self.tokenizer) for request in requests]
+
+    def _stream(self, prompt: tuple[int, ...], asked: Mapping[str, Any]) -> AnswerStream:
+        request = self._request(prompt, asked)
+        self._loop.check(request)
+        return AnswerStream(request, self._pieces(request), self.tokenizer)
+
+    def _request(self, prompt: tuple[int, ...], asked: Mapping[str, Any]) -> Request:
+        room = max(1, self.max_context - len(prompt) + 1)
+        defaults = {"max_tokens": min(MAX_TOKENS, room), "end_tokens": self.tokenizer.eos_ids}
+        return Request(next(self._numbers), prompt, sampling_of({**defaults, **asked}))
+
+    def _pieces(self, request: Request) -> Iterator[str]:
+        decoder, seen = self.tokenizer.stream(), 0
+        self._loop.add(request)
+        try:
+            while request.finish_reason is None or seen < len(request.output):
+                if seen == len(request.output):
+                    self._loop.step()
+                    continue
+                piece = decoder.push(request.output[seen])
+                seen += 1
+                if piece:
+                    yield piece
+            if request.finish_reason == FAILED:
+                raise RequestError(request.error)
+            if piece := decoder.flush():
+                yield piece
+        finally:
+            if request.finish_reason is None:
+                self._loop.cancel(request)
+
+
+def context_of(source: Source, wanted: int | None) -> int:
+    """The positions of a sequence: those wanted, else the model's, but not above `MAX_CONTEXT`.
+
+    Raises:
+        ConfigError: for none, or more than the model has.
+    """
+    if wanted is None:
+        return min(MAX_CONTEXT, source.max_positions)
+    if not 1 <= wanted <= source.max_positions:
+        raise ConfigError(
+            f"a context of {wanted}; allowed by this model: 1 to {source.max_positions}"
+        )
+    return wanted
+
+
+def sampling_of(asked: Mapping[str, Any]) -> SamplingParams:
+    """Sampling parameters by name; ``logit_bias`` may be a mapping.
+
+    Raises:
+        RequestError: for an unknown name, or a value out of range or of another kind.
+    """
+    known = [each.name for each in fields(SamplingParams)]
+    values = dict(asked)
+    for name in values:
+        if name not in known:
+            raise RequestError(f"unknown sampling parameter {name!r}; {allowed(known, name)}")
+    if isinstance(values.get("logit_bias"), Mapping):
+        values["logit_bias"] = tuple(values["logit_bias"].items())
+    if "end_tokens" in values:
+        values["end_tokens"] = tuple(values["end_tokens"])
+    try:
+        return SamplingParams(**values)
+    except TypeError as error:
+        raise RequestError(
+            f"a sampling parameter of a wrong kind ({one_line(error)}); allowed: numbers"
+        ) from None
+
+
+def _answer(request: Request, tokenizer: Tokenizer) -> Answer:
+    if request.finish_reason == FAILED:
+        raise RequestError(request.error)
+    times = request.token_times or [request.arrived_at]
+    return Answer(
+        text=tokenizer.decode(request.output),
+        tokens=tuple(request.output),
+        finish_reason=request.finish_reason or "",
+        num_prompt_tokens=len(request.prompt),
+        num_cached_tokens=request.num_cached,
+        first_s=times[0] - request.arrived_at,
+        total_s=times[-1] - request.arrived_at,
+    )

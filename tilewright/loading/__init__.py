@@ -1,0 +1,1 @@
+"""Loading: open a path, compile through the cache, start ranks."""

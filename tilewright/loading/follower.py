@@ -1,0 +1,93 @@
+"""A follower of rank 0: a process that loads its part of a model and runs the steps it is sent.
+
+Rank 0 starts it (`--tensor-parallel`), or torchrun, or a further machine of a group does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+from tilewright.distributed.channel import ChannelClosedError
+from tilewright.distributed.group import JOB, Follower
+from tilewright.distributed.launch import join
+from tilewright.distributed.peers import Peers
+from tilewright.distributed.world import Place, place_of
+from tilewright.errors import RankError, TilewrightError, one_line
+from tilewright.utils.garbage import collect_seldom
+
+
+def main(argv: list[str]) -> int:
+    """Follow rank 0 until it ends the group; returns the exit code.
+
+    Args:
+        argv: the model's path on this machine, where it is not rank 0's.
+    """
+    place = place_of()
+    assert place is not None, "started by rank 0, or torchrun"
+    return _follow(place, argv[0] if argv else None)
+
+
+def _follow(place: Place, path: str | None) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is told, and tells us
+    follower = join(place)
+    follower.ends_process = True
+    try:
+        _serve(follower, place, path)
+    except RankError as error:
+        follower.fail(str(error), of=getattr(error, "rank", -1))
+        raise
+    except ChannelClosedError as error:  # while it loaded
+        raise RankError(f"rank 0 has gone ({error})") from None
+    except TilewrightError as error:
+        follower.refuse(str(error))
+        raise
+    except Exception as error:
+        follower.fail(f"failed: {one_line(error, 1000)}")
+        raise
+    finally:
+        follower.close()
+    return 0
+
+
+def _serve(follower: Follower, place: Place, path: str | None) -> None:
+    warnings.filterwarnings("ignore", module="torch")
+    from tilewright.compiler.artifacts.paths import is_compiled
+    from tilewright.compiler.targets.interface.compiled import silent
+    from tilewright.compiler.targets.ranks.sharded import meet, serve_steps
+    from tilewright.loading.ranks import compare, read_job
+    from tilewright.loading.source import compile_alone, facts_of, open_source
+    from tilewright.models import find_model_or_shape
+    from tilewright.options.arguments import ModelOptions
+
+    message = follower.receive()
+    assert message.kind == JOB, "rank 0 begins with a job"
+    job = read_job(message.payload)
+    follower.limit_s = job.options.parallel.peer_limit
+    named = path or job.path
+    found = Path(named).expanduser() if is_compiled(named) else find_model_or_shape(named)
+    source = open_source(found, follower.rank)
+    options = dataclasses.replace(job.options, rank=follower.rank)
+    choices = ModelOptions(
+        source.path, job.target, options.compute, precision=job.precision, dump_dir=None
+    )
+    compare(follower, facts_of(source, choices), options)
+    compiled = compile_alone(source, choices, options, silent, use_cache=job.use_cache)
+    executable = compiled.executable
+    try:
+        meet(executable, Peers(follower, place.token, options.parallel.peer_limit))
+        serve_steps(executable, follower)
+    finally:
+        executable.close()
+
+
+if __name__ == "__main__":
+    collect_seldom()
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except TilewrightError as error:
+        print(f"tilewright: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,150 @@
+"""A model over ranks: rank 0 tells the others what to load, all compare who they are, and meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tilewright.compiler.artifacts.digests import sources_digest
+from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.interface.compiled import Compiled
+from tilewright.compiler.targets.ranks.sharded import ShardedExecutable, meet
+from tilewright.distributed import hello
+from tilewright.distributed.channel import Address, own_address
+from tilewright.distributed.group import JOB, Follower, Leader
+from tilewright.distributed.grouping import Grouping
+from tilewright.distributed.launch import (
+    Ranks,
+    call_workers,
+    gather,
+    gather_here,
+    pack,
+    start_all,
+)
+from tilewright.distributed.parallel import PEERS
+from tilewright.distributed.peers import Peers
+from tilewright.distributed.world import Place, shared_token
+from tilewright.utils.environment import versions
+
+FOLLOW = ("-m", f"{__package__}.follow")
+"""What starts a follower: a module that imports this one, behind ``python``."""
+_KERNELS = (".cu", ".cuh", ".cpp", ".h", ".inl")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a rank is to load, as rank 0 was asked; a follower has a ``path`` of its own, maybe."""
+
+    path: str
+    target: str
+    precision: PrecisionConfig | None
+    options: CompileOptions
+    use_cache: bool
+
+
+def compile_ranks(
+    job: Job,
+    grouping: Grouping,
+    facts: Mapping[str, str],
+    run: Callable[[CompileOptions, Callable[[], None]], Compiled],
+    *,
+    ends_process: bool = False,
+) -> Compiled:
+    """The executable of all ranks, led by this process.
+
+    Args:
+        facts: what is to be equal on all ranks, beside what `compare` knows itself.
+        run: compiles rank 0's own part, and calls what it is given now and then: it raises where a
+            rank has failed meanwhile.
+        ends_process: see `Leader`.
+
+    Raises:
+        ConfigError: where ranks do not come, or differ.
+        RankError: where one fails.
+    """
+    parallel = grouping.parallel
+    ranks = _gather(grouping, job.target)
+    leader = ranks.leader
+    leader.ends_process = ends_process
+    try:
+        leader.tell(JOB, pack(job))
+        compare(leader, facts, job.options)
+        compiled = run(job.options, leader.check)
+        meet(compiled.executable, Peers(leader, ranks.token, parallel.peer_limit))
+        executable = ShardedExecutable(compiled.executable, ranks)
+    except hello.RanksDifferError:
+        ranks.close()  # others say the same, perhaps first, which is no failure of theirs
+        raise
+    except BaseException:
+        failure = leader.failure
+        ranks.close()
+        if failure is not None:
+            raise failure from None
+        raise
+    return dataclasses.replace(compiled, executable=executable)
+
+
+def read_job(data: bytes) -> Job:
+    """The job that rank 0 sent."""
+    return msgspec.msgpack.decode(data, type=Job)
+
+
+def compare(group: Leader | Follower, facts: Mapping[str, str], options: CompileOptions) -> None:
+    """Refuse ranks that differ in what must be equal; all ranks call it.
+
+    Raises:
+        RanksDifferError: naming what differs, on every rank.
+    """
+    own = {
+        hello.CODE: sources_digest(),
+        hello.TORCH: versions(("torch",))["torch"],
+        hello.KERNELS: _kernels_digest(),
+        hello.TRIALS: os.environ.get("TILEWRIGHT_CUDA_TRIALS", ""),
+        hello.MESH: f"1x{options.parallel.tensor}",
+        hello.OPTIONS: hashlib.sha256(pack(dataclasses.replace(options, rank=0))).hexdigest(),
+        **facts,
+    }
+    found = group.all_gather(msgspec.json.encode(own))
+    hello.check_equal([msgspec.json.decode(each, type=dict[str, str]) for each in found])
+
+
+@functools.cache
+def _kernels_digest() -> str:
+    digest, root = hashlib.sha256(), Path(__file__).parents[1] / "compiler"
+    for path in sorted(each for each in root.rglob("*") if each.suffix in _KERNELS):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _gather(grouping: Grouping, target: str) -> Ranks:
+    parallel, machines = grouping.parallel, grouping.machines
+    size, limit_s = parallel.tensor, parallel.peer_limit
+    local = size // machines.count
+    devices = parallel.devices or tuple(rank % local for rank in range(size))
+    names = [f"GPU {each}" for each in devices] if target == "cuda" else []
+    if names and parallel.exchange == PEERS:  # before any rank loads its part
+        from tilewright.compiler.targets.cuda.collectives import peer_memory as peers
+
+        peers.check_access(devices)
+    if grouping.workers:
+        first = grouping.workers[0]
+        token = shared_token(first.host, True)
+        place = Place(0, size, 0, Address(own_address(first)), token)
+        begin = functools.partial(call_workers, workers=grouping.workers)
+        return gather(place, begin, limit_s=limit_s, names=names)
+    if grouping.place is not None:  # something else has started all ranks
+        return gather(grouping.place, lambda place: {}, limit_s=limit_s, names=names)
+    if machines.count > 1:
+        place = Place(0, size, 0, machines.address(), shared_token(machines.host, False))
+        own = range(1, size // machines.count)
+        begin = functools.partial(start_all, ranks=own, command=FOLLOW)
+        return gather(place, begin, limit_s=limit_s, names=names)
+    return gather_here(size, FOLLOW, limit_s=limit_s, names=names)

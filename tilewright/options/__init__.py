@@ -1,0 +1,1 @@
+"""Model options as dataclasses."""

@@ -1,0 +1,249 @@
+"""The engine facade: prefill, decode and remove by request id, logits out, nothing sampled."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.compiler.targets.interface.step import (
+    Choosing,
+    Chunk,
+    Close,
+    Edit,
+    Open,
+    Pages,
+    Seat,
+    Step,
+)
+from tilewright.errors import RequestError
+from tilewright.runtime.memory.pages import PagePool, pages_of
+from tilewright.runtime.request import check_tokens
+
+
+class UnknownRequestError(RequestError, KeyError):
+    """An id that no prefill made, or that was removed."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class DuplicateRequestError(RequestError, ValueError):
+    """A request id stands twice in one call."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A live request: its seat and pages, and all that it was fed, for a replay."""
+
+    seat: Seat
+    prompt: list[int]
+    decoded: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.decoded)
+
+
+class Engine:
+    """State by request id over an :class:`Executable`, whose seats it owns from the beginning.
+
+    Calls may name any live ids in any order. A call that raises has changed nothing: what a failed
+    step may have touched is computed again from the tokens, as it was computed before.
+    """
+
+    def __init__(self, executable: Executable, *, step_tokens: int | None = None) -> None:
+        """``step_tokens``: tokens of a prompt in one step; None: as many as can be."""
+        self.executable = executable
+        limits = executable.capabilities
+        self._piece = min(step_tokens or limits.max_step_tokens, limits.max_step_tokens)
+        self._begin()
+
+    def _begin(self) -> None:
+        """An executable that holds nothing."""
+        limits = self.executable.capabilities
+        self.executable.reset()
+        self._live: dict[int, _Sequence] = {}
+        self._free = list(range(limits.max_seats))
+        self._pool = PagePool(limits.num_pages)
+        self._edits: list[Edit] = []
+
+    @property
+    def request_ids(self) -> tuple[int, ...]:
+        """The ids of the requests that were prefilled and not yet removed."""
+        return tuple(self._live)
+
+    def seat(self, request_id: int) -> Seat:
+        """Find the seat that a live request sits in."""
+        return self._live[request_id].seat
+
+    def length(self, request_id: int) -> int:
+        """Tokens that the state of a live request holds."""
+        return self._live[request_id].length
+
+    def prefill(self, request_ids: Sequence[int], input_ids: Sequence[Tensor]) -> Tensor:
+        """Start requests, or start live ones anew: last-token logits ``[B, vocab]`` float32.
+
+        Args:
+            input_ids: one int64 tensor ``[length]`` a request.
+
+        Raises:
+            RequestError: an empty or too long prompt, a token outside the vocabulary, an id twice,
+                or more requests than the executable holds.
+        """
+        prompts = [tokens.tolist() for tokens in input_ids]
+        self._check_prefill(request_ids, prompts)
+        with self._undone_by_failure():
+            self._leave(request_ids)
+            for request_id, prompt in zip(request_ids, prompts, strict=True):
+                self._live[request_id] = self._sit(prompt)
+            rows = [self._compute(self._live[each]) for each in request_ids]
+        return torch.stack(rows) if rows else torch.empty(0, self.executable.vocab_size)
+
+    def decode(self, request_ids: Sequence[int], token_ids: Tensor) -> Tensor:
+        """Append one token to each request: last-token logits ``[B, vocab]`` float32.
+
+        Raises:
+            UnknownRequestError: an id that is not live.
+            RequestError: an id twice, a token outside the vocabulary, or a full context.
+        """
+        tokens = token_ids.tolist()
+        self._check_decode(request_ids, tokens)
+        live = [self._live[each] for each in request_ids]
+        if not live:
+            return torch.empty(0, self.executable.vocab_size)
+        with self._undone_by_failure():
+            logits = self._feed(live, tokens)
+        for sequence, token in zip(live, tokens, strict=True):
+            sequence.decoded.append(token)
+        return logits
+
+    def remove(self, request_ids: Sequence[int]) -> None:
+        """Forget requests and free their state; unknown ids are fine."""
+        self._leave(request_ids)
+        if self._edits:
+            self._run(Step())  # nobody may come again: the memory goes back now
+
+    def _leave(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
+            sequence = self._live.pop(request_id, None)
+            if sequence is not None:
+                self._edits.append(Close(sequence.seat))
+                heapq.heappush(self._free, sequence.seat)
+                self._pool.release(sequence.pages)
+
+    @contextmanager
+    def _undone_by_failure(self) -> Iterator[None]:
+        """Compute every live request anew, as it was, where what is done inside raises."""
+        before = {each: replace(old) for each, old in self._live.items()}
+        try:
+            yield
+        except BaseException:
+            self._begin()
+            self._live = {each: self._again(old) for each, old in before.items()}
+            raise
+
+    def _sit(self, prompt: list[int]) -> _Sequence:
+        sequence = _Sequence(Seat(heapq.heappop(self._free)), prompt)
+        self._edits.append(Open(sequence.seat, Choosing()))
+        self._grow(sequence, len(prompt))
+        return sequence
+
+    def _grow(self, sequence: _Sequence, num_positions: int) -> None:
+        size = self.executable.capabilities.page_size
+        missing = pages_of(num_positions, size) - len(sequence.pages) if size else 0
+        if missing > 0:
+            if missing > self._pool.num_available:
+                raise RequestError(
+                    f"{missing} pages of the cache are needed; allowed: the "
+                    f"{self._pool.num_available} free ones"
+                )
+            fresh = self._pool.take(missing)
+            self._edits.append(Pages(sequence.seat, len(sequence.pages), tuple(fresh)))
+            sequence.pages += fresh
+
+    def _compute(self, sequence: _Sequence) -> Tensor:
+        """Run a prompt in as large pieces as the executable takes: logits ``[vocab]``."""
+        size, prompt = self._piece, tuple(sequence.prompt)
+        logits = torch.empty(0)
+        for start in range(0, len(prompt), size):
+            tokens = prompt[start : start + size]
+            ends = start + size >= len(prompt)
+            logits = self._run(Step(prompts=(Chunk(sequence.seat, start, tokens, chooses=ends),)))
+        return logits[0].clone()
+
+    def _feed(self, live: Sequence[_Sequence], tokens: Sequence[int]) -> Tensor:
+        for sequence in live:
+            self._grow(sequence, sequence.length + 1)
+        forced = {each.seat: token for each, token in zip(live, tokens, strict=True)}
+        return self._run(Step(decode=tuple(forced), forced=forced))
+
+    def _run(self, step: Step) -> Tensor:
+        """A step with the edits that wait, and its logits, which hold until the next one."""
+        edits, self._edits = tuple(self._edits), []
+        output = self.executable.step(
+            Step(step.decode, step.prompts, edits, step.forced, want_logits=True)
+        )
+        found = [part.logits() for part in output.parts if part.logits is not None]
+        return torch.cat(found) if len(found) > 1 else found[0] if found else torch.empty(0)
+
+    def _again(self, old: _Sequence) -> _Sequence:
+        """A sequence with the history of one whose state was lost."""
+        sequence = self._sit(old.prompt)
+        self._compute(sequence)
+        for token in old.decoded:
+            self._feed([sequence], [token])
+            sequence.decoded.append(token)
+        return sequence
+
+    def _check_prefill(self, request_ids: Sequence[int], prompts: Sequence[list[int]]) -> None:
+        self._check_ids(request_ids, len(prompts))
+        limits = self.executable.capabilities
+        for request_id, prompt in zip(request_ids, prompts, strict=True):
+            if not 1 <= len(prompt) <= limits.max_context:
+                raise RequestError(
+                    f"request {request_id} has {len(prompt)} tokens; "
+                    f"allowed: 1 to {limits.max_context}"
+                )
+            check_tokens(prompt, self.executable.vocab_size)
+        fresh = sum(request_id not in self._live for request_id in request_ids)
+        if fresh > len(self._free):
+            raise RequestError(
+                f"{fresh} new requests; allowed: {len(self._free)} more "
+                f"({limits.max_seats} at a time)"
+            )
+        if size := limits.page_size:
+            given_back = sum(len(self._live[r].pages) for r in request_ids if r in self._live)
+            available = self._pool.num_available + given_back
+            needed = sum(pages_of(len(prompt), size) for prompt in prompts)
+            if needed > available:
+                raise RequestError(
+                    f"{needed} pages of the cache are needed; allowed: {available} free ones"
+                )
+
+    def _check_decode(self, request_ids: Sequence[int], tokens: Sequence[int]) -> None:
+        self._check_ids(request_ids, len(tokens))
+        check_tokens(tokens, self.executable.vocab_size)
+        context = self.executable.capabilities.max_context
+        for request_id in request_ids:
+            if request_id not in self._live:
+                raise UnknownRequestError(f"request {request_id} is not known; prefill it first")
+            if self._live[request_id].length >= context:
+                raise RequestError(
+                    f"request {request_id} is at the end of its context; allowed: {context} tokens"
+                )
+
+    def _check_ids(self, request_ids: Sequence[int], count: int) -> None:
+        if len(request_ids) != count:
+            raise RequestError(f"{len(request_ids)} request ids for {count} inputs")
+        seen: set[int] = set()
+        for request_id in request_ids:
+            if request_id in seen:
+                raise DuplicateRequestError(f"request {request_id} is named twice in one call")
+            seen.add(request_id)

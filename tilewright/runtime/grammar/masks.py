@@ -1,0 +1,157 @@
+"""Which tokens each running answer may go on with, computed beside the step that wants to know."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+import numpy as np
+
+from tilewright.compiler.targets.interface.step import Seat
+from tilewright.compiler.targets.interface.token_masks import Allowed, no_words, num_words, put_bits
+from tilewright.errors import RequestError, TilewrightError, one_line
+from tilewright.runtime.grammar.matchers import Grammars, Matcher, roomy_threads
+from tilewright.runtime.request import Request
+
+_NUM_COMPILERS = 2
+_NUM_MAKERS = min(8, os.cpu_count() or 1)
+_LEAST_EACH = 8  # masks of some microseconds: fewer are not worth another thread
+_PATIENCE = 0.01
+
+
+class Masks:
+    """Matchers and masks of a loop's requests; its threads are started with the first grammar."""
+
+    def __init__(self, grammars: Grammars | None) -> None:
+        self._grammars = grammars
+        self._compilers: ThreadPoolExecutor | None = None
+        self._makers: ThreadPoolExecutor | None = None
+        self._compiling: dict[Request, Future[Matcher]] = {}
+        self._wanted: list[tuple[Seat, Request]] = []
+        self._words = no_words()
+        self._jobs: list[Future[None]] = []
+
+    def check(self, request: Request) -> None:
+        """Refuse a grammar where none can be obeyed.
+
+        Raises:
+            RequestError: there is no tokenizer here to compile it for.
+        """
+        if request.grammar is not None and self._grammars is None:
+            raise RequestError("a grammar; allowed: none, for this loop has no tokenizer")
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether any request still waits for its grammar to be compiled."""
+        return bool(self._compiling)
+
+    def compile(self, request: Request) -> None:
+        """Make the matcher of a request that :meth:`check` accepts, beside the loop."""
+        assert self._grammars is not None and request.grammar is not None
+        if self._compilers is None:
+            self._compilers = roomy_threads(_NUM_COMPILERS, "grammars")
+        ends = request.sampling.end_tokens
+        self._compiling[request] = self._compilers.submit(
+            self._grammars.matcher, request.grammar, ends
+        )
+
+    def forget(self, request: Request) -> None:
+        """Nobody waits for a request's matcher any more."""
+        found = self._compiling.pop(request, None)
+        if found is not None:
+            found.cancel()
+
+    def compiled(self, *, waits: bool) -> list[tuple[Request, str]]:
+        """Requests that have their matchers now, or why they cannot have one; ``waits``: there is
+        nothing else to do, for a moment.
+        """
+        if waits and self._compiling:
+            wait(self._compiling.values(), _PATIENCE, return_when=FIRST_COMPLETED)
+        done = [request for request, made in self._compiling.items() if made.done()]
+        found = []
+        for request in done:
+            error = ""
+            try:
+                request.matcher = self._compiling.pop(request).result()
+            except TilewrightError as reason:
+                error = one_line(reason)
+            except Exception as reason:  # a library's own: it costs this request alone
+                error = f"the grammar cannot be compiled: {one_line(reason)}"
+            found.append((request, error))
+        return found
+
+    def begin(self, rows: Mapping[Seat, Request]) -> None:
+        """Start to compute the masks of rows whose answers are known up to the last token."""
+        wait(self._jobs)  # what a step that failed has left behind
+        self._jobs.clear()
+        self._wanted = [(seat, each) for seat, each in rows.items() if each.matcher is not None]
+        count = len(self._wanted)
+        if not count:
+            return
+        assert self._grammars is not None
+        if self._makers is None:
+            self._makers = roomy_threads(_NUM_MAKERS, "masks")
+        if count > len(self._words):
+            self._words = np.empty((count, num_words(self._grammars.vocab_size)), np.uint32)
+        both = zip(self._wanted, self._words[:count], strict=True)
+        todo = deque((each, words) for (_, each), words in both)
+        for _ in range(min(_NUM_MAKERS, -(-count // _LEAST_EACH))):
+            self._jobs.append(self._makers.submit(_make, todo))
+
+    def take(self) -> tuple[Allowed, list[Request]]:
+        """The masks that were begun, until the next are, and requests that no token is left for;
+        waits for them.
+        """
+        for job in self._jobs:
+            job.result()
+        words = self._words[: len(self._wanted)]
+        is_there: list[bool] = (words != 0).any(axis=1).tolist()
+        over = [each for (_, each), there in zip(self._wanted, is_there, strict=True) if not there]
+        seats = [seat for (seat, _), there in zip(self._wanted, is_there, strict=True) if there]
+        return Allowed(tuple(seats), words[np.array(is_there)] if over else words), over
+
+    def close(self) -> None:
+        """End the threads that compile grammars and make masks; what they still do is left."""
+        for pool in (self._compilers, self._makers):
+            if pool is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _make(todo: deque[tuple[Request, np.ndarray]]) -> None:
+    """Rows that are left, one after another: some take a hundred times as long as others."""
+    while todo:
+        try:
+            each, words = todo.popleft()
+        except IndexError:  # another thread was sooner
+            return
+        write_allowed(each, words)
+
+
+def write_allowed(request: Request, words: np.ndarray) -> None:
+    """Write the tokens that a request's answer may go on with as a row of `Allowed`: none where it
+    has met its grammar and no token could say so, or where its matcher has failed.
+    """
+    matcher = request.matcher
+    assert matcher is not None
+    matcher.follow(request.output)
+    if matcher.is_free:
+        words.fill(~np.uint32(0))
+        put_bits(words, matcher.end_tokens, are_set=False)
+        return
+    if matcher.error:
+        words.fill(0)
+        return
+    matcher.write_bits(words)
+    put_bits(words, matcher.model_ends, are_set=False)
+    if matcher.is_met:
+        put_bits(words, matcher.end_tokens, are_set=True)
+    if matcher.opener is not None:
+        put_bits(words, (matcher.opener,), are_set=True)
+
+
+def no_token(request: Request) -> str:
+    """Why an answer cannot go on, though it has not met its grammar."""
+    said = request.matcher.error if request.matcher is not None else ""
+    return f"no token obeys the grammar here{': ' + said if said else ''}"

@@ -1,0 +1,359 @@
+"""The loop: schedule, launch, read; requests in, tokens out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.compiler.targets.interface.step import (
+    GOES_ON,
+    NOT_A_NUMBER,
+    Chosen,
+    Seat,
+    StepOutput,
+)
+from tilewright.errors import one_line
+from tilewright.runtime.grammar.masks import Masks, no_token
+from tilewright.runtime.grammar.matchers import Grammars
+from tilewright.runtime.request import FAILED, STOPPED, Request, check_tokens
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.runtime.scheduling.engine_stats import HOST, IDLE, SIZE, STEP, Tallies
+from tilewright.runtime.scheduling.request_state import Plan, Policy, Running
+from tilewright.runtime.scheduling.scheduler import Scheduler
+from tilewright.runtime.scheduling.step_cost_model import StepCost, StepMeter
+
+OnToken = Callable[[Request, int], None]
+
+_LONG = 4
+"""Cells of the longest prompt that is measured at the start where steps are short: a line through
+less would promise too much of larger pieces.
+"""
+_STREAMS, _STREAMED, _BESIDE = 32, 48, 32
+"""Requests, and tokens of each, beside which a prompt of so many cells is measured at the start."""
+
+
+class LostDeviceError(Exception):
+    """What was launched cannot be read: nothing that the device holds is known any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step on its way, and when it was given."""
+
+    plan: Plan
+    output: StepOutput
+    at: float
+
+
+class EngineLoop:
+    """Runs requests on an executable, continuously batched. Token ids in, token ids out.
+
+    It owns the executable's seats and pages from the beginning, when it clears them. Where the
+    executable runs ahead, a step is launched before the tokens of the last one are read; tokens
+    computed for requests that had ended meanwhile are dropped and counted.
+
+    A request with a grammar waits for its matcher before it is queued. The rows of such requests
+    are chosen late: their masks, which need the tokens before, are computed while the device runs
+    the forward part of the step.
+
+    Attributes:
+        failed: the requests of a step that could not be launched: the one whose prompt came last
+            first, then the others.
+        tallies: how long steps and their parts took.
+    """
+
+    def __init__(
+        self,
+        executable: Executable,
+        *,
+        policy: Policy | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """``grammars``: of the model's tokenizer; None: requests may have none."""
+        self.executable = executable
+        self.masks = Masks(grammars)
+        executable.reset()
+        self.cost = StepCost()
+        self._meter = StepMeter(self.cost)
+        self.scheduler = Scheduler(
+            executable.capabilities,
+            policy=policy,
+            cost=self.cost,
+            state_bytes=executable.state_bytes,
+        )
+        self.num_dropped = 0
+        self.failed: tuple[Request, ...] = ()
+        self.tallies = Tallies()
+        self._read_at: float | None = None
+        self._flight: _Launched | None = None
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that can never be served.
+
+        Raises:
+            RequestError: for a token outside the vocabulary, an empty prompt, or one that cannot
+                fit the context with its output.
+        """
+        check_tokens(request.prompt, self.executable.vocab_size)
+        self.masks.check(request)
+        self.scheduler.check(request)
+
+    def add(self, request: Request) -> None:
+        """Queue a request that :meth:`check` accepts.
+
+        Raises:
+            RequestError: for one that it refuses.
+        """
+        self.check(request)
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        request.arrived_at = time.perf_counter()
+        if request.grammar is None:
+            self.scheduler.add(request)
+        else:
+            self.masks.compile(request)
+
+    def has_work(self) -> bool:
+        """Whether any request waits or runs, or a step is on its way."""
+        return self._runs() or self.masks.is_compiling
+
+    def _runs(self) -> bool:
+        return self.scheduler.has_work() or self._flight is not None
+
+    def step(self) -> list[Request]:
+        """Launch what can be launched, read one step; returns the requests that got a token.
+
+        Without work it does nothing.
+        """
+        self._queue_compiled()
+        launched = self._flight or self._launch()
+        self._flight = None
+        if launched is None:
+            self._read_at = None
+            return []
+        if self.executable.capabilities.runs_ahead:
+            try:
+                self._flight = self._launch(behind=launched)
+            except BaseException:
+                self._flight = launched  # it was launched all the same, and is read later
+                raise
+        served = self._read(launched)
+        if self._flight is not None and self._flight.plan.step.masked:
+            self._choose_in_flight(self._flight)
+        self._land()
+        return served
+
+    def generate(self, requests: Iterable[Request], on_token: OnToken | None = None) -> None:
+        """Run requests to their end, and those added before; ``on_token(request, token)`` hears
+        every token. Whatever is raised, none of ``requests`` is left queued or running.
+
+        Raises:
+            RequestError: for a request that can never be served, before any of them is queued.
+        """
+        requests = tuple(requests)
+        for request in requests:
+            self.check(request)
+        try:
+            for request in requests:
+                self._queue(request)
+            while self.has_work():
+                for request in self.step():
+                    if on_token is not None:
+                        on_token(request, request.output[-1])
+        except BaseException:
+            for request in requests:
+                self.cancel(request)
+            raise
+
+    def warm_up(self) -> None:
+        """Run what is run for the first time, and learn what steps take, before anybody waits.
+
+        Twice, for what a first run costs is no measure of a second one. Nothing of it is counted in
+        the tallies.
+        """
+        self.executable.prepare()
+        limits = self.executable.capabilities
+        sampling = SamplingParams(max_tokens=min(3, limits.max_context))
+        most = limits.max_context - sampling.max_tokens + 1
+        cells = (1, limits.cell, _LONG * limits.cell) if limits.runs_ahead else (1, limits.cell)
+        lengths = sorted({min(length, most) for length in cells})
+        for _ in range(2):
+            self.cost.forget()
+            for length in lengths:
+                self.generate([Request(-1, (0,) * length, sampling, is_private=True)])
+            if limits.passes and limits.max_seats > 1:
+                self._run_beside_streams(min(_BESIDE * limits.cell, most))
+        self.tallies.found.clear()
+
+    def _run_beside_streams(self, length: int) -> None:
+        """A prompt while others decode, who are still there when its last piece has run."""
+        limits = self.executable.capabilities
+        sampling = SamplingParams(max_tokens=min(_STREAMED, limits.max_context))
+        for _ in range(min(_STREAMS, limits.max_seats - 1)):
+            self.add(Request(-1, (0,), sampling, is_private=True))
+        while any(each.left for each in self.scheduler.running) or self.scheduler.line:
+            self.step()
+        last = SamplingParams(max_tokens=1)
+        self.generate([Request(-1, (0,) * length, last, is_private=True)])
+
+    def cancel(self, request: Request) -> None:
+        """End a request early; what is on its way for it is dropped."""
+        self.masks.forget(request)
+        self.scheduler.cancel(request)
+        self._land()
+
+    def _queue_compiled(self) -> None:
+        """Requests whose matchers are there by now go to the queue."""
+        for request, error in self.masks.compiled(waits=not self._runs()):
+            if error:
+                self._fail(request, error)
+            else:
+                self.scheduler.add(request)
+
+    def _fail(self, request: Request, error: str, code: str = "engine_error") -> None:
+        if request.finish_reason is None:
+            request.error, request.error_code = error, code
+            self.scheduler.finish(request, FAILED)
+
+    def _land(self) -> None:
+        """Wait for a flight that nobody wants any more, and free what it held."""
+        if self._flight is not None and not self.scheduler.seating.seated:
+            flight, self._flight = self._flight, None
+            self._read(flight)
+        closing = self.scheduler.closing()
+        if closing is not None:
+            self.executable.step(closing)
+
+    def _launch(self, behind: _Launched | None = None) -> _Launched | None:
+        """The next step, ``behind`` one that is not read yet; else what it masks is chosen too."""
+        began = time.perf_counter()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return None
+        now = time.perf_counter()
+        self.tallies.add(HOST, now - began, "schedule")
+        if behind is None:
+            self._meter.begin(now)
+            if self._read_at is not None:
+                self.tallies.add(IDLE, now - self._read_at)
+        masked = plan.step.masked and behind is None
+        try:
+            if masked:
+                self.masks.begin({seat: each.request for seat, each in plan.rows.items()})
+            launched = _Launched(plan, self.executable.step(plan.step), now)
+            self.tallies.add(HOST, time.perf_counter() - now, "launch")
+            if masked:
+                self._choose(launched)
+            return launched
+        except BaseException:
+            self.failed = _to_blame(plan, self.scheduler.running)
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """What was edited and computed is not known: all of it is done again, if anybody asks."""
+        self.scheduler.evacuate()
+        self.executable.reset()
+
+    def _choose_in_flight(self, flight: _Launched) -> None:
+        """Masks for a step on its way, now that the tokens before it have been read."""
+        rows = {seat: each.request for seat, each in flight.plan.rows.items()}
+        self.masks.begin({s: each for s, each in rows.items() if each.finish_reason is None})
+        try:
+            self._choose(flight)
+        except BaseException:
+            self._flight = None
+            self.failed = _to_blame(flight.plan, self.scheduler.running)
+            self._abandon()
+            raise
+
+    def _choose(self, launched: _Launched) -> None:
+        """Choose the tokens of a masked step; a request whose answer has no next one ends."""
+        began = time.perf_counter()
+        allowed, over = self.masks.take()
+        self.tallies.add(HOST, time.perf_counter() - began, "masks")
+        for request in over:
+            if request.matcher is not None and request.matcher.is_finished:
+                self.scheduler.finish(request, STOPPED)  # it has no end token to say so
+            else:
+                self._fail(request, no_token(request))
+        self.executable.choose(launched.output, allowed)
+
+    def _read(self, launched: _Launched) -> list[Request]:
+        served: list[Request] = []
+        plan, parts = launched.plan, launched.output.parts
+        handling, echoes = 0.0, iter(plan.echoes)
+        for part in parts:
+            try:
+                chosen = part.read()
+            except Exception as error:
+                raise LostDeviceError(one_line(error)) from error
+            now = time.perf_counter()
+            if chosen.echo is not None:
+                request, start = next(echoes)
+                request.prompt_logprobs[start:] = chosen.echo
+            self._take(plan.rows, part.seats, chosen, now, served)
+            handling += time.perf_counter() - now
+        self._count(launched, handling)
+        self._meter.read(
+            len(plan.step.decode),
+            plan.prompt_weight,
+            time.perf_counter(),
+            are_prompts_read=not self.executable.capabilities.runs_ahead
+            or launched.output.is_mixed
+            or any(chunk.chooses for chunk in plan.step.prompts),
+            is_read=bool(parts) or not self.executable.capabilities.runs_ahead,
+            is_mixed=launched.output.is_mixed,
+        )
+        return served
+
+    def _count(self, launched: _Launched, handling: float) -> None:
+        plan, now = launched.plan, time.perf_counter()
+        num_rows, num_tokens = len(plan.step.decode), plan.num_prompt_tokens
+        kind = ("mixed" if num_tokens else "decode") if num_rows else "prompt"
+        before = self._read_at if self._read_at is not None else launched.at
+        self.tallies.add(STEP, now - max(launched.at, before), kind)
+        self.tallies.add(HOST, handling, "take")
+        self.tallies.add(SIZE, num_rows + num_tokens)
+        self._read_at = now if self._runs() else None
+
+    def _take(
+        self,
+        rows: Mapping[Seat, Running],
+        seats: Sequence[Seat],
+        chosen: Chosen,
+        now: float,
+        served: list[Request],
+    ) -> None:
+        """The tokens of a part go to their requests, and those into ``served``."""
+        take, logprobs = self.scheduler.take, chosen.logprobs
+        for index, (seat, token, why) in enumerate(
+            zip(seats, chosen.tokens, chosen.why, strict=True)
+        ):
+            running = rows.get(seat)
+            if running is None:
+                continue
+            request = running.request
+            if why == NOT_A_NUMBER:
+                self._fail(request, "the model's logits are no numbers", "not_a_number")
+            elif take(running, token, is_end=why != GOES_ON):
+                request.token_times.append(now)
+                if logprobs is not None and request.sampling.logprobs is not None:
+                    request.logprobs.append(logprobs[index])
+                served.append(request)
+            else:
+                self.num_dropped += 1
+
+
+def _to_blame(plan: Plan, seated: Sequence[Running]) -> tuple[Request, ...]:
+    """The requests of a step, the newest of its prompts first, and all prompts before its other
+    rows.
+    """
+    of_prompts = {chunk.seat for chunk in plan.step.prompts}
+    involved = of_prompts.union(plan.step.decode)
+    found = [each for each in seated if each.seat in involved]
+    found.sort(key=lambda each: (each.seat in of_prompts, each.request.order), reverse=True)
+    return tuple(each.request for each in found)

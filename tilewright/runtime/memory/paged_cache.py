@@ -1,0 +1,176 @@
+"""Seats over a pool of pages: full pages of prompts are shared, snapshots beside them."""
+
+from __future__ import annotations
+
+from tilewright.compiler.targets.interface.base import Capabilities
+from tilewright.compiler.targets.interface.step import Pages, Save
+from tilewright.runtime.memory.cache_manager import NOTHING, Found, Seating, StateBytes, common_keys
+from tilewright.runtime.memory.pages import PagePool, chain_keys, pages_of
+from tilewright.runtime.request import Request
+from tilewright.runtime.scheduling.request_state import Policy, Running
+
+
+class PagedSeating(Seating):
+    """A page enters the prefix cache when a step was planned that fills it, and is not written
+    from then on; steps are in order, so who finds it computes behind that step. Pages of answers
+    enter it, where they do, when these have ended and all their tokens are known.
+    """
+
+    def __init__(self, capabilities: Capabilities, policy: Policy, state_bytes: StateBytes) -> None:
+        super().__init__(capabilities, policy, state_bytes)
+        self.pool = PagePool(capabilities.num_pages)
+        self._num_growing = 0
+
+    @property
+    def _wants_keys(self) -> bool:
+        # state that cannot be cut back is not where a shared page ends, unless it was kept there
+        return not (self._has_state and self.snapshots.is_empty)
+
+    def find(self, request: Request) -> Found:
+        usable = (len(request.prompt) - 1) // self.grain  # the last token is always computed
+        pages = self.pool.find(request.page_keys[:usable])
+        if not pages:
+            return NOTHING
+        if not self._has_state:
+            return Found(len(pages) * self.grain, tuple(pages))
+        found = self.snapshots.find(request.page_keys, len(pages))
+        if found is None:
+            return Found(junction=len(pages) * self.grain)
+        count, snapshot = found
+        junction = len(pages) * self.grain if count < len(pages) else 0
+        return Found(count * self.grain, tuple(pages[:count]), None, snapshot, junction)
+
+    def shared_with(self, request: Request, other: Running) -> int:
+        usable = (len(request.prompt) - 1) // self.grain
+        return min(common_keys(request.page_keys, other.request.page_keys), usable) * self.grain
+
+    def fits(self, request: Request, found: Found) -> bool:
+        return self._has_room(found.pages, self._num_fresh(request, found))
+
+    def sit(self, request: Request, found: Found) -> Running:
+        fresh = self._num_fresh(request, found)
+        seat = self._take_seat()
+        self._open(seat, request, found.length)
+        self.pool.hold(found.pages)
+        running = self._begin(request, seat, found)
+        self._give_pages(running, [*found.pages, *self.pool.take(fresh)])
+        running.num_named = len(found.pages)
+        self._load(running, found)
+        return running
+
+    def follow(self, leader: Running, request: Request) -> Running | None:
+        num_full = len(request.prompt) // self.grain
+        fresh = self._num_first(request) - num_full
+        if not self._free or not self._has_room((), fresh):
+            return None
+        seat = self._take_seat()
+        self._open(seat, request)
+        shared = leader.pages[:num_full]
+        self.pool.hold(shared)
+        running = self._follower(leader, request, seat)
+        self._give_pages(running, [*shared, *self.pool.take(fresh)])
+        running.num_named = num_full
+        return running
+
+    def grow(self, running: Running) -> bool:
+        if not self.pool.num_available:
+            return False
+        (page,) = self.pool.take(1)
+        self.edits.append(Pages(running.seat, len(running.pages), (page,)))
+        running.pages.append(page)
+        self._num_growing -= _grows(running)
+        running.room += self.grain
+        self._num_growing += _grows(running)
+        if self._has_state and self._names_reply(running):
+            self._keep_state(running)
+        return True
+
+    def _keep_state(self, running: Running) -> None:
+        """Keep the state behind an answer that fills whole pages now, in place of what was kept
+        of it before.
+        """
+        place = running.reply[1] if running.reply else self.snapshots.borrow()
+        if place is not None:
+            self.edits.append(Save(running.seat, place))
+            running.reply = running.computed, place
+
+    def leave(self, running: Running, *, may_keep: bool) -> None:
+        self._take_out(running)
+        keys = self._name_reply(running) if may_keep and self._names_reply(running) else []
+        if running.reply is not None:
+            self._name_state(running, keys)
+        self._give_seat(running.seat)
+        self.pool.release(running.pages)
+        self._num_growing -= _grows(running)
+        running.pages = []
+
+    def note(self, running: Running) -> None:
+        keys = running.request.page_keys
+        num_full = min(running.computed // self.grain, len(keys))
+        for index in range(running.num_named, num_full):
+            self.pool.name(running.pages[index], keys[index])
+        running.num_named = max(running.num_named, num_full)
+
+    def can_return(self, running: Running) -> bool:
+        return self._has_room((), self._num_again(running))
+
+    def _deal(self, running: Running) -> None:
+        self._give_pages(running, self.pool.take(self._num_again(running)))
+        running.num_named = 0  # these are copies of those it had, which may be cached no more
+
+    def forget(self) -> None:
+        super().forget()
+        self.pool.forget()
+
+    def _give_pages(self, running: Running, pages: list[int]) -> None:
+        running.pages, running.room = pages, len(pages) * self.grain
+        self._num_growing += _grows(running)
+        self.edits.append(Pages(running.seat, 0, tuple(pages)))
+
+    def _num_first(self, request: Request) -> int:
+        """Pages for a prompt and the first position behind it, if that is ever read."""
+        return pages_of(min(request.max_positions, len(request.prompt) + 1), self.grain)
+
+    def _num_again(self, running: Running) -> int:
+        """Pages for one that was preempted, perhaps before its prompt was computed."""
+        num_now = pages_of(min(running.request.max_positions, running.computed + 1), self.grain)
+        return max(num_now, self._num_first(running.request))
+
+    def _num_fresh(self, request: Request, found: Found) -> int:
+        return self._num_first(request) - len(found.pages)
+
+    def _has_room(self, shared: tuple[int, ...], num_fresh: int) -> bool:
+        """Whether there are so many pages, and one more for each that runs and may need one."""
+        revived = sum(not self.pool.count(page) for page in shared)
+        return num_fresh + revived + self._num_growing <= self.pool.num_available
+
+    def _names_reply(self, running: Running) -> bool:
+        """Whether the full pages of an answer enter the prefix cache."""
+        policy, is_private = self.policy, running.request.is_private
+        return policy.cache_replies and policy.reuses and self._wants_keys and not is_private
+
+    def _name_reply(self, running: Running) -> list[bytes]:
+        """The full pages of an answer enter the prefix cache: the keys of all of the sequence."""
+        request = running.request
+        known = (*request.prompt, *request.output)[: running.computed]
+        keys = chain_keys(known, self.grain, request.cache_salt, request.page_keys)
+        for index in range(running.num_named, len(keys)):
+            self.pool.name(running.pages[index], keys[index])
+        return keys
+
+    def _name_state(self, running: Running, keys: list[bytes]) -> None:
+        """The state of an answer has the name of what it is behind, if all of that is known: what
+        was computed behind an end token or a cancellation is not.
+        """
+        assert running.reply is not None
+        (position, place), running.reply = running.reply, None
+        at = position // self.grain
+        key = keys[at - 1] if at <= len(keys) else None
+        self.snapshots.give_back(place, key)
+        if key is not None:
+            self._go_on(running, key)
+
+
+def _grows(running: Running) -> bool:
+    """Whether a request may come to need more pages than it has."""
+    return running.room < running.request.max_positions

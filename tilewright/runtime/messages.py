@@ -1,0 +1,150 @@
+"""What passes between an engine and those it serves: plain records, the same in one process or two.
+
+Times are seconds measured by the engine's own clock and carried as intervals. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+from tilewright.compiler.targets.interface.step import LogProbs
+from tilewright.runtime.grammar.spec import GrammarSpec
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.runtime.scheduling.engine_stats import Tally
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Asks for an answer. ``request_id`` is new to this engine; lower ``priority`` comes first, and
+    within a priority clients take turns. ``like``: an earlier request for the same prompt, whose
+    prompt this one need not compute.
+    """
+
+    request_id: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    grammar: GrammarSpec | None = None
+    cache_salt: str = ""
+    client: str = ""
+    like: int | None = None
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """End a request now; nothing more is said of it. One that has ended already is ignored."""
+
+    request_id: int
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """Prompts that come from now on share nothing with those that have been."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Asks the engine to leave its loop; what still runs is given up."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine says that it serves from now on, and with what.
+
+    Attributes:
+        max_positions: the most positions a request may need: prompt and answer, less the last
+            token, which is never read.
+        cache_bytes: of the pool of pages, or of the state of all seats at full length; of several
+            ranks, the first one's.
+        shares_prefixes: whether prompts that begin alike are computed once.
+        facts: what the model is, for people: name, target, precision, device, weights.
+    """
+
+    vocab_size: int
+    max_seats: int
+    max_context: int
+    max_positions: int
+    num_pages: int = 0
+    page_size: int = 0
+    num_snapshots: int = 0
+    cell: int = 0
+    invariant: str = "none"
+    cache_bytes: int = 0
+    shares_prefixes: bool = True
+    facts: dict[str, str] = {}
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start; ``message`` says why in one line."""
+
+    message: str
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """A request has a seat, after ``queue_s`` in the queue; ``num_cached`` tokens of its prompt
+    need not be computed. Said once, also where the request is preempted later.
+    """
+
+    request_id: int
+    queue_s: float
+    num_cached: int
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """The next tokens of an answer, and their log probabilities where they were asked for;
+    ``echo``, with the first of them: those of the prompt's tokens behind its first.
+    """
+
+    request_id: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[LogProbs, ...] = ()
+    echo: tuple[LogProbs, ...] = ()
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """A request has ended by itself: ``reason`` is ``stop`` (an end token) or ``length``.
+
+    ``prefill_s`` runs from the seat to the first token, ``decode_s`` from there to the last.
+    """
+
+    request_id: int
+    reason: str
+    prefill_s: float
+    decode_s: float
+    num_preemptions: int = 0
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A request cannot be served to its end. ``code``: ``engine_error`` or ``not_a_number``."""
+
+    request_id: int
+    code: str
+    message: str
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """The loop is alive: what it holds now, and counts since its start.
+
+    ``tallies``: see :mod:`tilewright.runtime.scheduling.engine_stats`.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_pages_held: int
+    num_steps: int
+    num_preemptions: int
+    num_dropped: int
+    num_swapped: int = 0
+    num_snapshots_used: int = 0
+    tallies: dict[str, Tally] = {}
+
+
+ToEngine: TypeAlias = Submit | Cancel | Forget | Stop
+FromEngine: TypeAlias = Ready | Refused | Started | Tokens | Finished | Failed | Beat
+
+
+class Transport(Protocol):
+    """How messages reach an engine's loop and leave it: a socket in service, queues in tests."""
+
+    def receive(self, seconds: float) -> list[ToEngine]:
+        """What has come, in order; where there is nothing, wait for up to so many seconds."""
+
+    def send(self, messages: list[FromEngine]) -> None:
+        """Give messages to the other side, in order, without waiting for it."""

@@ -1,0 +1,214 @@
+"""How many tokens of whose prompt the next step takes."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from tilewright.compiler.targets.interface.base import Capabilities
+from tilewright.compiler.targets.interface.step import Chunk
+from tilewright.runtime.scheduling.request_state import Policy, Running
+from tilewright.runtime.scheduling.step_cost_model import StepCost
+
+_MAX_ECHOED = 512
+"""Tokens of a piece whose rows of logits are all wanted: they go to the host, 64 MB of 32k each."""
+
+_UNMEASURED = 4
+"""Cells of a prompt in one step, while it is not known how long they take."""
+
+_ENDLESS = 1 << 62
+
+_TURNS = 2
+"""Passes that prompts are dealt over beside streams, where these have the time: eight were no
+faster in all, and a first token later.
+"""
+_WHOLE = 1.2
+"""How many times as long as pieces beside rows a pass of both may take."""
+_SLACK = 1.25
+"""How many times as much as the first piece's context another's may cost."""
+
+
+class PromptDealer:
+    """Deals the prompt tokens of a step to the oldest prompt and to the one with least left, in
+    turn: short ones pass long ones, and long ones get every second piece all the same.
+    """
+
+    def __init__(self, capabilities: Capabilities, policy: Policy, cost: StepCost) -> None:
+        self._limits, self._policy, self._cost = capabilities, policy, cost
+        most = capabilities.max_step_tokens
+        self._most = min(policy.step_tokens or most, most)
+        self._is_shortest_next = False
+
+    def deal(self, pending: list[Running], num_decoding: int) -> list[tuple[Running, int]]:
+        """Prompts and how many tokens of each are next; there is at least one, and all of them
+        have tokens left.
+        """
+        pending.sort(key=lambda each: (each.request.priority, each.request.order))
+        order: Sequence[Running] = pending
+        if len(pending) > 1:
+            if num_decoding and self._is_shortest_next:
+                order = sorted(pending, key=lambda each: (each.request.priority, each.left))
+            self._is_shortest_next = not self._is_shortest_next
+        most = self._num_pieces(num_decoding, len(order))
+        room, weight = self._room(order, num_decoding, most)
+        dealt: list[tuple[Running, int]] = []
+        for running in order:
+            count = self._piece(running, room, weight, is_first=not dealt)
+            if num_decoding and self._limits.passes:
+                count = self._until_saved(running, count)
+            if not count or len(dealt) == most:
+                break
+            room = min(room, self._limits.most_shared) - self._rows_of(count)
+            weight -= weight_of(running.computed, count, self._limits.far)
+            dealt.append((running, count))
+        return dealt
+
+    def weigh(self, chunks: Sequence[Chunk]) -> float:
+        """Tokens at the beginning of a sequence that would take as long as these pieces."""
+        far = self._limits.far
+        return sum(weight_of(chunk.start, len(chunk.tokens), far) for chunk in chunks)
+
+    def _piece(self, running: Running, room: int, weight: float, *, is_first: bool) -> int:
+        """Tokens of the next piece: all that is left, or whole pages of it, and where there are no
+        pages whole cells: a part of one takes as long. Where steps are smaller, whole steps.
+        """
+        limits, most = self._limits, self._most
+        if running.request.sampling.prompt_logprobs is not None:
+            most = min(most, _MAX_ECHOED)
+        within = min(room, most)  # the first piece's context is known to the room already
+        if not is_first:
+            within = max(0, min(within, _count_within(running.computed, weight, limits.far)))
+        if running.left <= within:
+            return running.left
+        grain = limits.page_size or min(limits.cell, most)
+        count = within // grain * grain
+        return count or (min(grain, running.left) if is_first else 0)
+
+    def _until_saved(self, running: Running, count: int) -> int:
+        """No more tokens than up to the first snapshot that the piece would be cut for: then it
+        would share no pass, and the rest costs little in the next.
+        """
+        start, marks = running.computed, self._limits.marks
+        places = sorted(at - start for at in running.saves if at > start)
+        return min((count, *places[marks:]))
+
+    def _is_timed(self, num_decoding: int) -> bool:
+        """Whether streams wait for the step's prompts, and shall not for long."""
+        return bool(num_decoding and self._policy.step_ms)
+
+    def _num_pieces(self, num_decoding: int, num_pending: int) -> int:
+        """Prompts that the next step takes a piece of: beside rows that may share a pass, as many
+        as may end in the widest there is.
+        """
+        most = min(num_pending, self._limits.max_prompts)
+        widest = self._limits.passes[-1][0] if self._limits.passes else 0
+        return min(most, widest - num_decoding) if 0 < num_decoding < widest else most
+
+    def _room(
+        self, order: Sequence[Running], num_decoding: int, num_pieces: int
+    ) -> tuple[int, float]:
+        """Tokens of prompts that the next step takes, and what they may weigh."""
+        start, num_rows = order[0].computed, num_decoding + num_pieces
+        if not self._is_timed(num_decoding):
+            room, shared = self.budget(num_decoding, start), self._limits.most_shared
+            several = min(num_pieces, len(order)) > 1 and self._rows_of(order[0].left) <= shared
+            may_share = room >= shared and (num_decoding or several)
+            if may_share and (sizes := self._sizes(num_rows)):
+                waiting = sum(self._rows_of(each.left) for each in order[:num_pieces])
+                room = min(room, self._pass_of(sizes, waiting, is_alone=not num_decoding))
+            return room, math.inf
+        if not (sizes := self._sizes(num_rows)):
+            return self.budget(num_decoding, start), self._weight_beside(num_decoding)
+        whole = sum(each.computed + each.left for each in order)
+        room = self.shared(num_decoding, sizes, whole, start)
+        return room, _SLACK * weight_of(start, room, self._limits.far)
+
+    def _rows_of(self, count: int) -> int:
+        """What a piece takes of a step's room: where it shares a pass, whole pages."""
+        page = self._limits.page_size if self._limits.passes else 0
+        return -(-count // page) * page if page else count
+
+    def _sizes(self, num_rows: int) -> tuple[int, ...]:
+        """The passes that there are for so many rows and prompts that may end, and those beside
+        more rows that are larger.
+        """
+        found: tuple[int, ...] = ()
+        for rows, sizes in self._limits.passes:
+            if rows >= num_rows:
+                found += tuple(each for each in sizes if not found or each > found[-1])
+        return found
+
+    def _pass_of(self, sizes: Sequence[int], num_waiting: int, *, is_alone: bool) -> int:
+        """Which of some passes takes what waits where time is no matter: the least that has room
+        for it, else the largest. But the one before, if it is worth reading the weights for, where
+        it and that of the rest are less together: rows would read the weights for that anyway, and
+        where there are none (``is_alone``) this counts as a cell.
+        """
+        at = min(bisect_left(sizes, num_waiting), len(sizes) - 1)
+        found, before = sizes[at], sizes[at - 1] if at else 0
+        if before < self._limits.cell or num_waiting >= found:
+            return found
+        rest = sizes[bisect_left(sizes, num_waiting - before)]
+        again = self._limits.cell if is_alone else 0
+        return before if before + rest + again < found else found
+
+    def shared(
+        self, num_decoding: int, sizes: Sequence[int], num_waiting: int, start: int = 0
+    ) -> int:
+        """Which of some passes rows and prompts share, the first of those at ``start``: the least
+        that lets ``num_waiting`` tokens through in some passes, if it has the time.
+        """
+        policy = self._policy
+        allowed = _WHOLE * max(policy.step_ms, self._cost.decode(num_decoding))
+        found = sizes[0]
+        for tokens in sizes[1:]:
+            if found * _TURNS >= num_waiting:
+                break
+            ms = self._cost.shared(num_decoding, weight_of(start, tokens, self._limits.far))
+            if tokens > self._limits.cell if ms is None else ms > allowed:
+                break
+            found = tokens
+        return min(self._most, found)
+
+    def budget(self, num_decoding: int, start: int = 0) -> int:
+        """Tokens of prompts, the first of them at ``start``, that the next step takes: beside
+        streams, and where the loop must be heard of between steps, as many whole cells as are
+        expected to take no longer than they may. Behind a long context it is a cell: of fewer
+        tokens attention leaves the device idle, and takes as long.
+        """
+        limits, cell = self._limits, self._limits.cell
+        if self._is_timed(num_decoding):
+            tokens = _count_within(start, self._weight_beside(num_decoding), limits.far)
+            return min(self._most, max(cell, tokens // cell * cell))
+        if self._policy.beat_ms and not limits.runs_ahead:
+            within = self._cost.tokens_within(self._policy.beat_ms)
+            within = _UNMEASURED * cell if within is None else within
+            return max(cell, min(within, self._most) // cell * cell)
+        return self._most
+
+    def _weight_beside(self, num_decoding: int) -> int:
+        """Tokens at the beginning of a sequence that are expected to take no longer than prompts
+        may behind so many rows, but at least as long as these, and a cell.
+        """
+        allowed = max(self._policy.step_ms, self._cost.decode(num_decoding))
+        return max(self._cost.tokens_within(allowed) or 0, self._limits.cell)
+
+
+def weight_of(start: int, count: int, far: int) -> float:
+    """Tokens that take as long as ``count`` of them from position ``start`` on if no context is
+    before them: each counts once more for every ``far`` positions (0: never).
+    """
+    return count * (1.0 + (start + count / 2) / far) if far else float(count)
+
+
+def _count_within(start: int, weight: float, far: int) -> int:
+    """The most tokens from ``start`` on whose :func:`weight_of` is no more than ``weight``."""
+    if weight <= 0:
+        return 0
+    if weight == math.inf:
+        return _ENDLESS
+    if not far:
+        return int(weight)
+    first = 1.0 + start / far
+    return int(far * (math.sqrt(first * first + 2 * weight / far) - first) + 1e-6)

@@ -1,0 +1,392 @@
+"""What the next step works on: seats, pages, pieces of prompts. No tensors, no device.
+
+Lengths and positions advance by known counts, so a step is planned before the last one's tokens
+have been read; only ends by an end token are learnt late, and their rows in flight are dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from tilewright.compiler.targets.interface.base import Capabilities
+from tilewright.compiler.targets.interface.step import Chunk, Drop, HostPlace, Seat, Step
+from tilewright.errors import RequestError
+from tilewright.runtime.memory.cache_manager import Seating, StateBytes
+from tilewright.runtime.memory.contiguous_cache import SlotSeating
+from tilewright.runtime.memory.paged_cache import PagedSeating
+from tilewright.runtime.memory.swap_space import HostPlaces
+from tilewright.runtime.request import CANCELLED, FAILED, LENGTH, STOPPED, Request
+from tilewright.runtime.scheduling.prefill_scheduler import PromptDealer
+from tilewright.runtime.scheduling.request_state import Plan, Policy, Running
+from tilewright.runtime.scheduling.step_cost_model import StepCost
+from tilewright.runtime.scheduling.waiting_queue import WaitingLine
+
+HOLD_SECONDS = 5.0
+"""How long a request that does not fit holds back those behind it, before one of them passes."""
+
+
+class Scheduler:
+    """Admits, deals pages and pieces of prompts, preempts. One scheduler owns an executable.
+
+    Args:
+        cost: what steps take, as it is known by and by.
+        state_bytes: bytes of so many positions of so many sequences.
+        now: seconds of a clock.
+    """
+
+    def __init__(
+        self,
+        capabilities: Capabilities,
+        *,
+        policy: Policy | None = None,
+        cost: StepCost | None = None,
+        state_bytes: StateBytes = lambda num_positions, num_sequences: 0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.capabilities = capabilities
+        self.policy = policy or Policy()
+        kind: type[Seating] = PagedSeating if capabilities.page_size else SlotSeating
+        self.seating = kind(capabilities, self.policy, state_bytes)
+        self.line = WaitingLine()
+        self.places = HostPlaces(self.policy.host_bytes)
+        self.num_arrived = self.num_preemptions = self.num_preempted = 0
+        self._dealer = PromptDealer(capabilities, self.policy, cost or StepCost())
+        self._now = now
+        self._swapped: dict[Request, Running] = {}
+        self._held: Request | None = None
+        self._held_since = 0.0
+        self._decoding: list[Running] = []
+        self._decode: tuple[Seat, ...] = ()
+        self._rows: dict[Seat, Running] = {}
+        self._logprobs: int | None = None
+        self._masked = False
+
+    @property
+    def running(self) -> list[Running]:
+        """The requests that have a seat, in the order in which they got it."""
+        return list(self.seating.seated.values())
+
+    @property
+    def num_held_pages(self) -> int:
+        """Pages that somebody holds; 0 where there are no pages."""
+        seating = self.seating
+        return seating.pool.num_held if isinstance(seating, PagedSeating) else 0
+
+    @property
+    def num_kept(self) -> int:
+        """Seats that nobody has, and that are kept for what they hold."""
+        return len(self.seating.kept) if isinstance(self.seating, SlotSeating) else 0
+
+    @property
+    def num_snapshots_used(self) -> int:
+        """Snapshots of per-sequence state that hold one."""
+        return len(self.seating.snapshots)
+
+    @property
+    def num_swapped(self) -> int:
+        """Requests whose state is in host memory."""
+        return len(self._swapped)
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that can never be served.
+
+        Raises:
+            RequestError: for an empty prompt, or one that could never fit with its answer.
+        """
+        limits = self.capabilities
+        if not request.prompt:
+            raise RequestError("the prompt is empty; allowed: at least one token")
+        most = limits.max_context
+        if limits.page_size:
+            most = min(most, limits.num_pages * limits.page_size)
+        if request.max_positions > most:
+            raise RequestError(
+                f"a prompt of {len(request.prompt)} tokens and {request.sampling.max_tokens} to "
+                f"generate do not fit the context; allowed: {most + 1} together"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request that :meth:`check` accepts.
+
+        Raises:
+            RequestError: for one that it refuses.
+        """
+        self.check(request)
+        self.seating.name(request)
+        self.num_arrived += 1
+        request.order = self.num_arrived
+        if request.like is not None:
+            request.like.choices.append(request)
+        self.line.add(request)
+
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self.line or self.seating.seated)
+
+    def schedule(self) -> Plan | None:
+        """Plan the next step; None where nothing can be computed before a step is read.
+
+        Of the steps before, one at most has not been read; and between two calls one is read, if
+        any was under way: who loses a seat comes back knowing all that was chosen for it.
+        """
+        if self.line:
+            self._admit()
+        decoding = self._decode_rows()
+        chunks = self._chunks(len(decoding))
+        if not decoding and not chunks:
+            return None
+        forced, rows = self._advance(decoding)
+        if chunks:
+            rows = dict(rows)
+            for running, follower, chunk in chunks:
+                if chunk.chooses:
+                    running.asked += 1
+                    rows |= {chunk.seat: running, **follower}
+        echoes = tuple([(one.request, chunk.start) for one, _, chunk in chunks if chunk.echoes])
+        asking = [request for request, _ in echoes]
+        step = Step(
+            decode=self._decode,
+            prompts=tuple(chunk for _, _, chunk in chunks),
+            edits=self.seating.take_edits(),
+            forced=forced,
+            masked=_any_masked(rows) if chunks else self._masked,
+            logprobs=_most_logprobs(rows, asking) if chunks else self._logprobs,
+        )
+        prompts = sum(len(chunk.tokens) for chunk in step.prompts)
+        return Plan(step, rows, prompts, self._dealer.weigh(step.prompts), echoes)
+
+    def _advance(self, decoding: list[Running]) -> tuple[dict[Seat, int], dict[Seat, Running]]:
+        """Let those who decode read a token each: what is forced on whom, and who gets one."""
+        forced: dict[Seat, int] = {}
+        is_same = decoding == self._decoding
+        if not is_same:
+            self._decoding = decoding
+            self._decode = tuple([each.seat for each in decoding])
+        for each in decoding:
+            each.computed += 1
+            if each.replay:
+                forced[each.seat] = each.replay.popleft()
+                if each.replay:
+                    continue
+            each.asked += 1
+        if forced or not is_same:
+            self._rows = {each.seat: each for each in decoding if not each.replay}
+            self._logprobs = _most_logprobs(self._rows)
+            self._masked = _any_masked(self._rows)
+        return forced, self._rows
+
+    def closing(self) -> Step | None:
+        """What frees the seats of those who ended, where nothing else is to be computed."""
+        if not self.seating.edits or self.seating.seated:
+            return None
+        return Step(edits=self.seating.take_edits())
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request for ``reason``; its seat and pages go to others from the next step on."""
+        if request.finish_reason is not None:
+            return
+        request.finish_reason = reason
+        running = self.seating.seated.get(request)
+        if running is not None:
+            self.seating.leave(running, may_keep=reason != FAILED)
+            return
+        self.line.leave(request)
+        swapped = self._swapped.pop(request, None)
+        if swapped is not None:
+            self.seating.edits.append(Drop(self._give_place_back(swapped)))
+
+    def take(self, running: Running, token: int, *, is_end: bool) -> bool:
+        """Take a token of a step that was read; returns whether its request wanted it."""
+        request = running.request
+        if request.finish_reason is not None:
+            return False
+        request.output.append(token)
+        if is_end or len(request.output) >= running.wanted:
+            self.finish(request, STOPPED if is_end else LENGTH)
+        return True
+
+    def cancel(self, request: Request) -> None:
+        """End a request before it is complete."""
+        self.finish(request, CANCELLED)
+
+    def evacuate(self) -> None:
+        """Take everything off the executable: all that ran waits again, and is replayed."""
+        for running in self.running:
+            self.seating.leave(running, may_keep=False)
+            self.line.put_back(running.request)
+        self._swapped.clear()
+        self.places.forget()
+        self.seating.forget()
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
+        """The next step's rows are not those of the last, whoever they are of."""
+        self._decoding, self._decode, self._rows = [], (), {}
+
+    def _admit(self) -> None:
+        """Seats for those who wait, in their order, as far as there is room."""
+        seating = self.seating
+        if not seating.has_seat:
+            return
+        admitted: list[Request] = []
+        is_passing = False
+        for request in self.line:
+            if not seating.has_seat:
+                break
+            fits = self._seat(request)
+            if fits is None:
+                continue
+            if fits:
+                admitted.append(request)
+                if is_passing:
+                    self._held_since = self._now()
+                    break
+            elif not is_passing:
+                if self._holds_back(request):
+                    break
+                is_passing = True
+        for request in admitted:
+            self.line.leave(request)
+
+    def _seat(self, request: Request) -> bool | None:
+        """Whether there was room for a request, which has a seat then; None for one that waits for
+        what others compute, and keeps nobody waiting.
+        """
+        seating = self.seating
+        swapped = self._swapped.get(request)
+        if swapped is not None:
+            if not seating.can_return(swapped):
+                return False
+            del self._swapped[request]
+            seating.take_back(swapped, self._give_place_back(swapped))
+            self._forget_rows()  # the same may decode as in the last step, this one on another seat
+            return True
+        if self._is_copied_later(request):
+            return None
+        found = seating.find(request)
+        pending = [each for each in seating.seated.values() if each.left]
+        if pending and seating.waits_for(request, found, pending):
+            return None
+        if not seating.fits(request, found):
+            return False
+        seating.sit(request, found)
+        return True
+
+    def _is_copied_later(self, request: Request) -> bool:
+        """Whether the first choice for the same prompt has still to compute it."""
+        first = request.like
+        if first is None or request.output or first.output or first.finish_reason is not None:
+            return False
+        running = self.seating.seated.get(first)
+        return running is None or running.left > 0
+
+    def _holds_back(self, request: Request) -> bool:
+        """Whether a request that does not fit keeps those behind it waiting: for some seconds; then
+        one of them passes, and it does so again. So large ones come to their turn, and one that
+        waits for much stops nobody for long.
+        """
+        now = self._now()
+        if self._held is not request:
+            self._held, self._held_since = request, now
+        return now - self._held_since < HOLD_SECONDS
+
+    def _decode_rows(self) -> list[Running]:
+        """Every seat that decodes, by seat; each has the page that its token is written to."""
+        if self.policy.prompts_first and any(each.left for each in self.seating.by_seat):
+            return []
+        decoding = self._wanting()
+        growing = [each for each in decoding if each.computed == each.room]
+        if not growing:
+            return decoding
+        for running in growing:
+            while running.request in self.seating.seated and not self.seating.grow(running):
+                self._preempt(max(self.seating.seated.values(), key=_rank))
+        return self._wanting()
+
+    def _wanting(self) -> list[Running]:
+        """Who has all of its prompt computed, and wants a token that it is not getting yet."""
+        return [
+            each
+            for each in self.seating.by_seat
+            if not each.left and (each.asked < each.wanted or each.replay)
+        ]
+
+    def _preempt(self, running: Running) -> None:
+        """Back to the queue, before all new ones of its priority: with its state in host memory, or
+        else what it has said is replayed later.
+        """
+        request = running.request
+        self.num_preemptions += 1
+        self.num_preempted += not request.num_preemptions
+        request.num_preemptions += 1
+        running.place = self.places.take(self.seating.size_of(running.computed))
+        if running.place is None:
+            self.seating.leave(running, may_keep=False)
+        else:
+            self.seating.put_out(running, running.place)
+            self._swapped[request] = running
+        self.line.put_back(running.request)
+
+    def _give_place_back(self, running: Running) -> HostPlace:
+        place, running.place = running.place, None
+        assert place is not None
+        self.places.give_back(place)
+        return place
+
+    def _chunks(self, num_decoding: int) -> list[tuple[Running, dict[Seat, Running], Chunk]]:
+        pending = [each for each in self.seating.seated.values() if each.left]
+        if not pending:
+            return []
+        dealt = self._dealer.deal(pending, num_decoding)
+        return [self._chunk(running, count) for running, count in dealt]
+
+    def _chunk(self, running: Running, count: int) -> tuple[Running, dict[Seat, Running], Chunk]:
+        """The next piece of a prompt, and those who get a copy of what it ends in."""
+        request, start = running.request, running.computed
+        running.computed += count
+        running.left -= count
+        self.seating.note(running)
+        chooses = not running.left and not request.output
+        followers = self._followers(running) if chooses and request.choices else {}
+        echoes = request.sampling.prompt_logprobs is not None and not request.output
+        chunk = Chunk(
+            running.seat,
+            start,
+            request.prompt[start : running.computed],
+            chooses=chooses,
+            saves=self.seating.saves(running, start, running.computed),
+            echoes=echoes,
+            next_token=request.prompt[running.computed] if echoes and running.left else None,
+            also=tuple(followers),
+        )
+        return running, followers, chunk
+
+    def _followers(self, leader: Running) -> dict[Seat, Running]:
+        """The other choices for a prompt whose end is planned, as many as there is room for."""
+        found: dict[Seat, Running] = {}
+        for request in leader.request.choices:
+            if request.finish_reason is None and request not in self.seating.seated:
+                running = self.seating.follow(leader, request)
+                if running is None:
+                    break
+                self.line.leave(request)
+                found[running.seat] = running
+        return found
+
+
+def _rank(running: Running) -> tuple[int, int]:
+    """Larger for those who are preempted sooner: of the lowest priority the newest."""
+    return running.request.priority, running.request.order
+
+
+def _any_masked(rows: Mapping[Seat, Running]) -> bool:
+    """Whether the answer of any of those who get a token has a grammar."""
+    return any(each.request.matcher is not None for each in rows.values())
+
+
+def _most_logprobs(rows: Mapping[Seat, Running], echoes: Sequence[Request] = ()) -> int | None:
+    """The most that any of those who get a token asks for, or whose prompts echo."""
+    asks = [each.request.sampling.logprobs for each in rows.values()]
+    asks += [each.sampling.prompt_logprobs for each in echoes]
+    return max((count for count in asks if count is not None), default=None)

@@ -1,0 +1,84 @@
+"""Who waits for a seat, and in which order they are asked."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from tilewright.runtime.request import Request
+
+
+@dataclass(slots=True)
+class _Level:
+    """One priority: those who ran before, by arrival, and the queue of each client, in turn."""
+
+    resumed: list[Request] = field(default_factory=list)
+    clients: OrderedDict[str, deque[Request]] = field(default_factory=OrderedDict)
+
+
+class WaitingLine:
+    """The line of requests without a seat, in the order in which they are served.
+
+    Iterating gives them in the order in which they are asked: lower priorities first; of one
+    priority those who were preempted, by arrival; then the clients in turn, each one's requests by
+    arrival. Nobody may come or leave while it is iterated.
+    """
+
+    def __init__(self) -> None:
+        self._levels: dict[int, _Level] = {}
+        self._resumed: set[Request] = set()
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[Request]:
+        for priority in sorted(self._levels):
+            level = self._levels[priority]
+            yield from level.resumed
+            if len(level.clients) == 1:
+                (queue,) = level.clients.values()
+                yield from queue
+                continue
+            for turn in zip_longest(*level.clients.values()):
+                yield from (request for request in turn if request is not None)
+
+    def add(self, request: Request) -> None:
+        """A request that has never run, behind all others of its client and priority."""
+        level = self._levels.setdefault(request.priority, _Level())
+        level.clients.setdefault(request.client, deque()).append(request)
+        self._num_waiting += 1
+
+    def put_back(self, request: Request) -> None:
+        """Put a request that lost its seat back into the line, before later ones."""
+        level = self._levels.setdefault(request.priority, _Level())
+        insort(level.resumed, request, key=lambda each: each.order)
+        self._resumed.add(request)
+        self._num_waiting += 1
+
+    def leave(self, request: Request) -> bool:
+        """A request waits no more; the other clients of its priority are asked before its own.
+
+        Whether it was there.
+        """
+        level = self._levels.get(request.priority)
+        if level is None:
+            return False
+        if request in self._resumed:
+            self._resumed.remove(request)
+            level.resumed.remove(request)
+        else:
+            queue = level.clients.get(request.client)
+            if queue is None or request not in queue:
+                return False
+            queue.remove(request)
+            level.clients.move_to_end(request.client)
+            if not queue:
+                del level.clients[request.client]
+        if not level.resumed and not level.clients:
+            del self._levels[request.priority]
+        self._num_waiting -= 1
+        return True

@@ -1,0 +1,299 @@
+"""An engine that serves: messages in, steps, messages out. One thread; it knows no texts."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass, replace
+
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.errors import RankError, RequestError, one_line
+from tilewright.runtime.grammar.matchers import Grammars
+from tilewright.runtime.loop import EngineLoop, LostDeviceError
+from tilewright.runtime.messages import (
+    Beat,
+    Cancel,
+    Failed,
+    Finished,
+    Forget,
+    FromEngine,
+    Ready,
+    Started,
+    Stop,
+    Submit,
+    ToEngine,
+    Tokens,
+    Transport,
+)
+from tilewright.runtime.request import CANCELLED, FAILED, Request
+from tilewright.runtime.scheduling.request_state import Policy
+
+BEAT_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that runs or waits, and how much of it has been said."""
+
+    request: Request
+    seated_at: float | None = None
+    num_said: int = 0
+
+
+class EngineService:
+    """Serves what comes through a transport, on the steps of an :class:`EngineLoop`.
+
+    A step that cannot be launched costs the newest of its prompts alone and is made again; where
+    that raises too, all its requests fail, and the loop goes on with what comes then. A device that
+    is lost ends the engine: who has started it starts another.
+    """
+
+    def __init__(
+        self,
+        executable: Executable,
+        transport: Transport,
+        *,
+        policy: Policy | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        policy = replace(policy or Policy(), beat_ms=1e3 * BEAT_SECONDS)
+        self.loop = EngineLoop(executable, policy=policy, grammars=grammars)
+        self._transport = transport
+        self._live: dict[int, _Live] = {}
+        self._num_steps = 0
+        self._num_failures = 0
+        self._blamed: tuple[Request, ...] = ()
+        self._era = 0
+        self._next_beat = 0.0
+        self._is_stopped = self._has_warned = False
+
+    def ready(self, facts: dict[str, str]) -> Ready:
+        """What clients must know before they ask."""
+        executable = self.loop.executable
+        limits = executable.capabilities
+        pool = limits.num_pages * limits.page_size or limits.max_seats * limits.max_context
+        return Ready(
+            vocab_size=executable.vocab_size,
+            max_seats=limits.max_seats,
+            max_context=limits.max_context,
+            max_positions=min(limits.max_context, pool),
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+            num_snapshots=limits.num_snapshots,
+            cell=limits.cell,
+            invariant=limits.invariant,
+            cache_bytes=executable.state_bytes(pool, limits.max_seats),
+            shares_prefixes=self.loop.scheduler.policy.reuses,
+            facts=facts,
+        )
+
+    def run(self) -> None:
+        """Take requests and stream their tokens until a :class:`Stop` comes."""
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """Hear what has come, make a step, say what it gave; False after a :class:`Stop`.
+
+        Without work it waits for a message, until the next heartbeat.
+        """
+        now = time.perf_counter()
+        patience = 0.0 if self.loop.has_work() else max(0.0, self._next_beat - now)
+        said: list[FromEngine] = []
+        for message in self._transport.receive(patience):
+            self._hear(message, said)
+        if self.loop.has_work():
+            self._step(said)
+            if not self.loop.has_work():
+                self._next_beat = 0.0  # what is held now is nothing
+        if (now := time.perf_counter()) >= self._next_beat:
+            self._next_beat = now + BEAT_SECONDS
+            self.loop.executable.check()  # a rank may end while nobody asks
+            said.append(self._beat())
+        if said:
+            self._transport.send(said)
+        return not self._is_stopped
+
+    def _hear(self, message: ToEngine, said: list[FromEngine]) -> None:
+        if isinstance(message, Submit):
+            request = Request(
+                message.request_id,
+                message.prompt,
+                message.sampling,
+                priority=message.priority,
+                grammar=message.grammar,
+                cache_salt=self._salt(message.cache_salt),
+                client=message.client,
+                like=self._first_of(message),
+            )
+            try:
+                self.loop.add(request)
+            except RequestError as error:  # the front has let through what it should refuse
+                said.append(Failed(message.request_id, "engine_error", str(error)))
+                return
+            self._live[message.request_id] = _Live(request)
+        elif isinstance(message, Cancel):
+            live = self._live.pop(message.request_id, None)
+            if live is not None:
+                self.loop.cancel(live.request)
+        elif isinstance(message, Forget):
+            self._era += 1
+        else:
+            assert isinstance(message, Stop), message
+            self._is_stopped = True
+
+    def _first_of(self, message: Submit) -> Request | None:
+        """The first choice for a request's prompt, while it is served."""
+        live = self._live.get(message.like) if message.like is not None else None
+        return live.request if live is not None else None
+
+    def _salt(self, given: str) -> str:
+        """What is computed for those who gave the same, since the last time all was forgotten."""
+        return f"{self._era} {given}"
+
+    def _step(self, said: list[FromEngine]) -> None:
+        began = time.perf_counter()
+        try:
+            served = self.loop.step()
+        except Exception as error:
+            self._take_failure(error, said)
+            return
+        self._num_steps += 1
+        self._num_failures, self._blamed = 0, ()
+        self._say_started(began, said)
+        for request in served:
+            self._say_tokens(self._live[request.request_id], said)
+        self._say_ends(said)
+        self._warn_of_preemptions()
+
+    def _warn_of_preemptions(self) -> None:
+        """Once, where more than one request in a hundred had to make room for others."""
+        scheduler = self.loop.scheduler
+        if self._has_warned or 100 * scheduler.num_preempted <= scheduler.num_arrived:
+            return
+        self._has_warned = True
+        print(
+            f"tilewright: {scheduler.num_preempted} of {scheduler.num_arrived} requests have been "
+            "preempted for want of pages; fewer --max-seats, or a larger --memory-fraction, "
+            "avoids it",
+            file=sys.stderr,
+        )
+
+    def _say_started(self, began: float, said: list[FromEngine]) -> None:
+        for running in self.loop.scheduler.running:
+            self._say_seated(running.request, began, said)
+
+    def _say_seated(self, request: Request, began: float, said: list[FromEngine]) -> None:
+        live = self._live.get(request.request_id)
+        if live is not None and live.seated_at is None:
+            live.seated_at = max(began, request.arrived_at)
+            waited = live.seated_at - request.arrived_at
+            said.append(Started(request.request_id, waited, request.num_cached))
+
+    def _say_tokens(self, live: _Live, said: list[FromEngine]) -> None:
+        request = live.request
+        if live.seated_at is None:  # it came and went within this step
+            self._say_seated(request, request.token_times[0], said)
+        fresh = tuple(request.output[live.num_said :])
+        if fresh:
+            found = tuple(request.logprobs[live.num_said :])
+            echo = () if live.num_said else tuple(request.prompt_logprobs)
+            said.append(Tokens(request.request_id, fresh, found, echo))
+            live.num_said += len(fresh)
+
+    def _say_ends(self, said: list[FromEngine]) -> None:
+        ended = [live for live in self._live.values() if live.request.finish_reason is not None]
+        for live in ended:
+            self._say_end(live, said)
+
+    def _say_end(self, live: _Live, said: list[FromEngine]) -> None:
+        request = live.request
+        if live.num_said < len(request.output):  # read by a step that then failed
+            self._say_tokens(live, said)
+        del self._live[request.request_id]
+        if request.finish_reason == FAILED:
+            said.append(Failed(request.request_id, request.error_code, request.error))
+            return
+        # a grammar may be met by no token at all
+        times = request.token_times or [time.perf_counter()]
+        first, last = times[0], times[-1]
+        seated = live.seated_at if live.seated_at is not None else first
+        assert request.finish_reason is not None
+        said.append(
+            Finished(
+                request.request_id,
+                request.finish_reason,
+                first - seated,
+                last - first,
+                request.num_preemptions,
+            )
+        )
+
+    def _take_failure(self, error: Exception, said: list[FromEngine]) -> None:
+        """The first time the newest prompt of the step ends, the second time all that it had.
+
+        Raises:
+            Exception: what it is given, where the device is lost, or it is not known whose step
+                it was: this engine cannot go on.
+        """
+        lost = isinstance(error, LostDeviceError | RankError) or _is_of_device(error)
+        if lost or not self.loop.failed:
+            raise error
+        self._num_failures += 1
+        hit = tuple(dict.fromkeys((*self.loop.failed, *self._blamed)))
+        self.loop.failed = ()
+        if self._num_failures == 1:
+            hit, self._blamed = hit[:1], hit[1:]
+            with contextlib.suppress(OSError):  # a full disk
+                traceback.print_exception(error, file=sys.stderr)
+        else:
+            self._num_failures, self._blamed = 0, ()
+        for request in hit:
+            self.loop.cancel(request)  # with the last of them, a step on its way is read
+        for request in hit:
+            if self._live.get(request.request_id) and request.finish_reason == CANCELLED:
+                del self._live[request.request_id]
+                reason = f"the step failed: {one_line(error)}"
+                said.append(Failed(request.request_id, "engine_error", reason))
+        self._say_ends(said)
+
+    def _beat(self) -> Beat:
+        scheduler = self.loop.scheduler
+        return Beat(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.line),
+            num_pages_held=scheduler.num_held_pages,
+            num_steps=self._num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            num_dropped=self.loop.num_dropped,
+            num_swapped=scheduler.num_swapped,
+            num_snapshots_used=scheduler.num_snapshots_used,
+            tallies=self.loop.tallies.found,
+        )
+
+
+def _is_of_device(error: Exception) -> bool:
+    """Whether the driver says that its context is gone; too little memory leaves it whole."""
+    text = str(error)
+    return "CUDA" in text and "error" in text.lower() and "out of memory" not in text.lower()
+
+
+class QueueTransport:
+    """Two queues in one process: who serves takes turns with who asks."""
+
+    def __init__(self) -> None:
+        self.inbox: deque[ToEngine] = deque()
+        self.outbox: deque[FromEngine] = deque()
+
+    def receive(self, seconds: float) -> list[ToEngine]:
+        """All that was put into ``inbox``; never waits, for nobody else could fill it."""
+        found = list(self.inbox)
+        self.inbox.clear()
+        return found
+
+    def send(self, messages: list[FromEngine]) -> None:
+        """Append messages of the engine to ``outbox``."""
+        self.outbox.extend(messages)

@@ -1,0 +1,305 @@
+"""Who waits for what of an engine: requests under way, how many may wait, and for how long.
+
+Knows nothing of processes; what is to be told to the engine goes through a callable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+
+from tilewright.runtime.messages import (
+    Cancel,
+    Failed,
+    Finished,
+    Started,
+    Submit,
+    ToEngine,
+    Tokens,
+)
+from tilewright.serve.web.errors import ApiError
+
+Answer: TypeAlias = Started | Tokens | Finished | Failed
+_MAX_RETRY_SECONDS = 600
+_LOOK_SECONDS, _LOOK_SHARE = 1.0, 0.1  # between looks at who has waited too long
+_OLD, _NEW = 0.9, 0.1  # shares of what is known and of what is measured, in the rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much may wait: requests, full contexts of prompt tokens, seconds."""
+
+    max_queue: int = 1024
+    max_queued_contexts: int = 64
+    queue_timeout: float = 600.0
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request that the engine has, and who waits for it; times are of this process's clock.
+
+    ``since``: when it was asked for; ``given_at``: when an engine was asked; ``seated_at``,
+    ``first_at`` and ``last_at``: when it got a seat, and when its first and its latest tokens came.
+    """
+
+    message: Submit
+    ticket: Ticket
+    index: int
+    since: float
+    given_at: float
+    seated_at: float | None = None
+    first_at: float | None = None
+    last_at: float = 0.0
+
+    @property
+    def has_started(self) -> bool:
+        return self.seated_at is not None
+
+    def hear_tokens(self) -> None:
+        self.last_at = time.perf_counter()
+        if self.first_at is None:
+            self.first_at = self.last_at
+
+    def hear_start(self, message: Started) -> None:
+        now = time.perf_counter()
+        if self.seated_at is None:
+            # not when it is heard: the engine may say it together with the first token
+            self.seated_at = min(now, self.given_at + message.queue_s)
+
+    def spent(self) -> Finished | None:
+        """What the engine would say, had the request ended now; None before its first token."""
+        if self.seated_at is None or self.first_at is None:
+            return None
+        first, last = max(0.0, self.first_at - self.seated_at), self.last_at - self.first_at
+        return Finished(self.ticket.ids[self.index], "stop", first, last)
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One or several requests that are waited for together; their answers come with an index.
+
+    ``engines``: the number of the engine that has begun each, by that index.
+    """
+
+    ids: list[int]
+    _desk: Desk
+    engines: dict[int, int] = field(default_factory=dict)
+    _found: list[tuple[int, Answer]] = field(default_factory=list)
+    _finished: dict[int, Finished] = field(default_factory=dict)
+    _waiter: asyncio.Future[None] | None = None
+    _look_timer: asyncio.TimerHandle | None = None
+    _heard_at: float = 0.0
+
+    def put(self, index: int, message: Answer) -> None:
+        """Take a message; the desk calls this for each."""
+        if isinstance(message, Finished):
+            self._finished[index] = message
+        self._found.append((index, message))
+        self._wake()
+
+    async def take(self, patience: float | None = None) -> list[tuple[int, Answer]]:
+        """All that has come since the last call, in order; waits until there is something, and with
+        ``patience`` about so many seconds: then there is nothing.
+        """
+        loop = asyncio.get_running_loop()
+        if patience is not None:
+            self._heard_at = loop.time()
+            if self._look_timer is None:  # one for many calls: tokens come often, pings seldom
+                self._look_timer = loop.call_later(patience, self._look, patience)
+        if not self._found:
+            self._waiter = loop.create_future()
+            await self._waiter
+        found, self._found = self._found, []
+        return found
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _look(self, patience: float) -> None:
+        loop = asyncio.get_running_loop()
+        left = self._heard_at + patience - loop.time()
+        if left <= 0:
+            self._wake()
+        self._look_timer = loop.call_later(left if left > 0 else patience, self._look, patience)
+
+    def cancel(self, index: int) -> Finished | None:
+        """Cancel the request at ``index``, which is not wanted any more. Returns what it took: as
+        the engine has said if it had ended by itself, else as measured here, or None before its
+        first token.
+        """
+        return self._finished.get(index) or self._desk.cancel(self.ids[index])
+
+    def close(self) -> None:
+        """Cancel every request of this ticket that has not ended."""
+        if self._look_timer is not None:
+            self._look_timer.cancel()
+        for request_id in self.ids:
+            self._desk.cancel(request_id)
+
+
+class Desk:
+    """Keeps the requests under way and hands answers to those who wait for them.
+
+    Args:
+        give: takes what the engine is to be told.
+    """
+
+    def __init__(self, give: Callable[[ToEngine], None], limits: Limits) -> None:
+        self._give, self._limits = give, limits
+        self._asked: dict[int, _Asked] = {}
+        self._num_tokens_waiting = 0
+        self._rate = 0.0
+        self._num_running = 1
+        self._next_id = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self.num_waiting = 0
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether a request is under way."""
+        return request_id in self._asked
+
+    def submit(self, messages: Sequence[Submit], *, max_context: int) -> Ticket:
+        """Ask for answers, together; each message gets a number of its own, and names the first one
+        of the same prompt.
+
+        Raises:
+            ApiError: 429 where too much waits already.
+        """
+        self._check_room(messages, max_context)
+        ticket = Ticket([], self)
+        first: dict[tuple[int, ...], int] = {}
+        for index, message in enumerate(messages):
+            self._next_id += 1
+            like = first.setdefault(message.prompt, self._next_id)
+            numbered = msgspec.structs.replace(
+                message,
+                request_id=self._next_id,
+                like=like if like != self._next_id else None,
+            )
+            ticket.ids.append(self._next_id)
+            now = time.perf_counter()
+            self._asked[self._next_id] = _Asked(numbered, ticket, index, now, now)
+            self._count(numbered, 1)
+            self._give(numbered)
+        if self._timer is None:
+            self._look_later()
+        return ticket
+
+    def cancel(self, request_id: int) -> Finished | None:
+        """End a request, of which the engine says nothing more; see `Ticket.cancel`. One that has
+        ended already is ignored.
+        """
+        asked = self._forget(request_id)
+        if asked is None:
+            return None
+        self._give(Cancel(request_id))
+        done = asked.spent()
+        if done is not None:
+            self._measure(asked.message, done)
+        return done
+
+    def hear(self, message: Answer, num_running: int | None = None, *, engine: int = 0) -> None:
+        """Hand a message of an engine to who waits for it. ``num_running``: how many requests run,
+        where that is known anew.
+        """
+        asked = self._asked.get(message.request_id)
+        if asked is None:
+            return
+        if num_running is not None:
+            self._num_running = max(1, num_running)
+        if isinstance(message, Tokens):
+            asked.hear_tokens()
+        elif isinstance(message, Started):
+            if not asked.has_started:
+                self._count(asked.message, -1)
+                asked.ticket.engines[asked.index] = engine
+            asked.hear_start(message)
+        else:
+            if isinstance(message, Finished):
+                self._measure(asked.message, message)
+            self._forget(message.request_id)
+        asked.ticket.put(asked.index, message)
+
+    def fail(self, code: str, said: str, *, started_of: Iterable[int] | None = None) -> None:
+        """Tell those who wait that nothing will come: all, or of ``started_of`` those whose
+        requests have begun.
+        """
+        for request_id in list(self._asked if started_of is None else started_of):
+            asked = self._asked.get(request_id)
+            if asked is not None and (asked.has_started or started_of is None):
+                self.cancel(request_id)
+                asked.ticket.put(asked.index, Failed(request_id, code, said))
+
+    def under_way(self) -> Iterator[tuple[int, dict[str, object]]]:
+        """Each request, and what an operator may know of it: nothing of its text."""
+        for request_id, asked in self._asked.items():
+            yield (
+                request_id,
+                {
+                    "id": request_id,
+                    "state": "running" if asked.has_started else "waiting",
+                    "prompt_tokens": len(asked.message.prompt),
+                    "max_tokens": asked.message.sampling.max_tokens,
+                    "priority": asked.message.priority,
+                },
+            )
+
+    def asked_again(self, *, besides: Container[int]) -> Iterator[Submit]:
+        """What an engine must be asked that nobody is asked now, ``besides`` what somebody is."""
+        for request_id, asked in list(self._asked.items()):
+            if request_id not in besides:
+                asked.given_at = time.perf_counter()
+                yield asked.message
+
+    def _check_room(self, messages: Sequence[Submit], max_context: int) -> None:
+        most = self._limits.max_queued_contexts * max_context
+        tokens = self._num_tokens_waiting + sum(len(message.prompt) for message in messages)
+        is_full = self.num_waiting + len(messages) > self._limits.max_queue
+        if is_full or (self.num_waiting and tokens > most):
+            seconds = self._num_tokens_waiting / self._rate if self._rate else 1.0
+            after = str(min(_MAX_RETRY_SECONDS, max(1, round(seconds))))
+            said = f"{self.num_waiting} requests wait already; try again in {after} s"
+            raise ApiError(429, "overloaded", said, headers={"retry-after": after})
+
+    def _count(self, message: Submit, sign: int) -> None:
+        self.num_waiting += sign
+        self._num_tokens_waiting += sign * len(message.prompt)
+
+    def _forget(self, request_id: int) -> _Asked | None:
+        asked = self._asked.pop(request_id, None)
+        if asked is not None and not asked.has_started:
+            self._count(asked.message, -1)
+        return asked
+
+    def _look_later(self) -> None:
+        """One timer for all: a thousand may wait."""
+        seconds = min(_LOOK_SECONDS, self._limits.queue_timeout * _LOOK_SHARE)
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        """End what has waited too long."""
+        latest = time.perf_counter() - self._limits.queue_timeout
+        for request_id, asked in list(self._asked.items()):
+            if not asked.has_started and asked.since <= latest:
+                self.cancel(request_id)
+                said = f"waited {self._limits.queue_timeout:g} s in the queue"
+                asked.ticket.put(asked.index, Failed(request_id, "queue_timeout", said))
+        self._timer = None
+        if self._asked:
+            self._look_later()
+
+    def _measure(self, asked: Submit, done: Finished) -> None:
+        """Tokens of prompts a second, all that run together."""
+        spent = done.prefill_s + done.decode_s
+        if spent > 0:
+            rate = len(asked.prompt) / spent * self._num_running
+            self._rate = _OLD * self._rate + _NEW * rate if self._rate else rate

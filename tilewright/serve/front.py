@@ -1,0 +1,321 @@
+"""What the front knows while it runs, and how a client's request becomes a job."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tilewright.runtime.grammar.matchers import grammars_of
+from tilewright.runtime.grammar.spec import GrammarSpec
+from tilewright.runtime.messages import Ready
+from tilewright.serve.engines.client import TOKENIZER, EngineClient
+from tilewright.serve.engines.process import LOADING
+from tilewright.serve.engines.request_tracker import Limits
+from tilewright.serve.jobs import (
+    Served,
+    fingerprint_of,
+    make_job,
+    read_calls,
+    template_variables,
+)
+from tilewright.serve.metrics import Metrics
+from tilewright.serve.prompt.prepare import Prompt, check_prompt, encode, render_chat
+from tilewright.serve.prompt.structured import GrammarTrials, behind_reasoning, read_grammar
+from tilewright.serve.prompt.template import TemplateFacts, read_template
+from tilewright.serve.prompt.texts import TextCoder
+from tilewright.serve.tools.asked import ToolsAsked, read_tools
+from tilewright.serve.tools.grammars import call_grammar
+from tilewright.serve.web.errors import ApiError, invalid, unsupported
+from tilewright.serve.web.requests import (
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    TemplateRequest,
+    TokenizeRequest,
+    check_chat,
+    check_common,
+)
+from tilewright.serve.web.responses import Job
+from tilewright.serve.web.server_log import tell
+from tilewright.serve.web.settings import Settings
+
+LoadCoder = Callable[[Path], TextCoder]
+_SHORT = 4096  # characters that are tokenised at once, without a thread
+_CHARACTERS_A_TOKEN = 4  # about
+_T = TypeVar("_T")
+
+
+class Front:
+    """Settings, engine, tokenizer and metrics; made inside a running event loop.
+
+    Args:
+        command: of the engine; see `EngineClient`.
+        load_coder: makes the tokenizer of the folder that the engine leaves.
+    """
+
+    def __init__(self, settings: Settings, command: Sequence[str], load_coder: LoadCoder) -> None:
+        self.settings = settings
+        self.is_draining = False
+        self.created = int(time.time())
+        self.coder: TextCoder | None = None
+        self.template = TemplateFacts()
+        self.trials: GrammarTrials | None = None
+        self.fingerprint = ""
+        self.defaults = dict(settings.defaults)
+        self._load_coder = load_coder
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="texts")
+        limits = Limits(max_queue=settings.max_queue, queue_timeout=settings.queue_timeout)
+        self.client = EngineClient(
+            command,
+            self._take_ready,
+            replicas=settings.replicas,
+            limits=limits,
+            hung_seconds=settings.hung_seconds,
+        )
+        self.metrics = self._metrics("")
+
+    def _metrics(self, model: str) -> Metrics:
+        pids = [partial(getattr, each, "pid") for each in self.client.engines]
+        return Metrics(self.settings.metrics_prefix, model, pids)
+
+    async def close(self) -> None:
+        """End the engine; texts that are still being made are left."""
+        await self.client.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.trials is not None:
+            self.trials.close()
+
+    async def _take_ready(self, engine: int, folder: Path, ready: Ready) -> None:
+        """An engine is up: read its tokenizer, and name things."""
+        if self.coder is None:
+            coder = await self.in_thread(self._load_coder, folder / TOKENIZER)
+            forced = self.settings.tool_format
+            template = await self.in_thread(read_template, coder, forced)
+            grammars = grammars_of(folder / TOKENIZER, coder.eos_ids, ready.vocab_size)
+            await self.in_thread(grammars.prepare)
+            self.template, self.trials = template, GrammarTrials(grammars)
+            self.metrics = self._metrics(self.names(ready)[0])
+            self.coder = coder
+        if not self.client.engines[engine].num_restarts:
+            name = f"replica {engine}: " if len(self.client.engines) > 1 else ""
+            tell(f"tilewright: {name}{capacity(ready)}")
+        self.defaults = {**self.settings.defaults, **json.loads(ready.facts.get("sampling", "{}"))}
+        self.fingerprint = fingerprint_of(ready.facts)
+
+    def names(self, ready: Ready) -> tuple[str, ...]:
+        """What the model is called, the reported name first."""
+        return self.settings.names or (ready.facts.get("name", "model"),)
+
+    async def in_thread(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
+        """Run what takes a while beside the event loop."""
+        call = partial(function, *arguments, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    async def aside(self, size: int, function: Callable[..., _T], *given: Any, **named: Any) -> _T:
+        """Run a function in a thread where ``size`` characters are many; at once where few."""
+        if size < _SHORT:
+            return function(*given, **named)
+        return await self.in_thread(function, *given, **named)
+
+    def health(self) -> str:
+        """``ok``, ``loading``, ``draining`` or ``engine down``."""
+        if self.is_draining:
+            return "draining"
+        if self.client.is_healthy:
+            return "ok"
+        return "loading" if self.client.state == LOADING else "engine down"
+
+    def up(self) -> tuple[Ready, TextCoder]:
+        """What the engine said of itself when it came up, and the tokenizer.
+
+        Raises:
+            ApiError: 503 while there is no engine, or the server is ending.
+        """
+        state = self.health()
+        ready, coder = self.client.ready, self.coder
+        if state == "draining" or ready is None or coder is None or self.client.state == LOADING:
+            code = state if state in ("draining", "loading") else "engine_down"
+            after = {"retry-after": "5"}
+            raise ApiError(503, code, f"the server is {state}", headers=after)
+        return ready, coder
+
+    async def chat_job(self, request: ChatRequest) -> Job:
+        """What a chat asks of the engine.
+
+        Raises:
+            ApiError: where it cannot be served.
+        """
+        check_chat(request)
+        ready, coder = self.up()
+        self.check_model(request, ready)
+        tools = read_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
+        if tools is not None:
+            self.template.checked_format()
+        text = await self.render(
+            request,
+            tools,
+            effort=request.reasoning_effort,
+            continues=bool(request.continue_final_message),
+        )
+        prompt = await self.aside(len(text), encode, coder, text, ready, add_special=False)
+        check_prompt(prompt, ready, "messages")
+        num_top = (request.top_logprobs or 0) if request.logprobs else None
+        limit = request.max_completion_tokens or request.max_tokens
+        grammar, unheld = await self.checked_grammar(request), ""
+        if tools is not None:
+            grammar, unheld = await self._call_grammar(tools, text, grammar)
+        elif grammar is not None:
+            grammar = behind_reasoning(grammar, text, coder)
+        job = make_job(
+            self._served(request, 1),
+            request,
+            [prompt],
+            limit=limit,
+            num_top=num_top,
+            is_chat=True,
+            grammar=grammar,
+        )
+        job.unheld = unheld
+        if tools is not None:
+            read_calls(job, tools, self.template.checked_format())
+        return job
+
+    async def _call_grammar(
+        self, tools: ToolsAsked, prompt: str, otherwise: GrammarSpec | None
+    ) -> tuple[GrammarSpec | None, str]:
+        """What holds an answer to calls of ``tools``, and why it is not held to them.
+
+        Raises:
+            ApiError: where it has to be, and cannot.
+        """
+        _, coder = self.up()
+        form = self.template.checked_format()
+        spec = call_grammar(tools, form, coder, prompt=prompt, otherwise=otherwise)
+        if spec is None:
+            return None, f"{form.name} has no marker of calls"
+        assert self.trials is not None
+        try:
+            await self.trials.check(spec, "tools")
+        except ApiError as error:
+            if tools.must_call or otherwise is not None or any(t.is_strict for t in tools.tools):
+                raise
+            return None, error.message
+        return spec, ""
+
+    async def render(
+        self,
+        request: ChatRequest | TemplateRequest | TokenizeRequest,
+        tools: ToolsAsked | None = None,
+        *,
+        effort: str | None = None,
+        continues: bool = False,
+    ) -> str:
+        """The text of a request's chat; see `render_chat`. ``effort``: how much to reason."""
+        _, coder = self.up()
+        given, asked = self.settings.template_variables, request.chat_template_kwargs
+        return await self.in_thread(
+            render_chat,
+            coder,
+            request.messages or (),
+            facts=self.template,
+            tools=tools,
+            variables=template_variables(given, asked, effort),
+            continues=continues,
+            opens=request.add_generation_prompt is not False,
+        )
+
+    async def completion_job(self, request: CompletionRequest) -> Job:
+        """What a completion asks of the engine.
+
+        Raises:
+            ApiError: where it cannot be served.
+        """
+        check_common(request)
+        ready, coder = self.up()
+        self.check_model(request, ready)
+        if request.suffix:
+            raise unsupported("suffix", "text is only continued at its end")
+        prompts = []
+        for given in request.prompts():
+            if isinstance(given, str):
+                prompt = await self.aside(len(given), encode, coder, given, ready, add_special=True)
+            else:
+                prompt = Prompt("", tuple(given))
+            check_prompt(prompt, ready, "prompt")
+            if request.echo and not isinstance(given, str):
+                size = _CHARACTERS_A_TOKEN * len(given)
+                prompt = replace(prompt, text=await self.aside(size, coder.decode, given))
+            prompts.append(prompt)
+        limit = request.max_tokens
+        grammar = await self.checked_grammar(request)
+        return make_job(
+            self._served(request, len(prompts)),
+            request,
+            prompts,
+            limit=limit,
+            num_top=request.logprobs,
+            is_chat=False,
+            grammar=grammar,
+        )
+
+    async def checked_grammar(self, request: Common) -> GrammarSpec | None:
+        """What the answer must be, known to compile; None: any text.
+
+        Raises:
+            ApiError: where it cannot be.
+        """
+        asked = read_grammar(request)
+        if asked is None:
+            return None
+        assert self.trials is not None
+        await self.trials.check(*asked)
+        return asked[0]
+
+    def check_model(self, request: Common, ready: Ready) -> None:
+        """Raises ApiError 404 for another model, where the operator wants that."""
+        names = self.names(ready)
+        if self.settings.strict_model and request.model not in (None, *names):
+            said = f"model {str(request.model)[:100]!r}; allowed: {', '.join(names)}"
+            raise ApiError(404, "model_not_found", said, param="model")
+
+    def _served(self, request: Common, num_prompts: int) -> Served:
+        """The model as it is now, which may have gone while prompts were read.
+
+        Raises:
+            ApiError: where it has, or the choices of so many prompts are too many.
+        """
+        ready, coder = self.up()
+        n = request.n or 1
+        if num_prompts * n > self.settings.max_queue:
+            raise invalid(f"n: {num_prompts} prompts of {n} choices are too many", "n")
+        return Served(
+            ready=ready,
+            coder=coder,
+            name=self.names(ready)[0],
+            fingerprint=self.fingerprint,
+            defaults=self.defaults,
+        )
+
+
+def capacity(ready: Ready) -> str:
+    """How much an engine holds, in a line: seats, pages, bytes, and what prompts share."""
+    parts = [f"{ready.max_seats} seats of {ready.max_context:,} tokens"]
+    size = f"{ready.cache_bytes / 1e9:.1f} GB"
+    if ready.page_size:
+        tokens = ready.num_pages * ready.page_size
+        full = tokens / ready.max_context
+        parts.append(f"{ready.num_pages:,} pages of {ready.page_size} tokens in {size}")
+        parts.append(f"{tokens:,} tokens or {full:.1f} full contexts")
+    else:
+        parts.append(f"{size} when all are full")
+    if ready.num_snapshots:
+        parts.append(f"{ready.num_snapshots} snapshots")
+    parts.append(f"prefix cache {'on' if ready.shares_prefixes else 'off'}")
+    return ", ".join(parts)

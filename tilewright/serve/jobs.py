@@ -1,0 +1,161 @@
+"""From checked requests and their prompts to jobs: what is asked of an engine, what follows it.
+
+Knows no event loop and no HTTP: the server's front and offline batches make their jobs alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tilewright.compiler import __version__
+from tilewright.runtime.grammar.spec import GrammarSpec
+from tilewright.runtime.messages import Ready
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.serve.output.choice import Choice
+from tilewright.serve.output.reasoning import OPEN, ReasoningSplitter, begins_in_reasoning
+from tilewright.serve.output.stops import StopMatcher
+from tilewright.serve.output.tool_calls import CallReader
+from tilewright.serve.prompt.prepare import Asked, Prompt, sampling_for
+from tilewright.serve.prompt.texts import TextCoder
+from tilewright.serve.tools.asked import ToolsAsked
+from tilewright.serve.tools.base import ToolFormat
+from tilewright.serve.web.requests import Common
+from tilewright.serve.web.responses import Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """The model that requests are made for.
+
+    Attributes:
+        name: what answers report as their model.
+        defaults: sampling parameters of requests that do not say them.
+    """
+
+    ready: Ready
+    coder: TextCoder
+    name: str
+    fingerprint: str
+    defaults: Mapping[str, float]
+
+
+def fingerprint_of(facts: Mapping[str, str]) -> str:
+    """The name of what makes a model's answers what they are: equal where all of it is equal."""
+    told = [f"{key}={facts[key]}" for key in sorted(facts)]
+    digest = hashlib.sha256("\n".join([__version__, *told]).encode())
+    return f"fp_{digest.hexdigest()[:16]}"
+
+
+def template_variables(
+    given: Mapping[str, Any], asked: Mapping[str, Any] | None, effort: str | None
+) -> dict[str, Any]:
+    """What a chat template may read: what the operator has given, what a request asks, and its
+    ``effort`` to reason, of which ``none`` turns thinking off.
+    """
+    variables = {**given, **(asked or {})}
+    if effort is not None:
+        variables.setdefault("reasoning_effort", effort)
+        if effort == "none":
+            variables["enable_thinking"] = False
+    return variables
+
+
+def make_job(
+    served: Served,
+    request: Common,
+    prompts: Sequence[Prompt],
+    *,
+    limit: int | None,
+    num_top: int | None,
+    is_chat: bool,
+    grammar: GrammarSpec | None = None,
+) -> Job:
+    """The job of a request: ``n`` choices of each prompt, which differ in their seed.
+
+    ``limit``: tokens of an answer; ``num_top``: how many of the likeliest tokens are told beside
+    each, None for no log probabilities; ``grammar``: what an answer must be.
+
+    Raises:
+        ApiError: 400 naming the parameter that is out of range.
+    """
+    asked = _asked(served, request, prompts, limit=limit, num_top=num_top, grammar=grammar)
+    options = request.stream_options
+    return Job(
+        request_id=("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
+        created=int(time.time()),
+        model=served.name,
+        fingerprint=served.fingerprint,
+        coder=served.coder,
+        asked=asked,
+        choices=[_choice(request, one, served.coder, is_chat=is_chat) for one in asked],
+        n=request.n or 1,
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt or "",
+        is_chat=is_chat,
+        echo=bool(getattr(request, "echo", False)),
+        num_top=num_top,
+        streams=bool(request.stream),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+        timings=bool(request.timings),
+        return_token_ids=bool(request.return_token_ids),
+    )
+
+
+def read_calls(job: Job, tools: ToolsAsked, form: ToolFormat) -> None:
+    """Let the calls of every answer be told from its content."""
+    for choice in job.choices:
+        choice.reader = CallReader(form.parser(tools.tools), form.new_id, tools.is_parallel)
+        choice.show(form.tokens)
+
+
+def _asked(
+    served: Served,
+    request: Common,
+    prompts: Sequence[Prompt],
+    *,
+    limit: int | None,
+    num_top: int | None,
+    grammar: GrammarSpec | None,
+) -> list[Asked]:
+    asked = []
+    for prompt in prompts:
+        first = sampling_for(
+            request,
+            prompt,
+            served.ready,
+            served.coder,
+            limit=limit,
+            logprobs=num_top,
+            defaults=served.defaults,
+            has_grammar=grammar is not None,
+            scores_prompt=bool(getattr(request, "echo", False)),
+        )
+        asked += [Asked(prompt, _with_seed(first, at), grammar) for at in range(request.n or 1)]
+    return asked
+
+
+def _choice(request: Common, asked: Asked, coder: TextCoder, *, is_chat: bool) -> Choice:
+    keeps = bool(request.include_stop_str_in_output)
+    thinks = is_chat and OPEN in (coder.chat_template or "")
+    return Choice(
+        coder=coder,
+        sampling=asked.sampling,
+        matcher=StopMatcher(request.stops, includes=keeps),
+        splitter=ReasoningSplitter(
+            is_open=is_chat and begins_in_reasoning(asked.prompt.text), may_open=thinks
+        ),
+        keeps_end=keeps,
+        prompt=asked.prompt.tokens if asked.sampling.prompt_logprobs is not None else (),
+    )
+
+
+def _with_seed(sampling: SamplingParams, at: int) -> SamplingParams:
+    """The sampling of choice ``at``: the seed, plus its number, in 64 bits."""
+    seed = (sampling.seed + at + (1 << 63)) % (1 << 64) - (1 << 63)
+    return replace(sampling, seed=seed)

@@ -1,0 +1,345 @@
+"""What ``/metrics`` says, in Prometheus' text; names as vLLM's, behind a prefix."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Protocol, TypeVar
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+
+from tilewright.runtime.messages import Beat, Ready
+from tilewright.runtime.scheduling.engine_stats import HOST, IDLE, SIZE, STEP, Tally, bounds_of
+from tilewright.serve.output.choice import Choice
+
+_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
+_BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 5)
+_SECONDS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 480, 960)
+_LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_LABELS = ("model_name", "engine")
+_EXEMPLAR = "request_id"
+_EXEMPLAR_CHARACTERS = 128 - len(_EXEMPLAR)  # of name and value together
+_T = TypeVar("_T")
+OPEN_METRICS = openmetrics.CONTENT_TYPE_LATEST
+
+
+class Metrics:
+    """What one front says of its engines, and what its processes hold of memory and files
+    (``process_...`` and ``engine_process_...``).
+
+    Args:
+        engine_pids: tells the process of each engine, 0 where there is none.
+    """
+
+    def __init__(self, prefix: str, model: str, engine_pids: Sequence[Callable[[], int]]) -> None:
+        disable_created_metrics()
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.registry.register(_EngineProcesses(engine_pids))
+        made = _Families(prefix, self.registry)
+        self._engines = [
+            EngineMetrics(made, {"model_name": model, "engine": str(number)})
+            for number in range(len(engine_pids))
+        ]
+        self._refused = made.counter("requests_refused", "answered with an error", "code")
+        # who was refused was given to none of several
+        self._nobody = {"model_name": model, "engine": "0" if len(engine_pids) == 1 else ""}
+        self._counts = _EngineCounts(prefix, [each.labels for each in self._engines])
+        self.registry.register(self._counts)
+
+    def of(self, engine: int) -> EngineMetrics:
+        """The metrics of one engine."""
+        return self._engines[engine]
+
+    def refuse(self, code: str) -> None:
+        """Count a request that was answered with an error."""
+        self._refused.labels(**self._nobody, code=code).inc()
+
+    def render(self, engines: Sequence[EngineState], *, is_open: bool = False) -> bytes:
+        """The text, with what each engine said last; ``is_open``: OpenMetrics, with exemplars."""
+        for own, engine in zip(self._engines, engines, strict=True):
+            own.show(engine)
+        self._counts.engines = engines
+        write = openmetrics.generate_latest if is_open else generate_latest
+        return write(self.registry)
+
+
+class EngineState(Protocol):
+    """What an engine has said of itself."""
+
+    @property
+    def ready(self) -> Ready | None: ...
+
+    @property
+    def beat(self) -> Beat: ...
+
+    @property
+    def num_restarts(self) -> int: ...
+
+
+class EngineMetrics:
+    """Counters, gauges and histograms of one engine, as its front sees it."""
+
+    def __init__(self, made: _Families, labels: Mapping[str, str]) -> None:
+        self.labels = labels
+        gauge, counter, histogram = (
+            lambda *said: made.gauge(*said).labels(**labels),
+            lambda *said: made.counter(*said).labels(**labels),
+            lambda name, bounds: made.histogram(name, bounds).child(labels),
+        )
+        self.running = gauge("num_requests_running", "requests that have a seat")
+        self.waiting = gauge("num_requests_waiting", "requests in the queue")
+        self.pages = gauge("kv_cache_usage_perc", "share of the pages that is held, 0 to 1")
+        self.prompt_tokens = counter("prompt_tokens", "tokens of prompts")
+        self.generation_tokens = counter("generation_tokens", "tokens of answers")
+        self.cached_tokens = counter("prompt_tokens_cached", "tokens not computed again")
+        self.queries = counter("prefix_cache_queries", "tokens looked up")
+        self.hits = counter("prefix_cache_hits", "tokens found")
+        self.swapped = gauge("num_requests_swapped", "requests whose state made room")
+        self.snapshots = gauge("snapshots_used", "snapshots that hold a state")
+        self.success = made.counter("request_success", "ended", "finished_reason")
+        self.first = histogram("time_to_first_token_seconds", _FIRST)
+        self.between = histogram("inter_token_latency_seconds", _BETWEEN)
+        self.per_token = histogram("request_time_per_output_token_seconds", _BETWEEN)
+        self.whole = made.exemplified("e2e_request_latency_seconds", _SECONDS)
+        self.queued = histogram("request_queue_time_seconds", _SECONDS)
+        self.prefill = histogram("request_prefill_time_seconds", _SECONDS)
+        self.decode = histogram("request_decode_time_seconds", _SECONDS)
+        self.inference = histogram("request_inference_time_seconds", _SECONDS)
+        self.prompt_length = histogram("request_prompt_tokens", _LENGTHS)
+        self.computed = histogram("request_prefill_kv_computed_tokens", _LENGTHS)
+        self.answer_length = histogram("request_generation_tokens", _LENGTHS)
+        self.max_tokens = histogram("request_params_max_tokens", _LENGTHS)
+        self.num_choices = histogram("request_params_n", (1, 2, 5, 10, 16))
+
+    def take_prompt(self, length: int, choice: Choice, *, num_choices: int) -> None:
+        """Count a prompt of so many tokens, which is computed once for all of its choices, when the
+        first of them has come to its end.
+        """
+        cached = choice.started.num_cached if choice.started is not None else 0
+        self.prompt_tokens.inc(length)
+        self.cached_tokens.inc(cached)
+        self.queries.inc(length)
+        self.hits.inc(cached)
+        self.prompt_length.observe(length)
+        self.computed.observe(length - cached)
+        self.num_choices.observe(num_choices)
+
+    def take(self, choice: Choice, *, seconds: float, request_id: str = "") -> None:
+        """Count one answer that came to its end ``seconds`` after it was asked for."""
+        self.success.labels(**self.labels, finished_reason=choice.finish_reason or "stop").inc()
+        count = len(choice.tokens)
+        self.generation_tokens.inc(count)
+        named = {_EXEMPLAR: request_id[:_EXEMPLAR_CHARACTERS]} if request_id.isascii() else None
+        self.whole.labels(**self.labels).observe(seconds, named)
+        self.answer_length.observe(count)
+        self.max_tokens.observe(choice.sampling.max_tokens)
+        if choice.started is not None:
+            self.queued.observe(choice.started.queue_s)
+        if (done := choice.finished) is not None:
+            self.prefill.observe(done.prefill_s)
+            self.decode.observe(done.decode_s)
+            self.inference.observe(done.prefill_s + done.decode_s)
+            if count > 1:
+                self.per_token.observe(done.decode_s / (count - 1))
+
+    def show(self, engine: EngineState) -> None:
+        """Set the gauges to what the engine has said last."""
+        beat, ready = engine.beat, engine.ready
+        self.running.set(beat.num_running)
+        self.waiting.set(beat.num_waiting)
+        self.swapped.set(beat.num_swapped)
+        self.snapshots.set(beat.num_snapshots_used)
+        pages = ready.num_pages if ready is not None else 0
+        self.pages.set(beat.num_pages_held / pages if pages else 0.0)
+
+
+class _Families:
+    """Metrics by name, each made once and shared by all engines."""
+
+    def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
+        self._prefix, self._registry = prefix, registry
+        self._made: dict[str, Any] = {}
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        return self._once(name, lambda full: Gauge(full, text, _LABELS, registry=self._registry))
+
+    def counter(self, name: str, text: str, more: str = "") -> Counter:
+        labels = (*_LABELS, more) if more else _LABELS
+        return self._once(name, lambda full: Counter(full, text, labels, registry=self._registry))
+
+    def exemplified(self, name: str, bounds: Sequence[float]) -> Histogram:
+        """A histogram that takes exemplars."""
+        return self._once(
+            name,
+            lambda full: Histogram(full, full, _LABELS, registry=self._registry, buckets=bounds),
+        )
+
+    def histogram(self, name: str, bounds: Sequence[float]) -> _Histograms:
+        def make(full: str) -> _Histograms:
+            made = _Histograms(full, name, bounds)
+            self._registry.register(made)
+            return made
+
+        return self._once(name, make)
+
+    def _once(self, name: str, make: Callable[[str], _T]) -> _T:
+        if name not in self._made:
+            self._made[name] = make(f"{self._prefix}:{name}")
+        found: _T = self._made[name]
+        return found
+
+
+class _Counted:
+    """A histogram that every token may go into: no lock, for one thread observes, and no exemplars.
+
+    ``bounds``: the upper bounds of its counts.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.tally = Tally([0] * (len(bounds) + 1))
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self.tally.counts[bisect_left(self._bounds, value)] += 1
+        self.tally.total += value
+
+
+class _Histograms(Collector):
+    """Histograms of one name, an engine each."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._name, self._text, self._bounds = name, text, bounds
+        self._children: list[tuple[tuple[str, ...], _Counted]] = []
+
+    def child(self, labels: Mapping[str, str]) -> _Counted:
+        """Make a new metric of these labels."""
+        made = _Counted(self._bounds)
+        self._children.append((tuple(labels.values()), made))
+        return made
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        found = HistogramMetricFamily(self._name, self._text, labels=_LABELS)
+        for values, own in self._children:
+            found.add_metric(values, _buckets(self._bounds, own.tally), own.tally.total)
+        yield found
+
+
+def _buckets(bounds: Sequence[float], tally: Tally) -> list[tuple[str, int]]:
+    """Upper bounds as text, and how many values are at most each."""
+    spelled = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    return list(zip(spelled, accumulate(tally.counts), strict=True))
+
+
+class _EngineProcesses(Collector):
+    """What the engines' processes hold, under one name each, with the engine as the label of
+    several.
+    """
+
+    def __init__(self, pids: Sequence[Callable[[], int]]) -> None:
+        self._sources = [ProcessCollector("engine", pid, registry=None) for pid in pids]
+
+    def describe(self) -> Iterable[Metric]:
+        """Describe nothing in advance: there may be no process yet."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        found: dict[str, Metric] = {}
+        for number, source in enumerate(self._sources):
+            labels = {"engine": str(number)} if len(self._sources) > 1 else {}
+            for metric in source.collect():
+                kept = found.setdefault(
+                    metric.name, Metric(metric.name, metric.documentation, metric.type)
+                )
+                for sample in metric.samples:
+                    kept.add_sample(sample.name, labels, sample.value)
+        return found.values()
+
+
+class _EngineCounts(Collector):
+    """What each engine counts itself: its totals and tallies, as its last beat told them.
+
+    Attributes:
+        engines: what `collect` tells of from now on.
+    """
+
+    def __init__(self, prefix: str, labels: Sequence[Mapping[str, str]]) -> None:
+        self._prefix, self._labels = prefix, labels
+        self.engines: Sequence[EngineState] = ()
+
+    def describe(self) -> Iterable[Metric]:
+        """Describe nothing in advance: names depend on what was counted."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        engines = list(zip(self._labels, self.engines, strict=False))
+        for name, (read, text) in _TOTALS.items():
+            counter = CounterMetricFamily(self._name(name), text, labels=_LABELS)
+            for labels, engine in engines:
+                counter.add_metric(tuple(labels.values()), read(engine))
+            yield counter
+        for name, kind in ((STEP, "kind"), (HOST, "part"), (IDLE, ""), (SIZE, "")):
+            yield self._histogram(name, kind)
+        infos = [(labels, _cache_info(each.ready)) for labels, each in engines if each.ready]
+        if infos:
+            names = (*_LABELS, *infos[0][1])
+            info = GaugeMetricFamily(
+                self._name("cache_config_info"), "of the pool of pages", labels=names
+            )
+            for labels, cache in infos:
+                info.add_metric((*labels.values(), *cache.values()), 1)
+            yield info
+
+    def _histogram(self, name: str, kind: str) -> Metric:
+        full = f"{name}_total" if name == SIZE else name
+        labels = (*_LABELS, kind) if kind else _LABELS
+        found = HistogramMetricFamily(self._name(full), full, labels=labels)
+        for own, engine in zip(self._labels, self.engines, strict=False):
+            values = tuple(own.values())
+            for key, tally in engine.beat.tallies.items():
+                counted, _, which = key.partition("/")
+                if counted == name:
+                    buckets = _buckets(bounds_of(name), tally)
+                    found.add_metric((*values, which) if kind else values, buckets, tally.total)
+        return found
+
+    def _name(self, name: str) -> str:
+        return f"{self._prefix}:{name}"
+
+
+_TOTALS: dict[str, tuple[Callable[[EngineState], int], str]] = {
+    "num_preemptions": (
+        lambda each: each.beat.num_preemptions,
+        "requests that made room for others",
+    ),
+    "tokens_dropped": (lambda each: each.beat.num_dropped, "computed for requests that had ended"),
+    "engine_restarts": (lambda each: each.num_restarts, "of the engine process"),
+}
+
+
+def _cache_info(ready: Ready) -> dict[str, str]:
+    pool = {"num_gpu_blocks": ready.num_pages, "block_size": ready.page_size}
+    return {
+        key: str(value) for key, value in {**pool, "num_snapshots": ready.num_snapshots}.items()
+    }

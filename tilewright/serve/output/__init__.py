@@ -1,0 +1,1 @@
+"""Output text, tool calls and finish reasons."""

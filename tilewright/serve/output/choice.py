@@ -1,0 +1,223 @@
+"""One choice of an answer: tokens in, pieces of text and their log probabilities out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tilewright.compiler.targets.interface.step import LogProbs
+from tilewright.runtime.messages import Finished, Started, Tokens
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.serve.output.reasoning import Piece, ReasoningSplitter, joined
+from tilewright.serve.output.stops import StopMatcher
+from tilewright.serve.output.tool_calls import Call, CallReader
+from tilewright.serve.prompt.texts import Decoder, TextCoder
+
+STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A token and what it scored, None for the first of a prompt; ``offset``: characters of the
+    answer before it, negative in the prompt.
+    """
+
+    token: int
+    scores: LogProbs | None
+    offset: int
+
+
+@dataclass(slots=True)
+class Choice:
+    """Follows one answer from its first token to its end.
+
+    Attributes:
+        tokens: those that count: all up to the one that completed a stop string.
+        finish_reason: ``stop``, ``length`` or ``tool_calls`` once it has ended.
+        stop_reason: the stop string or the stop id that ended it.
+        finished: how long it took; of one that a stop string ended, as measured in the front.
+        prompt: where the prompt's tokens are scored too, these: they come before the answer's.
+        reader: finds calls in what is said; None where there are no tools.
+    """
+
+    coder: TextCoder
+    sampling: SamplingParams
+    matcher: StopMatcher
+    splitter: ReasoningSplitter
+    reader: CallReader | None = None
+    keeps_end: bool = False
+    prompt: Sequence[int] = ()
+    tokens: list[int] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
+    reasoning: str = ""
+    content: str = ""
+    num_reasoning: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    started: Started | None = None
+    finished: Finished | None = None
+    _num_characters: int = 0
+    _decoder: Decoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._decoder = self.coder.stream()
+
+    def show(self, tokens: Sequence[str]) -> None:
+        """Let special tokens be text, before the first token has come."""
+        assert not self.tokens
+        self._decoder = self.coder.stream(shown=tokens)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls of functions that the answer makes."""
+        return self.reader.calls if self.reader is not None else []
+
+    @property
+    def awaits_echo(self) -> bool:
+        """Whether `score_prompt` is to be called before the next tokens are pushed."""
+        return bool(self.prompt) and not self.tokens
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether all that comes is content, and nothing is looked for in it."""
+        is_watched = self.reader is not None or self.matcher.has_stops
+        return not is_watched and self.splitter.is_done
+
+    def push(self, message: Tokens) -> Piece:
+        """What is certain now; sets ``finish_reason`` where a stop string or a call ends it."""
+        if self._is_plain and not message.logprobs:
+            return self._push_plain(message.tokens)
+        found = [Piece()]
+        for at, token in enumerate(message.tokens):
+            if self.finish_reason is not None:
+                break
+            self.tokens.append(token)
+            is_end = token in self.sampling.end_tokens
+            text = "" if is_end and not self.keeps_end else self._decoder.push(token)
+            if message.logprobs and (self.prompt or not is_end):
+                self.scored.append(Scored(token, message.logprobs[at], self._num_characters))
+            self._num_characters += len(text)
+            found.append(self._split(self.matcher.push(text)))
+            if self.matcher.found is not None:
+                self.stop_reason = self.matcher.found
+                found.append(self._finish(STOP))
+            elif self.reader is not None and self.reader.is_full:
+                found.append(self._finish(STOP))
+            elif is_end and token not in self.coder.eos_ids:
+                self.stop_reason = token
+        return self._kept(found)
+
+    def _push_plain(self, tokens: Sequence[int]) -> Piece:
+        """Do what `push` does, for most tokens of most answers."""
+        self.tokens += tokens
+        said: Sequence[int] = tokens
+        ends = self.sampling.end_tokens
+        for token in tokens:
+            if token in ends:
+                said = tokens if self.keeps_end else [each for each in tokens if each not in ends]
+                if token not in self.coder.eos_ids:
+                    self.stop_reason = token
+        text = self._decoder.push_all(said)
+        self._num_characters += len(text)
+        self.content += text
+        return Piece(content=text)
+
+    def end(self, reason: str) -> Piece:
+        """What was held back, once the engine has said that the answer ended."""
+        if self.finish_reason is not None:
+            return Piece()
+        last = self.matcher.push(self._decoder.flush())
+        piece = self._split(last + self.matcher.flush())
+        self.stop_reason = self.matcher.found or self.stop_reason
+        return self._kept([piece, self._finish(STOP if self.matcher.found is not None else reason)])
+
+    def score_prompt(self, echo: Sequence[LogProbs]) -> None:
+        """Put what the prompt's tokens scored before the answer's; long prompts take long."""
+        decoder = self.coder.stream(skip_special=False)
+        lengths = [len(decoder.push(token)) for token in self.prompt]
+        offset = -sum(lengths) - len(decoder.flush())
+        for token, length, scores in zip(self.prompt, lengths, (None, *echo), strict=True):
+            self.scored.append(Scored(token, scores, offset))
+            offset += length
+
+    def _split(self, text: str) -> Piece:
+        piece = self.splitter.push(text)
+        self.num_reasoning += self.splitter.is_inside
+        return self._read(piece)
+
+    def _read(self, piece: Piece) -> Piece:
+        """The piece with its calls told from its content."""
+        if self.reader is None or not piece.content:
+            return piece
+        return joined([Piece(piece.reasoning), self.reader.push(piece.content)])
+
+    def _finish(self, reason: str) -> Piece:
+        """What was held back; calls that are whole are why the model stopped."""
+        rest = [self._read(self.splitter.flush())]
+        if self.reader is not None:
+            rest.append(self.reader.flush())
+            if reason == STOP and self.reader.is_whole:
+                reason = TOOL_CALLS
+        self.finish_reason = reason
+        return joined(rest)
+
+    def _kept(self, pieces: Sequence[Piece]) -> Piece:
+        piece = joined(pieces)
+        self.reasoning += piece.reasoning
+        self.content += piece.content
+        return piece
+
+
+def token_text(coder: TextCoder, token: int) -> str:
+    """A token alone as text; bytes that are no character on their own become U+FFFD."""
+    return coder.token_bytes(token).decode("utf-8", errors="replace")
+
+
+def _named(coder: TextCoder, token: int) -> str:
+    """A token as the key of a table: bytes that are no text are spelled, so that no two meet."""
+    raw = coder.token_bytes(token)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _floored(value: float) -> float:
+    return max(value, -9999.0)
+
+
+def chat_logprobs(coder: TextCoder, scored: Sequence[Scored], num_top: int) -> dict[str, object]:
+    """The form of chats: ``content[{token, logprob, bytes, top_logprobs}]``."""
+
+    def entry(token: int, value: float) -> dict[str, object]:
+        raw = coder.token_bytes(token)
+        text = raw.decode("utf-8", errors="replace")
+        return {"token": text, "logprob": _floored(value), "bytes": list(raw)}
+
+    content = []
+    for each in scored:
+        assert each.scores is not None, "chats have no echo"
+        top = [entry(token, value) for token, value in each.scores.top[:num_top]]
+        content.append({**entry(each.token, each.scores.chosen), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def legacy_logprobs(
+    coder: TextCoder, scored: Sequence[Scored], num_top: int, *, offset: int
+) -> dict[str, object]:
+    """The form of completions: lists beside each other, null for the first token of a prompt.
+
+    ``offset``: characters of an echo.
+    """
+
+    def best(scores: LogProbs) -> dict[str, float]:
+        top = reversed(scores.top[:num_top])
+        return {_named(coder, token): _floored(value) for token, value in top}
+
+    scores = [each.scores for each in scored]
+    return {
+        "tokens": [_named(coder, each.token) for each in scored],
+        "token_logprobs": [None if each is None else _floored(each.chosen) for each in scores],
+        "top_logprobs": [None if each is None else best(each) for each in scores],
+        "text_offset": [max(0, offset + each.offset) for each in scored],
+    }

@@ -1,0 +1,119 @@
+"""Tells what a model thinks from what it answers, in text that comes in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tilewright.serve.output.stops import StopMatcher
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+def begins_in_reasoning(prompt: str) -> bool:
+    """Whether a rendered prompt ends inside an open think block."""
+    return prompt.rfind(OPEN) > prompt.rfind(CLOSE)
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """The next arguments of the call number ``index``; with its ``id`` and ``name`` it begins."""
+
+    index: int
+    arguments: str = ""
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer: what is thought, what is said, and what is called."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[CallPiece, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.calls)
+
+    @property
+    def is_content(self) -> bool:
+        """Whether something is said, and nothing else."""
+        return bool(self.content) and not self.reasoning and not self.calls
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Several pieces in a row as one."""
+    return Piece(
+        "".join(piece.reasoning for piece in pieces),
+        "".join(piece.content for piece in pieces),
+        tuple(call for piece in pieces for call in piece.calls),
+    )
+
+
+class ReasoningSplitter:
+    """Splits an answer at its think block; the parts are the same however the text is cut.
+
+    A block is read where the prompt has opened one (``is_open``), or where ``may_open`` and the
+    answer begins with its marker. White space around the block belongs to neither part.
+    """
+
+    __slots__ = ("_at_start", "_close", "_space", "_undecided")
+
+    def __init__(self, *, is_open: bool, may_open: bool = False) -> None:
+        self._close = StopMatcher((CLOSE,)) if is_open else None
+        self._undecided: str | None = "" if may_open and not is_open else None
+        self._at_start = is_open  # of a part that loses the white space at its start
+        self._space = ""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the text that comes next is part of the model's thoughts."""
+        return self._close is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that comes next is said, as it is."""
+        return self._close is None and self._undecided is None and not self._at_start
+
+    def push(self, text: str) -> Piece:
+        """Take the next ``text``; returns what is certain now to be thought, said or called."""
+        if self._undecided is not None:
+            begun = (self._undecided + text).lstrip()
+            if len(begun) < len(OPEN) and OPEN.startswith(begun):
+                self._undecided += text
+                return Piece()
+            text, self._undecided = self._undecided + text, None
+            if begun.startswith(OPEN):
+                self._close, self._at_start = StopMatcher((CLOSE,)), True
+                text = begun.removeprefix(OPEN)
+        if self._close is None:
+            return Piece(content=self._said(text))
+        thought = self._thought(self._close.push(text))
+        if self._close.found is None:
+            return Piece(thought)
+        rest, self._close, self._at_start = self._close.rest, None, True
+        return Piece(thought, self._said(rest))
+
+    def flush(self) -> Piece:
+        """What was held back, at the end of the answer."""
+        if self._undecided is not None:
+            text, self._undecided = self._undecided, None
+            return Piece(content=text)
+        return Piece() if self._close is None else Piece(self._thought(self._close.flush()))
+
+    def _thought(self, text: str) -> str:
+        """Strip white space at both ends of a thought: what may be the last of it is held back."""
+        whole = self._space + text
+        if self._at_start:
+            whole = whole.lstrip()
+        kept = whole.rstrip()
+        self._space = whole[len(kept) :]
+        self._at_start = self._at_start and not kept
+        return kept
+
+    def _said(self, text: str) -> str:
+        if self._at_start:
+            text = text.lstrip()
+            self._at_start = not text
+        return text

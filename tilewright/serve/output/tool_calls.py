@@ -1,0 +1,71 @@
+"""Calls in one answer as it comes: told from its content, numbered, named and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tilewright.serve.output.reasoning import CallPiece, Piece
+from tilewright.serve.tools.events import Argued, Called, Ended, Event, Said, ToolParser
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of a function; ``arguments``: JSON, as far as it has come."""
+
+    id: str
+    name: str
+    arguments: str = ""
+    is_whole: bool = False
+
+
+@dataclass(slots=True)
+class CallReader:
+    """A reader that takes the calls of functions out of one answer as it streams.
+
+    Attributes:
+        is_parallel: whether there may be several; else the answer is over behind the first.
+        calls: those found so far.
+    """
+
+    parser: ToolParser
+    new_id: Callable[[], str]
+    is_parallel: bool = True
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more is wanted of the answer."""
+        return not self.is_parallel and self.is_whole
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the answer has called something, and nothing by halves."""
+        return bool(self.calls) and self.calls[-1].is_whole
+
+    def push(self, text: str) -> Piece:
+        """What is certain now that ``text`` has come."""
+        return self._piece(self.parser.push(text))
+
+    def flush(self) -> Piece:
+        """What was held back, at the end of the answer."""
+        return self._piece(self.parser.flush())
+
+    def _piece(self, events: Sequence[Event]) -> Piece:
+        content, pieces = "", []
+        for event in events:
+            if self.is_full:
+                break
+            if isinstance(event, Said):
+                content += event.text
+            elif isinstance(event, Called):
+                self.calls.append(Call(self.new_id(), event.name))
+                call = self.calls[-1]
+                pieces.append(CallPiece(len(self.calls) - 1, id=call.id, name=call.name))
+            elif isinstance(event, Argued):
+                self.calls[-1].arguments += event.text
+                pieces.append(CallPiece(len(self.calls) - 1, event.text))
+            else:
+                assert isinstance(event, Ended), event
+                self.calls[-1].is_whole = True
+        return Piece(content=content, calls=tuple(pieces))

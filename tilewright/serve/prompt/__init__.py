@@ -1,0 +1,1 @@
+"""Prompt rendering, tokenization and constraints."""

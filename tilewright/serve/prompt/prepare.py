@@ -1,0 +1,209 @@
+"""From a checked request to what the engine is asked: token ids, and how tokens are chosen."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from tilewright.errors import RequestError
+from tilewright.runtime.grammar.spec import GrammarSpec
+from tilewright.runtime.messages import Ready
+from tilewright.runtime.sampling import SamplingParams
+from tilewright.serve.prompt.template import TemplateFacts
+from tilewright.serve.prompt.texts import TextCoder
+from tilewright.serve.tools.asked import ToolsAsked
+from tilewright.serve.web.errors import invalid, refuse
+from tilewright.serve.web.requests import Common, Message
+
+_CHARACTERS_A_TOKEN = 256
+"""The longest token of any vocabulary: a text longer than this for each position cannot fit."""
+
+_SEED_BITS = 63
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as text, where it came as text, and as ids."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked for one choice; ``grammar``: what it must be, None for any text."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    grammar: GrammarSpec | None = None
+
+
+def render_chat(
+    coder: TextCoder,
+    messages: Sequence[Message],
+    *,
+    facts: TemplateFacts,
+    tools: ToolsAsked | None = None,
+    variables: Mapping[str, object] | None = None,
+    continues: bool = False,
+    opens: bool = True,
+) -> str:
+    """A chat as the checkpoint's template writes it, of which ``facts`` are known.
+
+    ``continues``: the last message is not ended, and the answer goes on with it. ``opens``: the
+    answer's turn is begun.
+
+    Raises:
+        ApiError: 400 where there is no template, or it refuses these messages.
+    """
+    given = [_plain_message(message, at) for at, message in enumerate(messages)]
+    told = tools.given if tools is not None and facts.reads_tools else None
+    try:
+        plain = facts.messages(given, () if tools is None else tools.tools)
+        text = coder.apply_chat_template(
+            plain, opens and not continues, tools=told, variables=variables
+        )
+    except (RequestError, RecursionError) as error:
+        raise refuse(error, "template_error", "messages") from None
+    last = str(plain[-1].get("content") or "")
+    if not continues:
+        return text
+    if plain[-1]["role"] != "assistant" or not last.strip() or last.strip() not in text:
+        said = "continue_final_message: the last message is not text of the assistant"
+        raise invalid(said, "continue_final_message")
+    return text[: text.rindex(last.strip())] + last
+
+
+def _plain_message(message: Message, at: int) -> dict[str, Any]:
+    """A message as templates know them: the developer is the system, content is one text."""
+    found: dict[str, Any] = msgspec.to_builtins(message)
+    if message.role == "developer":
+        found["role"] = "system"
+    if isinstance(message.content, list):
+        found["content"] = "".join(_text_of(part, at) for part in message.content)
+    elif message.content is None:
+        if not message.tool_calls:
+            said = "a text, or a list of text parts; null only beside tool_calls"
+            raise invalid(f"messages[{at}].content: {said}", f"messages[{at}].content")
+        found["content"] = ""
+    if message.reasoning is not None:
+        found.setdefault("reasoning_content", message.reasoning)
+    return found
+
+
+def _text_of(part: Mapping[str, Any], at: int) -> str:
+    text = part.get("text")
+    if part.get("type", "text") != "text" or not isinstance(text, str):
+        where = f"messages[{at}].content"
+        raise invalid(f"{where}: a part of type {part.get('type')!r}; allowed: text", where)
+    return text
+
+
+def encode(coder: TextCoder, text: str, ready: Ready, *, add_special: bool) -> Prompt:
+    """Encode a text as token ids.
+
+    Raises:
+        ApiError: 400 for text that is not valid Unicode, or that cannot fit by its length alone.
+    """
+    if len(text) > _CHARACTERS_A_TOKEN * ready.max_positions:
+        raise _too_long(f"{len(text)} characters", ready)
+    try:
+        return Prompt(text, tuple(coder.encode(text, add_special)))
+    except RequestError as error:
+        raise refuse(error) from None
+
+
+def check_prompt(prompt: Prompt, ready: Ready, param: str) -> None:
+    """Refuse a prompt that is empty, does not fit, or has ids outside the vocabulary.
+
+    Raises:
+        ApiError: 400.
+    """
+    if not prompt.tokens:
+        raise invalid(f"{param}: no token; allowed: at least one", param)
+    if len(prompt.tokens) > ready.max_positions:
+        raise _too_long(f"{len(prompt.tokens)} tokens", ready)
+    if max(prompt.tokens) >= ready.vocab_size:
+        most = ready.vocab_size - 1
+        raise invalid(f"{param}: token {max(prompt.tokens)}; allowed: 0 to {most}", param)
+
+
+def _too_long(said: str, ready: Ready) -> Exception:
+    return invalid(
+        f"the prompt has {said}; allowed: {ready.max_positions} tokens, and at least one of "
+        "the answer behind them",
+        code="context_length_exceeded",
+    )
+
+
+def sampling_for(
+    request: Common,
+    prompt: Prompt,
+    ready: Ready,
+    coder: TextCoder,
+    *,
+    limit: int | None,
+    logprobs: int | None,
+    defaults: Mapping[str, float],
+    has_grammar: bool = False,
+    scores_prompt: bool = False,
+) -> SamplingParams:
+    """How an answer to ``prompt`` is chosen; a ``limit`` that does not fit is cut to what does.
+
+    ``has_grammar``: the model's end tokens count in any case, for they say that it is met.
+    ``scores_prompt``: ``logprobs`` are wanted of the prompt's tokens too.
+
+    Raises:
+        ApiError: 400 naming the parameter that is out of range.
+    """
+    left = ready.max_positions + 1 - len(prompt.tokens)
+    most = min(left, limit or left)
+    given = {name: getattr(request, name) for name in _PLAIN}
+    chosen = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    chosen["top_k"] = max(0, int(chosen.get("top_k", 0)))
+    seed = request.seed if request.seed is not None else secrets.randbits(_SEED_BITS)
+    min_tokens = request.min_tokens or 0
+    if limit is not None and min_tokens > limit:
+        raise invalid(f"min_tokens: {min_tokens}; allowed: 0 to {limit}", "min_tokens")
+    ends = () if request.ignore_eos and not has_grammar else coder.eos_ids
+    try:
+        return SamplingParams(
+            **chosen,
+            logit_bias=_bias(request.logit_bias or {}, ready.vocab_size),
+            seed=seed,
+            max_tokens=most,
+            min_tokens=min(min_tokens, most),
+            end_tokens=tuple(dict.fromkeys((*ends, *_stop_ids(request, ready)))),
+            logprobs=logprobs,
+            prompt_logprobs=logprobs if scores_prompt else None,
+        )
+    except RequestError as error:
+        raise refuse(error) from None
+
+
+_PLAIN = (
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
+
+
+def _stop_ids(request: Common, ready: Ready) -> tuple[int, ...]:
+    for token in request.stop_token_ids or ():
+        if token >= ready.vocab_size:
+            most = ready.vocab_size - 1
+            raise invalid(f"stop_token_ids: {token}; allowed: 0 to {most}", "stop_token_ids")
+    return tuple(request.stop_token_ids or ())
+
+
+def _bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    found = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < vocab_size):
+            said = f"logit_bias: token {key[:20]!r}; allowed: 0 to {vocab_size - 1}"
+            raise invalid(said, "logit_bias")
+        found[int(key)] = value
+    return tuple(found.items())

@@ -1,0 +1,245 @@
+"""What a checkpoint's chat template reads, found by rendering probes; messages made to fit it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+
+from tilewright.errors import RequestError
+from tilewright.serve.prompt.texts import TextCoder
+from tilewright.serve.tools.base import Call, ToolFormat, result_message
+from tilewright.serve.tools.formats.table import FORMATS, format_of
+from tilewright.serve.tools.shapes import Tool
+from tilewright.serve.web.errors import invalid
+
+Message: TypeAlias = dict[str, Any]
+
+_ASK = {"role": "user", "content": "probe"}
+_TOOL = "probe_tool"
+_ID = "probe0id1"  # some templates want nine letters and digits
+_DECLARED = {
+    "type": "function",
+    "function": {
+        "name": _TOOL,
+        "description": "d",
+        "parameters": {
+            "type": "object",
+            "properties": {"probe_key": {"type": "string", "description": "d"}},
+            "required": ["probe_key"],
+        },
+    },
+}
+_VARIABLES: dict[str, tuple[object, object]] = {
+    "enable_thinking": (True, False),
+    "thinking": (True, False),
+    "reasoning_effort": ("low", "high"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """How to speak to a chat template.
+
+    Attributes:
+        reads_tools: whether it tells the model of tools.
+        tools_in_system: whether it does so as part of the system message.
+        writes_calls: whether it writes calls of earlier turns.
+        wants_objects: whether it takes their arguments as objects, not as JSON text.
+        variables: which of those known here change what it writes.
+        format: how the model calls functions; None where that is not known.
+    """
+
+    reads_tools: bool = False
+    tools_in_system: bool = False
+    writes_calls: bool = False
+    wants_objects: bool = True
+    variables: tuple[str, ...] = ()
+    format: ToolFormat | None = None
+
+    def checked_format(self) -> ToolFormat:
+        """Find the format in which this model writes calls, and refuse one it cannot write.
+
+        Raises:
+            ApiError: 400 where the template knows no tools, or nothing of how they are called.
+        """
+        if self.format is None:
+            said = "how it writes calls is not known" if self.reads_tools else "it reads no tools"
+            raise invalid(
+                f"tools: the chat template is in the way, {said}; allowed: none, or those of a "
+                f"server started with --tool-format {'|'.join(FORMATS)}",
+                "tools",
+                "unsupported",
+            )
+        return self.format
+
+    def messages(self, given: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+        """The messages as the template can write them.
+
+        Raises:
+            ApiError: 400 for calls of earlier turns that it would leave out.
+        """
+        names: dict[str, str] = {}
+        found = [self._prepared(message, names) for message in given]
+        if not self.writes_calls:
+            found = self._spelled(found)
+        if tools and self.tools_in_system:
+            found = _in_system(found, "", tools=json.dumps(_declared(tools), ensure_ascii=False))
+        elif tools and not self.reads_tools:
+            found = _in_system(found, self.checked_format().instruction(tools))
+        return found
+
+    def _prepared(self, message: Message, names: dict[str, str]) -> Message:
+        """Calls with ids and arguments as templates take them, results with their function's name.
+
+        ``names``: of the calls so far, by their ids.
+        """
+        known_id = self.format.known_id if self.format is not None else str
+        if message["role"] == "tool":
+            given = str(message.get("tool_call_id", ""))
+            named = {"name": names[given]} if given in names else {}
+            return {**named, **message, "tool_call_id": known_id(given)}
+        if "tool_calls" not in message:
+            return message
+        calls = []
+        for call in message["tool_calls"]:
+            given = str(call.get("id", ""))
+            names[given] = _name(call)
+            calls.append({**_with_arguments(call, self.wants_objects), "id": known_id(given)})
+        kept = {key: value for key, value in message.items() if key != "tool_calls"}
+        return {**kept, "tool_calls": calls} if calls else kept
+
+    def _spelled(self, messages: Sequence[Message]) -> list[Message]:
+        """Calls as text of the assistant, results as text of the user; neighbours are joined."""
+        found: list[Message] = []
+        is_result = False
+        for at, message in enumerate(messages):
+            was_result, is_result = is_result, message["role"] == "tool"
+            if message.get("tool_calls"):
+                if self.format is None:
+                    where = f"messages[{at}].tool_calls"
+                    said = "the chat template writes none; allowed: a server with --tool-format"
+                    raise invalid(f"{where}: {said}", where, "unsupported")
+                calls = [_call(call) for call in message["tool_calls"]]
+                texts = [message.get("content") or "", self.format.write(calls)]
+                kept = {key: value for key, value in message.items() if key != "tool_calls"}
+                found.append({**kept, "content": "\n".join(filter(None, texts))})
+            elif is_result and self.format is not None:
+                text = result_message(message.get("content") or "")
+                if was_result:
+                    found[-1] = {"role": "user", "content": f"{found[-1]['content']}\n{text}"}
+                else:
+                    found.append({"role": "user", "content": text})
+            else:
+                found.append(message)
+        return found
+
+
+def read_template(coder: TextCoder, tool_format: str | None) -> TemplateFacts:
+    """Find out what a template reads; ``tool_format`` names a format instead of its marks."""
+    source = coder.chat_template
+    forced = FORMATS[tool_format] if tool_format is not None else None
+    if source is None:
+        return TemplateFacts(format=forced)
+    system = {"role": "system", "content": "s", "tools": json.dumps([_DECLARED])}
+    in_system = _TOOL in _render(coder, [system, _ASK])
+    reads = any(
+        _TOOL in _render(coder, messages, tools=[_DECLARED])
+        for messages in ([_ASK], [{"role": "system", "content": "s"}, _ASK])
+    )
+    objects, texts = (_render(coder, _called(as_object)) for as_object in (True, False))
+    has_objects = _is_written(objects) and "{'probe_key'" not in objects
+    changing = []
+    for name, values in _VARIABLES.items():
+        one, other = (_render(coder, [_ASK], variables={name: value}) for value in values)
+        if one != other:
+            changing.append(name)
+    found = format_of(source) if reads or in_system else None
+    return TemplateFacts(
+        reads_tools=reads or in_system,
+        tools_in_system=in_system and not reads,
+        writes_calls=has_objects or _is_written(texts),
+        wants_objects=has_objects or not _is_written(texts),
+        variables=tuple(changing),
+        format=forced or found,
+    )
+
+
+def _render(
+    coder: TextCoder,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, object] | None = None,
+) -> str:
+    """A probe's text; empty where the template refuses it."""
+    try:
+        return coder.apply_chat_template(messages, True, tools=tools, variables=variables)
+    except (RequestError, RecursionError):
+        return ""
+
+
+def _called(as_object: bool) -> list[Message]:
+    given: Any = {"probe_key": "probe_value"}
+    function = {"name": "probe_call", "arguments": given if as_object else json.dumps(given)}
+    call = {"id": _ID, "type": "function", "function": function}
+    return [
+        _ASK,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "r", "tool_call_id": _ID, "name": "probe_call"},
+    ]
+
+
+def _is_written(text: str) -> bool:
+    return "probe_call" in text and "probe_key" in text and "probe_value" in text
+
+
+def _with_arguments(call: Mapping[str, Any], as_object: bool) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return dict(call)
+    given = function.get("arguments")
+    if as_object and isinstance(given, str):
+        given = _decoded(given)
+    elif not as_object and given is not None and not isinstance(given, str):
+        given = json.dumps(given, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": given}}
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return text
+
+
+def _name(call: Mapping[str, Any]) -> str:
+    function = call.get("function")
+    return str(function.get("name", "")) if isinstance(function, dict) else ""
+
+
+def _call(call: Mapping[str, Any]) -> Call:
+    """A call of an earlier turn as formats write it; arguments that are no object are left out."""
+    function = call.get("function")
+    given = function.get("arguments") if isinstance(function, dict) else None
+    given = _decoded(given) if isinstance(given, str) else given
+    return _name(call), given if isinstance(given, dict) else {}
+
+
+def _declared(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    return [
+        {"name": tool.name, "description": tool.description, "parameters": tool.schema}
+        for tool in tools
+    ]
+
+
+def _in_system(messages: Sequence[Message], text: str, **keys: str) -> list[Message]:
+    """The messages with more in the system's, which is made where there is none."""
+    first = messages[0]
+    if first["role"] != "system":
+        return [{"role": "system", "content": text, **keys}, *messages]
+    content = "\n\n".join(filter(None, (first["content"], text)))
+    return [{**first, "content": content, **keys}, *messages[1:]]

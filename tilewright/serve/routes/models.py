@@ -1,0 +1,118 @@
+"""What is served: the model, its limits and its tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from tilewright.serve.front import Front
+from tilewright.serve.output.choice import token_text
+from tilewright.serve.web.errors import ApiError
+from tilewright.serve.web.http_io import FRONT, Route, json_response
+from tilewright.serve.web.requests import MAX_PROMPTS, MAX_STOPS
+from tilewright.serve.web.settings import MAX_BODY
+
+_FACTS = ("parameters", "precision", "target", "weights", "device")
+_PROMISES = {
+    "rows": "the same request, seed and fingerprint have the same tokens, whatever runs beside",
+    "batch": "the same, where its prompt was cut into the same cells",
+    "none": "tokens are the same up to rounding: where a prompt is cut depends on measured times",
+}
+
+
+async def _models(request: web.Request) -> web.Response:
+    front = request.app[FRONT]
+    ready, _ = front.up()
+    return json_response(
+        {"object": "list", "data": [_card(front, name) for name in front.names(ready)]}
+    )
+
+
+async def _model(request: web.Request) -> web.Response:
+    front = request.app[FRONT]
+    ready, _ = front.up()
+    name = request.match_info["id"]
+    if name not in front.names(ready):
+        known = ", ".join(front.names(ready))
+        said = f"model {name[:100]!r}; allowed: {known}"
+        raise ApiError(404, "model_not_found", said, param="model")
+    return json_response(_card(front, name))
+
+
+def _card(front: Front, name: str) -> dict[str, Any]:
+    ready, _ = front.up()
+    facts: dict[str, Any] = {key: ready.facts.get(key) for key in _FACTS}
+    if facts["parameters"] is not None:
+        facts["parameters"] = int(facts["parameters"])
+    return {
+        "id": name,
+        "object": "model",
+        "created": front.created,
+        "owned_by": "tilewright",
+        "root": ready.facts.get("name"),
+        "max_model_len": ready.max_positions,
+        "meta": facts,
+    }
+
+
+async def _props(request: web.Request) -> web.Response:
+    front = request.app[FRONT]
+    ready, coder = front.up()
+    defaults = {"temperature": 0.0, "top_p": 1.0, **front.defaults}
+    return json_response(
+        {
+            "model": front.names(ready)[0],
+            "system_fingerprint": front.fingerprint,
+            "total_slots": ready.max_seats,
+            "replicas": len(front.client.engines),
+            "max_model_len": ready.max_positions,
+            "num_pages": ready.num_pages,
+            "page_size": ready.page_size,
+            "num_snapshots": ready.num_snapshots,
+            "cell": ready.cell,
+            "arithmetic": ready.facts.get("arithmetic"),
+            "invariant": ready.invariant,
+            "determinism": _PROMISES[ready.invariant],
+            "facts": ready.facts,
+            "chat_template": coder.chat_template,
+            "chat_template_reads": {
+                "tools": front.template.reads_tools,
+                "tool_calls": front.template.writes_calls,
+                "variables": front.template.variables,
+            },
+            "tool_format": front.template.format.name if front.template.format else None,
+            "template_variables": dict(front.settings.template_variables),
+            "default_generation_settings": defaults,
+            "limits": {
+                "max_body": MAX_BODY,
+                "max_queue": front.settings.max_queue,
+                "queue_timeout": front.settings.queue_timeout,
+                "max_connections": front.settings.max_connections,
+                "max_stops": MAX_STOPS,
+                "max_prompts": MAX_PROMPTS,
+            },
+        }
+    )
+
+
+async def _tokenizer_info(request: web.Request) -> web.Response:
+    _, coder = request.app[FRONT].up()
+    ends = [token_text(coder, token) for token in coder.eos_ids]
+    return json_response(
+        {
+            "eos_token": ends[0] if ends else None,
+            "eos_token_ids": coder.eos_ids,
+            "bos_token": None if coder.bos_id is None else token_text(coder, coder.bos_id),
+            "vocab_size": coder.vocab_size,
+            "chat_template": coder.chat_template,
+        }
+    )
+
+
+ROUTES: list[Route] = [
+    ("GET", "/v1/models", _models),
+    ("GET", "/v1/models/{id:.+}", _model),
+    ("GET", "/props", _props),
+    ("GET", "/tokenizer_info", _tokenizer_info),
+]

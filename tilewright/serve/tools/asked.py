@@ -1,0 +1,130 @@
+"""The functions that a request declares, and which of them it wants called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from tilewright.serve.tools.shapes import Tool
+from tilewright.serve.web.errors import invalid, unsupported
+
+MAX_TOOLS = 1024
+MAX_DEPTH = 100
+_T = TypeVar("_T")
+_CHOICES = ("none", "auto", "required")
+
+
+class _Function(Struct):
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Tool(Struct):
+    type: Literal["function"]
+    function: _Function
+
+
+class _Name(Struct):
+    name: str
+
+
+class _Choice(Struct):
+    type: Literal["function"]
+    function: _Name
+
+
+@dataclass(frozen=True, slots=True)
+class ToolsAsked:
+    """What a request says of tools: which there are, and which must be called.
+
+    Attributes:
+        tools: what may be called.
+        given: the same as templates are told of them: as the client wrote them.
+        must_call: whether the answer has to be a call.
+        only: the one function that it has to call, or None.
+        is_parallel: whether one answer may hold several calls.
+    """
+
+    tools: tuple[Tool, ...]
+    given: Sequence[Mapping[str, Any]]
+    must_call: bool = False
+    only: str | None = None
+    is_parallel: bool = True
+
+
+def read_tools(
+    given: Sequence[Mapping[str, Any]] | None,
+    choice: str | Mapping[str, Any] | None = None,
+    is_parallel: bool | None = None,
+) -> ToolsAsked | None:
+    """A request's ``tools``, ``tool_choice`` and ``parallel_tool_calls``; None: nothing is called.
+
+    Raises:
+        ApiError: 400 naming what is not allowed.
+    """
+    tools = _tools(given or ())
+    only = None
+    if isinstance(choice, str) and choice not in _CHOICES:
+        said = f"tool_choice {choice[:100]!r}; allowed: {', '.join(_CHOICES)}, or a function"
+        raise invalid(said, "tool_choice")
+    if isinstance(choice, Mapping):
+        if choice.get("type") == "allowed_tools":
+            raise unsupported("tool_choice", "allowed_tools; allowed: fewer tools")
+        only = _convert(choice, _Choice, "tool_choice").function.name
+        if only not in {tool.name for tool in tools}:
+            said = f"tool_choice: function {only[:100]!r}; allowed: one of tools"
+            raise invalid(said, "tool_choice")
+    if choice == "required" and not tools:
+        raise invalid("tool_choice required; allowed: only with tools", "tool_choice")
+    if not tools or choice == "none":
+        return None
+    must_call = only is not None or choice == "required"
+    return ToolsAsked(tools, given or (), must_call, only, is_parallel is not False)
+
+
+def _tools(given: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
+    if len(given) > MAX_TOOLS:
+        raise invalid(f"tools: {len(given)}; allowed: up to {MAX_TOOLS}", "tools")
+    found: dict[str, Tool] = {}
+    for at, each in enumerate(given):
+        function = _convert(each, _Tool, f"tools[{at}]").function
+        if function.name in found:
+            where = f"tools[{at}].function.name"
+            raise invalid(f"{where}: {function.name!r} is there twice", where)
+        if _is_deep(function.parameters):
+            where = f"tools[{at}].function.parameters"
+            raise invalid(f"{where}: nested too deep; allowed: {MAX_DEPTH} levels", where)
+        found[function.name] = Tool(
+            function.name,
+            function.description or "",
+            function.parameters or {},
+            bool(function.strict),
+        )
+    return tuple(found.values())
+
+
+def _is_deep(schema: object) -> bool:
+    """Whether a schema has more levels than what reads it can go down."""
+    level = [schema]
+    for _ in range(MAX_DEPTH):
+        inner: list[object] = []
+        for each in level:
+            inner += each.values() if isinstance(each, dict) else []
+            inner += each if isinstance(each, list) else []
+        level = inner
+    return bool(level)
+
+
+def _convert(value: object, kind: type[_T], where: str) -> _T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        said, _, place = str(error).partition(" - at `$")
+        param = where + place.rstrip("`")
+        raise invalid(f"{param}: {said}", param) from None

@@ -1,0 +1,264 @@
+"""Gemma: calls as Python, ``[f(a=1), g(b="x")]`` as the whole answer or in a fence of tool_code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from enum import Enum, auto
+
+from tilewright.serve.tools.base import Call, ToolFormat, ToShape, listed
+from tilewright.serve.tools.events import (
+    SPACE,
+    Argued,
+    Called,
+    Ended,
+    Event,
+    Said,
+    ToolParser,
+)
+from tilewright.serve.tools.json_calls import merged
+from tilewright.serve.tools.literals import json_of
+from tilewright.serve.tools.schema import properties
+from tilewright.serve.tools.shapes import (
+    Shape,
+    Tool,
+    any_call,
+    is_needed,
+    list_of_calls,
+    property_term,
+    quoted,
+)
+
+_FENCE, _CLOSE = "```tool_code", "```"
+_PAIRS = {")": "(", "]": "[", "}": "{"}
+
+
+class _Literal:
+    """Collects one value up to the comma or parenthesis behind it."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self._open: list[str] = []
+        self._quote = ""  # of the string at hand: one or three
+        self._run = ""  # quotes in a row that may open or close one of three
+        self._is_escaped = False
+
+    def ends_at(self, character: str) -> bool:
+        """Take a character, unless it ends the value."""
+        if self._run and not self._quote and character != self._run[0]:
+            # one quote has opened a string, two were an empty one
+            self._quote, self._run = (self._run if len(self._run) == 1 else ""), ""
+        if not self._quote and not self._run and not self._open and character in ",)":
+            return True
+        self.text.append(character)
+        if self._quote:
+            self._within(character)
+        elif character in "\"'":
+            self._run += character
+            if len(self._run) == 3:
+                self._quote, self._run = self._run, ""
+        elif character in "([{":
+            self._open.append(character)
+        elif self._open and _PAIRS.get(character) == self._open[-1]:
+            self._open.pop()
+        return False
+
+    def cut_short(self) -> str:
+        """The JSON of what has come, where the text ends within the value."""
+        text = "".join(self.text).strip(SPACE)
+        if self._open:
+            return text
+        if self._run and not self._quote:
+            return '"'
+        whole = json_of(text.removesuffix("\\" * self._is_escaped) + self._quote)
+        return whole[:-1] if whole.startswith('"') else whole
+
+    def _within(self, character: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif character == "\\":
+            self._is_escaped, self._run = True, ""
+        elif character == self._quote[0]:
+            self._run += character
+            if len(self._run) == len(self._quote):
+                self._quote = self._run = ""
+        else:
+            self._run = ""
+
+
+class _State(Enum):
+    OPENED = auto()  # a list or a name
+    NAME = auto()
+    KEY = auto()
+    VALUE = auto()
+    BEHIND = auto()  # a call
+    CLOSING = auto()  # the list has ended
+    OVER = auto()
+
+
+class _Region:
+    """See `Region`; only what is ``known`` is called, for any list or Python may stand there."""
+
+    def __init__(self, known: Collection[str], marker: str) -> None:
+        self.is_call = False
+        self.rest: str | None = None
+        self._known, self._is_fenced = known, bool(marker)
+        self._state = _State.OPENED
+        self._in_list = False
+        self._held = ""  # of a name, a key or the closing fence
+        self._raw: list[str] = []  # since the last call
+        self._name = ""
+        self._num_given = -1  # arguments of the call at hand; -1: it is not said yet
+        self._value = _Literal()
+
+    def push(self, text: str) -> list[Event]:
+        """See `Region`."""
+        found: list[Event] = []
+        for at, character in enumerate(text):
+            self._raw.append(character)
+            if not self._step(character, found):
+                raw = "".join(self._raw[:-1]) if self.is_call else ""
+                self.rest = raw + text[at:]
+                break
+        else:
+            self.rest = "" if self._state is _State.OVER else None
+        return merged(found)
+
+    def flush(self) -> list[Event]:
+        """See `Region`."""
+        if not self.is_call:
+            return []
+        if self._num_given < 0:
+            raw = "".join(self._raw).strip(SPACE)
+            return [Said(raw)] if raw else []
+        if self._state is not _State.VALUE or not self._value.text:
+            return []
+        return [Argued(self._value.cut_short())]
+
+    def _step(self, character: str, found: list[Event]) -> bool:
+        """Take a character; False where the region has ended before it."""
+        if self._state is _State.VALUE:
+            if self._value.ends_at(character):
+                found.append(Argued(json_of("".join(self._value.text))))
+                self._state = _State.KEY
+                return character == "," or self._end(found)
+            return True
+        if self._state is _State.NAME:
+            return self._read_name(character)
+        if self._state is _State.KEY:
+            return self._read_key(character, found)
+        return self._state is not _State.OVER and self._outside(character)
+
+    def _outside(self, character: str) -> bool:
+        """Before, between and behind calls."""
+        if self._held:  # a part of the fence
+            self._held += character
+            if self._held == _CLOSE:
+                self._state, self._held, self._raw = _State.OVER, "", []
+            return character == "`"
+        if self._is_fenced and character == "`":
+            self._held = character
+            return True
+        if character in SPACE:
+            return True
+        if self._state is _State.OPENED and character == "[" and not self._in_list:
+            self._in_list = True
+        elif self._state is _State.BEHIND and character == "]" and self._in_list:
+            self._state, self._raw = _State.CLOSING, []
+        elif self._state is _State.BEHIND and character == "," and self._in_list:
+            self._state = _State.OPENED
+        elif _is_part(character) and (
+            self._state is _State.OPENED or (self._state is _State.BEHIND and not self._in_list)
+        ):
+            self._state, self._held = _State.NAME, character
+        else:
+            return False
+        return True
+
+    def _read_name(self, character: str) -> bool:
+        if character == "(" and self._held in self._known:
+            self._name, self._held, self._state = self._held, "", _State.KEY
+            self._num_given = -1
+            return True
+        self._held += character
+        return _is_part(character)
+
+    def _read_key(self, character: str, found: list[Event]) -> bool:
+        if character == ")" and not self._held:
+            return self._end(found)
+        if character == "=" and self._held.strip(SPACE).isidentifier():
+            key, self._held = self._held.strip(SPACE), ""
+            self._say(found)
+            found.append(Argued(f"{', ' if self._num_given else '{'}{json.dumps(key)}: "))
+            self._num_given += 1
+            self._state, self._value = _State.VALUE, _Literal()
+            return True
+        if self._held or character not in SPACE:
+            self._held += character
+        if _is_part(character) or character in SPACE:
+            return True
+        if self._num_given >= 0:  # no argument that can be named: the call ends here
+            held = self._held
+            self._end(found)
+            self._raw = list(held)
+        return False
+
+    def _say(self, found: list[Event]) -> None:
+        if self._num_given < 0:
+            self._num_given, self.is_call = 0, True
+            found.append(Called(self._name))
+
+    def _end(self, found: list[Event]) -> bool:
+        self._say(found)
+        found += [Argued("}" if self._num_given else "{}"), Ended()]
+        self._state, self._num_given = _State.BEHIND, -1
+        self._raw, self._held = [], ""
+        return True
+
+
+def _is_part(character: str) -> bool:
+    """Whether a name may have it."""
+    return character.isalnum() or character in "_.-"
+
+
+def _parser(tools: Sequence[Tool]) -> ToolParser:
+    known = frozenset(tool.name for tool in tools)
+    return ToolParser((_FENCE,), lambda marker: _Region(known, marker), first="[")
+
+
+def _instruction(tools: Sequence[Tool]) -> str:
+    return (
+        f"You may call these functions:\n{listed(tools)}\nTo call some, answer with a Python list "
+        "of calls with named arguments and nothing else, as [f(a=1), g(b='x')]."
+    )
+
+
+def _write(calls: Sequence[Call]) -> str:
+    texts = []
+    for name, given in calls:
+        pairs = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items()]
+        texts.append(f"{name}({', '.join(pairs)})")
+    return f"[{', '.join(texts)}]"
+
+
+def _shape(given: ToShape) -> Shape:
+    rules = [any_call(given.tools)]
+    for at, tool in enumerate(given.tools):
+        rules.append(f'call_{at}: {quoted(f"{tool.name}(")} first_{at}_0 ")"')
+        rules += _argument_rules(tool, at)
+    return Shape("", (f"region: {list_of_calls(given.is_parallel)}", *rules), first="[")
+
+
+def _argument_rules(tool: Tool, at: int) -> list[str]:
+    """``first_AT_N`` and ``more_AT_N``: arguments from the Nth on, without and with a comma."""
+    rules = []
+    given = [(key, each) for key, each in properties(tool.schema).items() if key.isidentifier()]
+    for place, (key, schema) in enumerate(given):
+        value = f"{property_term(tool, schema)} more_{at}_{place + 1}"
+        for state, comma in (("first", ""), ("more", ", ")):
+            skipped = "" if is_needed(tool, key) else f" | {state}_{at}_{place + 1}"
+            rules.append(f"{state}_{at}_{place}: {quoted(f'{comma}{key}=')} {value}{skipped}")
+    return [*rules, f'first_{at}_{len(given)}: ""', f'more_{at}_{len(given)}: ""']
+
+
+GEMMA = ToolFormat("gemma", ("func_name1(", _FENCE), _parser, _instruction, _write, _shape)

@@ -1,0 +1,44 @@
+"""Hermes, as Qwen and SmolLM2 write it: ``<tool_call>{"name": ..., "arguments": ...}``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from tilewright.serve.tools.base import Call, ToolFormat, ToShape, listed
+from tilewright.serve.tools.events import ToolParser
+from tilewright.serve.tools.json_calls import JsonRegion
+from tilewright.serve.tools.shapes import Shape, Tool, list_of_calls, object_rules
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+def _parser(tools: Sequence[Tool]) -> ToolParser:
+    return ToolParser((_OPEN,), lambda marker: JsonRegion(_CLOSE))
+
+
+def _instruction(tools: Sequence[Tool]) -> str:
+    return (
+        f"You may call these functions:\n<tools>\n{listed(tools)}\n</tools>\nTo call one, answer "
+        f'with {_OPEN}\n{{"name": its name, "arguments": an object}}\n{_CLOSE}, once for each call.'
+    )
+
+
+def _write(calls: Sequence[Call]) -> str:
+    texts = [
+        json.dumps({"name": name, "arguments": given}, ensure_ascii=False) for name, given in calls
+    ]
+    return "\n".join(f"{_OPEN}\n{text}\n{_CLOSE}" for text in texts)
+
+
+def _shape(given: ToShape) -> Shape:
+    rules, close = object_rules(given.tools, "arguments"), given.term(_CLOSE)
+    if f"{_OPEN}[" in given.template:
+        listed_calls = list_of_calls(given.is_parallel)
+        return Shape(_OPEN, (f'region: {listed_calls} "\\n"? {close}', *rules))
+    return Shape(_OPEN, (f'region: "\\n"? call "\\n" {close}', *rules), repeats=True)
+
+
+HERMES = ToolFormat(
+    "hermes", (_OPEN,), _parser, _instruction, _write, _shape, tokens=(_OPEN, _CLOSE)
+)

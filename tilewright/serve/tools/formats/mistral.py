@@ -1,0 +1,158 @@
+"""Mistral: ``[TOOL_CALLS]`` before a list of JSON, or before ``name[ARGS]{...}``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import string
+from collections.abc import Collection, Sequence
+
+from tilewright.serve.tools.base import Call, ToolFormat, ToShape, listed
+from tilewright.serve.tools.events import (
+    SPACE,
+    Argued,
+    Called,
+    Ended,
+    Event,
+    Region,
+    ToolParser,
+)
+from tilewright.serve.tools.json_calls import JsonRegion, is_name, merged
+from tilewright.serve.tools.json_scanner import JsonScanner, escaped
+from tilewright.serve.tools.shapes import (
+    Shape,
+    Tool,
+    any_call,
+    arguments_term,
+    list_of_calls,
+    object_rules,
+    quoted,
+)
+
+_OPEN, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_LETTERS = string.ascii_letters + string.digits
+_ID_LENGTH = 9
+
+
+class _NamedRegion:
+    """A region that is either JSON or a name and its arguments, which the first character tells.
+
+    Without ``[ARGS]`` behind it, only what is ``known`` is a name.
+    """
+
+    def __init__(self, known: Collection[str]) -> None:
+        self._known = known
+        self.is_call = False
+        self.rest: str | None = None
+        self._inner: JsonRegion | None = None
+        self._head = ""
+        self._scanner: JsonScanner | None = None  # of the arguments
+        self._is_broken = False
+
+    def push(self, text: str) -> list[Event]:
+        """See `Region`."""
+        found: list[Event] = []
+        for at, character in enumerate(text):
+            if self._inner is None and not self._head and character in "[{":
+                self._inner = JsonRegion()
+            if self._inner is not None:
+                found = self._inner.push(text[at:])
+                self.is_call, self.rest = self._inner.is_call, self._inner.rest
+                return found
+            if not self._step(character, found):
+                self.rest = text[at:]
+                break
+        return merged(found)
+
+    def flush(self) -> list[Event]:
+        """See `Region`."""
+        if self._inner is None:
+            return []
+        found = self._inner.flush()
+        self.is_call = self._inner.is_call
+        return found
+
+    def _step(self, character: str, found: list[Event]) -> bool:
+        scanner = self._scanner
+        if scanner is None:
+            return self._name(character, found)
+        if scanner.is_done:
+            return False
+        was = scanner.at
+        self._is_broken = self._is_broken or not scanner.step(character)
+        found.append(Argued(character if self._is_broken else escaped(character, was)))
+        if scanner.is_done:
+            found.append(Ended())
+        return True
+
+    def _name(self, character: str, found: list[Event]) -> bool:
+        """The name and its markers, up to the brace of the arguments."""
+        if character != "{":
+            self._head += character if self._head else character.lstrip(SPACE)
+            # a name, and the name of the call
+            return len(self._head) < 400 and character not in "}\n"
+        name, _, between = self._head.partition("[")
+        name = name.strip(SPACE)
+        if not is_name(name) or not (between or name in self._known):
+            return False
+        if " " in name or (between and not f"[{between}".endswith(_ARGS)):
+            return False
+        self.is_call = True
+        self._scanner = JsonScanner()
+        found.append(Called(name))
+        return self._step(character, found)
+
+
+def _parser(tools: Sequence[Tool]) -> ToolParser:
+    known = frozenset(tool.name for tool in tools)
+
+    def region(marker: str) -> Region:
+        return _NamedRegion(known)
+
+    return ToolParser((_OPEN,), region)
+
+
+def _instruction(tools: Sequence[Tool]) -> str:
+    return (
+        f"You may call these functions:\n[AVAILABLE_TOOLS]{listed(tools)}[/AVAILABLE_TOOLS]\n"
+        f'To call some, answer with {_OPEN}[{{"name": a name, "arguments": an object}}].'
+    )
+
+
+def _write(calls: Sequence[Call]) -> str:
+    texts = [{"name": name, "arguments": given} for name, given in calls]
+    return _OPEN + json.dumps(texts, ensure_ascii=False)
+
+
+def _shape(given: ToShape) -> Shape:
+    if _ARGS not in given.template:
+        calls = list_of_calls(given.is_parallel)
+        return Shape(_OPEN, (f'region: " "? {calls}', *object_rules(given.tools, "arguments")))
+    rules = ["region: call", any_call(given.tools)]
+    for at, tool in enumerate(given.tools):
+        rules.append(f"call_{at}: {quoted(tool.name)} {given.term(_ARGS)} {arguments_term(tool)}")
+    return Shape(_OPEN, tuple(rules), repeats=True)
+
+
+def _new_id() -> str:
+    return "".join(secrets.choice(_LETTERS) for _ in range(_ID_LENGTH))
+
+
+def _known_id(given: str) -> str:
+    if len(given) == _ID_LENGTH and given.isascii() and given.isalnum():
+        return given
+    return hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()[:_ID_LENGTH]
+
+
+MISTRAL = ToolFormat(
+    "mistral",
+    (_OPEN,),
+    _parser,
+    _instruction,
+    _write,
+    _shape,
+    tokens=(_OPEN, _ARGS, _ID),
+    new_id=_new_id,
+    known_id=_known_id,
+)

@@ -1,0 +1,246 @@
+"""Qwen3-Coder and Qwen3.5: calls as XML, values as plain text read by the function's schema.
+
+``<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>``
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+
+from tilewright.serve.output.stops import StopMatcher
+from tilewright.serve.tools.base import Call, ToolFormat, ToShape, listed
+from tilewright.serve.tools.events import (
+    SPACE,
+    Argued,
+    Called,
+    Ended,
+    Event,
+    Said,
+    ToolParser,
+)
+from tilewright.serve.tools.json_calls import is_name, merged
+from tilewright.serve.tools.schema import kinds, parameters, properties, value_of
+from tilewright.serve.tools.shapes import (
+    Shape,
+    Tool,
+    any_call,
+    is_needed,
+    property_term,
+    quoted,
+)
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_FUNCTION, _PARAMETER = "<function=", "<parameter="
+_END_PARAMETER, _END_FUNCTION = "</parameter>", "</function>"
+_ENDS = (f"\n{_END_PARAMETER}", _END_PARAMETER, f"\n{_PARAMETER}", f"\n{_END_FUNCTION}")
+_STRING = frozenset(("string",))
+_Kinds = Mapping[str, frozenset[str]]
+
+
+class _State(Enum):
+    OPENED = auto()  # a function is expected
+    NAME = auto()
+    INSIDE = auto()  # a parameter, or the function's end
+    KEY = auto()
+    VALUE = auto()
+    CLOSED = auto()  # another function, or the region's end
+    OVER = auto()
+
+
+_TAGS = {
+    _State.OPENED: {_FUNCTION: _State.NAME},
+    _State.INSIDE: {_PARAMETER: _State.KEY, _END_FUNCTION: _State.CLOSED},
+    _State.CLOSED: {_FUNCTION: _State.NAME, _CLOSE: _State.OVER},
+}
+
+
+class _Region:
+    """One ``<tool_call>``; see `Region`. ``known``: the parameters' kinds by function."""
+
+    def __init__(self, known: Mapping[str, _Kinds], marker: str) -> None:
+        self.is_call = False
+        self.rest: str | None = None
+        self._known = known
+        self._state = _State.NAME if marker == _FUNCTION else _State.OPENED
+        self._held = ""  # a tag's beginning, or a name
+        self._kinds: _Kinds = {}
+        self._num_given = 0
+        self._value = _Value(frozenset())
+
+    def push(self, text: str) -> list[Event]:
+        """See `Region`."""
+        found: list[Event] = []
+        while text and self.rest is None:
+            if self._state is _State.VALUE:
+                text = self._read_value(text, found)
+            else:
+                self._step(text[0], text[1:], found)
+                text = text[1:]
+        return merged(found)
+
+    def flush(self) -> list[Event]:
+        """See `Region`."""
+        if not self.is_call:
+            return []
+        if self._state is _State.VALUE:
+            return [Argued(self._value.flush())]
+        return [Said(self._held)] if self._held else []
+
+    def _step(self, character: str, behind: str, found: list[Event]) -> None:
+        if self._state in (_State.NAME, _State.KEY):
+            self._take_name(character, behind, found)
+            return
+        if character in SPACE and not self._held:
+            return
+        self._held += character
+        tags = _TAGS[self._state]
+        if self._held in tags:
+            self._state, self._held = tags[self._held], ""
+            if self._state is _State.CLOSED:
+                found += [Argued("}" if self._num_given else "{}"), Ended()]
+            elif self._state is _State.OVER:
+                self.rest = behind
+        elif not any(tag.startswith(self._held) for tag in tags):
+            self._leave(self._held + behind, found)
+
+    def _leave(self, rest: str, found: list[Event]) -> None:
+        """What comes is no part of a call: the one at hand ends here, and the region too."""
+        if self._state in (_State.INSIDE, _State.KEY):
+            found += [Argued("}" if self._num_given else "{}"), Ended()]
+        self.rest = rest
+
+    def _take_name(self, character: str, behind: str, found: list[Event]) -> None:
+        if character != ">":
+            self._held += character
+            if len(self._held) > 256 or character in "\n<":
+                self._leave_name(character + behind, found)
+            return
+        name, self._held = self._held.strip(), self._held + ">"
+        if self._state is _State.NAME and not is_name(name):
+            self._leave_name(character + behind, found)
+            return
+        self._held = ""
+        if self._state is _State.KEY:
+            given = "{" if not self._num_given else ", "
+            found.append(Argued(f"{given}{json.dumps(name, ensure_ascii=False)}: "))
+            self._num_given += 1
+            self._state = _State.VALUE
+            self._value = _Value(self._kinds.get(name, frozenset()))
+        else:
+            self.is_call, self._num_given, self._state = True, 0, _State.INSIDE
+            self._kinds = self._known.get(name, {})
+            found.append(Called(name))
+
+    def _leave_name(self, there: str, found: list[Event]) -> None:
+        """Leave the region within a name; ``there`` begins with a character that no name has."""
+        if self.is_call:  # the tag goes back: of a region without calls it was never taken
+            tag = _FUNCTION if self._state is _State.NAME else _PARAMETER
+            there = tag + self._held[:-1] + there
+        self._leave(there, found)
+
+    def _read_value(self, text: str, found: list[Event]) -> str:
+        found.append(Argued(self._value.push(text)))
+        if self._value.rest is None:
+            return ""
+        self._state = _State.INSIDE
+        return self._value.rest
+
+
+class _Value:
+    """The text of one parameter as JSON: strings as they come, other values at their end.
+
+    The end of line behind the opening tag and the one before the closing tag are no part of it.
+    """
+
+    def __init__(self, allowed: frozenset[str]) -> None:
+        self.rest: str | None = None
+        self._allowed = allowed
+        self._streams = allowed == _STRING
+        self._matcher = StopMatcher(_ENDS)
+        self._is_first = True
+        self._text: list[str] = []
+
+    def push(self, text: str) -> str:
+        """The JSON that is certain; ``rest`` is set where the value ends."""
+        said = self._take(self._matcher.push(text))
+        end = self._matcher.found
+        if end is None:
+            return said
+        self.rest = self._matcher.rest
+        if not end.endswith(_END_PARAMETER):  # the model has left it out
+            self.rest = end + self.rest
+        if self._streams:
+            return said + ('"' if self._text else '""')
+        return value_of("".join(self._text), self._allowed)
+
+    def flush(self) -> str:
+        """The JSON of a value that is cut short."""
+        said = self._take(self._matcher.flush())
+        if self._streams or not self._text:
+            return said
+        whole = value_of("".join(self._text), self._allowed)
+        return whole[:-1] if whole.startswith('"') else whole
+
+    def _take(self, text: str) -> str:
+        if self._is_first and text:
+            text, self._is_first = text.removeprefix("\n"), False
+        if not text:
+            return ""
+        opening = "" if self._text else '"'
+        self._text.append(text)
+        return opening + json.dumps(text, ensure_ascii=False)[1:-1] if self._streams else ""
+
+
+def _parser(tools: Sequence[Tool]) -> ToolParser:
+    known = {tool.name: parameters(tool.schema) for tool in tools}
+    return ToolParser((_OPEN, _FUNCTION), lambda marker: _Region(known, marker))
+
+
+def _instruction(tools: Sequence[Tool]) -> str:
+    return (
+        f"You may call these functions:\n<tools>\n{listed(tools)}\n</tools>\nTo call one, answer "
+        f"with\n{_OPEN}\n{_FUNCTION}NAME>\n{_PARAMETER}KEY>\nvalue\n{_END_PARAMETER}\n"
+        f"{_END_FUNCTION}\n{_CLOSE}"
+    )
+
+
+def _write(calls: Sequence[Call]) -> str:
+    texts = []
+    for name, given in calls:
+        lines = [_OPEN, f"{_FUNCTION}{name}>"]
+        for key, value in given.items():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            lines += [f"{_PARAMETER}{key}>", text, _END_PARAMETER]
+        texts.append("\n".join([*lines, _END_FUNCTION, _CLOSE]))
+    return "\n".join(texts)
+
+
+def _shape(given: ToShape) -> Shape:
+    rules = [any_call(given.tools)]
+    for at, tool in enumerate(given.tools):
+        terms = ['"\\n"?', quoted(f"{_FUNCTION}{tool.name}>\n")]
+        for key, schema in properties(tool.schema).items():
+            term = f"({quoted(f'{_PARAMETER}{key}>')} {_value_term(schema, tool)})"
+            terms.append(term if is_needed(tool, key) else f"{term}?")
+        rules.append(f"call_{at}: {' '.join(terms)} {quoted(_END_FUNCTION)}")
+    end = quoted(f"\n{_END_PARAMETER}\n")
+    rules += [f"text[lazy]: /(.|\\n)*/ {end}", f"end: {end}"]
+    return Shape(_OPEN, (f'region: call "\\n" {given.term(_CLOSE)}', *rules), repeats=True)
+
+
+def _value_term(schema: object, tool: Tool) -> str:
+    """A value as it is written: text as it is, the rest as JSON."""
+    allowed = kinds(schema, tool.schema)
+    if allowed and "string" not in allowed:
+        return f'"\\n" {property_term(tool, schema)} end'
+    choices = schema.get("enum") if isinstance(schema, Mapping) else None
+    if isinstance(choices, list) and choices and all(isinstance(each, str) for each in choices):
+        return f'"\\n" ({" | ".join(map(quoted, choices))}) end'
+    return '"\\n" text'
+
+
+QWEN3_CODER = ToolFormat(
+    "qwen3_coder", (_FUNCTION,), _parser, _instruction, _write, _shape, tokens=(_OPEN, _CLOSE)
+)

@@ -1,0 +1,291 @@
+"""Reads calls written as JSON: ``{"name": ..., "arguments": {...}}``, alone, in a row or a list.
+
+Arguments are passed on as the model writes them, piece by piece; a call is told from other JSON by
+its name, so nothing is passed on before that is known.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from enum import Enum, auto
+
+from tilewright.serve.output.stops import StopMatcher
+from tilewright.serve.tools.events import SPACE, Argued, Called, Ended, Event, Said
+from tilewright.serve.tools.json_scanner import At, JsonScanner, escaped
+
+_NAMES = ("name", "function")
+_ARGUMENTS = ("arguments", "parameters")
+_KEYS = (*_NAMES, *_ARGUMENTS, "type", "id")
+_OPEN_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(u[0-9a-fA-F]{0,3})?$")
+
+
+def is_name(text: str) -> bool:
+    """Whether a model's text can be the name of a function."""
+    return 0 < len(text) <= 256 and text.isprintable()
+
+
+def merged(events: list[Event]) -> list[Event]:
+    """Join neighbouring pieces of arguments in a list of events."""
+    found: list[Event] = []
+    pieces: list[str] = []
+    for event in events:
+        if isinstance(event, Argued):
+            pieces.append(event.text)
+            continue
+        found += _joined(pieces)
+        pieces = []
+        found.append(event)
+    return found + _joined(pieces)
+
+
+def _joined(pieces: list[str]) -> list[Event]:
+    text = "".join(pieces)
+    return [Argued(text)] if text else []
+
+
+def _string(raw: str) -> str:
+    """The text of a JSON string; halves of characters become U+FFFD, as JSON cannot carry them."""
+    text: str = json.loads(raw, strict=False)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+class _Part(Enum):
+    """What is being read of an object: a key, or a value by its key."""
+
+    NONE = auto()
+    KEY = auto()
+    NAME = auto()
+    OBJECT = auto()
+    TEXT = auto()  # arguments as a string that holds JSON, or null
+    OTHER = auto()
+
+
+class _Call:
+    """One object, from its brace on; ``known``: what may be called, None where anything may."""
+
+    def __init__(self, known: Collection[str] | None) -> None:
+        self.is_call = False
+        self.has_arguments = False
+        self.raw: list[str] = []  # until it is known to be a call
+        self._known = known
+        self._scanner = JsonScanner()
+        self._part = _Part.NONE
+        self._key = ""
+        self._name: str | None = None
+        self._text: list[str] = []  # of the part at hand
+        self._early: list[str] = []  # arguments before the name
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its last brace has come."""
+        return self._scanner.is_done
+
+    def step(self, character: str, found: list[Event]) -> bool:
+        """Take a character; False, and it is not taken, where it is no call or no longer one."""
+        if self.is_call:
+            return self._take(character, found)
+        self.raw.append(character)
+        if self._take(character, found):
+            return True
+        self.raw.pop()
+        return False
+
+    def _take(self, character: str, found: list[Event]) -> bool:
+        scanner = self._scanner
+        was, depth = scanner.at, scanner.depth
+        if not scanner.step(character):
+            return False
+        if depth == 1 and character not in SPACE:
+            if was in (At.KEY, At.FIRST_KEY):
+                self._part, self._text = _Part.KEY, []
+            elif was is At.VALUE:
+                self._part, self._text = self._value_part(character), []
+                if self._part is _Part.NONE:
+                    return False
+        if self._part is _Part.OBJECT:
+            self._argue(escaped(character, was), found)
+        elif self._part in (_Part.KEY, _Part.NAME, _Part.TEXT):
+            self._text.append(character)
+        is_part = self._part is not _Part.NONE
+        if is_part and scanner.depth == 1 and scanner.at in (At.COLON, At.BEHIND):
+            return self._end_part(found)
+        return not self.is_whole or self._end(found)
+
+    def flush(self) -> list[Event]:
+        """What can be said of arguments that are cut short."""
+        if self._part is not _Part.TEXT or self._name is None or self._text[0] != '"':
+            return []
+        found: list[Event] = []
+        self._argue(_string(_OPEN_ESCAPE.sub(r"\1", "".join(self._text)) + '"'), found)
+        return found
+
+    def _value_part(self, first: str) -> _Part:
+        """What a value is, by its key and first character; NONE: no call has that."""
+        if self._key in _ARGUMENTS and not self.has_arguments:
+            return {"{": _Part.OBJECT, '"': _Part.TEXT, "n": _Part.TEXT}.get(first, _Part.NONE)
+        if self._key in _NAMES and self._name is None:
+            other = _Part.NONE if self._key == "name" else _Part.OTHER
+            return _Part.NAME if first == '"' else other
+        return _Part.OTHER
+
+    def _end_part(self, found: list[Event]) -> bool:
+        part, self._part = self._part, _Part.NONE
+        raw = "".join(self._text)
+        if part is _Part.KEY:
+            self._key = _string(raw)
+            # JSON that has no marker of calls is an answer as soon as it says something else
+            return self._known is None or self._key in _KEYS
+        elif part is _Part.NAME:
+            self._name = _string(raw)
+            if not is_name(self._name) or (
+                self._known is not None and self._name not in self._known
+            ):
+                return False
+            if self._early:
+                self._argue("".join(self._early), found)
+        elif part is _Part.TEXT:
+            self._argue(_string(raw) if raw.startswith('"') else "{}", found)
+        self.has_arguments |= part in (_Part.OBJECT, _Part.TEXT)
+        return True
+
+    def _argue(self, text: str, found: list[Event]) -> None:
+        if self._name is None:
+            self._early.append(text)
+            return
+        if not self.is_call:
+            self.is_call = True
+            found.append(Called(self._name))
+        found.append(Argued(text))
+
+    def _end(self, found: list[Event]) -> bool:
+        if self._name is None:
+            return False
+        if not self.is_call:
+            self._argue("{}", found)
+        found.append(Ended())
+        return True
+
+
+class _State(Enum):
+    OPENED = auto()
+    ITEM = auto()
+    OBJECT = auto()
+    BETWEEN = auto()
+    RAW = auto()
+    OVER = auto()
+
+
+class JsonRegion:
+    """A region of calls as JSON; see `Region`.
+
+    Args:
+        close: what ends it, empty where nothing does.
+        known: the functions that may be called; None: whatever stands there is a call.
+        separator: what may stand between calls beside white space.
+    """
+
+    def __init__(
+        self, close: str = "", *, known: Collection[str] | None = None, separator: str = ""
+    ) -> None:
+        self.is_call = False
+        self.rest: str | None = None
+        self._close, self._known, self._separator = close, known, separator
+        self._state = _State.OPENED
+        self._is_list = False
+        self._call = _Call(known)
+        self._back = ""  # read, and plain text if the region ends here
+        self._matcher = StopMatcher((close,) if close else ())
+
+    def push(self, text: str) -> list[Event]:
+        """Take the next text; returns the events that are certain now."""
+        found: list[Event] = []
+        for at, character in enumerate(text):
+            if not self._step(character, found):
+                self.rest = self._back + text[at:]
+                break
+        else:
+            self.rest = "" if self._state is _State.OVER else None
+        return merged(found)
+
+    def flush(self) -> list[Event]:
+        """Return what was held back of a call, where the text ends within it."""
+        if self._state is _State.RAW:
+            found: list[Event] = [Argued(self._matcher.flush())]
+        elif self._state is _State.OBJECT:
+            found = self._call.flush()
+            self.is_call |= self._call.is_call
+            if self.is_call and not self._call.is_call:
+                found = [Said("".join(self._call.raw))]
+        else:
+            found = [Said(self._back)] if self.is_call else []
+        return [event for event in merged(found) if event != Said("")]
+
+    def _step(self, character: str, found: list[Event]) -> bool:
+        """Take a character; False where the region has ended before it."""
+        if self._state is _State.OBJECT:
+            return self._object(character, found)
+        if self._state is _State.RAW:
+            return self._broken(character, found)
+        if self._state is _State.OVER:
+            return False
+        if character in SPACE and not self._back:
+            return True
+        if self._state is _State.BETWEEN:
+            return self._between(character)
+        if character in SPACE:
+            self._back += character
+            return True
+        if character == "[" and self._state is _State.OPENED:
+            self._is_list, self._state = True, _State.ITEM
+            return True
+        return character == "{" and self._begin(character)
+
+    def _begin(self, character: str) -> bool:
+        self._state, self._back, self._call = _State.OBJECT, "", _Call(self._known)
+        return self._call.step(character, [])
+
+    def _object(self, character: str, found: list[Event]) -> bool:
+        call = self._call
+        goes_on = call.step(character, found)
+        self.is_call |= call.is_call
+        if goes_on:
+            self._state = _State.BETWEEN if call.is_whole else self._state
+            return True
+        if not call.is_call:
+            self._back = "".join(call.raw) if self.is_call else ""
+            return False
+        if call.has_arguments:
+            found.append(Ended())
+            return False
+        self._state = _State.RAW
+        return self._broken(character, found)
+
+    def _between(self, character: str) -> bool:
+        if self._is_list:
+            if character == "]":
+                self._is_list = False
+                return True
+            if character == ",":
+                self._state, self._back = _State.ITEM, character
+            return character == ","
+        if self._close and character == self._close[len(self._back)]:
+            self._back += character
+            if self._back == self._close:
+                self._state, self._back = _State.OVER, ""
+            return True
+        if self._back:
+            return False
+        if self._separator and character in self._separator:
+            self._state, self._back = _State.ITEM, character
+            return True
+        return character == "{" and self._begin(character)
+
+    def _broken(self, character: str, found: list[Event]) -> bool:
+        """Arguments that are no JSON: they are passed on as they are, up to the closing marker."""
+        found.append(Argued(self._matcher.push(character)))
+        if self._matcher.found is not None:
+            found.append(Ended())
+            self._state = _State.OVER
+        return True

@@ -1,0 +1,163 @@
+"""Stands before every handler: names requests, checks who asks, spells errors."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import secrets
+from socket import gethostname
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from tilewright.serve.front import Front
+from tilewright.serve.routes.page import PAGE
+from tilewright.serve.web.errors import ApiError
+from tilewright.serve.web.http_io import CLIENT, FRONT, HEADERS, ID, Handler, too_large
+from tilewright.serve.web.server_log import say, say_fault
+
+_OPEN = frozenset(("/health", "/v1/health", "/live", *PAGE))
+_NOT_HERE = {
+    "/v1/embeddings": "embeddings are not computed",
+    "/v1/responses": "chats are asked for at /v1/chat/completions",
+    "/v1/messages": "chats are asked for at /v1/chat/completions",
+    "/v1/images": "images are not made",
+    "/v1/audio": "audio is neither read nor made",
+    "/v1/load_lora_adapter": "adapters are not loaded",
+    "/v1/unload_lora_adapter": "adapters are not loaded",
+    "/lora-adapters": "adapters are not loaded",
+    "/slots": "told with --admin alone",
+    "/reset_prefix_cache": "done with --admin alone",
+}
+
+
+@web.middleware
+async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Names every request, checks who asks, and makes every error one of the API's."""
+    front = request.app[FRONT]
+    request[ID], request[CLIENT] = _request_id(request), ""
+    request[HEADERS] = {"x-request-id": request[ID]}
+    try:
+        if allowed_origin := _check_origin(request, front):
+            request[HEADERS]["access-control-allow-origin"] = allowed_origin
+            if request.method == "OPTIONS":
+                return _preflight(allowed_origin)
+        _check_key(request, front)
+        response = await handler(request)
+    except ApiError as error:
+        response = _refusal(front, error)
+    except web.HTTPRequestEntityTooLarge:
+        response = _refusal(front, too_large())
+    except web.HTTPException as error:
+        response = _refusal(front, _missing(request, error))
+    except (ConnectionError, asyncio.CancelledError):
+        raise
+    except Exception as error:
+        say_fault(error, f"{request.method} {request.path[:100]!r} {request[ID]}")
+        response = _refusal(front, ApiError(500, "internal_error", "the server has a fault"))
+    if response.status >= 500 and response.status != 503:
+        say(f"{request.method} {request.path[:100]!r} {request[ID]}: {response.status}")
+    if not response.prepared:
+        response.headers.update(request[HEADERS])
+    return response
+
+
+def _request_id(request: web.Request) -> str:
+    given = request.headers.get("x-request-id", "")
+    is_good = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
+    return given if is_good else secrets.token_hex(16)
+
+
+def _refusal(front: Front, error: ApiError) -> web.Response:
+    front.metrics.refuse(error.code)
+    response = web.Response(
+        status=error.status,
+        body=error.body(),
+        content_type="application/json",
+        headers=error.headers,
+    )
+    if error.closes:
+        response.force_close()
+    return response
+
+
+def _missing(request: web.Request, error: web.HTTPException) -> ApiError:
+    path = request.path[:200]
+    if error.status == 405:
+        said = f"{request.method} {path}; allowed: {error.headers.get('allow', '')}"
+        return ApiError(405, "method_not_allowed", said)
+    for begin, why in _NOT_HERE.items():
+        if path == begin or path.startswith(begin + "/"):
+            return ApiError(404, "not_found", f"{path}: {why}")
+    if error.status == 404:
+        return ApiError(404, "not_found", f"{path}: there is nothing here")
+    return ApiError(error.status, "invalid_request", error.reason)
+
+
+def _check_key(request: web.Request, front: Front) -> None:
+    keys = front.settings.api_keys
+    if not keys or request.path in _OPEN:
+        return
+    given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+    fits = [hmac.compare_digest(given, f"Bearer {key}".encode()) for key in keys]
+    if not any(fits):
+        said = "authorization: not a key of this server; allowed: Bearer and one of its keys"
+        raise ApiError(401, "invalid_api_key", said, headers={"www-authenticate": "Bearer"})
+    request[CLIENT] = str(fits.index(True))
+
+
+def _check_origin(request: web.Request, front: Front) -> str:
+    """The foreign origin that may ask; empty where a page of this server asks, or no browser."""
+    origin, host = request.headers.get("origin"), request.headers.get("host", "")
+    named = front.settings.cors_origins
+    is_browser = origin is not None or "sec-fetch-site" in request.headers
+    is_ours = _is_our_host(host, front.settings.host)
+    is_named = bool({"*", f"http://{host}", f"https://{host}"} & set(named))
+    if is_browser and not is_ours and not is_named:
+        said = f"host {host[:100]!r}; allowed: this machine's own, and those of --cors-origins"
+        raise ApiError(403, "origin", said)
+    if origin is None or origin in (f"http://{host}", f"https://{host}"):
+        return ""
+    if origin in named or "*" in named:
+        return origin
+    said = f"origin {origin[:100]!r}; allowed: this server's own page and --cors-origins"
+    raise ApiError(403, "origin", said)
+
+
+def _is_our_host(host: str, bound: str) -> bool:
+    """Whether a browser that asks this host asks us by our own name, and not by one that somebody
+    has pointed at our address: at a loopback address only such a one, else an address or our name.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    if _is_loopback(bound):
+        return _is_loopback(name)
+    return _is_address(name) or name in ("localhost", bound.lower(), gethostname().lower())
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
+def _preflight(origin: str) -> web.Response:
+    headers = {
+        "access-control-allow-origin": origin,
+        "access-control-allow-methods": "GET, POST",
+        "access-control-allow-headers": "authorization, content-type, x-request-id",
+        "access-control-max-age": "600",
+    }
+    return web.Response(status=204, headers=headers)

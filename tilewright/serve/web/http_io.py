@@ -1,0 +1,67 @@
+"""How a handler reads a body and answers with JSON: limits of size, kind and time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+import msgspec
+from aiohttp import web
+
+from tilewright.serve.front import Front
+from tilewright.serve.web.errors import ApiError
+from tilewright.serve.web.settings import MAX_BODY
+
+FRONT = web.AppKey("front", Front)
+ID = web.RequestKey("id", str)
+CLIENT = web.RequestKey("client", str)
+"""Which of the server's keys a request has shown, by its number; empty where there are none."""
+HEADERS = web.RequestKey("headers", dict[str, str])
+"""What every answer to a request is sent with."""
+Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Route: TypeAlias = tuple[str, str, Handler]
+"""Method, path, and who answers."""
+
+
+async def read_body(request: web.Request, front: Front) -> bytes:
+    """The bytes of a JSON body, within the limits. The request keeps none of them, nor their kind:
+    it may wait for long.
+
+    Raises:
+        ApiError: 413, 415, or 408 for one that takes too long.
+    """
+    if request.content_length is not None and request.content_length > MAX_BODY:
+        raise too_large()
+    kind = request.headers.get("content-type")
+    if kind is not None and kind.partition(";")[0].strip().lower() != "application/json":
+        said = f"content-type {kind[:100]!r}; allowed: application/json"
+        raise ApiError(415, "unsupported_media_type", said, closes=True)
+    if request.headers.get("content-encoding", "identity") != "identity":
+        said = "content-encoding: allowed: none"
+        raise ApiError(415, "unsupported_media_type", said, closes=True)
+    try:
+        async with asyncio.timeout(front.settings.body_timeout):
+            body = bytearray()
+            while piece := await request.content.readany():
+                body += piece
+                if len(body) > MAX_BODY:
+                    raise too_large()
+            return bytes(body)
+    except TimeoutError:
+        seconds = front.settings.body_timeout
+        said = f"the body took longer than {seconds:g} s"
+        raise ApiError(408, "timeout", said, closes=True) from None
+
+
+def json_response(
+    body: Any, *, status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
+    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    return web.Response(status=status, body=data, content_type="application/json", headers=headers)
+
+
+def too_large() -> ApiError:
+    """A body beyond the limit; the connection is closed, so that the rest is not read."""
+    said = f"the body is too large; allowed: {MAX_BODY} bytes"
+    return ApiError(413, "too_large", said, closes=True)

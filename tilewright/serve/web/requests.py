@@ -1,0 +1,272 @@
+"""What clients may ask, as types: bodies are decoded and checked here, and nowhere else.
+
+Knows neither tokens nor the engine's limits; what it lets through is well formed and in range.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from tilewright.serve.web.errors import invalid, unsupported
+
+MAX_STOPS = 16
+MAX_PROMPTS = 64
+
+_Stop: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1000)]
+_Count: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 31)]
+_Token: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+_Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+_Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
+_Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+
+
+def _no_json() -> msgspec.Raw:
+    """A default that the schema of the API need not tell."""
+    return msgspec.Raw(b"null")
+
+
+_TokenIds: TypeAlias = Annotated[list[_Token], Meta(min_length=1)]
+
+
+class StreamOptions(Struct, frozen=True):
+    """What a client asks of a stream: whether and how often its usage is sent."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class NamedSchema(Struct, frozen=True):
+    """A JSON schema as OpenAI's API wraps it; it is enforced whatever ``strict`` says."""
+
+    schema: msgspec.Raw = msgspec.field(default_factory=_no_json)
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    """What the answer is; ``schema`` is llama.cpp's, of ``json_object``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    schema: msgspec.Raw = msgspec.field(default_factory=_no_json)
+
+
+class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's way to say what the answer is: one of these."""
+
+    json: msgspec.Raw = msgspec.field(default_factory=_no_json)
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: str | None = None
+
+
+class Message(Struct, frozen=True, omit_defaults=True):
+    """One turn of a chat; keys that are not named here are allowed and not read."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class Common(Struct, kw_only=True, frozen=True):
+    """What both kinds of request have in common; None where nothing was said."""
+
+    model: str | None = None
+    max_tokens: _Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    ignore_eos: bool | None = None
+    stop: Annotated[str, Meta(max_length=1000)] | list[_Stop] | None = None
+    stop_token_ids: Annotated[list[_Token], Meta(max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
+    min_p: _Share | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    logit_bias: Annotated[dict[str, _Bias], Meta(max_length=1024)] | None = None
+    seed: int | None = None
+    n: Annotated[int, Meta(ge=1, le=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    timings: bool | None = None
+    return_token_ids: bool | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings, none, one or several, as a tuple."""
+        if not self.stop:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class ChatRequest(Common, kw_only=True, frozen=True):
+    """The body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=65536)]
+    max_completion_tokens: _Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    functions: Any = None
+    function_call: Any = None
+    prediction: Any = None
+    audio: Any = None
+    modalities: list[str] | None = None
+
+
+class CompletionRequest(Common, kw_only=True, frozen=True):
+    """The body of ``POST /v1/completions``."""
+
+    prompt: (
+        str
+        | Annotated[
+            list[str | _TokenIds | _Token],
+            Meta(min_length=1),
+        ]
+    )
+    echo: bool | None = None
+    suffix: str | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or several prompts, each text or token ids.
+
+        Raises:
+            ApiError: for a list of mixed kinds, or too many prompts.
+        """
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        kinds = {type(each) for each in self.prompt}
+        if len(kinds) > 1:
+            raise invalid("prompt: a list of texts, of ids, or of lists of ids", "prompt")
+        if kinds == {int}:
+            return [[each for each in self.prompt if isinstance(each, int)]]
+        if len(self.prompt) > MAX_PROMPTS:
+            raise invalid(f"prompt: {len(self.prompt)}; allowed: up to {MAX_PROMPTS}", "prompt")
+        return [each for each in self.prompt if not isinstance(each, int)]
+
+
+class TokenizeRequest(Struct, frozen=True):
+    """The body of ``POST /tokenize``: ``prompt``, ``messages`` or ``content``."""
+
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    content: str | None = None
+    add_special: bool | None = None
+    add_special_tokens: bool | None = None
+    with_pieces: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    model: str | None = None
+
+
+class DetokenizeRequest(Struct, frozen=True):
+    """The body of ``POST /detokenize``."""
+
+    tokens: Annotated[list[_Token], Meta(max_length=1 << 22)]
+    model: str | None = None
+
+
+class TemplateRequest(Struct, frozen=True):
+    """The body of ``POST /apply-template``."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    model: str | None = None
+
+
+_T = TypeVar("_T")
+_READERS: dict[type, tuple[msgspec.json.Decoder[Any], frozenset[str]]] = {}
+_KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_AT = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
+
+
+def decode(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
+    """A body as ``kind``, and the top-level keys that it does not have.
+
+    Raises:
+        ApiError: 400 naming what is wrong, where, and what is allowed.
+    """
+    decoder, known = _reader(kind)
+    try:
+        found = decoder.decode(body)
+        keys = _KEYS.decode(body)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        place = _AT.search(text)
+        param = place.group(1) if place is not None and place.group(1) else None
+        said = _AT.sub("", text)
+        raise invalid(f"{param}: {said}" if param else said, param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise invalid("the body is nested too deep", code="invalid_json") from None
+    return found, [key for key in keys if key not in known]
+
+
+def _reader(kind: type) -> tuple[msgspec.json.Decoder[Any], frozenset[str]]:
+    """What decodes a type, and its keys: msgspec resolves all annotations anew when asked."""
+    if kind not in _READERS:
+        known = frozenset(field.encode_name for field in msgspec.structs.fields(kind))
+        _READERS[kind] = msgspec.json.Decoder(kind), known
+    return _READERS[kind]
+
+
+def check_common(request: Common) -> None:
+    """Refuse what is well formed and cannot be honoured.
+
+    Raises:
+        ApiError: 400 naming the field.
+    """
+    if isinstance(request.stop, list) and len(request.stop) > MAX_STOPS:
+        raise invalid(f"stop: {len(request.stop)} strings; allowed: up to {MAX_STOPS}", "stop")
+    if request.best_of is not None and request.best_of > 1:
+        raise unsupported("best_of", "allowed: 1; choices are asked for with n")
+    if request.use_beam_search:
+        raise unsupported("use_beam_search", "there is no beam search")
+    if request.seed is not None and not -(1 << 63) <= request.seed < 1 << 63:
+        raise invalid(f"seed: {request.seed}; allowed: 64-bit integers", "seed")
+
+
+def check_chat(request: ChatRequest) -> None:
+    """Refuse what a chat cannot be given; raises ApiError 400 naming the field."""
+    check_common(request)
+    for name in ("functions", "function_call", "prediction", "audio"):
+        if getattr(request, name) is not None:
+            raise unsupported(name, "this server does not do that")
+    if request.modalities not in (None, ["text"]):
+        raise unsupported("modalities", "allowed: text")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs: only together with logprobs: true", "top_logprobs")

@@ -1,0 +1,216 @@
+"""How answers are spelled: as chats and as completions, whole and in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from tilewright.serve.output.choice import Choice, Scored, chat_logprobs, legacy_logprobs
+from tilewright.serve.output.reasoning import CallPiece, Piece
+from tilewright.serve.output.tool_calls import Call
+from tilewright.serve.prompt.prepare import Asked
+from tilewright.serve.prompt.texts import TextCoder
+
+_MARK = "\x00the text\x00"
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """One request of a client: what is asked of the engine, and how it is answered.
+
+    ``asked`` and ``choices`` are in order of their index: ``n`` for each prompt. ``client``: which
+    of the server's keys was shown. ``unheld``: why calls of tools are not held to their schemas.
+    ``ignored``: what a batch's row asked for and nobody looks at.
+    """
+
+    request_id: str
+    created: int
+    model: str
+    fingerprint: str
+    coder: TextCoder
+    asked: list[Asked]
+    choices: list[Choice]
+    n: int = 1
+    priority: int = 0
+    cache_salt: str = ""
+    client: str = ""
+    is_chat: bool = True
+    echo: bool = False
+    num_top: int | None = None
+    streams: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    timings: bool = False
+    return_token_ids: bool = False
+    unheld: str = ""
+    ignored: tuple[str, ...] = ()
+    opened: set[int] = field(default_factory=set)
+    _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+
+    def head(self, *, is_chunk: bool) -> dict[str, Any]:
+        """What every body and chunk begins with."""
+        if self.is_chat:
+            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+        else:
+            kind = "text_completion"
+        return {
+            "id": self.request_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of prompts and answers so far; a prompt of several choices counts once."""
+        prompt = sum(len(asked.prompt.tokens) for asked in self.asked[:: self.n])
+        answer = sum(len(choice.tokens) for choice in self.choices)
+        first = [choice.started for choice in self.choices[:: self.n]]
+        cached = sum(started.num_cached for started in first if started is not None)
+        reasoning = sum(choice.num_reasoning for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_tokens": prompt + answer,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
+        }
+
+    def timing(self, index: int = 0) -> dict[str, Any]:
+        """How long a choice took, in llama.cpp's names and some more."""
+        choice, asked = self.choices[index], self.asked[index]
+        cached = choice.started.num_cached if choice.started is not None else 0
+        done = choice.finished
+        prompt_ms = 1e3 * done.prefill_s if done is not None else 0.0
+        decode_ms = 1e3 * done.decode_s if done is not None else 0.0
+        prompt_n, count = len(asked.prompt.tokens) - cached, len(choice.tokens)
+        return {
+            "cache_n": cached,
+            "prompt_n": prompt_n,
+            "prompt_ms": prompt_ms,
+            "prompt_per_second": _rate(prompt_n, prompt_ms),
+            "predicted_n": count,
+            "predicted_ms": decode_ms,
+            "predicted_per_token_ms": decode_ms / (count - 1) if count > 1 else 0.0,
+            "predicted_per_second": _rate(count - 1, decode_ms),
+            "queue_ms": 1e3 * choice.started.queue_s if choice.started is not None else 0.0,
+            "preemptions": done.num_preemptions if done is not None else 0,
+            "seed": asked.sampling.seed,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        made = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
+        body = {**self.head(is_chunk=False), "choices": made, "usage": self.usage()}
+        return {**body, "timings": self.timing()} if self.timings else body
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        found: dict[str, Any] = {"index": index}
+        if self.is_chat:
+            content = None if choice.calls and not choice.content else choice.content
+            message: dict[str, Any] = {"role": "assistant", "content": content}
+            if choice.reasoning:
+                message["reasoning_content"] = message["reasoning"] = choice.reasoning
+            if choice.calls:
+                message["tool_calls"] = [_called(call) for call in choice.calls]
+            found["message"] = message
+        else:
+            echo = self.asked[index].prompt.text if self.echo else ""
+            found["text"] = echo + choice.content
+        found["logprobs"] = self._logprobs(index, choice.scored)
+        found["finish_reason"] = choice.finish_reason
+        found["stop_reason"] = choice.stop_reason
+        if self.return_token_ids:
+            found["token_ids"] = choice.tokens
+        return found
+
+    def chunk(self, index: int, piece: Piece, scored: Sequence[Scored]) -> dict[str, Any]:
+        """Text of a choice as it comes; the first one says who speaks."""
+        is_first = index not in self.opened
+        self.opened.add(index)
+        found: dict[str, Any] = {"index": index}
+        if self.is_chat:
+            delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
+            if piece.content or (is_first and not piece.reasoning):
+                delta["content"] = piece.content or (None if piece.calls else "")
+            if piece.reasoning:
+                delta["reasoning_content"] = delta["reasoning"] = piece.reasoning
+            if piece.calls:
+                delta["tool_calls"] = _call_deltas(piece.calls)
+            found["delta"] = delta
+        else:
+            echo = self.asked[index].prompt.text if self.echo and is_first else ""
+            found["text"] = echo + piece.content
+        found["logprobs"] = self._logprobs(index, scored)
+        found["finish_reason"] = None
+        return self._chunk([found])
+
+    def plain_chunk(self, index: int, text: str) -> bytes | None:
+        """The JSON of `chunk` for more content of a choice, made of what never changes of it; None
+        for one that says more than its text.
+        """
+        if index not in self.opened or self.num_top is not None or self.continuous_usage:
+            return None
+        frame = self._frames.get(index)
+        if frame is None:
+            whole = msgspec.json.encode(self.chunk(index, Piece(content=_MARK), ()))
+            before, _, after = whole.partition(msgspec.json.encode(_MARK))
+            frame = self._frames[index] = before, after
+        return frame[0] + msgspec.json.encode(text) + frame[1]
+
+    def last_chunk(self, index: int) -> dict[str, Any]:
+        """The end of a choice: no text, and why it ended."""
+        choice = self.choices[index]
+        text: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
+        found: dict[str, Any] = {"index": index, **text}
+        found |= {"logprobs": None, "finish_reason": choice.finish_reason}
+        found["stop_reason"] = choice.stop_reason
+        if self.return_token_ids:
+            found["token_ids"] = choice.tokens
+        chunk = self._chunk([found])
+        return {**chunk, "timings": self.timing(index)} if self.timings else chunk
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """What follows the last choice where usage was asked for."""
+        body = {**self.head(is_chunk=True), "choices": [], "usage": self.usage()}
+        return {**body, "timings": self.timing()} if self.timings else body
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        body = {**self.head(is_chunk=True), "choices": choices}
+        if self.continuous_usage:
+            body["usage"] = self.usage()
+        elif self.include_usage:
+            body["usage"] = None
+        return body
+
+    def _logprobs(self, index: int, scored: Sequence[Scored]) -> dict[str, Any] | None:
+        if self.num_top is None:
+            return None
+        if self.is_chat:
+            return chat_logprobs(self.coder, scored, self.num_top)
+        offset = len(self.asked[index].prompt.text) if self.echo else 0
+        return legacy_logprobs(self.coder, scored, self.num_top, offset=offset)
+
+
+def _called(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _call_deltas(pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
+    """What is new of each call: clients join what has the same index."""
+    found: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        delta = found.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+        if piece.name:
+            delta |= {"id": piece.id, "type": "function"}
+            delta["function"] = {"name": piece.name, "arguments": ""}
+        delta["function"]["arguments"] += piece.arguments
+    return list(found.values())
+
+
+def _rate(count: int, milliseconds: float) -> float:
+    return 1e3 * count / milliseconds if milliseconds > 0 and count > 0 else 0.0

@@ -1,0 +1,38 @@
+"""What a server says of itself, on its standard error; a full disk does not end it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from typing import TextIO
+
+from tilewright.errors import one_line
+
+_LINE_CHARACTERS = 2000
+
+
+def say(text: str) -> None:
+    """One line, or none where nothing can be written."""
+    write(f"tilewright: {' '.join(text.split())[:_LINE_CHARACTERS]}\n")
+
+
+def tell(text: str) -> None:
+    """One line of what was asked for, on standard output; none where nothing can be written."""
+    write(f"{text}\n", to=sys.stdout)
+
+
+def write(text: str, *, to: TextIO | None = None) -> None:
+    """The text as it is, past buffers that would keep what a full disk has not taken."""
+    stream = to or sys.stderr
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        stream.flush()
+        os.write(stream.fileno(), text.encode("utf-8", "replace"))
+
+
+def say_fault(error: BaseException, what: str) -> None:
+    """A fault of our own with the places it came through, and nothing that a client has sent."""
+    frames = traceback.extract_tb(error.__traceback__)
+    write("".join(traceback.format_list(frames)))
+    say(f"{what}: {type(error).__name__}: {one_line(error)[:200]}")

@@ -1,0 +1,244 @@
+"""Follows a job from the engine's messages to the client: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from tilewright.runtime.messages import Failed, Started, Tokens
+from tilewright.serve.engines.client import EngineClient
+from tilewright.serve.engines.request_tracker import Answer, Ticket
+from tilewright.serve.metrics import Metrics
+from tilewright.serve.output.choice import Choice, Scored
+from tilewright.serve.output.reasoning import Piece, joined
+from tilewright.serve.web.errors import ApiError
+from tilewright.serve.web.http_io import ID
+from tilewright.serve.web.responses import Job
+from tilewright.serve.web.server_log import say_fault
+from tilewright.serve.web.settings import Settings
+
+_EVENT, _END = b"data: ", b"\n\n"
+_PING = b": ping\n\n"
+_DONE = b"data: [DONE]\n\n"
+_UNAVAILABLE = ("queue_timeout", "engine_down", "draining")
+_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+_HEADERS["x-accel-buffering"] = "no"
+_LONG = 64  # scored tokens that are spelled at once, without a thread
+_CHARACTERS_A_SCORE = 64  # that it takes as long to spell as so many to tokenise
+_T = TypeVar("_T")
+
+
+class Aside(Protocol):
+    """Runs what may take long beside the event loop; see `Front.aside`."""
+
+    async def __call__(self, size: int, function: Callable[..., _T], *given: Any) -> _T:
+        """``size``: about how many characters it is to handle."""
+
+
+class Follower:
+    """Follows a job on its way: its answers, as they come.
+
+    Raises:
+        ApiError: out of `updates`, where the engine gives up one of its choices.
+    """
+
+    __slots__ = (
+        *("_aside", "_began", "_client", "_job", "_last", "_metrics"),
+        *("_num_left", "_num_shown", "_of", "_request_id"),
+    )
+
+    def __init__(
+        self,
+        job: Job,
+        client: EngineClient,
+        metrics: Metrics,
+        *,
+        aside: Aside,
+        request_id: str = "",
+    ) -> None:
+        self._job, self._client, self._metrics = job, client, metrics
+        self._of = [metrics.of(0)] * len(job.asked)  # until an engine has begun them
+        self._aside, self._request_id = aside, request_id
+        self._num_shown = [0] * len(job.asked)
+        self._began = time.perf_counter()
+        self._last: list[float | None] = [None] * len(job.asked)
+        self._num_left = len(job.asked)
+
+    async def updates(
+        self, ping_seconds: float | None = None
+    ) -> AsyncGenerator[dict[int, tuple[Piece, list[Scored]]] | None, None]:
+        """What is new of each choice, all that is ready at a time; None where a while has passed
+        with nothing. Whatever ends the iteration, the engine is rid of the job.
+        """
+        job = self._job
+        ticket = self._client.submit(
+            [asked.prompt.tokens for asked in job.asked],
+            [asked.sampling for asked in job.asked],
+            grammars=[asked.grammar for asked in job.asked],
+            priority=job.priority,
+            cache_salt=job.cache_salt,
+            client=job.client,
+        )
+        try:
+            while self._num_left:
+                messages = await ticket.take(ping_seconds)
+                if not messages:
+                    yield None
+                    continue
+                found: dict[int, tuple[Piece, list[Scored]]] = {}
+                for index, message in messages:
+                    choice = job.choices[index]
+                    if choice.awaits_echo and isinstance(message, Tokens):
+                        size = _CHARACTERS_A_SCORE * len(choice.prompt)
+                        await self._aside(size, choice.score_prompt, message.echo)
+                    self._take(index, message, ticket, found)
+                if found:
+                    yield found
+        finally:
+            ticket.close()
+
+    def _take(
+        self,
+        index: int,
+        message: Answer,
+        ticket: Ticket,
+        found: dict[int, tuple[Piece, list[Scored]]],
+    ) -> None:
+        choice = self._job.choices[index]
+        if choice.finish_reason is not None:
+            return  # what was on its way when a stop string ended it
+        if isinstance(message, Tokens):
+            self._time(index, len(message.tokens))
+            piece = choice.push(message)
+            if choice.finish_reason is not None:
+                choice.finished = ticket.cancel(index)
+        elif isinstance(message, Started):
+            choice.started = choice.started or message
+            self._of[index] = self._metrics.of(ticket.engines[index])
+            return
+        elif isinstance(message, Failed):
+            status = 503 if message.code in _UNAVAILABLE else 500
+            after = {"retry-after": "5"} if status == 503 else None
+            raise ApiError(status, message.code, message.message, headers=after)
+        else:
+            choice.finished = message
+            piece = choice.end(message.reason)
+        if choice.finish_reason is not None:
+            self._ended(index, choice)
+        if index in found:
+            before, scored = found[index]
+            piece = joined([before, piece])
+        else:
+            scored = []
+        if len(choice.scored) > (known := self._num_shown[index]):
+            scored = scored + choice.scored[known:]
+            self._num_shown[index] = len(choice.scored)
+        found[index] = piece, scored
+
+    def _time(self, index: int, count: int) -> None:
+        now, last = time.perf_counter(), self._last[index]
+        if last is None:
+            self._of[index].first.observe(now - self._began)
+        else:
+            self._of[index].between.observe((now - last) / count)
+        self._last[index] = now
+
+    def _ended(self, index: int, choice: Choice) -> None:
+        self._num_left -= 1
+        seconds = time.perf_counter() - self._began
+        self._of[index].take(choice, seconds=seconds, request_id=self._request_id)
+        if index % self._job.n == 0:  # the choices of a prompt are one request
+            length = len(self._job.asked[index].prompt.tokens)
+            self._of[index].take_prompt(length, choice, num_choices=self._job.n)
+
+
+async def answer_whole(job: Job, follower: Follower, aside: Aside) -> bytes:
+    """The body of an answer that is not streamed."""
+    async with aclosing(follower.updates()) as updates:
+        async for _ in updates:
+            pass
+    num_scored = sum(len(choice.scored) for choice in job.choices)
+    return await aside(_CHARACTERS_A_SCORE * num_scored, _spelled, job)
+
+
+def _spelled(job: Job) -> bytes:
+    return msgspec.json.encode(job.whole())
+
+
+async def answer_stream(
+    request: web.Request,
+    job: Job,
+    follower: Follower,
+    *,
+    aside: Aside,
+    settings: Settings,
+    headers: dict[str, str],
+) -> web.StreamResponse:
+    """Send chunks as they come; headers leave with the first of them, or the first ping."""
+    response: web.StreamResponse | None = None  # one that waits is kept small
+
+    async def write(data: bytes) -> None:
+        nonlocal response
+        if response is None:
+            response = web.StreamResponse(headers={**_HEADERS, **headers})
+            response.enable_chunked_encoding()
+            await response.prepare(request)
+        await response.write(data)
+
+    try:
+        async with aclosing(follower.updates(settings.ping_seconds)) as updates:
+            async for found in updates:
+                if found is None:
+                    data = _PING
+                elif job.num_top is not None and (count := _num_scored(found)) > _LONG:
+                    data = await aside(_CHARACTERS_A_SCORE * count, _chunks, job, found)
+                else:
+                    data = _chunks(job, found)
+                if data:
+                    await (write(data) if response is None else response.write(data))
+        tail = _event(job.usage_chunk()) if job.include_usage else b""
+        await write(tail + _DONE)
+    except ApiError as error:
+        if response is None:
+            raise
+        await write(_EVENT + error.body() + _END)
+    except Exception as error:  # of ours: a second answer must not follow the first one's bytes
+        if response is None or not response.prepared or isinstance(error, ConnectionError):
+            raise
+        say_fault(error, f"a stream {request[ID]}")
+        fault = ApiError(500, "internal_error", "the server has a fault")
+        await write(_EVENT + fault.body() + _END)
+    assert response is not None, "every stream has an end"
+    await response.write_eof()
+    return response
+
+
+def _num_scored(found: dict[int, tuple[Piece, list[Scored]]]) -> int:
+    return sum(len(scored) for _, scored in found.values())
+
+
+def _chunks(job: Job, found: dict[int, tuple[Piece, list[Scored]]]) -> bytes:
+    """The events of what is new, for one write."""
+    data = b""
+    for index, (piece, scored) in found.items():
+        has_ended = job.choices[index].finish_reason is not None
+        if piece.is_content and (plain := job.plain_chunk(index, piece.content)) is not None:
+            data += _EVENT + plain + _END
+            if has_ended:
+                data += _event(job.last_chunk(index))
+            continue
+        is_unopened = index not in job.opened
+        if piece or scored or (has_ended and is_unopened):
+            data += _event(job.chunk(index, piece, scored))
+        if has_ended:
+            data += _event(job.last_chunk(index))
+    return data
+
+
+def _event(body: dict[str, object]) -> bytes:
+    return _EVENT + msgspec.json.encode(body) + _END

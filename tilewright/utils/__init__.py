@@ -1,0 +1,1 @@
+"""Shared utilities: files, JSON lines, YAML, child processes, registries."""
