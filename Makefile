@@ -163,7 +163,7 @@ test-gpu: $(WITH_TEST)
 # A minute of two cores; all of it is in test-slow. What the compiler cannot do is skipped, and said.
 sanitize-cpu: $(WITH_TEST)
 	"$(BIN)/python" -m pytest --quiet -rs -m slow -k 'selection and address' \
-	    tests/targets/test_native_sanitizers.py $(ARGS)
+	    tests/targets/cpu/native/test_native_sanitizers.py $(ARGS)
 
 # SANITIZER=path: compute-sanitizer of a CUDA toolkit; TOOLS=racecheck: one of its tools.
 sanitize-gpu: $(WITH_TEST)
@@ -188,7 +188,7 @@ test-page: $(WITH_PAGE)
 
 # Engines that are killed, and a server that is redeployed, under Ray: two minutes of two cores.
 test-ray: $(WITH_RAY)
-	"$(BIN)/python" -m pytest --quiet -rs -m 'slow or not slow' tests/commands/test_batch_ray.py \
+	"$(BIN)/python" -m pytest --quiet -rs -m 'slow or not slow' tests/cli/test_batch_ray.py \
 	    tests/demo/test_serve_ray.py tests/batch/test_inputs.py $(ARGS)
 
 # About 6 minutes on two cores, besides an installation of 5 GB (less from an index of CPU builds).

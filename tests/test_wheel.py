@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.conftest import tiny_gguf
+from tests.cli.conftest import tiny_gguf
 
 __all__ = ["tiny_gguf"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from bench import perf_check
 from bench.perf_check import EXIT_NOT_REPRODUCED, Claim, claims, command_of, compare, main
-from tests.bench.perf_records import accuracy, make, measured_accuracy
+from tests.evaluate.report.perf_records import accuracy, make, measured_accuracy
 from tilewright.compiler.devices import CpuDescription
 from tilewright.errors import ConfigError
 from tilewright.evaluate.results.record import Repeat, Result, medians

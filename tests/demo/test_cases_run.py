@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.conftest import CONTEXT, tiny_gguf
+from tests.cli.conftest import CONTEXT, tiny_gguf
 from tilewright.cli.arguments.bench import read_options
 from tilewright.cli.main import main
 from tilewright.errors import ConfigError

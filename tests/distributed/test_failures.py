@@ -12,7 +12,7 @@ import pytest
 
 from tests.distributed import rank_program
 from tests.distributed.rank_program import LIMIT
-from tests.test_child import gone
+from tests.utils.test_child_process import gone
 from tilewright.utils.child_process import PYTHON
 
 PHASES = ("hello", "join", "load", "capture", "prompt", "decode", "idle", "close")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.groups import JOINED, process_group, thread_group
-from tests.test_child import gone
+from tests.utils.test_child_process import gone
 from tilewright.distributed import group, peers
 from tilewright.distributed.channel import (
     Address,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands.conftest import tiny_gguf
+from tests.cli.conftest import tiny_gguf
 from tests.serve.asked import Asked
 
 __all__ = ["Server", "post", "server", "start_server", "tiny_gguf"]

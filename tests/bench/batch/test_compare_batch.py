@@ -14,7 +14,7 @@ from bench.batch.command import OURS, THEIRS
 from bench.batch.command import render as render_sides
 from bench.batch.made import RowOptions
 from bench.batch.sides import Sizes, theirs
-from tests.commands.conftest import Run
+from tests.cli.conftest import Run
 from tilewright.compiler.targets.interface.step import LogProbs
 from tilewright.errors import ConfigError
 from tilewright.runtime.request import Request

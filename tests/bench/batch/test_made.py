@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.batch.made import OUTPUTS, PROMPTS, histogram, make_rows, token_rows
-from tests.commands.conftest import Run
+from tests.cli.conftest import Run
 from tilewright.batch.inputs import open_data_set
 from tilewright.batch.plain_rows import Asking
 from tilewright.cli.main import main

@@ -12,7 +12,7 @@ import torch
 from bench.engine import command as bench
 from bench.engine.command import main
 from bench.engine.compiled import CASES, EAGER, Asked, CompiledReference, run
-from tests.targets.cuda.engine.conftest import CONFIG, engine_file, plan
+from tests.targets.cuda.engine_generator.conftest import CONFIG, engine_file, plan
 from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import random_weights
 from tilewright.compiler.targets.cuda.engine_generator.parts.settings import read_settings
 from tilewright.errors import ConfigError

@@ -15,7 +15,7 @@ from bench.peers.command import line_up
 from bench.peers.onnx_folder import cached_onnx_folder, write_hf_folder
 from bench.peers.options import KINDS, PARTS, CompareOptions, read_options
 from bench.peers.records import read_parts
-from tests.commands.conftest import Refused
+from tests.cli.conftest import Refused
 from tilewright.cli.main import main
 from tilewright.models import ShapeName, load_model
 from tilewright.models.shapes import shape_config

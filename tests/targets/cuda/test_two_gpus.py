@@ -22,7 +22,7 @@ from torch import Tensor
 from tests.targets.cuda.test_invariance import run
 from tests.targets.cuda.test_ragged import check_alike, logits_beside, uncaptured
 from tests.targets.random_operations import random_operations
-from tests.test_child import gone
+from tests.utils.test_child_process import gone
 from tilewright.cli.arguments.bench import read_options
 from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
 from tilewright.compiler.targets.cuda.trials import VARIABLE

@@ -1,0 +1,159 @@
+"""Random operations on the native cpu backend: every row has the bits that it has alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from tests.targets.cpu.native.test_native_mixers import small
+from tests.targets.test_conformance import EXACT, assert_near
+from tests.tiny import compiled, precision_of, prefill, random_tokens
+from tilewright.compiler.targets.cpu.native.library import build
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.compiler.targets.interface.step import (
+    Choosing,
+    Chunk,
+    Close,
+    Copy,
+    Load,
+    Open,
+    Save,
+    Seat,
+    Snapshot,
+    Step,
+)
+
+pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
+
+NUM_TOKENS, NUM_SEATS, NUM_SNAPSHOTS = 40, 12, 8
+
+
+class Operations:
+    """Seats that follow known sequences; ``rows`` [sequence][position] are their logits, alone."""
+
+    def __init__(self, executable: Executable, sequences: list[list[int]], seed: int) -> None:
+        self.executable, self.sequences = executable, sequences
+        self.rows = [prefill(executable, tokens) for tokens in sequences]
+        self.random = random.Random(seed)
+        self.seats: dict[Seat, tuple[int, int]] = {}  # the sequence, and positions that it holds
+        self.snapshots: dict[Snapshot, tuple[int, int]] = {}
+        self.num_done = 0
+
+    def run(self, count: int) -> None:
+        """Make so many operations: a token decoded, a piece of a prompt, an edit."""
+        chosen = (self.decode, self.prompt, self.open, self.close, self.copy, self.save, self.load)
+        while self.num_done < count:
+            self.random.choices(chosen, (8, 6, 3, 1, 1, 1, 2))[0]()
+
+    def some(self, least: int = 0, most: int = NUM_TOKENS) -> list[Seat]:
+        """Seats that hold so many positions, in any order."""
+        found = [seat for seat, (_, held) in self.seats.items() if least <= held < most]
+        return self.random.sample(found, len(found))
+
+    def free(self) -> Seat | None:
+        found = [Seat(at) for at in range(NUM_SEATS) if at not in self.seats]
+        return self.random.choice(found) if found else None
+
+    def step(self, expected: Sequence[torch.Tensor], **given: object) -> None:
+        output = self.executable.step(Step(want_logits=True, **given))  # type: ignore[arg-type]
+        for part, rows in zip(output.parts, expected, strict=True):
+            assert part.logits is not None and torch.equal(part.logits(), rows)
+        self.num_done += sum(map(len, expected)) or 1
+
+    def piece(self) -> tuple[Chunk, torch.Tensor] | None:
+        """The next piece of some seat's prompt."""
+        for seat in self.some()[:1]:
+            sequence, held = self.seats[seat]
+            end = self.random.randint(held + 1, NUM_TOKENS)
+            echoes = self.random.random() < 0.5
+            tokens = tuple(self.sequences[sequence][held:end])
+            self.seats[seat] = sequence, end
+            rows = self.rows[sequence][held:end] if echoes else self.rows[sequence][end - 1 : end]
+            return Chunk(seat, held, tokens, chooses=not echoes, echoes=echoes), rows
+        return None
+
+    def prompt(self) -> None:
+        found = self.piece()
+        if found is not None:
+            self.step([found[1]], prompts=(found[0],))
+
+    def decode(self) -> None:
+        """Some seats' next tokens, now and then beside a piece of a prompt."""
+        piece = self.piece() if self.random.random() < 0.2 else None
+        able = [s for s in self.some(1) if piece is None or s != piece[0].seat]
+        if not able:
+            return None if piece is None else self.step([piece[1]], prompts=(piece[0],))
+        forced, rows = {}, []
+        for seat in able[: self.random.randint(1, len(able))]:
+            sequence, held = self.seats[seat]
+            forced[seat] = self.sequences[sequence][held]
+            rows.append(self.rows[sequence][held])
+            self.seats[seat] = sequence, held + 1
+        expected = [torch.stack(rows), *([piece[1]] if piece else [])]
+        prompts = (piece[0],) if piece else ()
+        return self.step(expected, decode=tuple(forced), forced=forced, prompts=prompts)
+
+    def open(self) -> None:
+        seat = self.free()
+        if seat is not None:
+            self.step([], edits=(Open(seat, Choosing()),))
+            self.seats[seat] = self.random.randrange(len(self.sequences)), 0
+
+    def close(self) -> None:
+        for seat in self.some(0, NUM_TOKENS + 1)[:1]:
+            self.step([], edits=(Close(seat),))
+            del self.seats[seat]
+
+    def copy(self) -> None:
+        """A whole history: its end is where its state is."""
+        seat = self.free()
+        for source in self.some(1)[:1] if seat is not None else ():
+            assert seat is not None
+            edits = Open(seat, Choosing()), Copy(source, seat, self.seats[source][1])
+            self.step([], edits=edits)
+            self.seats[seat] = self.seats[source]
+
+    def save(self) -> None:
+        for seat in self.some(1)[:1]:
+            snapshot = Snapshot(self.random.randrange(NUM_SNAPSHOTS))
+            self.step([], edits=(Save(seat, snapshot),))
+            self.snapshots[snapshot] = self.seats[seat]
+
+    def load(self) -> None:
+        """A snapshot behind as much of a longer history."""
+        seat, known = self.free(), list(self.snapshots.items())
+        if seat is None or not known:
+            return
+        snapshot, (sequence, held) = self.random.choice(known)
+        for source in self.some(held, NUM_TOKENS + 1):
+            if self.seats[source][0] == sequence:
+                copy = Copy(source, seat, held)
+                self.step([], edits=(Open(seat, Choosing()), copy, Load(seat, snapshot)))
+                self.seats[seat] = sequence, held
+                return
+
+
+@pytest.mark.parametrize(
+    "count", [4000, pytest.param(1_000_000, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+@pytest.mark.parametrize("fidelity", ["exact", "lofi"])
+def test_random_operations_have_the_bits_of_rows_alone(count: int, fidelity: str) -> None:
+    """Experts, linear attention and attention in one model; rows alone are the reference's."""
+    model = small("qwen3_5_moe")
+    sequences = [random_tokens(NUM_TOKENS, seed=seed) for seed in range(6)]
+    if fidelity == "exact":
+        precision, compute = precision_of("bf16"), "exact"
+    else:
+        precision, compute = precision_of("bfp4", "lofi", kv_cache="bfp8"), "fast"
+    made = {"precision": precision, "compute": compute, "max_batch": NUM_SEATS, "num_threads": 2}
+    executable = compiled(model, "cpu-native", **made)
+    operations = Operations(executable, sequences, seed=count)
+    if fidelity == "exact":
+        reference = compiled(model, precision=precision)
+        for tokens, rows in zip(sequences, operations.rows, strict=True):
+            assert_near(rows, prefill(reference, tokens), EXACT)
+    operations.run(count)
+    executable.close()
