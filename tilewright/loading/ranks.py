@@ -34,7 +34,7 @@ from tilewright.distributed.peers import Peers
 from tilewright.distributed.world import Place, shared_token
 from tilewright.utils.environment import versions
 
-FOLLOW = ("-m", f"{__package__}.follow")
+FOLLOW = ("-m", f"{__package__}.follower")
 """What starts a follower: a module that imports this one, behind ``python``."""
 _KERNELS = (".cu", ".cuh", ".cpp", ".h", ".inl")
 
