@@ -1,1 +1,1 @@
-"""Emit ttnn."""
+"""Source code for the real ttnn library, written from a device program."""

@@ -1,1 +1,1 @@
-"""Emulate."""
+"""Exact emulation of a device program: matrix unit, packer and vector unit."""

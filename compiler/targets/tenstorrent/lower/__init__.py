@@ -1,1 +1,1 @@
-"""Lower."""
+"""Lowering of a graph to a device program."""

@@ -1,1 +1,1 @@
-"""Perf."""
+"""Time model of a device program, fitted on published rows."""

@@ -1,1 +1,1 @@
-"""Program."""
+"""The typed device program: instructions, placements and memory plan."""

@@ -1,1 +1,1 @@
-"""Common."""
+"""Compilation and launch of CUDA C++ kernels, and device headers shared by several ops."""

@@ -1,1 +1,1 @@
-"""Elementwise."""
+"""Norms, SwiGLU, gates and embedding rows, in Triton."""

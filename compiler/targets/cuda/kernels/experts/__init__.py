@@ -1,1 +1,1 @@
-"""Experts."""
+"""Routers and expert matmuls of mixture-of-experts layers."""

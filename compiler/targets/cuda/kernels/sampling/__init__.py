@@ -1,1 +1,1 @@
-"""Sampling."""
+"""Argmax, filters, random sampling and grammar masks on the device."""
