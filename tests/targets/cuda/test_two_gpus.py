@@ -272,7 +272,7 @@ def rank_1_of(pid: int) -> int:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         for child in children.read_text().split() if children.exists() else ():
-            if b"commands.follow" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"loading.follower" in Path(f"/proc/{child}/cmdline").read_bytes():
                 return int(child)
         time.sleep(0.02)
     raise AssertionError("no rank 1")
