@@ -17,7 +17,7 @@ from tests.cli.conftest import tiny_gguf
 __all__ = ["tiny_gguf"]
 
 ROOT = Path(__file__).resolve().parents[1]
-NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "results")
+NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
 
 
 def pip(*arguments: str | Path) -> None:
@@ -30,7 +30,7 @@ def pip(*arguments: str | Path) -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from a copy, so that nothing is left in the clone."""
     folder = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, folder / "source", ignore=NOT_COPIED)
+    shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=NOT_COPIED)
     options = ("--no-deps", "--no-build-isolation", "--no-index")
     pip("wheel", *options, "--wheel-dir", folder, folder / "source")
     (path,) = folder.glob("*.whl")
