@@ -82,6 +82,23 @@ def test_what_is_no_http_is_400_in_the_form_of_all_errors(front: Running, head: 
         assert set(json.loads(answer.rpartition(b"\r\n\r\n")[2])["error"]) == ERROR_KEYS
 
 
+@pytest.mark.parametrize("keeps", ["close", "keep-alive", ""])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_stream_http_1_0_ends_with_its_connection(front: Running, path: str, keeps: str) -> None:
+    asked = {**chat("a"), "prompt": "a", "stream": True}
+    data = json.dumps(asked).encode()
+    head = f"POST {path} HTTP/1.0\r\ncontent-length: {len(data)}\r\n"
+    head += f"connection: {keeps}\r\n" if keeps else ""
+    with front.connect() as client:
+        client.sendall(head.encode() + b"\r\n" + data)
+        answer = read_all(client)
+    said, _, body = answer.partition(b"\r\n\r\n")
+    assert said.startswith(b"HTTP/1.0 200 OK\r\n") and b"text/event-stream" in said
+    assert b"chunked" not in said.lower() and b"keep-alive" not in said.lower()
+    assert body.startswith(b'data: {"id"') and body.endswith(b"\n\ndata: [DONE]\n\n")
+    assert json.loads(body.split(b"\n\n")[0][6:])["choices"]
+
+
 @pytest.mark.parametrize("declares", [True, False])
 def test_a_body_too_large_is_413_and_its_rest_is_not_heard(front: Running, declares: bool) -> None:
     if declares:

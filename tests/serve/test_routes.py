@@ -108,6 +108,71 @@ def test_foreign_pages_may_not_ask(front: Running, headers: dict[str, str], stat
         assert front.ask("OPTIONS", "/v1/models", **headers)[0] == 204
 
 
+FRIEND = {"origin": "https://friend.example"}
+STAINLESS = "authorization,content-type,x-stainless-os,x-stainless-retry-count"
+
+
+def test_preflight_headers_asked_for_are_allowed(front: Running) -> None:
+    asked = {**FRIEND, "access-control-request-method": "POST"}
+    for path in ("/v1/chat/completions", "/v1/models", "/nowhere"):
+        headers = {**asked, "access-control-request-headers": STAINLESS + ",bad name,x\xe4"}
+        status, body, found = front.ask("OPTIONS", path, **headers)
+        assert (status, body) == (204, b"")
+        assert found["access-control-allow-headers"].split(", ") == STAINLESS.split(",")
+        assert {"GET", "HEAD", "POST"} == set(found["access-control-allow-methods"].split(", "))
+        assert int(found["access-control-max-age"]) > 0 and found["x-request-id"]
+        assert set(found["vary"].split(", ")) == {
+            *("origin", "access-control-request-method", "access-control-request-headers")
+        }
+    plain = front.ask("OPTIONS", "/v1/models", **asked)[2]["access-control-allow-headers"]
+    assert {"authorization", "content-type"} <= set(plain.split(", "))
+
+
+def test_cors_every_answer_exposes_headers(front: Running) -> None:
+    body = json.dumps(chat("a", model="first")).encode()
+    streamed = json.dumps(chat("a", model="first", stream=True)).encode()
+    asked: list[tuple[str, str, bytes | None, dict[str, str], int]] = [
+        ("GET", "/v1/models", None, KEY, 200),
+        ("GET", "/v1/models", None, {}, 401),
+        ("GET", "/nowhere", None, KEY, 404),
+        ("DELETE", "/v1/models", None, KEY, 405),
+        ("POST", "/v1/chat/completions", b"{", KEY, 400),
+        ("POST", "/v1/chat/completions", body, KEY, 200),
+        ("POST", "/v1/chat/completions", streamed, KEY, 200),
+    ]
+    for method, path, data, key, status in asked:
+        found, _, headers = front.ask(method, path, data, **key, **FRIEND)
+        assert found == status
+        assert headers["access-control-allow-origin"] == FRIEND["origin"]
+        exposed = set(headers["access-control-expose-headers"].split(", "))
+        assert {"x-request-id", "retry-after", "x-ignored-fields", "allow"} <= exposed
+        assert headers["vary"] == "origin"
+        assert "access-control-allow-origin" not in front.ask(method, path, data, **key)[2]
+        assert front.ask(method, path, data, **key)[2]["vary"] == "origin", "caches tell them apart"
+
+
+def test_head_every_get_route_answers_without_a_body(front: Running) -> None:
+    paths = json.loads(front.ask("GET", "/openapi.json", **KEY)[1])["paths"]
+    gets = [path.replace("{id}", "first") for path, found in paths.items() if "get" in found]
+    assert {"/health", "/v1/models", "/v1/models/first", "/", "/metrics", "/slots"} <= set(gets)
+    for path in gets:
+        status, body, headers = front.ask("GET", path, **KEY)
+        found = front.ask("HEAD", path, **KEY)
+        assert found[:2] == (status, b"")
+        assert found[2]["content-type"] == headers["content-type"]
+        if path not in ("/metrics", "/health"):
+            assert found[2]["content-length"] == str(len(body))
+
+
+def test_method_not_allowed_names_allow(front: Running) -> None:
+    paths = json.loads(front.ask("GET", "/openapi.json", **KEY)[1])["paths"]
+    for path, operations in paths.items():
+        wanted = {each.upper() for each in (*operations, *(["head"] * ("get" in operations)))}
+        for method in ("DELETE", "PUT", "PATCH", "OPTIONS"):
+            status, _, headers = front.ask(method, path.replace("{id}", "first"), **KEY)
+            assert status == 405 and set(headers["allow"].split(", ")) == wanted, (method, path)
+
+
 def test_a_machine_that_is_open_to_others_knows_its_own_names() -> None:
     from tilewright.serve.web.guard import _is_our_host
 

@@ -32,4 +32,6 @@ def make_app(front: Front) -> web.Application:
     app[FRONT] = front
     for method, path, handler in routes(has_admin=front.settings.has_admin):
         app.router.add_route(method, path, handler)
+        if method == "GET":
+            app.router.add_route("HEAD", path, handler)  # aiohttp leaves out the body
     return app

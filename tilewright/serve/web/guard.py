@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import re
 import secrets
 from socket import gethostname
 from urllib.parse import urlsplit
@@ -30,6 +31,15 @@ _NOT_HERE = {
     "/slots": "told with --admin alone",
     "/reset_prefix_cache": "done with --admin alone",
 }
+_EXPOSED = "x-request-id, x-ignored-fields, x-unconstrained-tools, retry-after, allow"
+_PREFLIGHT = {
+    "access-control-allow-methods": "GET, HEAD, POST",
+    "access-control-max-age": "7200",  # Chromium's maximum
+    "vary": "origin, access-control-request-method, access-control-request-headers",
+}
+_ASKED_HEADERS = "access-control-request-headers"
+_USUAL_HEADERS = ("authorization", "content-type", "x-request-id")
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 @web.middleware
@@ -38,13 +48,19 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     front = request.app[FRONT]
     request[ID], request[CLIENT] = _request_id(request), ""
     request[HEADERS] = {"x-request-id": request[ID]}
+    if front.settings.cors_origins:
+        request[HEADERS]["vary"] = "origin"
     try:
-        if allowed_origin := _check_origin(request, front):
+        allowed_origin = _check_origin(request, front)
+        if allowed_origin:
             request[HEADERS]["access-control-allow-origin"] = allowed_origin
-            if request.method == "OPTIONS":
-                return _preflight(allowed_origin)
-        _check_key(request, front)
-        response = await handler(request)
+            request[HEADERS]["access-control-expose-headers"] = _EXPOSED
+        if allowed_origin and request.method == "OPTIONS":
+            request[HEADERS] |= {**_PREFLIGHT, "access-control-allow-headers": _asked(request)}
+            response: web.StreamResponse = web.Response(status=204)
+        else:
+            _check_key(request, front)
+            response = await handler(request)
     except ApiError as error:
         response = _refusal(front, error)
     except web.HTTPRequestEntityTooLarge:
@@ -85,8 +101,9 @@ def _refusal(front: Front, error: ApiError) -> web.Response:
 def _missing(request: web.Request, error: web.HTTPException) -> ApiError:
     path = request.path[:200]
     if error.status == 405:
-        said = f"{request.method} {path}; allowed: {error.headers.get('allow', '')}"
-        return ApiError(405, "method_not_allowed", said)
+        methods = ", ".join(error.headers.get("allow", "").split(","))
+        said = f"{request.method} {path}; allowed: {methods}"
+        return ApiError(405, "method_not_allowed", said, headers={"allow": methods})
     for begin, why in _NOT_HERE.items():
         if path == begin or path.startswith(begin + "/"):
             return ApiError(404, "not_found", f"{path}: {why}")
@@ -153,11 +170,9 @@ def _is_loopback(name: str) -> bool:
         return name == "localhost"
 
 
-def _preflight(origin: str) -> web.Response:
-    headers = {
-        "access-control-allow-origin": origin,
-        "access-control-allow-methods": "GET, POST",
-        "access-control-allow-headers": "authorization, content-type, x-request-id",
-        "access-control-max-age": "600",
-    }
-    return web.Response(status=204, headers=headers)
+def _asked(request: web.Request) -> str:
+    """Return the header names that a preflight request asks for, without malformed names."""
+    fields = request.headers.getall(_ASKED_HEADERS, ())
+    names = [name.strip() for field in fields for name in field.split(",")]
+    known = [name for name in names if _HEADER_NAME.fullmatch(name)]
+    return ", ".join(known or _USUAL_HEADERS)

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from tilewright.runtime.messages import Failed, Started, Tokens
 from tilewright.serve.engines.client import EngineClient
@@ -186,7 +186,10 @@ async def answer_stream(
         nonlocal response
         if response is None:
             response = web.StreamResponse(headers={**_HEADERS, **headers})
-            response.enable_chunked_encoding()
+            if request.version >= HttpVersion11:
+                response.enable_chunked_encoding()
+            else:
+                response.force_close()  # HTTP/1.0 has no chunks: the body ends with the connection
             await response.prepare(request)
         await response.write(data)
 
