@@ -27,6 +27,7 @@ from tests.runtime.random_logits import (
 from tilewright.compiler.targets.interface.step import Seat
 from tilewright.compiler.targets.interface.token_masks import Allowed, num_words
 from tilewright.errors import RequestError
+from tilewright.runtime.grammar.annotations import ENFORCED_FORMATS, without_annotations
 from tilewright.runtime.grammar.masks import write_allowed
 from tilewright.runtime.grammar.matchers import MAX_BYTES, Grammars, Matcher
 from tilewright.runtime.grammar.spec import CHOICE, JSON_SCHEMA, LARK, REGEX, GrammarSpec
@@ -46,6 +47,48 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+
+
+ANNOTATIONS = ("password", "binary", "byte", "regex", "path", "idn-email", "iri", "int64", "own")
+
+
+@pytest.mark.parametrize("form", ANNOTATIONS)
+def test_schema_unknown_format_is_an_annotation(form: str) -> None:
+    text = {"type": "string", "format": form, "maxLength": 3}
+    for schema in (
+        text,
+        {"type": ["string", "null"], "format": form},
+        {
+            "type": "object",
+            "properties": {"a": {"items": text}, "b": {"$ref": "#/$defs/c"}},
+            "$defs": {"c": {"anyOf": [text, {"type": "null"}]}},
+        },
+    ):
+        grammars().check(spec(JSON_SCHEMA, schema))
+    bounded = Grammars.matcher(grammars(), spec(JSON_SCHEMA, text), (END,))
+    assert bounded._matcher.try_consume_tokens(list(b'"abcd"')) == len('"abc')
+
+
+def test_schema_known_formats_are_enforced() -> None:
+    """The library's own list: a format that it learns is to be added to ours."""
+    with pytest.raises(RequestError, match="Unknown format"):
+        grammars().check(spec(LARK, 'start: %json {"type": "string", "format": "password"}'))
+    for form in ENFORCED_FORMATS:
+        grammars().check(spec(LARK, f'start: %json {{"type": "string", "format": "{form}"}}'))
+    text = json.dumps({"type": "string", "format": "date"})
+    assert without_annotations(text) == text
+
+
+def test_schema_values_and_properties_named_format_stay() -> None:
+    kept = {
+        "properties": {"format": {"const": {"format": "own"}}, "a": {"enum": [{"format": "own"}]}},
+        "default": {"format": "own"},
+        "required": ["format"],
+    }
+    assert json.loads(without_annotations(json.dumps(kept))) == kept
+    assert json.loads(without_annotations(json.dumps({**kept, "format": "own"}))) == kept
+    for text in ('{"format"', '{"format": 1e999}', "[" * 10**5 + '"format"'):
+        assert without_annotations(text) == text
 
 
 CHOICES = ["yes", "no", 'ma"ybe', "é\n😀"]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tilewright.errors import ConfigError, RequestError
+from tilewright.runtime.grammar.annotations import without_annotations
 from tilewright.runtime.grammar.spec import CHOICE, JSON_SCHEMA, LARK, REGEX, GrammarSpec
 
 if TYPE_CHECKING:
@@ -274,7 +275,7 @@ def _source(spec: GrammarSpec) -> str:
     if spec.kind == JSON_SCHEMA:
         try:
             return LLMatcher.grammar_from_json_schema(
-                spec.text, overrides={"whitespace_pattern": _SPACE}
+                without_annotations(spec.text), overrides={"whitespace_pattern": _SPACE}
             )
         except ValueError as error:
             raise RequestError(f"json_schema: {error}") from None

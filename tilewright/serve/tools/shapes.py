@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from tilewright.runtime.grammar.annotations import without_annotations
+
 Term: TypeAlias = Callable[[str], str]
 """Writes a text of a tokenizer as a term of Lark: special tokens have one of their own."""
 
@@ -48,7 +50,8 @@ def quoted(text: str) -> str:
 def json_term(schema: Mapping[str, Any], *, is_strict: bool = True) -> str:
     """JSON that obeys a schema; keywords that are not known are an error where it is strict."""
     style = {**_STYLE, "lenient": not is_strict}
-    return f"%json {json.dumps({**schema, 'x-guidance': style}, ensure_ascii=False)}"
+    text = json.dumps({**schema, "x-guidance": style}, ensure_ascii=False)
+    return f"%json {without_annotations(text)}"
 
 
 def arguments_term(tool: Tool) -> str:
