@@ -70,7 +70,7 @@ def test_settings_are_of_the_answers_that_follow(piped: Piped) -> None:
         ("/sve x\n", "unknown command /sve; allowed: /help, /set, /save, /clear, /quit; did you"),
         ("/set temprature 1\n", "; did you mean 'temperature'?"),
         ("/set seed x\n", "seed 'x'; allowed: a number"),
-        ("/set top_p 7\n", "top_p 7.0; allowed: above 0 and up to 1"),
+        ("/set top_p 7\n", "top_p 7.0; allowed: 0 to 1"),
         ("/save\n", "/save without a file; allowed: /save FILE"),
         ("/save /no/such/place\n", "/no/such/place: cannot be written"),
         ("word " * 2000, "do not fit the context"),

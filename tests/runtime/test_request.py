@@ -15,7 +15,7 @@ from tilewright.runtime.request import Request, SamplingParams, check_tokens
     ("name", "values"),
     [
         ("temperature", [-0.1, 100.1, math.nan, math.inf, -math.inf]),
-        ("top_p", [0.0, -1.0, 1.0001, math.nan, math.inf]),
+        ("top_p", [-1e-9, -1.0, 1.0001, math.nan, math.inf]),
         ("top_k", [-1]),
         ("max_tokens", [0, -5]),
         ("seed", [1 << 63, -(1 << 63) - 1]),
@@ -33,6 +33,7 @@ def test_a_parameter_out_of_range_is_named(name: str, values: list[Any]) -> None
     [
         {},
         {"temperature": 0.0, "top_p": 1.0, "top_k": 0},
+        {"temperature": 100.0, "top_p": 0.0, "max_tokens": 1},
         {"temperature": 100.0, "top_p": 1e-6, "max_tokens": 1},
         {"seed": (1 << 63) - 1},
         {"seed": -(1 << 63)},
@@ -40,6 +41,13 @@ def test_a_parameter_out_of_range_is_named(name: str, values: list[Any]) -> None
 )
 def test_the_ends_of_the_ranges_are_allowed(values: dict[str, Any]) -> None:
     SamplingParams(**values)
+
+
+def test_top_p_zero_takes_the_most_likely_token() -> None:
+    choosing = SamplingParams(temperature=2.0, top_p=0.0, top_k=7, seed=3).choosing()
+    assert choosing.is_greedy and choosing.top_p == 1.0
+    kept = SamplingParams(temperature=2.0, top_p=1e-9).choosing()
+    assert (kept.temperature, kept.top_p) == (2.0, 1e-9)
 
 
 def test_requests_are_told_apart_though_equal() -> None:

@@ -105,6 +105,11 @@ def test_the_seed_is_said_and_repeats(client: openai.OpenAI) -> None:
     assert again.choices[0].message.content == first.choices[0].message.content
 
 
+def test_top_p_zero_is_the_most_likely_token(client: openai.OpenAI) -> None:
+    greedy = chat(client, temperature=0).choices[0].message.content
+    assert chat(client, temperature=2, top_p=0, seed=5).choices[0].message.content == greedy
+
+
 def test_a_missing_limit_is_the_context_left(client: openai.OpenAI, server: Server) -> None:
     most = server.get("/props")["max_model_len"]
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "word " * 80}]}
@@ -125,7 +130,7 @@ def test_a_missing_limit_is_the_context_left(client: openai.OpenAI, server: Serv
         ({"max_tokens": -1}, "max_tokens"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"n": 17}, "n"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),

@@ -18,9 +18,9 @@ MAX_BIASED = 1024
 class SamplingParams:
     """How a request's tokens are chosen, and when it ends; the defaults are greedy and neutral.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 filter nothing;
-    ``end_tokens`` end the request, and the end token itself is part of its output; ``logprobs``
-    asks for the log probability of each token, and of so many of the likeliest;
+    ``temperature`` 0 or ``top_p`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 filter
+    nothing; ``end_tokens`` end the request, and the end token itself is part of its output;
+    ``logprobs`` asks for the log probability of each token, and of so many of the likeliest;
     ``prompt_logprobs`` for those of the prompt's tokens behind the first. The other fields
     are those of :class:`tilewright.compiler.targets.interface.step.Choosing`.
 
@@ -45,11 +45,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, 0.0, 100.0)
+        _check("top_p", self.top_p, 0.0, 1.0)
         _check("min_p", self.min_p, 0.0, 1.0)
         _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
-            raise RequestError(f"top_p {self.top_p}; allowed: above 0 and up to 1")
         if not (math.isfinite(self.repetition_penalty) and 0 < self.repetition_penalty <= 10):
             raise RequestError(
                 f"repetition_penalty {self.repetition_penalty}; allowed: above 0 and up to 10"
@@ -74,9 +73,9 @@ class SamplingParams:
     def choosing(self) -> Choosing:
         """The part of the parameters that an executable is told of."""
         return Choosing(
-            temperature=self.temperature,
+            temperature=self.temperature if self.top_p else 0.0,
             top_k=self.top_k,
-            top_p=self.top_p,
+            top_p=self.top_p or 1.0,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             frequency_penalty=self.frequency_penalty,

@@ -89,7 +89,7 @@ class Common(Struct, kw_only=True, frozen=True):
     stop_token_ids: Annotated[list[_Token], Meta(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: _Share | None = None
     top_k: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
     min_p: _Share | None = None
     presence_penalty: _Penalty | None = None
