@@ -18,7 +18,11 @@ import jinja2.parser
 import jinja2.utils
 
 from tilewright.errors import CheckpointError, RequestError, one_line
-from tilewright.models.tokenizer.template_limits import BoundedEnvironment, bounded
+from tilewright.models.tokenizer.template_limits import (
+    BoundedEnvironment,
+    TooCostlyError,
+    bounded,
+)
 
 Message = Mapping[str, object]
 
@@ -33,6 +37,7 @@ class ChatTemplate:
     def __init__(self, source: str, where: str) -> None:
         self.source = source
         self.where = where
+        self._reads_parts: dict[str, bool] = {}  # by role, once a chat has shown it
         try:
             with bounded(source):
                 self._template = _environment().from_string(source)
@@ -48,12 +53,15 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
+        must_read: bool = False,
     ) -> str:
         """The prompt text of ``messages`` (``role``, ``content`` and what the template reads).
 
-        Keys whose value is None are dropped, as transformers does. ``tools``: functions that may
+        Keys whose value is None are dropped, as transformers does. The text of a message is a
+        string, or a list of parts if the template reads parts only. ``tools``: functions that may
         be called, as JSON schemas; None where there are none. ``variables``: what else the
-        template may read, as ``enable_thinking``.
+        template may read, as ``enable_thinking``. ``must_read``: refuse text that the template
+        leaves out.
 
         Raises:
             RequestError: no messages, or messages that the template refuses or fails on.
@@ -69,11 +77,73 @@ class ChatTemplate:
         given |= {**(special_tokens or {}), "messages": plain}
         given["add_generation_prompt"] = add_generation_prompt
         try:
-            with bounded(self.source, given):
-                return self._template.render(given)
+            unread = self._probe(given, plain)
+            text = self._render({**given, "messages": [self._as_read(each) for each in plain]})
         # Template code can raise anything that Python operators raise.
         except Exception as error:
             raise RequestError(f"{self.where}: chat template: {one_line(error)}") from None
+        if must_read and unread:
+            raise RequestError(
+                f"{self.where}: chat template: leaves out the text of role {unread[0]!r}; "
+                "allowed: messages of roles that it reads, or another template"
+            )
+        return text
+
+    def _render(self, given: Mapping[str, object]) -> str:
+        with bounded(self.source, given):
+            return self._template.render(given)
+
+    def _probe(self, given: Mapping[str, object], messages: Sequence[Message]) -> list[str]:
+        """Find out how the template reads the text of each role, and return the unread roles.
+
+        The chat is rendered with a mark for the text of each new role: as a string, then as a part.
+        """
+        texts = [(str(each.get("role")), _text_of(each)) for each in messages]
+        left = dict.fromkeys(role for role, text in texts if text and text.strip())
+        unread = [role for role in left if role not in self._reads_parts]
+        for is_parts in (False, True):
+            if not unread:
+                break
+            marks = {role: f"zq{at}qz" for at, role in enumerate(unread)}
+            chat = [
+                {**each, "content": _content(marks[role], is_parts)}
+                if role in marks and text
+                else self._as_read(each)
+                for each, (role, text) in zip(messages, texts, strict=True)
+            ]
+            try:
+                found = self._render({**given, "messages": chat}).lower()
+            except TooCostlyError:
+                raise
+            except Exception:  # this form is not read; the chat itself fails again where it must
+                continue
+            self._reads_parts |= {role: is_parts for role, mark in marks.items() if mark in found}
+            unread = [role for role in unread if role not in self._reads_parts]
+        return unread
+
+    def _as_read(self, message: Message) -> Message:
+        """Return the message with its text in the form that the template reads."""
+        text, is_parts = _text_of(message), self._reads_parts.get(str(message.get("role")))
+        if text is None or is_parts is None or (is_parts and isinstance(message["content"], list)):
+            return message
+        return {**message, "content": _content(text, is_parts)}
+
+
+def _text_of(message: Message) -> str | None:
+    """Return the text of a message whose content is a string or a list of text parts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or not isinstance(text := part.get("text"), str):
+            return None
+        texts.append(text)
+    return "".join(texts)
+
+
+def _content(text: str, is_parts: bool) -> object:
+    return [{"type": "text", "text": text}] if is_parts else text
 
 
 class _GenerationBlock(jinja2.ext.Extension):

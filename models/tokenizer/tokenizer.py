@@ -148,13 +148,15 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
+        must_read: bool = True,
     ) -> str:
         """The prompt text of a chat; encode it without ``add_special``.
 
-        ``tools`` and ``variables``: see `ChatTemplate.render`.
+        ``tools``, ``variables`` and ``must_read``: see `ChatTemplate.render`.
 
         Raises:
-            RequestError: the checkpoint has no chat template, or it fails on these messages.
+            RequestError: the checkpoint has no chat template, or it fails on these messages or
+                leaves their text out.
         """
         if self._template is None:
             raise RequestError(f"{self._vocabulary.where}: the tokenizer has no chat template")
@@ -164,6 +166,7 @@ class Tokenizer:
             special_tokens=self._vocabulary.special_tokens,
             tools=tools,
             variables=variables,
+            must_read=must_read,
         )
 
     @property

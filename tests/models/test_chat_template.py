@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import tokenizers
 import transformers
@@ -69,3 +71,37 @@ def test_templates_that_do_not_compile(template: str) -> None:
     with pytest.raises(CheckpointError, match=r"^m\.gguf: chat template: ") as caught:
         ChatTemplate(template, "m.gguf")
     assert "\n" not in str(caught.value)
+
+
+PARTS = "{%% for m in messages %%}<{{ m.role }}>%s{%% endfor %%}"
+EACH_PART = (
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+)
+SYSTEM_IS_TEXT = "{% if m.role == 'system' %}{{ m.content }}{% else %}" + EACH_PART + "{% endif %}"
+FIRST_PART = "{{ m.content[0]['text'] + '' }}"  # fails on strings
+EITHER = "{% if m.content is string %}{{ m.content }}{% else %}" + EACH_PART + "{% endif %}"
+
+
+@pytest.mark.parametrize("body", [EACH_PART, SYSTEM_IS_TEXT, FIRST_PART, EITHER, "{{ m.content }}"])
+@pytest.mark.parametrize("is_parts", [False, True])
+def test_template_that_reads_parts_or_strings_writes_all_text(body: str, is_parts: bool) -> None:
+    template = ChatTemplate(PARTS % body, "m.gguf")
+    for chat in (MESSAGES[1:], MESSAGES, [*MESSAGES, {"role": "assistant", "content": "a b"}]):
+        expected = "".join(f"<{each['role']}>{each['content']}" for each in chat)
+        given: list[dict[str, Any]] = [*chat]
+        if is_parts:
+            given = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in chat]
+        for _ in range(2):
+            assert template.render(given, must_read=True) == expected
+
+
+def test_template_that_leaves_text_out_is_refused() -> None:
+    users = "{% for m in messages if m.role == 'user' %}{{ m.content | upper }}{% endfor %}"
+    template = ChatTemplate(users, "m.gguf")
+    assert template.render(MESSAGES[1:], must_read=True) == MESSAGES[1]["content"].upper()
+    empty = [{"role": "system", "content": " "}, MESSAGES[1]]
+    assert template.render(empty, must_read=True) == MESSAGES[1]["content"].upper()
+    with pytest.raises(RequestError, match=r"m\.gguf: .* role 'system'; allowed: ") as caught:
+        template.render(MESSAGES, must_read=True)
+    assert "\n" not in str(caught.value)
+    assert template.render(MESSAGES) == MESSAGES[1]["content"].upper()

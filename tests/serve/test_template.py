@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.serve.scripted import byte_coder
+from tilewright.serve.prompt.prepare import render_chat
 from tilewright.serve.prompt.template import TemplateFacts, read_template
 from tilewright.serve.tools.shapes import Tool
+from tilewright.serve.web.errors import ApiError
+from tilewright.serve.web.requests import Message
 
 EACH = "{% for m in messages %}"
 CALLS = "{% for c in m.tool_calls or [] %}"
@@ -47,7 +51,7 @@ def facts(template: str, forced: str | None = None) -> TemplateFacts:
 
 def written(template: str, forced: str | None = None, **given: Any) -> str:
     found = facts(template, forced).messages(HISTORY, **{"tools": (), **given})
-    return byte_coder(template).apply_chat_template(found)
+    return byte_coder(template).apply_chat_template(found, must_read=False)
 
 
 @pytest.mark.parametrize(
@@ -97,3 +101,60 @@ def test_tools_go_where_the_template_looks() -> None:
     result = "<tool_response>\n{}\n</tool_response>"
     joined = f"(user){result.format(7)}\n{result.format(8)}(assistant)So."
     assert f'(assistant)[f(a="é"), f()]{joined}' in text
+
+
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{{ part.text }}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def rendered(template: str, *messages: dict[str, Any], **asked: Any) -> str:
+    """The prompt of a request with these messages."""
+    coder = byte_coder(template)
+    found = msgspec.convert(messages, list[Message])
+    return render_chat(coder, found, facts=read_template(coder, None), **asked)
+
+
+def test_template_that_reads_parts_is_given_parts() -> None:
+    user = {"role": "user", "content": "u"}
+    split = {"role": "user", "content": [{"type": "text", "text": "v"}, {"text": "w"}]}
+    system = {"role": "developer", "content": "s"}
+    answer = {"role": "assistant", "content": "a"}
+    assert rendered(PARTS, user) == "<user>u<assistant>"
+    expected = "<system>s<user>u<assistant>a<user>vw<assistant>"
+    assert rendered(PARTS, system, user, answer, split) == expected
+    assert rendered(PARTS, user, answer, continues=True) == "<user>u<assistant>a"
+
+
+def test_template_that_leaves_the_user_out_is_400() -> None:
+    with pytest.raises(ApiError, match="role 'user'") as caught:
+        rendered(f"{EACH}{{{{ m.role }}}}{END}", {"role": "user", "content": "u"})
+    assert (caught.value.status, caught.value.code) == (400, "template_error")
+
+
+REFUSAL = {"type": "refusal", "refusal": "No."}
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"refusal": "No."}, "No."),
+        ({"content": [REFUSAL]}, "No."),
+        ({"content": [{"type": "text", "text": "So. "}, REFUSAL], "refusal": None}, "So. No."),
+        ({"content": "So.", "refusal": "No."}, "So.\nNo."),
+        ({"content": "So.", "refusal": None}, "So."),
+    ],
+)
+def test_refusal_of_an_earlier_turn_is_its_text(answer: dict[str, Any], text: str) -> None:
+    user = {"role": "user", "content": "u"}
+    for template in (f"{EACH}<{{{{ m.role }}}}>{SAID}{END}", PARTS):
+        found = rendered(template, user, {"role": "assistant", **answer}, user, opens=False)
+        assert found == f"<user>u<assistant>{text}<user>u"
+
+
+def test_refusal_of_a_user_is_no_text() -> None:
+    for message in ({"content": None, "refusal": "No."}, {"content": [REFUSAL]}):
+        with pytest.raises(ApiError, match=r"messages\[0\].content.*text"):
+            rendered(PARTS, {"role": "user", **message})

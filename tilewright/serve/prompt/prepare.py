@@ -81,25 +81,31 @@ def render_chat(
 def _plain_message(message: Message, at: int) -> dict[str, Any]:
     """A message as templates know them: the developer is the system, content is one text."""
     found: dict[str, Any] = msgspec.to_builtins(message)
+    refusal = found.pop("refusal", "")
+    if message.role != "assistant":
+        refusal = ""
     if message.role == "developer":
         found["role"] = "system"
     if isinstance(message.content, list):
-        found["content"] = "".join(_text_of(part, at) for part in message.content)
+        found["content"] = "".join(_text_of(part, message.role, at) for part in message.content)
     elif message.content is None:
-        if not message.tool_calls:
-            said = "a text, or a list of text parts; null only beside tool_calls"
+        if not message.tool_calls and not refusal:
+            said = "a text, or a list of text parts; null only beside tool_calls or a refusal"
             raise invalid(f"messages[{at}].content: {said}", f"messages[{at}].content")
         found["content"] = ""
+    found["content"] = "\n".join(filter(None, (found["content"], refusal)))
     if message.reasoning is not None:
         found.setdefault("reasoning_content", message.reasoning)
     return found
 
 
-def _text_of(part: Mapping[str, Any], at: int) -> str:
-    text = part.get("text")
-    if part.get("type", "text") != "text" or not isinstance(text, str):
-        where = f"messages[{at}].content"
-        raise invalid(f"{where}: a part of type {part.get('type')!r}; allowed: text", where)
+def _text_of(part: Mapping[str, Any], role: str, at: int) -> str:
+    kinds = ("text", "refusal") if role == "assistant" else ("text",)
+    kind = part.get("type", "text")
+    text = part.get(kind) if kind in kinds else None
+    if not isinstance(text, str):
+        where, known = f"messages[{at}].content", ", ".join(kinds)
+        raise invalid(f"{where}: a part of type {kind!r}; allowed: {known}", where)
     return text
 
 

@@ -177,7 +177,9 @@ def _render(
 ) -> str:
     """A probe's text; empty where the template refuses it."""
     try:
-        return coder.apply_chat_template(messages, True, tools=tools, variables=variables)
+        return coder.apply_chat_template(
+            messages, True, tools=tools, variables=variables, must_read=False
+        )
     except (RequestError, RecursionError):
         return ""
 

@@ -49,5 +49,8 @@ class TextCoder(Protocol):
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
+        must_read: bool = True,
     ) -> str:
-        """Render the messages of a chat as the text of a prompt."""
+        """Render the messages of a chat as the text of a prompt. ``must_read``: refuse text that
+        the template leaves out.
+        """

@@ -76,6 +76,7 @@ class Message(Struct, frozen=True, omit_defaults=True):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
 
 
 class Common(Struct, kw_only=True, frozen=True):
