@@ -101,6 +101,18 @@ def test_a_call_that_is_cut_short_is_given_as_far_as_it_came(hermes: Scripted) -
     ]
 
 
+def test_cut_answer_that_must_call_has_no_content(hermes: Scripted) -> None:
+    """The closing tag, and a second call, cut at each of their characters."""
+    twice = CALLS.removeprefix("Looking.\n")
+    for most in range(1, len(twice.encode()) + 1, 3):
+        choice = chat(hermes, twice, max_tokens=most, tool_choice="required").choices[0]
+        assert not choice.message.content, most
+        names = [name for name, _ in called(choice.message)]
+        assert names == ["weather", "now"][: len(names)]
+    chunks = chat(hermes, twice, max_tokens=80, tool_choice="required", stream=True)
+    assert not "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+
 def test_text_is_no_call_and_no_tools_are_no_calls(hermes: Scripted) -> None:
     text = "a <tool_call> is { and <tool_call>[ "
     choice = chat(hermes, text).choices[0]

@@ -110,7 +110,10 @@ def make_job(
 def read_calls(job: Job, tools: ToolsAsked, form: ToolFormat) -> None:
     """Let the calls of every answer be told from its content."""
     for choice in job.choices:
-        choice.reader = CallReader(form.parser(tools.tools), form.new_id, tools.is_parallel)
+        parser = form.parser(tools.tools)
+        choice.reader = CallReader(
+            parser, form.new_id, tools.is_parallel, must_call=tools.must_call
+        )
         choice.show(form.tokens)
 
 

@@ -31,14 +31,14 @@ TOOLS = (Tool("weather", schema=SCHEMA), Tool("now", schema=SCHEMA))
 Found = tuple[str, list[tuple[str, str, bool]]]
 
 
-def read(name: str, pieces: Sequence[str]) -> Found:
+def read(name: str, pieces: Sequence[str], *, must_call: bool = False) -> Found:
     """The content, and each call: its name, its arguments, whether it is whole."""
     parser = FORMATS[name].parser(TOOLS)
     events: list[Event] = []
     for piece in pieces:
         events += parser.push(piece)
     content, calls = "", []
-    for event in [*events, *parser.flush()]:
+    for event in [*events, *parser.flush(must_call=must_call)]:
         if isinstance(event, Said):
             content += event.text
         elif isinstance(event, Called):
@@ -307,3 +307,38 @@ def test_calls_that_were_written_are_read_again(
     assert content == before
     assert [(each, json.loads(text)) for each, text, _ in found] == calls
     assert all(is_whole for *_, is_whole in found)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(NAMES, TEXTS, CALLS, PLACES, st.integers(0, 2000), st.booleans())
+def test_cut_calls_leave_no_markup_and_come_once(
+    name: str,
+    before: str,
+    calls: list[tuple[str, dict[str, Any]]],
+    places: list[int],
+    end: int,
+    must_call: bool,
+) -> None:
+    """Wherever an answer ends, its calls and its content are the beginning of the whole ones."""
+    written = FORMATS[name].write(calls)
+    if name in ("llama3_json", "gemma") or must_call:
+        before = ""
+    whole = f"{before}\n{written}" if before else written
+    text = whole[: end % (len(whole) + 1)]
+    content, found = read(name, cut(text, places), must_call=must_call)
+    assert [each for each, *_ in found] == [each for each, _ in calls[: len(found)]]
+    assert [json.loads(given) for _, given, is_whole in found if is_whole] == [
+        given for _, given in calls[: sum(is_whole for *_, is_whole in found)]
+    ]
+    assert content == (before if found or must_call else text)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_cut_at_every_character_leaves_no_markup(name: str) -> None:
+    """One answer of each format, ended behind each of its characters."""
+    given = {"city": "Paris", "days": 3, "tags": ["a"], "note": None}
+    written = FORMATS[name].write([("weather", given), ("now", {})])
+    for end in range(len(written) + 1):
+        content, found = read(name, [written[:end]])
+        assert content == ("" if found else written[:end])
+        assert [each for each, *_ in found] == ["weather", "now"][: len(found)]

@@ -25,12 +25,14 @@ class CallReader:
 
     Attributes:
         is_parallel: whether there may be several; else the answer is over behind the first.
+        must_call: whether the answer is held to calls, so that its cut end is no content.
         calls: those found so far.
     """
 
     parser: ToolParser
     new_id: Callable[[], str]
     is_parallel: bool = True
+    must_call: bool = False
     calls: list[Call] = field(default_factory=list)
 
     @property
@@ -49,7 +51,7 @@ class CallReader:
 
     def flush(self) -> Piece:
         """What was held back, at the end of the answer."""
-        return self._piece(self.parser.flush())
+        return self._piece(self.parser.flush(must_call=self.must_call))
 
     def _piece(self, events: Sequence[Event]) -> Piece:
         content, pieces = "", []

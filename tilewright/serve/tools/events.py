@@ -59,7 +59,9 @@ class Region(Protocol):
         """Take the next text; returns the events that are certain now."""
 
     def flush(self) -> list[Event]:
-        """Return what was held back of a call, where the text ends within it."""
+        """Return the arguments that were held back, at the end of the text. Cut markup is dropped:
+        it is no text of the answer.
+        """
 
 
 class ToolParser:
@@ -93,16 +95,23 @@ class ToolParser:
             text = self._scan(text, found) if self._region is None else self._read(text, found)
         return found
 
-    def flush(self) -> list[Event]:
-        """Return what was held back, at the end of the text."""
+    def flush(self, *, must_call: bool = False) -> list[Event]:
+        """Return what was held back, at the end of the text.
+
+        The beginning of a call is dropped if it follows a call, or if ``must_call``: nothing but a
+        call may be there. Else it is content.
+        """
         found: list[Event] = []
+        is_cut = self._follows_call or must_call
         if self._region is not None:
             found += self._region.flush()
             self._has_called |= self._region.is_call
-            if not self._region.is_call:
+            if not self._region.is_call and not is_cut:
                 self._say("".join(self._raw), found)
             self._region, self._raw = None, []
-        self._say(self._matcher.flush(), found)
+        held = self._matcher.flush()
+        if not is_cut:
+            self._say(held, found)
         if not self._has_called and self._space:
             found.append(Said(self._space))
         self._space = ""

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from enum import Enum, auto
 
 from tilewright.serve.output.stops import StopMatcher
-from tilewright.serve.tools.events import SPACE, Argued, Called, Ended, Event, Said
+from tilewright.serve.tools.events import SPACE, Argued, Called, Ended, Event
 from tilewright.serve.tools.json_scanner import At, JsonScanner, escaped
 
 _NAMES = ("name", "function")
@@ -210,17 +210,14 @@ class JsonRegion:
         return merged(found)
 
     def flush(self) -> list[Event]:
-        """Return what was held back of a call, where the text ends within it."""
+        """See `Region`."""
+        found: list[Event] = []
         if self._state is _State.RAW:
-            found: list[Event] = [Argued(self._matcher.flush())]
+            found = [Argued(self._matcher.flush())]
         elif self._state is _State.OBJECT:
             found = self._call.flush()
             self.is_call |= self._call.is_call
-            if self.is_call and not self._call.is_call:
-                found = [Said("".join(self._call.raw))]
-        else:
-            found = [Said(self._back)] if self.is_call else []
-        return [event for event in merged(found) if event != Said("")]
+        return merged(found)
 
     def _step(self, character: str, found: list[Event]) -> bool:
         """Take a character; False where the region has ended before it."""

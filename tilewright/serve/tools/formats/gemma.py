@@ -13,7 +13,6 @@ from tilewright.serve.tools.events import (
     Called,
     Ended,
     Event,
-    Said,
     ToolParser,
 )
 from tilewright.serve.tools.json_calls import merged
@@ -126,12 +125,7 @@ class _Region:
 
     def flush(self) -> list[Event]:
         """See `Region`."""
-        if not self.is_call:
-            return []
-        if self._num_given < 0:
-            raw = "".join(self._raw).strip(SPACE)
-            return [Said(raw)] if raw else []
-        if self._state is not _State.VALUE or not self._value.text:
+        if self._num_given < 0 or self._state is not _State.VALUE or not self._value.text:
             return []
         return [Argued(self._value.cut_short())]
 

@@ -17,7 +17,6 @@ from tilewright.serve.tools.events import (
     Called,
     Ended,
     Event,
-    Said,
     ToolParser,
 )
 from tilewright.serve.tools.json_calls import is_name, merged
@@ -82,11 +81,7 @@ class _Region:
 
     def flush(self) -> list[Event]:
         """See `Region`."""
-        if not self.is_call:
-            return []
-        if self._state is _State.VALUE:
-            return [Argued(self._value.flush())]
-        return [Said(self._held)] if self._held else []
+        return [Argued(self._value.flush())] if self._state is _State.VALUE else []
 
     def _step(self, character: str, behind: str, found: list[Event]) -> None:
         if self._state in (_State.NAME, _State.KEY):
