@@ -119,7 +119,13 @@ class ChatTemplate:
                 continue
             self._reads_parts |= {role: is_parts for role, mark in marks.items() if mark in found}
             unread = [role for role in unread if role not in self._reads_parts]
-        return unread
+        # Many templates leave out what the assistant says beside its calls.
+        plain = {
+            role
+            for each, (role, text) in zip(messages, texts, strict=True)
+            if text and text.strip() and not each.get("tool_calls")
+        }
+        return [role for role in unread if role in plain]
 
     def _as_read(self, message: Message) -> Message:
         """Return the message with its text in the form that the template reads."""

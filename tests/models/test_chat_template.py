@@ -105,3 +105,7 @@ def test_template_that_leaves_text_out_is_refused() -> None:
         template.render(MESSAGES, must_read=True)
     assert "\n" not in str(caught.value)
     assert template.render(MESSAGES) == MESSAGES[1]["content"].upper()
+    beside = "{% for m in messages %}{% if m.tool_calls %}call{% else %}{{ m.content }}{% endif %}"
+    calls = {"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}
+    found = ChatTemplate(beside + "{% endfor %}", "m.gguf").render([calls], must_read=True)
+    assert found == "call", "what is said beside a call may be left out"

@@ -182,9 +182,54 @@ def test_reasoning_is_where_the_prompt_has_opened_it(hermes: Scripted) -> None:
     assert off.content == "So."
 
 
-def test_a_template_without_tools_needs_a_format_that_is_named() -> None:
-    with scripted(PLAIN) as server, pytest.raises(openai.BadRequestError, match="--tool-format"):
-        chat(server, CALLS)
+def test_a_template_without_tools_has_a_generic_format() -> None:
+    """Tools, calls and results are written into the messages, and hermes is read of the answer."""
+    with scripted(PLAIN) as server:
+        first = chat(server, CALLS).choices[0].message
+        assert called(first) == [("weather", '{"city": "Paris é"}'), ("now", "{}")]
+        assert server.prompt.startswith("<system>You may call") and '"weather"' in server.prompt
+        results = [{"role": "tool", "tool_call_id": c.id, "content": "7"} for c in first.tool_calls]
+        history = [*say(CALLS), first.model_dump(exclude_none=True), *results]
+        for tools in (TOOLS, openai.NOT_GIVEN):
+            chat(server, "", messages=history, tools=tools)
+            assert '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>|' in server.prompt
+        must = chat(server, CALLS, tool_choice="required").choices[0].message
+        assert called(must) == called(first) and server.client.asked[-1].grammar is not None
+        found = props(server)
+        assert (found["tool_format"], found["tool_format_from"]) == ("hermes", "generic")
+
+
+def test_a_template_whose_calls_are_not_known_has_a_generic_format() -> None:
+    """Tools are told once: by the instruction, not by the template as well."""
+    with scripted(f"{{% if tools %}}{{{{ tools | tojson }}}}{{% endif %}}{PLAIN}") as server:
+        assert len(chat(server, CALLS).choices[0].message.tool_calls) == 2
+        assert server.prompt.startswith("<system>You may call")
+        assert server.prompt.partition("SAY")[0].count('"weather"') == 1
+        found = props(server)
+        assert found["chat_template_reads"]["tools"] and found["tool_format_from"] == "generic"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}",
+        "{% if m.role != 'system' %}",
+    ],
+    ids=["refuses", "leaves out"],
+)
+def test_tools_go_to_the_user_where_there_is_no_system(body: str) -> None:
+    end = "{% endif %}" if body.startswith("{% if m.role !=") else ""
+    said = "<{{ m.role }}>{{ m.content }}|"
+    template = f"{{% for m in messages %}}{body}{said}{end}{{% endfor %}}"
+    with scripted(template) as server:
+        assert len(chat(server, CALLS).choices[0].message.tool_calls) == 2
+        assert server.prompt.startswith("<user>You may call") and server.prompt.count("<user>") == 1
+        system = [{"role": "system", "content": "Be brief."}, *say("")]
+        with pytest.raises(openai.BadRequestError, match=r"system"):
+            chat(server, "", messages=system)
+
+
+def test_a_template_without_tools_takes_a_format_that_is_named() -> None:
     with scripted(PLAIN, tool_format="mistral") as server:
         text = '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}]'
         first = chat(server, text).choices[0].message
@@ -194,12 +239,18 @@ def test_a_template_without_tools_needs_a_format_that_is_named() -> None:
         result = {"role": "tool", "tool_call_id": call.id, "content": "7"}
         chat(server, "", messages=[*say(text), first.model_dump(exclude_none=True), result])
         assert f"<assistant>{text}|<user><tool_response>\n7\n</tool_response>|" in server.prompt
+        found = props(server)
+        assert (found["tool_format"], found["tool_format_from"]) == ("mistral", "option")
+
+
+def props(server: Scripted) -> Any:
+    with openai.DefaultHttpxClient() as web:
+        return web.get(f"{server.url}/props").json()
 
 
 def test_what_a_template_reads_is_said(hermes: Scripted) -> None:
-    with openai.DefaultHttpxClient() as web:
-        found = web.get(f"{hermes.url}/props").json()
-    assert found["tool_format"] == "hermes"
+    found = props(hermes)
+    assert (found["tool_format"], found["tool_format_from"]) == ("hermes", "template")
     assert found["chat_template_reads"] == {
         "tools": True,
         "tool_calls": True,
@@ -246,8 +297,3 @@ def test_a_template_that_costs_too_much_is_400() -> None:
         with pytest.raises(openai.BadRequestError, match="characters") as caught:
             chat(server, "x", tools=openai.NOT_GIVEN)
         assert caught.value.code == "template_error"
-        calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-        history = [*say(""), {"role": "assistant", "content": None, "tool_calls": calls}]
-        with pytest.raises(openai.BadRequestError, match="--tool-format") as caught:
-            chat(server, "", messages=history, tools=openai.NOT_GIVEN)
-        assert caught.value.param == "messages[1].tool_calls"

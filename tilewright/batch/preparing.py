@@ -109,8 +109,6 @@ class Preparer:
         check_chat(request)
         coder, ready = self.served.coder, self.served.ready
         tools = read_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
-        if tools is not None:
-            self.template.checked_format()
         text = render_chat(
             coder,
             request.messages,
@@ -139,7 +137,7 @@ class Preparer:
             grammar=grammar,
         )
         if tools is not None:
-            read_calls(job, tools, self.template.checked_format())
+            read_calls(job, tools, self.template.calls)
         return job
 
     def _completion(self, request: Common) -> Job:
@@ -178,7 +176,7 @@ class Preparer:
         self, tools: ToolsAsked, prompt: str, otherwise: GrammarSpec | None
     ) -> GrammarSpec | None:
         """What holds an answer to calls of ``tools``; None where nothing can and nothing must."""
-        form = self.template.checked_format()
+        form = self.template.calls
         spec = call_grammar(tools, form, self.served.coder, prompt=prompt, otherwise=otherwise)
         if spec is None:
             return None

@@ -156,8 +156,6 @@ class Front:
         ready, coder = self.up()
         self.check_model(request, ready)
         tools = read_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
-        if tools is not None:
-            self.template.checked_format()
         text = await self.render(
             request,
             tools,
@@ -184,7 +182,7 @@ class Front:
         )
         job.unheld = unheld
         if tools is not None:
-            read_calls(job, tools, self.template.checked_format())
+            read_calls(job, tools, self.template.calls)
         return job
 
     async def _call_grammar(
@@ -196,7 +194,7 @@ class Front:
             ApiError: where it has to be, and cannot.
         """
         _, coder = self.up()
-        form = self.template.checked_format()
+        form = self.template.calls
         spec = call_grammar(tools, form, coder, prompt=prompt, otherwise=otherwise)
         if spec is None:
             return None, f"{form.name} has no marker of calls"

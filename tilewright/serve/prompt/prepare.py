@@ -61,7 +61,7 @@ def render_chat(
         ApiError: 400 where there is no template, or it refuses these messages.
     """
     given = [_plain_message(message, at) for at, message in enumerate(messages)]
-    told = tools.given if tools is not None and facts.reads_tools else None
+    told = tools.given if tools is not None and facts.tells_tools else None
     try:
         plain = facts.messages(given, () if tools is None else tools.tools)
         text = coder.apply_chat_template(

@@ -12,13 +12,13 @@ import msgspec
 from tilewright.errors import RequestError
 from tilewright.serve.prompt.texts import TextCoder
 from tilewright.serve.tools.base import Call, ToolFormat, result_message
-from tilewright.serve.tools.formats.table import FORMATS, format_of
+from tilewright.serve.tools.formats.table import FORMATS, GENERIC, format_of
 from tilewright.serve.tools.shapes import Tool
-from tilewright.serve.web.errors import invalid
 
 Message: TypeAlias = dict[str, Any]
 
 _ASK = {"role": "user", "content": "probe"}
+_SYSTEM = {"role": "system", "content": "commands"}
 _TOOL = "probe_tool"
 _ID = "probe0id1"  # some templates want nine letters and digits
 _DECLARED = {
@@ -49,6 +49,7 @@ class TemplateFacts:
         tools_in_system: whether it does so as part of the system message.
         writes_calls: whether it writes calls of earlier turns.
         wants_objects: whether it takes their arguments as objects, not as JSON text.
+        loses_system: whether it refuses or leaves out a system message, but no user's.
         variables: which of those known here change what it writes.
         format: how the model calls functions; None where that is not known.
     """
@@ -57,39 +58,33 @@ class TemplateFacts:
     tools_in_system: bool = False
     writes_calls: bool = False
     wants_objects: bool = True
+    loses_system: bool = False
     variables: tuple[str, ...] = ()
     format: ToolFormat | None = None
 
-    def checked_format(self) -> ToolFormat:
-        """Find the format in which this model writes calls, and refuse one it cannot write.
+    @property
+    def calls(self) -> ToolFormat:
+        """The format in which this model writes calls: the known one, or the generic one."""
+        return self.format or GENERIC
 
-        Raises:
-            ApiError: 400 where the template knows no tools, or nothing of how they are called.
+    @property
+    def tells_tools(self) -> bool:
+        """Whether the template tells the model of tools. Else an instruction does: also where the
+        template tells of them for a format that is not known.
         """
-        if self.format is None:
-            said = "how it writes calls is not known" if self.reads_tools else "it reads no tools"
-            raise invalid(
-                f"tools: the chat template is in the way, {said}; allowed: none, or those of a "
-                f"server started with --tool-format {'|'.join(FORMATS)}",
-                "tools",
-                "unsupported",
-            )
-        return self.format
+        return self.reads_tools and self.format is not None
 
     def messages(self, given: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-        """The messages as the template can write them.
-
-        Raises:
-            ApiError: 400 for calls of earlier turns that it would leave out.
-        """
+        """The messages as the template can write them."""
         names: dict[str, str] = {}
         found = [self._prepared(message, names) for message in given]
         if not self.writes_calls:
             found = self._spelled(found)
-        if tools and self.tools_in_system:
+        if tools and not self.tells_tools:
+            add = _in_user if self.loses_system else _in_system
+            found = add(found, self.calls.instruction(tools))
+        elif tools and self.tools_in_system:
             found = _in_system(found, "", tools=json.dumps(_declared(tools), ensure_ascii=False))
-        elif tools and not self.reads_tools:
-            found = _in_system(found, self.checked_format().instruction(tools))
         return found
 
     def _prepared(self, message: Message, names: dict[str, str]) -> Message:
@@ -97,7 +92,7 @@ class TemplateFacts:
 
         ``names``: of the calls so far, by their ids.
         """
-        known_id = self.format.known_id if self.format is not None else str
+        known_id = self.calls.known_id
         if message["role"] == "tool":
             given = str(message.get("tool_call_id", ""))
             named = {"name": names[given]} if given in names else {}
@@ -116,18 +111,14 @@ class TemplateFacts:
         """Calls as text of the assistant, results as text of the user; neighbours are joined."""
         found: list[Message] = []
         is_result = False
-        for at, message in enumerate(messages):
+        for message in messages:
             was_result, is_result = is_result, message["role"] == "tool"
             if message.get("tool_calls"):
-                if self.format is None:
-                    where = f"messages[{at}].tool_calls"
-                    said = "the chat template writes none; allowed: a server with --tool-format"
-                    raise invalid(f"{where}: {said}", where, "unsupported")
                 calls = [_call(call) for call in message["tool_calls"]]
-                texts = [message.get("content") or "", self.format.write(calls)]
+                texts = [message.get("content") or "", self.calls.write(calls)]
                 kept = {key: value for key, value in message.items() if key != "tool_calls"}
                 found.append({**kept, "content": "\n".join(filter(None, texts))})
-            elif is_result and self.format is not None:
+            elif is_result:
                 text = result_message(message.get("content") or "")
                 if was_result:
                     found[-1] = {"role": "user", "content": f"{found[-1]['content']}\n{text}"}
@@ -157,12 +148,14 @@ def read_template(coder: TextCoder, tool_format: str | None) -> TemplateFacts:
         one, other = (_render(coder, [_ASK], variables={name: value}) for value in values)
         if one != other:
             changing.append(name)
+    has_user = _ASK["content"] in _render(coder, [_ASK])
     found = format_of(source) if reads or in_system else None
     return TemplateFacts(
         reads_tools=reads or in_system,
         tools_in_system=in_system and not reads,
         writes_calls=has_objects or _is_written(texts),
         wants_objects=has_objects or not _is_written(texts),
+        loses_system=has_user and _SYSTEM["content"] not in _render(coder, [_SYSTEM, _ASK]),
         variables=tuple(changing),
         format=forced or found,
     )
@@ -236,6 +229,15 @@ def _declared(tools: Sequence[Tool]) -> list[dict[str, Any]]:
         {"name": tool.name, "description": tool.description, "parameters": tool.schema}
         for tool in tools
     ]
+
+
+def _in_user(messages: Sequence[Message], text: str) -> list[Message]:
+    """The messages with a text before the first one of the user, which is made if there is none."""
+    for at, message in enumerate(messages):
+        if message["role"] == "user":
+            content = "\n\n".join(filter(None, (text, message["content"])))
+            return [*messages[:at], {**message, "content": content}, *messages[at + 1 :]]
+    return [{"role": "user", "content": text}, *messages]
 
 
 def _in_system(messages: Sequence[Message], text: str, **keys: str) -> list[Message]:

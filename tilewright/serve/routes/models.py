@@ -81,7 +81,8 @@ async def _props(request: web.Request) -> web.Response:
                 "tool_calls": front.template.writes_calls,
                 "variables": front.template.variables,
             },
-            "tool_format": front.template.format.name if front.template.format else None,
+            "tool_format": front.template.calls.name if coder.chat_template else None,
+            "tool_format_from": _format_source(front),
             "template_variables": dict(front.settings.template_variables),
             "default_generation_settings": defaults,
             "limits": {
@@ -94,6 +95,13 @@ async def _props(request: web.Request) -> web.Response:
             },
         }
     )
+
+
+def _format_source(front: Front) -> str:
+    """What the format of calls is known from."""
+    if front.settings.tool_format is not None:
+        return "option"
+    return "generic" if front.template.format is None else "template"
 
 
 async def _tokenizer_info(request: web.Request) -> web.Response:

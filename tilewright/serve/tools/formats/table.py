@@ -13,6 +13,9 @@ from tilewright.serve.tools.formats.qwen3_coder import QWEN3_CODER
 FORMATS = {each.name: each for each in (QWEN3_CODER, HERMES, MISTRAL, PHI4, LLAMA3_JSON, GEMMA)}
 """The formats by name; of two whose marks a template has, the first one is meant."""
 
+GENERIC = HERMES
+"""The format of a model whose chat template tells of none."""
+
 
 def format_of(template: str) -> ToolFormat | None:
     """The format whose marks stand in a chat template, or None."""
