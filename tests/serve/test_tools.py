@@ -113,6 +113,26 @@ def test_cut_answer_that_must_call_has_no_content(hermes: Scripted) -> None:
     assert not "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
+def test_answer_that_must_call_ends_where_other_text_follows(hermes: Scripted) -> None:
+    """A model that has called and would go on is not forced to call again."""
+    calls = CALLS.removeprefix("Looking.\n")
+    for streams in (False, True):
+        asked = {"tool_choice": "required", "max_tokens": 400, "stream": streams}
+        found = chat(hermes, f"{calls}\nThe weather is {calls}", **asked)
+        spec = hermes.client.asked[-1].grammar
+        assert spec is not None and "TEXT" in spec.text
+        if not streams:
+            (choice,) = found.choices
+            assert choice.finish_reason == "tool_calls" and choice.message.content is None
+            assert [name for name, _ in called(choice.message)] == ["weather", "now"]
+            assert found.usage.completion_tokens < len(calls.encode()) + 8
+            continue
+        choices = [chunk.choices[0] for chunk in found]
+        assert choices[-1].finish_reason == "tool_calls"
+        assert not any(choice.delta.content for choice in choices)
+        assert max(c.index for choice in choices for c in choice.delta.tool_calls or []) == 1
+
+
 def test_text_is_no_call_and_no_tools_are_no_calls(hermes: Scripted) -> None:
     text = "a <tool_call> is { and <tool_call>[ "
     choice = chat(hermes, text).choices[0]

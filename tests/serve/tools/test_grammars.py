@@ -86,6 +86,17 @@ def test_what_is_written_obeys_and_nothing_else(name: str) -> None:
         assert hold(name, text, **asked) not in ("met", "open", "free")
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_a_line_end_behind_a_call_forces_no_other_call(name: str) -> None:
+    once = FORMATS[name].write([NOW])
+    assert hold(name, f"{once}\n", choice="required") == "met"
+    assert hold(name, f"{once}\n{once}", choice="required") == "met"
+    assert hold(name, f"{once}\nThe", choice="required") == "met"
+    bad = FORMATS[name].write([("weather", {"days": 3})])
+    assert hold(name, f"{once}\n{bad}", choice="required") not in ("met", "open", "free")
+    assert hold(name, f"{once}\n", choice="required", parallel=False) == once
+
+
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_an_answer_is_free_up_to_a_call(name: str) -> None:
     form = FORMATS[name]

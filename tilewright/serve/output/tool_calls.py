@@ -25,7 +25,8 @@ class CallReader:
 
     Attributes:
         is_parallel: whether there may be several; else the answer is over behind the first.
-        must_call: whether the answer is held to calls, so that its cut end is no content.
+        must_call: whether the answer is held to calls: its cut end is no content, and it is over
+            where other text follows a call.
         calls: those found so far.
     """
 
@@ -34,11 +35,12 @@ class CallReader:
     is_parallel: bool = True
     must_call: bool = False
     calls: list[Call] = field(default_factory=list)
+    _is_over: bool = False
 
     @property
     def is_full(self) -> bool:
         """Whether nothing more is wanted of the answer."""
-        return not self.is_parallel and self.is_whole
+        return self._is_over or (not self.is_parallel and self.is_whole)
 
     @property
     def is_whole(self) -> bool:
@@ -59,7 +61,8 @@ class CallReader:
             if self.is_full:
                 break
             if isinstance(event, Said):
-                content += event.text
+                self._is_over = self.must_call and self.is_whole
+                content += "" if self._is_over else event.text
             elif isinstance(event, Called):
                 self.calls.append(Call(self.new_id(), event.name))
                 call = self.calls[-1]

@@ -40,6 +40,8 @@ def call_grammar(
 ) -> GrammarSpec | None:
     """What an answer must be so that its calls are those that were asked for.
 
+    An answer that must call, in a format whose calls repeat, is free behind its first call: a blank
+    there must not force another one. `CallReader` ends it at the first other text.
     An answer that need not call anything is free up to the marker of a call, or obeys
     ``otherwise``, a JSON schema. Where the format has no marker it is free altogether, which is
     None, or with a strict function if it does not begin as calls do. All of it comes behind the
@@ -57,8 +59,12 @@ def call_grammar(
     if otherwise is not None and not asked.must_call and not marker:
         said = f"beside tools, which {form.name} does not mark; allowed: tool_choice none"
         raise unsupported("response_format", said)
+    if asked.must_call and repeats:
+        lines = [*_free(marker, has_begun=True, repeats=True), _GAP]
+        lines[0] = lines[0].replace("start:", f"start: GAP? {marker}")
+        return behind_reasoning(_spec(lines, shape), prompt, coder)
     if asked.must_call or otherwise is not None:
-        more = f" (GAP? {marker} region)*" if repeats else ""
+        more = f" (GAP? {marker} region)* GAP?" if repeats else ""
         lines = [f"start: GAP? {marker} region{more}", _GAP]
         if not asked.must_call and otherwise is not None:
             lines[0] += f" | {_json(otherwise)}"
