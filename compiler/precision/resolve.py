@@ -42,6 +42,7 @@ from tilewright.errors import ConfigError
 
 T = TypeVar("T")
 
+_MATRICES = ("ff1_3", "ff2", "wqkv", "wo", "lm_head")
 _KEYS = TENSOR_GROUPS + STORED_OP_GROUPS
 _LAYER_KEYS = tuple(key for key in _KEYS if key not in GLOBAL_GROUPS)
 
@@ -63,6 +64,16 @@ class PrecisionSummary:
     id: str
     heading: str
     rows: tuple[ExplainRow, ...]
+
+    def title(self, stored: Sequence[str] = ()) -> str:
+        """Return the name and the formats of the matrices, as ``stored (Q4_1, Q8_0)``.
+
+        ``stored``: the formats of the model's file, for ``stored``.
+        """
+        values = [row.value for row in self.rows if row.key in _MATRICES]
+        formats = [name for value in values for name in (stored if value == "stored" else [value])]
+        names = ", ".join(dict.fromkeys(formats))
+        return f"{self.name} ({names})" if names not in ("", self.name) else self.name
 
 
 class _Set(NamedTuple):

@@ -81,3 +81,20 @@ def test_similar_names_are_other_models() -> None:
     performance = load_precision("performance")
     for name in ("Qwen2.5-7", "Qwen2.5-7B-Math", "Qwen2-7B", "Qwen2.5-VL-7B-Instruct"):
         assert performance.resolve(4, name).heading() == FAST.heading()
+
+
+@pytest.mark.parametrize(
+    ("named", "stored", "title"),
+    [
+        ("stored", ("Q4_1", "Q8_0"), "stored (Q4_1, Q8_0)"),
+        ("stored", (), "stored"),
+        ("performance", ("Q4_1",), "performance (bfp4, bfp8)"),
+        ("bf16", (), "bf16"),
+        ("precision_cfg = {ff1_3: stored, ff2: bfp4}", ("Q8_0",), "heading (Q8_0, bfp4, bfp8)"),
+    ],
+)
+def test_title_has_the_name_and_the_formats(
+    named: str, stored: tuple[str, ...], title: str
+) -> None:
+    found = load_precision(named)
+    assert found.resolve(4).summary(found.name).title(stored) == title

@@ -105,6 +105,7 @@ def main(folder: Path) -> None:
     time.sleep(float(os.environ.get("FAKE_LATE", "0")))
     precision = os.environ.get("FAKE_PRECISION", "{}")
     facts = {"name": "fake", "target": "null", "precision": precision, "weights": "random"}
+    facts["configuration"] = "stored (Q4_1, Q8_0)"
     transport.send([Ready(256, 4, CONTEXT, CONTEXT, facts=facts)])
     try:
         FakeEngine(transport, is_first=folder.parts[-2:] == ("0", "0")).run()

@@ -68,6 +68,9 @@ def test_models_have_the_names_given_and_say_what_they_are(front: Running) -> No
     assert [card["id"] for card in cards] == ["first", "second"]
     assert cards[0]["root"] == "fake" and cards[0]["max_model_len"] == 4096
     assert {"parameters", "precision", "target", "weights"} <= set(cards[0]["meta"])
+    assert cards[0]["meta"]["precision"] == "stored (Q4_1, Q8_0)"
+    facts = json.loads(front.ask("GET", "/props", **KEY)[1])["facts"]
+    assert facts["precision"] == "{}", "the heading"
     status, answer, _ = front.post("/v1/chat/completions", chat("a", model="third"), **KEY)
     assert status == 404 and "first, second" in answer["error"]["message"]
     assert front.post("/v1/chat/completions", chat("a", model="second"), **KEY)[0] == 200

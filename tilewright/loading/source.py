@@ -21,7 +21,14 @@ from tilewright.compiler.targets.table import get_target
 from tilewright.distributed import hello
 from tilewright.errors import CheckpointError
 from tilewright.loading.ranks import Job, compile_ranks
-from tilewright.models import FoundModel, LoadedModel, ShapeName, Weights, load_model
+from tilewright.models import (
+    FoundModel,
+    LoadedModel,
+    ShapeName,
+    Weights,
+    load_model,
+    quantised_types,
+)
 from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.tokenizer.load import load_tokenizer
 from tilewright.models.tokenizer.tokenizer import Tokenizer
@@ -106,12 +113,21 @@ def precision_of(source: Source, precision: PrecisionConfig | None) -> Precision
     return resolve_precision(source.model, precision).summary(precision.name)
 
 
+def precision_title(source: Source, precision: PrecisionSummary) -> str:
+    """Return the name and the formats of a configuration on this model; see
+    `PrecisionSummary.title`. The file of a compiled folder is not known.
+    """
+    is_folder = not isinstance(source.path, ShapeName) and is_compiled(source.path)
+    return precision.title(() if is_folder else quantised_types(source.path))
+
+
 def served_facts(source: Source, compiled: Compiled, *, arithmetic: str) -> dict[str, str]:
     """What is served of a compiled model, by name: what its answers depend on."""
     facts = {
         "name": source.name,
         "target": compiled.target,
         "precision": compiled.precision.heading,
+        "configuration": precision_title(source, compiled.precision),
         "weights": source.weights,
         "content_hash": source.content_hash,
         "device": compiled.executable.device_name,

@@ -46,7 +46,7 @@ class Served:
 
 def fingerprint_of(facts: Mapping[str, str]) -> str:
     """The name of what makes a model's answers what they are: equal where all of it is equal."""
-    told = [f"{key}={facts[key]}" for key in sorted(facts)]
+    told = [f"{key}={facts[key]}" for key in sorted(facts) if key != "configuration"]  # a title
     digest = hashlib.sha256("\n".join([__version__, *told]).encode())
     return f"fp_{digest.hexdigest()[:16]}"
 

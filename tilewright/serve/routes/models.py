@@ -43,6 +43,7 @@ async def _model(request: web.Request) -> web.Response:
 def _card(front: Front, name: str) -> dict[str, Any]:
     ready, _ = front.up()
     facts: dict[str, Any] = {key: ready.facts.get(key) for key in _FACTS}
+    facts["precision"] = ready.facts.get("configuration", facts["precision"])
     if facts["parameters"] is not None:
         facts["parameters"] = int(facts["parameters"])
     return {
