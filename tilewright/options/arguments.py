@@ -95,7 +95,25 @@ def add_options(parser: argparse.ArgumentParser, *kinds: type, without: Sequence
         flags = flags or ("--" + each.name.replace("_", "-"),)
         if flags[0].startswith("-"):
             words = {"dest": each.name, **words}
+            if words.get("nargs") in ("+", "*"):
+                words = {"action": _Extend, **words}
         groups[group].add_argument(*flags, default=each.default, help=text, **words)
+
+
+class _Extend(argparse.Action):
+    """Values of an option: further ones are added where it is given again."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Add ``values`` to the earlier ones (called by argparse)."""
+        earlier = getattr(namespace, self.dest)
+        known = () if earlier is self.default else earlier
+        setattr(namespace, self.dest, [*known, *values])
 
 
 def values_of(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:

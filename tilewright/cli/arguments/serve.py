@@ -115,7 +115,10 @@ class ServeOptions(EngineArguments):
         type=integer(1, 64),
     )
     api_key: tuple[str, ...] = option(
-        "keys that clients must have one of", default=(), group="requests", metavar="KEY"
+        "keys that clients must have one of; may be given again",
+        default=(),
+        group="requests",
+        metavar="KEY",
     )
     served_model_name: tuple[str, ...] = option(
         "what the model is called; the first is reported",
