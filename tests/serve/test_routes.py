@@ -301,4 +301,9 @@ def test_metrics_have_the_names_and_labels_of_dashboards(front: Running) -> None
         "GET", "/metrics", accept="application/openmetrics-text", **KEY
     )
     assert status == 200 and "openmetrics" in headers["content-type"]
+    names = [
+        {re.split("[{ ]", line)[0] for line in each.splitlines() if not line.startswith("#")}
+        for each in (text, opened.decode())
+    ]
+    assert names[0] == names[1] and any(name.startswith("vllm:") for name in names[0])
     assert b'request_id="mine"' in opened and opened.endswith(b"# EOF\n")

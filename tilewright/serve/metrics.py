@@ -77,8 +77,9 @@ class Metrics:
         for own, engine in zip(self._engines, engines, strict=True):
             own.show(engine)
         self._counts.engines = engines
-        write = openmetrics.generate_latest if is_open else generate_latest
-        return write(self.registry)
+        if is_open:  # the default escaping makes underscores of the colons in names
+            return openmetrics.generate_latest(self.registry, escaping=openmetrics.ALLOWUTF8)
+        return generate_latest(self.registry)
 
 
 class EngineState(Protocol):
