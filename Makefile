@@ -58,7 +58,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo perf perf-tables perf-check perf-boards peers compare compare-serve docs test lint format
-.PHONY: sanitize-cpu test-gpu sanitize-gpu test-slow test-page test-ray check-ttnn clean
+.PHONY: sanitize-cpu test-gpu sanitize-gpu test-slow test-page test-ray test-clients check-ttnn clean
 
 help:
 	@echo "make demo      compile the default model and answer a prompt, with figures"
@@ -76,6 +76,7 @@ help:
 	@echo "make sanitize-gpu  the CUDA C++ kernels under compute-sanitizer, at small sizes"
 	@echo "make test-slow  all slow tests, and the long campaign of the fuzz tests"
 	@echo "make test-page the chat page in a headless Chromium, which has to be installed"
+	@echo "make test-clients  the server beside OpenAI's clients, nginx and Prometheus, where installed"
 	@echo "make test-ray  batches over Ray Data, Parquet, and a deployment of Ray Serve; installs Ray"
 	@echo "make check-ttnn  emitted programs and formats against ttnn, on mock boards"
 	@echo "make lint      ruff and mypy only"
@@ -185,6 +186,14 @@ test-page: $(WITH_PAGE)
 	@command -v chromium chromium-browser >/dev/null || \
 	    { echo "make: no chromium is installed; allowed: one in PATH, by that name" >&2; exit 1; }
 	"$(BIN)/python" -m pytest --quiet tests/serve/test_page.py $(ARGS)
+
+# node, npm, nginx and prometheus are the system's own, for instance of Debian's packages nodejs, npm,
+# nginx-light and prometheus; tests of those that are not there are skipped, and said.
+test-clients: $(WITH_TEST)
+	@if command -v npm >/dev/null; then \
+	    npm install --silent --no-audit --no-fund --prefix "$(VENV)/node" openai@6; fi
+	TILEWRIGHT_NODE_MODULES="$(abspath $(VENV))/node/node_modules" "$(BIN)/python" -m pytest \
+	    --quiet -rs -m external tests $(ARGS)
 
 # Engines that are killed, and a server that is redeployed, under Ray: two minutes of two cores.
 test-ray: $(WITH_RAY)
