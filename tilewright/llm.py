@@ -269,7 +269,7 @@ class LLM:
         return Request(next(self._numbers), prompt, sampling_of({**defaults, **asked}))
 
     def _pieces(self, request: Request) -> Iterator[str]:
-        decoder, seen = self.tokenizer.stream(), 0
+        decoder, seen = self.tokenizer.stream(after=request.prompt), 0
         self._loop.add(request)
         try:
             while request.finish_reason is None or seen < len(request.output):
@@ -332,7 +332,7 @@ def _answer(request: Request, tokenizer: Tokenizer) -> Answer:
         raise RequestError(request.error)
     times = request.token_times or [request.arrived_at]
     return Answer(
-        text=tokenizer.decode(request.output),
+        text=tokenizer.decode(request.output, after=request.prompt),
         tokens=tuple(request.output),
         finish_reason=request.finish_reason or "",
         num_prompt_tokens=len(request.prompt),

@@ -100,7 +100,8 @@ def main(argv: list[str]) -> int:
             name: [side.answer(prompt) for prompt in prompts] for name, side in sides.items()
         }
         partings = {pair: part_all(prompts, answers, sides, pair) for pair in PAIRS}
-    texts = [tokenizer.decode(answer) for answer in answers[DEFAULT]]
+    asked = zip(prompts, answers[DEFAULT], strict=True)
+    texts = [tokenizer.decode(answer, after=prompt) for prompt, answer in asked]
     print(table(texts, answers, partings).markdown())
     print("\n".join(f"- {line}" for line in summary(partings)))
     print(f"\n{origin(source, options)}")

@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import decoders
+
 from tilewright.errors import CheckpointError, RequestError, allowed
 from tilewright.models.tokenizer.chat_template import ChatTemplate, Message
 from tilewright.models.tokenizer.vocabulary import (
@@ -26,6 +28,9 @@ _BYTE_LEVEL = ("ByteLevel",)
 _PIECES = ("Replace", "ByteFallback", "Fuse")
 _STRIPPED_PIECES = (*_PIECES, "Strip")
 _DECODERS = (_BYTE_LEVEL, _PIECES, _STRIPPED_PIECES)
+_UNSTRIPPED = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+)
 _MOST_KNOWN = 1 << 15
 """Tokens whose bytes are kept once they were asked for: 4 MB; most texts have no more."""
 
@@ -94,14 +99,25 @@ class Tokenizer:
             ids = [*ids, self._eos_id]
         return ids
 
-    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+    def decode(
+        self, ids: Iterable[int], skip_special: bool = True, *, after: Iterable[int] = ()
+    ) -> str:
         """Decode ``ids`` to text; bytes that are not UTF-8 become U+FFFD, unused ids nothing.
+
+        ``after``: ids of the text before, whose continuation is decoded. A SentencePiece text
+        loses its first space. A continuation keeps it.
 
         Raises:
             RequestError: an id that is not a whole number from 0.
         """
         listed = [self.checked_id(index) for index in ids]
+        skipped = self.special_ids if skip_special else frozenset()
         with library_errors(RequestError, f"{self._vocabulary.where}: decoding fails"):
+            if self.strips_first_space and self._has_text(after, skipped):
+                tokens = [self._backend.id_to_token(index) for index in listed]
+                kept = [t for i, t in zip(listed, tokens, strict=True) if t and i not in skipped]
+                continued: str = _UNSTRIPPED.decode(kept)
+                return continued
             text: str = self._backend.decode(listed, skip_special_tokens=skip_special)
         return text
 
@@ -132,14 +148,26 @@ class Tokenizer:
                 pass
         return token.replace("▁", " ").encode("utf-8")
 
-    def stream(self, skip_special: bool = True, *, shown: Collection[str] = ()) -> StreamDecoder:
+    def stream(
+        self,
+        skip_special: bool = True,
+        *,
+        shown: Collection[str] = (),
+        after: Iterable[int] = (),
+    ) -> StreamDecoder:
         """A decoder for ids that come one at a time.
 
         With ``skip_special`` it leaves special tokens out, all but those whose text is ``shown``.
+        ``after``: as in `decode`.
         """
         skipped = self.special_ids if skip_special else frozenset()
         kept = {self._backend.token_to_id(token) for token in shown}
-        return StreamDecoder(self, skipped - kept)
+        begins = self.strips_first_space and not self._has_text(after, skipped)
+        return StreamDecoder(self, skipped - kept, begins_text=begins)
+
+    def _has_text(self, ids: Iterable[int], skipped: frozenset[int]) -> bool:
+        """Whether decoding ``ids`` gives any text."""
+        return any(index not in skipped and self.token_bytes(index) for index in ids)
 
     def apply_chat_template(
         self,
@@ -225,11 +253,13 @@ class StreamDecoder:
 
     __slots__ = ("_at_start", "_skipped", "_tokenizer", "_utf8")
 
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skipped: frozenset[int] = frozenset(), *, begins_text: bool
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at_start = tokenizer.strips_first_space
+        self._at_start = begins_text
 
     def push(self, index: int) -> str:
         """The text that is certain now that ``index`` has come; often empty."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.models.conftest import add_pieces, make_llama, write_gguf
 from tilewright import LLM
 from tilewright.compiler.targets.interface.step import Step, StepOutput
 from tilewright.errors import ConfigError, RequestError, TilewrightError
 from tilewright.models.tokenizer.chat_template import Message
+
+__all__ = ["make_llama", "write_gguf"]
 
 HELLO: list[Message] = [{"role": "user", "content": "hello"}]
 
@@ -31,6 +35,18 @@ def test_a_text_is_continued_and_a_chat_goes_through_the_template(llm: LLM) -> N
         assert len(answer.tokens) == 4 and answer.finish_reason == "length"
         assert str(answer) == answer.text == llm.tokenizer.decode(answer.tokens)
         assert 0 < answer.first_s < answer.total_s and answer.tokens_per_second
+
+
+def test_generate_of_a_sentencepiece_model_keeps_the_first_space(
+    make_llama: Callable[..., Any], write_gguf: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", make_llama(), tokenizer=add_pieces)
+    always = {"logit_bias": {261: 100.0}, "max_tokens": 3}
+    with LLM(path, target="null", use_cache=False) as llm:
+        answer = llm.generate("ab", **always)
+        assert answer.tokens == (261, 261, 261) and answer.text == " a a a"
+        assert "".join(llm.stream("ab", **always)) == answer.text
+        assert llm.generate("", **always).text == "a a a"
 
 
 def test_several_run_as_one_batch_and_in_order(llm: LLM) -> None:

@@ -114,6 +114,18 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template("{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}")
 
 
+def add_pieces(writer: gguf.GGUFWriter) -> None:
+    """A SentencePiece vocabulary of 262 tokens: three control, 256 bytes, and the last three."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["▁", "a", "▁a"]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 259 + [-9.0, -9.0, -1.0])
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * 3)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
 @pytest.fixture
 def write_gguf() -> Callable[..., Path]:
     """Writes a transformers model as GGUF: ``write(path, model, dtype, extra=callable)``.

@@ -38,6 +38,25 @@ def pieces() -> Tokenizer:
     return build("llama", tokens, [2, 3, 3] + [6] * 256 + [1] * 6, scores=scores)
 
 
+@hypothesis.given(prompt=text, line=text)
+def test_decode_after_a_prompt_gives_the_rest_of_the_whole_text(
+    prompt: str, line: str, byte_level: Tokenizer, pieces: Tokenizer
+) -> None:
+    for ours in (byte_level, pieces):
+        before, ids = ours.encode(prompt, add_special=True), ours.encode(line)
+        rest = ours.decode(ids, after=before)
+        assert ours.decode([*before, *ids]) == ours.decode(before) + rest
+        stream = ours.stream(after=before)
+        assert stream.push_all(ids) + stream.flush() == rest
+
+
+def test_decode_after_special_tokens_only_begins_a_text(pieces: Tokenizer) -> None:
+    ids = pieces.encode("a a")
+    assert pieces.decode(ids, after=(1,)) == pieces.decode(ids) == "a a"
+    assert pieces.decode(ids, after=(1, 260)) == " a a"
+    assert pieces.decode([2, *ids], skip_special=False, after=(260,)) == "</s> a a"
+
+
 @hypothesis.given(line=text)
 def test_streams_hold_back_half_characters(
     line: str, byte_level: Tokenizer, pieces: Tokenizer

@@ -14,12 +14,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.serve.fronts import Running, chat, is_idle, raw, running_front, wait_until
 from tilewright.cli.arguments.serve import read_serve_options
 from tilewright.errors import CheckpointError, TilewrightError
+from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
+from tilewright.models.tokenizer.load import load_tokenizer
 from tilewright.models.tokenizer.tokenizer import Tokenizer
 from tilewright.runtime.messages import Ready
 from tilewright.serve.front import capacity
@@ -99,9 +102,11 @@ def test_ids_to_echo_are_checked_first_and_decoded_aside() -> None:
     threads: list[str] = []
 
     class Coder(Tokenizer):
-        def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        def decode(
+            self, ids: Iterable[int], skip_special: bool = True, *, after: Iterable[int] = ()
+        ) -> str:
             threads.append(threading.current_thread().name)
-            return super().decode(ids, skip_special)
+            return super().decode(ids, skip_special, after=after)
 
     def load(folder: Path) -> TextCoder:
         return Coder(byte_tokenizer(256, "fake")._vocabulary)
@@ -283,3 +288,38 @@ def test_before_the_engine_is_up_the_port_answers_503() -> None:
             assert (status, answer["error"]["code"]) == (503, "loading")
             assert headers["retry-after"]
         assert running.ask("GET", "/live")[0] == 200
+
+
+def load_pieces(folder: Path) -> TextCoder:
+    """A SentencePiece vocabulary in which the fake engine's answer is the text `` a b c``."""
+    letters = [chr(letter) for letter in range(ord("a"), ord("z") + 1)]
+    tokens = ["<unk>", "<s>", "</s>", "▁", *letters]
+    tokens += [f"<0x{byte:02X}>" for byte in range(97 - len(tokens))]
+    tokens += [f"▁{letter}" for letter in letters]
+    keys = {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": np.array([-float(97 - min(at, 97)) for at in range(len(tokens))], np.float32),
+        "token_type": np.array([2, 3, 3, *([1] * (len(tokens) - 3))], np.int32),
+        "bos_token_id": 1,
+    }
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    return load_tokenizer(TokenizerSource(Path("m.gguf"), metadata))
+
+
+def test_completion_of_a_sentencepiece_model_keeps_the_first_space() -> None:
+    with running_front(load=load_pieces) as running:
+
+        def ask(**more: Any) -> Any:
+            body = {"prompt": "ab", "max_tokens": 3, "logprobs": 0, **more}
+            return running.post("/v1/completions", body)[1]["choices"][0]
+
+        plain, echoed, stopped = ask(), ask(echo=True), ask(stop=" a")
+        assert plain["text"] == " a b c" and plain["logprobs"]["text_offset"] == [0, 2, 4]
+        assert echoed["text"] == "ab a b c"
+        assert echoed["logprobs"]["text_offset"][-3:] == [2, 4, 6]
+        assert (stopped["text"], stopped["stop_reason"]) == ("", " a")
+        body = {"prompt": "ab", "max_tokens": 3, "stream": True}
+        answer = running.ask("POST", "/v1/completions", json.dumps(body).encode())[1]
+        events = [json.loads(line[6:]) for line in answer.split(b"\n\n") if b"{" in line]
+        assert "".join(each["choices"][0]["text"] for each in events) == " a b c"

@@ -154,6 +154,7 @@ def _choice(request: Common, asked: Asked, coder: TextCoder, *, is_chat: bool) -
             is_open=is_chat and begins_in_reasoning(asked.prompt.text), may_open=thinks
         ),
         keeps_end=keeps,
+        after=asked.prompt.tokens,
         prompt=asked.prompt.tokens if asked.sampling.prompt_logprobs is not None else (),
     )
 

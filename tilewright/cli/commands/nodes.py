@@ -327,7 +327,7 @@ def _run(
     choosing = Choosing(temperature=given.temperature, top_p=given.topp, seed=given.seed)
     stepper = Stepper(executable, choosing)
     stepper.evaluate(tokens)
-    decoder, text = source.tokenizer.stream(), ""
+    decoder, text = source.tokenizer.stream(after=tokens), ""
     for token in stepper.predict(tokens, limit):
         piece = decoder.push(token)
         text += piece

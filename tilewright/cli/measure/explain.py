@@ -54,12 +54,18 @@ _BYTES: Columns[Share] = {
 class TextPrinter:
     """Streams the answer of a single user; prints those of a batch when they are complete."""
 
-    def __init__(self, tokenizer: Tokenizer, screen: Console, options: RunOptions) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        screen: Console,
+        options: RunOptions,
+        prompts: Sequence[Sequence[int]],
+    ) -> None:
         self._tokenizer = tokenizer
         self._screen = screen
         self._shown = options.case.is_natural
         self._streams = self._shown and options.case.batch_size == 1
-        self._stream = tokenizer.stream()
+        self._stream = tokenizer.stream(after=prompts[0])
 
     def hear(self, repeat: int, request: object, token: int) -> None:
         """One token of a measured run; only the first repeat's are shown."""

@@ -199,10 +199,11 @@ class _Board:
         return result
 
     def _print_text(self, screen: Console, compiled: Compiled) -> None:
-        printer = TextPrinter(self._source.tokenizer, screen, self._options)
-        requests = [
-            Request(user, job.prompt, job.sampling) for user, job in enumerate(self._plan.jobs)
-        ]
+        jobs = self._plan.jobs
+        printer = TextPrinter(
+            self._source.tokenizer, screen, self._options, [job.prompt for job in jobs]
+        )
+        requests = [Request(user, job.prompt, job.sampling) for user, job in enumerate(jobs)]
         EngineLoop(compiled.executable).generate(
             requests, lambda request, token: printer.hear(0, request, token)
         )

@@ -48,7 +48,7 @@ def run_here(source: Source, options: RunOptions, screen: Console) -> int:
         explain_contract(screen, compiled.executable.contract)
         explain_places(screen, compiled)
         explain_cost(screen, compiled, plan.context)
-    printer = TextPrinter(source.tokenizer, screen, options)
+    printer = TextPrinter(source.tokenizer, screen, options, [job.prompt for job in plan.jobs])
     runs = time_jobs(
         compiled.executable,
         plan.jobs,

@@ -36,6 +36,7 @@ class Choice:
         finish_reason: ``stop``, ``length`` or ``tool_calls`` once it has ended.
         stop_reason: the stop string or the stop id that ended it.
         finished: how long it took; of one that a stop string ended, as measured in the front.
+        after: token ids of the prompt, whose text the answer continues.
         prompt: where the prompt's tokens are scored too, these: they come before the answer's.
         reader: finds calls in what is said; None where there are no tools.
     """
@@ -46,6 +47,7 @@ class Choice:
     splitter: ReasoningSplitter
     reader: CallReader | None = None
     keeps_end: bool = False
+    after: Sequence[int] = ()
     prompt: Sequence[int] = ()
     tokens: list[int] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
@@ -60,12 +62,12 @@ class Choice:
     _decoder: Decoder = field(init=False)
 
     def __post_init__(self) -> None:
-        self._decoder = self.coder.stream()
+        self._decoder = self.coder.stream(after=self.after)
 
     def show(self, tokens: Sequence[str]) -> None:
         """Let special tokens be text, before the first token has come."""
         assert not self.tokens
-        self._decoder = self.coder.stream(shown=tokens)
+        self._decoder = self.coder.stream(shown=tokens, after=self.after)
 
     @property
     def calls(self) -> list[Call]:

@@ -39,8 +39,17 @@ class TextCoder(Protocol):
     def token_bytes(self, index: int) -> bytes:
         """The bytes a token adds to a text."""
 
-    def stream(self, skip_special: bool = True, *, shown: Collection[str] = ()) -> Decoder:
-        """A decoder for one answer; ``shown``: special tokens that it does not leave out."""
+    def stream(
+        self,
+        skip_special: bool = True,
+        *,
+        shown: Collection[str] = (),
+        after: Iterable[int] = (),
+    ) -> Decoder:
+        """A decoder for one answer.
+
+        ``shown``: special tokens that it does not leave out. ``after``: token ids of the prompt.
+        """
 
     def apply_chat_template(
         self,

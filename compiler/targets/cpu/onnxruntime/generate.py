@@ -130,7 +130,8 @@ def main() -> None:
         if token in ends:
             break
         found.append(token)
-    print(tokenizer.decode(found))
+    # The answer continues the prompt: decoded on its own, it may lose its first space.
+    print(tokenizer.decode([*prompt, *found])[len(tokenizer.decode(prompt)) :])
 
 
 if __name__ == "__main__":

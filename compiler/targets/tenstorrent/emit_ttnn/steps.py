@@ -221,8 +221,12 @@ def main() -> int:
     try:
         model = Model(mesh_device, convert_weights(args.weights, mesh_device))
         found = generate(model, prompts, args.max_new_tokens, traced=not args.no_trace)
-        for each in found:
-            print(tokenizer.decode(each) if tokenizer else " ".join(map(str, each)))
+        for prompt, each in zip(prompts, found, strict=True):
+            if tokenizer is None:
+                print(" ".join(map(str, each)))
+                continue
+            # The answer continues the prompt: decoded on its own, it may lose its first space.
+            print(tokenizer.decode([*prompt, *each])[len(tokenizer.decode(prompt)) :])
     finally:
         ttnn.close_mesh_device(mesh_device)
     return 0
