@@ -5,16 +5,17 @@ The pipelines are those that the models' own tokenizer.json files define; GGUF o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from tilewright.errors import CheckpointError, allowed
+from tilewright.models.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from tilewright.models.tokenizer.vocabulary import Vocabulary, collect_eos, library_errors
 
 _CONTROL, _USER_DEFINED = 3, 4
@@ -27,53 +28,6 @@ _NUMBERED = {
     "pad_token": "padding_token_id",
 }
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-
-# The splits of the models' own tokenizer.json (the cl100k pattern, and its form for one digit).
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-
-
-def _gpt2(backend: tokenizers.Tokenizer) -> None:
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-
-
-def _smollm(backend: tokenizers.Tokenizer) -> None:
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-
-
-def _split_by(backend: tokenizers.Tokenizer, pattern: str) -> None:
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-def _llama3(backend: tokenizers.Tokenizer) -> None:
-    _split_by(backend, _LLAMA3_SPLIT)
-
-
-def _qwen2(backend: tokenizers.Tokenizer) -> None:
-    backend.normalizer = normalizers.NFC()
-    _split_by(backend, _QWEN2_SPLIT)
-
-
-PRE_TOKENIZERS: Mapping[str, Callable[[tokenizers.Tokenizer], None]] = {
-    "smollm": _smollm,
-    "llama-bpe": _llama3,
-    "gpt-2": _gpt2,
-    "default": _gpt2,
-    "qwen2": _qwen2,
-}
 
 
 def read_metadata(metadata: Mapping[str, object], where: Path) -> Vocabulary:
@@ -98,8 +52,8 @@ def read_metadata(metadata: Mapping[str, object], where: Path) -> Vocabulary:
     ends = [index for key in _END_KEYS if (index := keys.token_id(key)) is not None]
     template = metadata.get("tokenizer.chat_template")
     template = template if isinstance(template, str) else None
-    # As llama.cpp: these two begin a text with the first token unless the file says otherwise.
-    bos_by_default = model == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    pre = PRE_TOKENIZERS.get(str(metadata.get("tokenizer.ggml.pre")))
+    bos_by_default = model == "llama" or (pre is not None and pre.adds_bos)
     return Vocabulary(
         where=where,
         backend=backend,
@@ -193,14 +147,15 @@ def _byte_level(keys: _Metadata) -> tokenizers.Tokenizer:
     pre = keys.get("pre")
     pre = "default" if pre is None else pre
     if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
-        raise keys.error("pre", pre, allowed(PRE_TOKENIZERS))
+        raise keys.error("pre", pre, allowed(PRE_TOKENIZERS, pre))
     merges = keys.merges()
     if merges is None:
         raise keys.error("merges", None, "allowed: an array of strings")
+    found = PRE_TOKENIZERS[pre]
     backend = tokenizers.Tokenizer(
-        BPE(vocab=keys.vocab, merges=merges, ignore_merges=pre == "llama-bpe")
+        BPE(vocab=keys.vocab, merges=merges, ignore_merges=found.ignores_merges)
     )
-    PRE_TOKENIZERS[pre](backend)
+    found.set_up(backend)
     backend.decoder = decoders.ByteLevel()
     return backend
 

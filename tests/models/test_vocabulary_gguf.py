@@ -52,7 +52,7 @@ def test_merges_come_from_scores() -> None:
     ("more", "words"),
     [
         ({"model": "bert"}, r"ggml\.model = 'bert'.*allowed: gpt2, llama"),
-        ({"model": "gpt2", "pre": "tekken", "merges": []}, r"ggml\.pre = 'tekken'.*smollm"),
+        ({"model": "gpt2", "pre": "llama9", "merges": []}, r"ggml\.pre = 'llama9'.*mean 'llama4'"),
         ({"model": "gpt2"}, r"ggml\.merges = None"),
         ({"model": "gpt2", "merges": ["ab"]}, r"ggml\.merges = 'ab'.*one space"),
         ({"model": "gpt2", "merges": ["zz qq"]}, r"ggml\.merges = 'zz qq'.*vocabulary"),
