@@ -215,7 +215,15 @@ def _empty_module(config: ModelConfig) -> nn.Module:
 def _in_folder(folder: Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
-    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in _MODEL_SUFFIXES)
+    from tilewright.models.checkpoints.gguf.parts import is_later_part
+
+    files = sorted(
+        file
+        for file in folder.iterdir()
+        if file.suffix.lower() in _MODEL_SUFFIXES
+        and not is_later_part(file)
+        and not file.name.lower().startswith("mmproj")  # a vision encoder beside its model
+    )
     if len(files) == 1:
         return find_model(files[0])
     num_ggufs = sum(file.suffix.lower() == ".gguf" for file in files)

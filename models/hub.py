@@ -88,7 +88,7 @@ def fetch(name: HubName) -> Path:
         folder = snapshot_download(
             name.repository,
             revision=name.revision,
-            allow_patterns=_WANTED if name.file is None else [glob.escape(name.file)],
+            allow_patterns=_WANTED if name.file is None else [_file_pattern(name.file)],
             ignore_patterns=_UNWANTED if name.file is None else None,
         )
     except Exception as error:  # besides its own, the library lets through those of its transport
@@ -100,6 +100,11 @@ def fetch(name: HubName) -> Path:
     elif not (found / name.file).is_file():
         raise CheckpointError(f"{name}: {name.file} is neither in the repository nor in {found}")
     return found / (name.file or "")
+
+
+def _file_pattern(file: str) -> str:
+    """The pattern of a GGUF file, or of all of its parts."""
+    return re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-?????-of-\1", glob.escape(file))
 
 
 def _check_complete(folder: Path, name: HubName) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from tilewright.models.architectures.table import check_model_type, find_gguf_type
 from tilewright.models.checkpoints.dllama import header as dllama_header
 from tilewright.models.checkpoints.gguf import header as gguf_header
+from tilewright.models.checkpoints.gguf.parts import parts_of
 from tilewright.models.checkpoints.json_file import read_json
 from tilewright.models.checkpoints.mapped_file import map_file
 
@@ -29,7 +30,7 @@ def check_header(path: Path) -> None:
     if path.suffix.lower() == ".m":
         dllama_header.read_header(memoryview(map_file(path)), path)
         return
-    name = gguf_header.header_of(path).metadata.get("general.architecture")
+    name = parts_of(path).metadata.get("general.architecture")
     find_gguf_type(name, f"{path}: general.architecture")
 
 
@@ -48,7 +49,7 @@ def quantised_types(path: Path) -> tuple[str, ...]:
         for each in dllama_header.tensors(header):
             sizes[each.dtype] += each.nbytes
     else:
-        for tensor in gguf_header.header_of(path).tensors.values():
+        for tensor in parts_of(path).tensors.values():
             sizes[tensor.dtype] += tensor.nbytes
     in_blocks = (name for name, _ in sizes.most_common())
     return tuple(name for name in in_blocks if gguf_header.TENSOR_TYPES[name][1] > 1)

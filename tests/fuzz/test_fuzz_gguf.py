@@ -27,9 +27,14 @@ def tokens() -> list[str]:
     return ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", "ab", "▁"]
 
 
-def write(path: Path, change: Callable[[gguf.GGUFWriter], None] | None = None) -> Path:
-    """A whole tiny Llama of one layer, its weights of several types."""
-    writer = gguf.GGUFWriter(path, "llama")
+def write(
+    path: Path, change: Callable[[gguf.GGUFWriter], None] | None = None, *, part_size: int = 0
+) -> Path:
+    """A whole tiny Llama of one layer, its weights of several types.
+
+    ``part_size``: Maximum number of tensors in a file. 0: a single file.
+    """
+    writer = gguf.GGUFWriter(path, "llama", split_max_tensors=part_size)
     writer.add_block_count(1)
     writer.add_context_length(64)
     writer.add_embedding_length(HIDDEN)
@@ -96,6 +101,18 @@ def test_damage_near_the_front(mutation: Mutation, sound: bytes, scratch: Path) 
 @given(mutation=mutations(max_steps=8))
 def test_damage_anywhere(mutation: Mutation, sound: bytes, scratch: Path) -> None:
     check(scratch / "x.gguf", mutation(sound))
+
+
+@given(number=st.integers(1, 3), mutation=mutations(head=HEADER))
+def test_damage_of_a_part(number: int, mutation: Mutation, scratch: Path) -> None:
+    if not (scratch / "p-00001-of-00003.gguf").exists():
+        write(scratch / "p.gguf", part_size=4)
+    path = scratch / f"p-{number:05}-of-00003.gguf"
+    whole = path.read_bytes()
+    try:
+        check(path, mutation(whole))
+    finally:
+        path.write_bytes(whole)
 
 
 @given(data=st.data())

@@ -32,7 +32,7 @@ from tilewright.models.checkpoints.base import (
     unknown_tensor,
 )
 from tilewright.models.checkpoints.gguf.config import config_of_gguf
-from tilewright.models.checkpoints.gguf.header import TENSOR_TYPES, GGUFTensor, header_of
+from tilewright.models.checkpoints.gguf.header import TENSOR_TYPES, GGUFTensor
 from tilewright.models.checkpoints.gguf.hybrid import (
     DECAY,
     Order,
@@ -41,6 +41,7 @@ from tilewright.models.checkpoints.gguf.hybrid import (
     tiled_columns,
     tiled_rows,
 )
+from tilewright.models.checkpoints.gguf.parts import parts_of, stem_of
 from tilewright.models.checkpoints.mapped_file import map_file, release
 from tilewright.models.checkpoints.pieces import Piece, View, expert_views, merged_type
 from tilewright.models.checkpoints.spelling.keys import Keys
@@ -76,22 +77,23 @@ _TYPE_SUFFIX = re.compile(r"[.-](?:B?F16|F32|Q\d\w*)$", re.IGNORECASE)
 
 
 class GGUFCheckpoint:
-    """An opened ``.gguf`` file; see `tilewright.models.checkpoints.base.Checkpoint`.
+    """A ``.gguf`` file, or all of its parts; see `tilewright.models.checkpoints.base.Checkpoint`.
 
     Raises:
         CheckpointError: a file that is cut short or corrupt, or of a kind that is not read.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._map = map_file(path)
-        header = header_of(path)
+        header = parts_of(path)
+        self.files = header.files
+        self.path = path = header.files[0]
+        self._maps = [map_file(file) for file in header.files]
         self._metadata = header.metadata
         name = header.metadata.get("general.architecture")
         model_type = find_gguf_type(name, f"{path}: general.architecture")
         self._architecture = architecture_of(model_type)
         layer_names = {**_PER_LAYER, **self._architecture.gguf_names}
-        self._header_bytes = header.nbytes
+        self._header_bytes = [each.nbytes for each in header.headers]
         self.config = config_of_gguf(self._metadata, where=path)
         self._tensors: dict[str, GGUFTensor] = {}
         for name, tensor in header.tensors.items():
@@ -104,10 +106,6 @@ class GGUFCheckpoint:
         self.config = self._complete_config(header.tensors)
         self._views = self._make_views()
         self.names: Mapping[str, TensorMeta] = self._name_tensors()
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return (self.path,)
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
@@ -151,15 +149,17 @@ class GGUFCheckpoint:
 
     def content_hash(self) -> str:
         tensors = [
-            (name, tensor.nbytes, functools.partial(self._stored, tensor.start))
+            (name, tensor.nbytes, functools.partial(self._stored, tensor))
             for name, tensor in self._tensors.items()
         ]
-        digest = content_hash([(len(self._map), self._map[: self._header_bytes])], tensors)
-        release(self._map, 0, len(self._map))
+        headers = zip(self._maps, self._header_bytes, strict=True)
+        digest = content_hash([(len(file), file[:size]) for file, size in headers], tensors)
+        for file in self._maps:
+            release(file, 0, len(file))
         return digest
 
-    def _stored(self, at: int, low: int, high: int) -> bytes:
-        return self._map[at + low : at + high]
+    def _stored(self, tensor: GGUFTensor, low: int, high: int) -> bytes:
+        return self._maps[tensor.part][tensor.start + low : tensor.start + high]
 
     def _is_draft(self, name: str) -> bool:
         """Whether tensor ``name`` is of the layers after the last, which draft tokens."""
@@ -274,7 +274,7 @@ class GGUFCheckpoint:
         layer, names = "model.layers.0.", self._tensors
         return dataclasses.replace(
             config,
-            name=_TYPE_SUFFIX.sub("", self.path.stem),
+            name=_TYPE_SUFFIX.sub("", stem_of(self.path)),
             vocab_size=vocab_size,
             rope=rope,
             tie_embeddings="lm_head.weight" not in names,
@@ -291,8 +291,7 @@ class GGUFCheckpoint:
                 f"{self.path}: tensor {name} is {tensor.dtype} {list(tensor.shape)}; "
                 f"allowed: F32 {list(expected)}"
             )
-        raw = self._map[tensor.start : tensor.start + tensor.nbytes]
-        factors = np.frombuffer(raw, "<f4")
+        factors = np.frombuffer(self._stored(tensor, 0, tensor.nbytes), "<f4")
         if not (np.isfinite(factors) & (factors > 0)).all():
             raise CheckpointError(f"{self.path}: tensor {name} has a factor that is not above 0")
         return tuple(factors.tolist())
@@ -325,11 +324,12 @@ class GGUFCheckpoint:
 
     def _rows(self, tensor: GGUFTensor, num_rows: int, which: slice | Order) -> Bytes:
         """The stored bytes of some of the rows, ``[rows, bytes of a row]``, copied."""
-        stored = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.start)
+        file = self._maps[tensor.part]
+        stored = np.frombuffer(file, np.uint8, tensor.nbytes, tensor.start)
         table = stored.reshape(num_rows, tensor.nbytes // num_rows)
         taken: Bytes = table[which].copy() if isinstance(which, slice) else table[which]
         del stored, table
-        release(self._map, tensor.start, tensor.nbytes)
+        release(file, tensor.start, tensor.nbytes)
         return taken
 
 

@@ -58,13 +58,18 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor's shape (rows first), type, and its bytes [start, start + nbytes) of the file."""
+    """A tensor's shape (rows first), type, and its bytes [start, start + nbytes) of the file.
+
+    Attributes:
+        part: Index of the file, if the model is in several files.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     start: int
     nbytes: int
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
