@@ -15,6 +15,7 @@ from tilewright.compiler.formats.block_float import BFP2, BFP4, BFP8, BlockFloat
 from tilewright.compiler.formats.fidelity import FIDELITIES, Fidelity
 from tilewright.compiler.formats.floats import BF16, FP16, FP32, FloatFormat
 from tilewright.compiler.formats.ggml import (
+    EXACT_FORMATS,
     Q4_K,
     Q5_K,
     Q6_K,
@@ -33,6 +34,7 @@ __all__ = [
     "BFP2",
     "BFP4",
     "BFP8",
+    "EXACT_FORMATS",
     "FIDELITIES",
     "FORMATS",
     "FP16",
@@ -56,6 +58,7 @@ __all__ = [
     "GgmlFormat",
     "ScaledEncoded",
     "get_format",
+    "is_quantised",
     "stored_format",
     "stored_together",
 ]
@@ -74,10 +77,19 @@ def get_format(name: str) -> DataFormat:
 
 
 def stored_format(stored_type: str) -> str | None:
-    """The name of the format that a checkpoint calls ``stored_type`` (``Q4_1``, ``BF16``); None of
-    what is no one format, as the tensors that a view joins (``Q4_0+Q8_0``).
+    """The name of the format with exactly the values of a checkpoint's ``stored_type``.
+
+    That is the type itself (``Q4_1``, ``BF16``) or a larger format (``q6_k`` of ``Q3_K``). None if
+    no format has them, and for joined tensors of several types (``Q4_0+Q8_0``).
     """
+    if stored_type in EXACT_FORMATS:
+        return EXACT_FORMATS[stored_type]
     return next((name for name, stored in STORED_NAMES.items() if stored == stored_type), None)
+
+
+def is_quantised(stored_type: str) -> bool:
+    """Return whether a checkpoint's ``stored_type`` is not a float type for each value."""
+    return not {*stored_type.split("+")} <= {"F32", "F16", "BF16"}
 
 
 def stored_together(stored_types: Iterable[str]) -> str:

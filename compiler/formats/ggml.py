@@ -234,3 +234,6 @@ STORED_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 """What checkpoints call the formats that their tensors are stored in: ggml's and safetensors'."""
+
+EXACT_FORMATS: Mapping[str, str] = MappingProxyType({"Q3_K": "q6_k", "IQ4_NL": "q80"})
+"""Formats that hold every value of a checkpoint's type exactly, by the type."""

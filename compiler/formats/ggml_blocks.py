@@ -9,15 +9,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from tilewright.compiler.formats.ggml_bits import (
+    Bytes,
+    Floats,
+    fields,
+    fifth_bits,
+    nibbles,
+    scale_at,
+    signed,
+)
+from tilewright.compiler.formats.ggml_small_blocks import LARGER, SMALL_DECODERS
 
 # Blocks are decoded in pieces of about this many values, so that temporaries stay in cache.
 CHUNK_VALUES = 1 << 17
 
-Bytes = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
 Decoder = Callable[[Bytes], Floats]
 
 SIZES: Mapping[str, tuple[int, int]] = {
@@ -29,6 +37,10 @@ SIZES: Mapping[str, tuple[int, int]] = {
     "Q4_K": (256, 144),
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
 }
 """Values and bytes of a block, by ggml's name of the type."""
 
@@ -51,6 +63,18 @@ def dequantise(stored: Bytes, dtype: str) -> Tensor:
         for start in range(0, blocks.shape[0], step):
             values[start : start + step] = decode(blocks[start : start + step])
     return torch.from_numpy(values.reshape(-1))
+
+
+def larger_blocks(stored: Bytes, dtype: str) -> tuple[str, Bytes]:
+    """Return rows of whole blocks as the larger type with equal values, and its name.
+
+    Types with a format of their own come back unchanged.
+    """
+    if dtype not in LARGER:
+        return dtype, stored
+    name, convert = LARGER[dtype]
+    blocks = convert(stored.reshape(-1, SIZES[dtype][1]))
+    return name, blocks.reshape(stored.shape[0], -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,26 +121,26 @@ def super_blocks(stored: Bytes, dtype: str) -> SuperBlocks:
 
 
 def _q8_0(blocks: Bytes) -> Floats:
-    return _signed(blocks[:, 2:]) * _scale(blocks, 0)
+    return signed(blocks[:, 2:]) * scale_at(blocks, 0)
 
 
 def _q4_0(blocks: Bytes) -> Floats:
-    return (_nibbles(blocks[:, 2:], 16).astype(np.float32) - np.float32(8)) * _scale(blocks, 0)
+    return (nibbles(blocks[:, 2:], 16).astype(np.float32) - np.float32(8)) * scale_at(blocks, 0)
 
 
 def _q4_1(blocks: Bytes) -> Floats:
-    quants = _nibbles(blocks[:, 4:], 16).astype(np.float32)
-    return quants * _scale(blocks, 0) + _scale(blocks, 2)
+    quants = nibbles(blocks[:, 4:], 16).astype(np.float32)
+    return quants * scale_at(blocks, 0) + scale_at(blocks, 2)
 
 
 def _q5_0(blocks: Bytes) -> Floats:
-    quants = _nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6])
-    return (quants.astype(np.float32) - np.float32(16)) * _scale(blocks, 0)
+    quants = nibbles(blocks[:, 6:], 16) | fifth_bits(blocks[:, 2:6])
+    return (quants.astype(np.float32) - np.float32(16)) * scale_at(blocks, 0)
 
 
 def _q5_1(blocks: Bytes) -> Floats:
-    quants = _nibbles(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8])
-    return quants.astype(np.float32) * _scale(blocks, 0) + _scale(blocks, 2)
+    quants = nibbles(blocks[:, 8:], 16) | fifth_bits(blocks[:, 4:8])
+    return quants.astype(np.float32) * scale_at(blocks, 0) + scale_at(blocks, 2)
 
 
 def _q4_k(blocks: Bytes) -> Floats:
@@ -130,7 +154,7 @@ def _q5_k(blocks: Bytes) -> Floats:
 def _from_minimums(blocks: Bytes, codes: Bytes) -> Floats:
     """Q4_K and Q5_K: eight groups of 32, each with a scale and a minimum."""
     scales, minimums = _k_scales(blocks)
-    factor, least = _scale(blocks, 0), _scale(blocks, 2)
+    factor, least = scale_at(blocks, 0), scale_at(blocks, 2)
     quants = codes.reshape(-1, 8, 32).astype(np.float32)
     own = quants * (factor * scales.astype(np.float32))[:, :, None]
     values: Floats = own - (least * minimums.astype(np.float32))[:, :, None]
@@ -139,21 +163,21 @@ def _from_minimums(blocks: Bytes, codes: Bytes) -> Floats:
 
 def _q6_k(blocks: Bytes) -> Floats:
     quants = _codes_6_k(blocks).astype(np.float32) - np.float32(32)
-    scales = _scale(blocks, 208) * _signed(blocks[:, 192:208])
+    scales = scale_at(blocks, 208) * signed(blocks[:, 192:208])
     return (quants.reshape(-1, 16, 16) * scales[:, :, None]).reshape(-1, 256)
 
 
 def _codes_4_k(blocks: Bytes) -> Bytes:
-    return _nibbles(blocks[:, 16:], 32)
+    return nibbles(blocks[:, 16:], 32)
 
 
 def _codes_5_k(blocks: Bytes) -> Bytes:
     # Bit i of the 32 bytes is the fifth bit of the i-th group of 32 values.
-    return _nibbles(blocks[:, 48:], 32) | _fields(blocks[:, 16:48], 32, bits=1) << np.uint8(4)
+    return nibbles(blocks[:, 48:], 32) | fields(blocks[:, 16:48], 32, bits=1) << np.uint8(4)
 
 
 def _codes_6_k(blocks: Bytes) -> Bytes:
-    low, high = _nibbles(blocks[:, :128], 64), _fields(blocks[:, 128:192], 32, bits=2)
+    low, high = nibbles(blocks[:, :128], 64), fields(blocks[:, 128:192], 32, bits=2)
     return low | high << np.uint8(4)
 
 
@@ -166,36 +190,8 @@ DECODERS: Mapping[str, Decoder] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    **SMALL_DECODERS,
 }
-
-
-def _scale(blocks: Bytes, at: int) -> Floats:
-    """The float16 at byte ``at`` of each block, ``[blocks, 1]``."""
-    return blocks[:, at : at + 2].copy().view("<f2").astype(np.float32)
-
-
-def _signed(packed: Bytes) -> Floats:
-    return packed.view(np.int8).astype(np.float32)
-
-
-def _fields(packed: Bytes, width: int, *, bits: int) -> Bytes:
-    """Every byte's ``bits``-wide fields, ``[blocks, bytes * 8 / bits]``.
-
-    Bytes are taken ``width`` at a time: the lowest field of all of them, then the next one.
-    """
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    groups = packed.reshape(packed.shape[0], -1, 1, width)
-    fields: Bytes = (groups >> shifts) & np.uint8((1 << bits) - 1)
-    return fields.reshape(packed.shape[0], -1)
-
-
-def _nibbles(packed: Bytes, width: int) -> Bytes:
-    return _fields(packed, width, bits=4)
-
-
-def _fifth_bits(packed: Bytes) -> Bytes:
-    """``[blocks, 4]`` bytes to ``[blocks, 32]``: bit i, little-endian, in the place of 16."""
-    return np.unpackbits(packed, axis=1, bitorder="little") << np.uint8(4)
 
 
 def _k_scales(blocks: Bytes) -> tuple[Bytes, Bytes]:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
-from tilewright.compiler.formats import get_format, stored_format, stored_together
+from tilewright.compiler.formats import (
+    STORED_NAMES,
+    get_format,
+    is_quantised,
+    stored_format,
+    stored_together,
+)
 from tilewright.compiler.ir.info import WEIGHT, Compute, EdgeFormats, info, set_info
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.rewrite import find_calls
@@ -70,26 +77,36 @@ def _stored_format(recipe: WeightRecipe, fqn: str, ctx: PassContext) -> str:
 
 
 def _note_requantised(graph_module: GraphModule, ctx: PassContext) -> None:
-    """Adds one note that says which quantised tensors are quantised, or rounded, again."""
+    """Add a note of quantised tensors that are rounded again, and of types held as another."""
     assert ctx.stored_type is not None
     found: dict[tuple[str, str], set[str]] = defaultdict(set)
+    known = {*STORED_NAMES.values()}
+    same: dict[tuple[str, str], set[str]] = defaultdict(set)
     for node in graph_module.graph.nodes:
         facts = info(node)
         recipe, group = facts.recipe, facts.tensor_group
-        if facts.role != WEIGHT or group is None or recipe is None or recipe.is_stored:
+        if facts.role != WEIGHT or group is None or recipe is None:
             continue
         for name in recipe.names:
-            stored = ctx.stored_type(name)
-            held = stored_format(stored)
-            if held not in (recipe.format, None) and get_format(held).block > 1:
-                found[stored, str(recipe.format)].add(group)
-    changed = [
+            stored, held = ctx.stored_type(name), str(recipe.format)
+            if not is_quantised(stored) or STORED_NAMES.get(held) == stored:
+                continue
+            keeps = recipe.is_stored or get_format(held).block == 1
+            if held != "fp32" and not (keeps and held == stored_format(stored)):
+                found[stored, held].add(group)
+            elif stored not in known:
+                same[stored, held].add(group)
+    if same:
+        ctx.notes.append("held with equal values: " + _listed(same))
+    if found:
+        ctx.notes.append("quantised again: " + _listed(found))
+
+
+def _listed(changes: Mapping[tuple[str, str], set[str]]) -> str:
+    return "; ".join(
         f"{stored} → {held} ({', '.join(sorted(groups))})"
-        for (stored, held), groups in sorted(found.items())
-        if held != "fp32"  # which has every value exactly
-    ]
-    if changed:
-        ctx.notes.append("quantised again: " + "; ".join(changed))
+        for (stored, held), groups in sorted(changes.items())
+    )
 
 
 def _assign_compute(node: Node, ctx: PassContext) -> None:

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from tests.ggml_blocks import SCALES_AT, assert_same_bits, library_values, random_blocks
 from tilewright.compiler.formats import FORMATS, STORED_NAMES, ggml_blocks, stored_format
-from tilewright.compiler.formats.ggml_blocks import DECODERS, SIZES, dequantise
+from tilewright.compiler.formats.ggml_blocks import (
+    DECODERS,
+    LARGER,
+    SIZES,
+    dequantise,
+    larger_blocks,
+)
 from tilewright.errors import CheckpointError, ConfigError
 
 
@@ -80,7 +86,24 @@ def test_the_second_half_of_the_scales_of_q4_k() -> None:
     assert torch.equal(groups, groups[:, :1].expand(8, 32))
 
 
-@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize("dtype", LARGER)
+def test_larger_blocks_have_equal_values(dtype: str) -> None:
+    """Of finite scales, of inf and NaN, and in the format's own arithmetic."""
+    blocks = random_blocks(dtype, 600)
+    at = SCALES_AT[dtype][0]
+    for number, scale in enumerate((0.0, -0.0, 6e-8, 65504.0, np.inf, np.nan)):
+        blocks[number, at : at + 2] = np.array([scale], "<f2").view(np.uint8)
+    expected = library_values(blocks, dtype)
+    name, larger = larger_blocks(blocks.reshape(3, -1), dtype)
+    assert STORED_NAMES[str(stored_format(dtype))] == name and len(larger) == 3
+    assert_same_bits(dequantise(larger, name), expected)
+    values = FORMATS[str(stored_format(dtype))].unpack(
+        torch.from_numpy(larger.reshape(-1)), expected.shape
+    )
+    assert_same_bits(values, expected)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in SIZES if dtype in STORED_NAMES.values()])
 def test_a_format_holds_exactly_these_bytes(dtype: str) -> None:
     """Sizes, and values along either axis, of several rows of blocks."""
     name = stored_format(dtype)

@@ -10,7 +10,7 @@ import torch
 from tests.ggml_blocks import SHAPES, file_values, write_llama
 from tests.tiny import prefill, random_tokens
 from tilewright.compiler.driver import compile_model, lower_model, resolve_precision, weight_source
-from tilewright.compiler.formats import get_format, stored_format
+from tilewright.compiler.formats import STORED_NAMES, get_format, stored_format
 from tilewright.compiler.formats.ggml_blocks import SIZES
 from tilewright.compiler.ir.recipe import WeightRecipe, load_stored, load_values
 from tilewright.compiler.passes.runner import PassContext
@@ -57,8 +57,11 @@ def test_values_are_the_librarys_bit_for_bit(dtype: str, tmp_path: Path) -> None
     for target in ("reference", "cpu"):
         recipes, ctx = matrices(model, target)
         assert not [note for note in ctx.notes if "quantised again" in note]
-        assert {recipe.format for recipe in recipes} == {name}
-        assert {recipe.is_stored for recipe in recipes} == {dtype in SIZES}
+        assert {recipe.format for recipe in recipes} == {name or "fp32"}
+        assert {recipe.is_stored for recipe in recipes} == {dtype in SIZES and name is not None}
+        own = name is not None and STORED_NAMES[name] == dtype
+        held = f"held with equal values: {dtype} → {name or 'fp32'}"
+        assert [note.startswith(held) for note in ctx.notes] == [] if own else [True]
         for recipe in recipes:
             expected = file_values(model, recipe.names)
             assert torch.equal(load_values(recipe, source), expected)
@@ -79,7 +82,7 @@ def test_requantising_would_change_them(tmp_path: Path) -> None:
         assert not torch.equal(get_format(str(stored_format(dtype))).round_trip(values), values)
 
 
-@pytest.mark.parametrize("dtype", ["Q4_0", "Q8_0", "Q4_1", "Q6_K", "F16"])
+@pytest.mark.parametrize("dtype", ["Q4_0", "Q8_0", "Q4_1", "Q6_K", "Q3_K", "IQ4_XS", "F16"])
 def test_cpu_exact_is_the_reference_of_the_file(dtype: str, tmp_path: Path) -> None:
     model, tokens = of_type(tmp_path, dtype), random_tokens(9, vocab_size=262)
     expected = prefill(compiled(model, "reference", load_precision("reference")), tokens)
@@ -121,6 +124,15 @@ def test_what_is_quantised_again_is_said_in_a_line(tmp_path: Path) -> None:
     assert ctx.notes == [
         "quantised again: Q4_1 → bfp4 (ff1_3); Q4_1 → bfp8 (wo, wqkv); Q6_K → bfp8 (ff2); "
         "Q8_0 → bf16 (embedding); Q8_0 → bfp8 (lm_head)"
+    ]
+
+
+def test_types_without_a_format_are_quantised_again_with_a_line(tmp_path: Path) -> None:
+    model = of_type(tmp_path, "IQ4_XS")
+    resolved = resolve_precision(model, load_precision("all-q80"))
+    _, ctx = lower_model(model, resolved, get_target("reference").stages(), silent)
+    assert ctx.notes == [
+        "quantised again: IQ4_XS → bf16 (embedding); IQ4_XS → q80 (ff1_3, ff2, lm_head, wo, wqkv)"
     ]
 
 

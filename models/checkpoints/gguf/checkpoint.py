@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.compiler.formats.ggml_blocks import Bytes, dequantise
+from tilewright.compiler.formats.ggml_blocks import Bytes, dequantise, larger_blocks
 from tilewright.errors import CheckpointError
 from tilewright.models.architectures.table import architecture_of, find_gguf_type
 from tilewright.models.checkpoints.base import (
@@ -127,20 +127,27 @@ class GGUFCheckpoint:
     def stored(self, name: str, rows: slice | None = None) -> tuple[str, Bytes]:
         """The type (ggml's name) and bytes ``[rows, bytes of a row]``, in Hugging Face's order.
 
+        A type without a format of its own comes as the larger type with equal values.
+
         Raises:
             CheckpointError: a name that is not there.
         """
         if name not in self.names:
             raise unknown_tensor(self.path, name, self.names)
         meta = self.names[name]
-        assert meta.dtype in TENSOR_TYPES and not self._is_changed(name), name
+        assert not self._is_changed(name), name
         start, stop = row_range(rows, meta.shape[0])
         if name in self._views:
             pieces = list(self._pieces(self._views[name], start, stop))
         else:
             pieces = [(name, self._tensors[name], start, stop)]
-        parts = [self._taken(*piece) for piece in pieces]
-        return meta.dtype, np.concatenate(parts).reshape(stop - start, -1)
+        kinds, parts = set(), []
+        for piece in pieces:
+            kind, taken = larger_blocks(self._taken(*piece), piece[1].dtype)
+            kinds.add(kind)
+            parts.append(taken)
+        (kind,) = kinds
+        return kind, np.concatenate(parts).reshape(stop - start, -1)
 
     def stored_type(self, name: str) -> str:
         if name not in self.names:

@@ -1,0 +1,107 @@
+"""ggml's small blocks as float32, and larger blocks with equal values.
+
+The operations are those of ``gguf.quants``, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from tilewright.compiler.formats.ggml_bits import (
+    Bytes,
+    Floats,
+    fields,
+    nibbles,
+    scale_at,
+)
+
+IQ4_VALUES = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
+)
+
+
+def _q2_k(blocks: Bytes) -> Floats:
+    """Sixteen groups: a scale in the low nibble, a minimum in the high nibble."""
+    codes = fields(blocks[:, 16:80], 32, bits=2).reshape(-1, 16, 16).astype(np.float32)
+    scales = scale_at(blocks, 80) * (blocks[:, :16] & 0x0F).astype(np.float32)
+    minimums = scale_at(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
+    values: Floats = codes * scales[:, :, None] - minimums[:, :, None]
+    return values.reshape(-1, 256)
+
+
+def _q3_k(blocks: Bytes) -> Floats:
+    codes = _codes_3_k(blocks).astype(np.float32) - np.float32(4)
+    scales = scale_at(blocks, 108) * _scales_3_k(blocks).astype(np.float32)
+    return (codes.reshape(-1, 16, 16) * scales[:, :, None]).reshape(-1, 256)
+
+
+def _codes_3_k(blocks: Bytes) -> Bytes:
+    """Unsigned codes. Bit i in the mask is the high bit for group i."""
+    low, high = fields(blocks[:, 32:96], 32, bits=2), fields(blocks[:, :32], 32, bits=1)
+    return low | high << np.uint8(2)
+
+
+def _scales_3_k(blocks: Bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.int8]]:
+    """Signed scales: low bits in eight bytes, high bits in the next four."""
+    low, high = nibbles(blocks[:, 96:104], 8), fields(blocks[:, 104:108], 4, bits=2)
+    return (low | high << np.uint8(4)).view(np.int8) - np.int8(32)
+
+
+def _iq4_nl(blocks: Bytes) -> Floats:
+    return IQ4_VALUES[nibbles(blocks[:, 2:], 16)].astype(np.float32) * scale_at(blocks, 0)
+
+
+def _iq4_xs(blocks: Bytes) -> Floats:
+    """A group has a scale: the low bits in a nibble, the high bits in the second word."""
+    high = fields(blocks[:, 2:4], 1, bits=2)
+    low = fields(blocks[:, 4:8], 1, bits=4)
+    scales = (low | high << np.uint8(4)).view(np.int8) - np.int8(32)
+    values = IQ4_VALUES[nibbles(blocks[:, 8:], 16)].astype(np.float32).reshape(-1, 8, 32)
+    factors = scale_at(blocks, 0) * scales.astype(np.float32)
+    return (values * factors[:, :, None]).reshape(-1, 256)
+
+
+SMALL_DECODERS: Mapping[str, Callable[[Bytes], Floats]] = {
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+}
+"""Decoders by ggml's name of the type."""
+
+
+def _as_q6_k(blocks: Bytes) -> Bytes:
+    """Q3_K as Q6_K: equal factor and scales, codes around 32."""
+    codes = _codes_3_k(blocks) + np.uint8(28)
+    low, high = codes & np.uint8(0x0F), codes >> np.uint8(4)
+    pairs = low.reshape(-1, 2, 2, 64)
+    quads = high.reshape(-1, 2, 4, 32)
+    parts = (
+        (pairs[:, :, 0] | pairs[:, :, 1] << np.uint8(4)).reshape(-1, 128),
+        _packed(quads, bits=2).reshape(-1, 64),
+        _scales_3_k(blocks).view(np.uint8),
+        blocks[:, 108:110],
+    )
+    return np.concatenate(parts, axis=1)
+
+
+def _as_q8_0(blocks: Bytes) -> Bytes:
+    """IQ4_NL as Q8_0: the table's values as codes."""
+    codes = IQ4_VALUES[nibbles(blocks[:, 2:], 16)].view(np.uint8)
+    return np.concatenate((blocks[:, :2], codes), axis=1)
+
+
+def _packed(codes: Bytes, *, bits: int) -> Bytes:
+    """Pack the second last axis into fields of bytes."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    packed: Bytes = np.bitwise_or.reduce(codes << shifts, axis=-2)
+    return packed
+
+
+LARGER: Mapping[str, tuple[str, Callable[[Bytes], Bytes]]] = {
+    "Q3_K": ("Q6_K", _as_q6_k),
+    "IQ4_NL": ("Q8_0", _as_q8_0),
+}
+"""The type whose blocks have the same values bit for bit, and its bytes, by ggml's name."""
