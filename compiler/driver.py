@@ -181,6 +181,7 @@ def lower_model(
         parallel=parallel,
         rank=rank,
     )
+    ctx.notes.extend(getattr(model.checkpoint, "notes", ()))
     stages = stages if parallel.tensor == 1 else with_ranks(stages)
     for index, stage in enumerate(stages):
         report(stage.name, index, len(stages))

@@ -235,5 +235,15 @@ STORED_NAMES: Mapping[str, str] = MappingProxyType(
 )
 """What checkpoints call the formats that their tensors are stored in: ggml's and safetensors'."""
 
-EXACT_FORMATS: Mapping[str, str] = MappingProxyType({"Q3_K": "q6_k", "IQ4_NL": "q80"})
+_POWERS = "powers of two"
+EXACT_FORMATS: Mapping[str, str] = MappingProxyType(
+    {
+        "Q3_K": "q6_k",
+        "IQ4_NL": "q80",
+        **{
+            f"FP8 {kind}, {_POWERS}": "bf16"
+            for kind in ("128x128", "per tensor", "per channel", "1x32")
+        },
+    }
+)
 """Formats that hold every value of a checkpoint's type exactly, by the type."""

@@ -11,6 +11,7 @@ from tilewright.models.checkpoints.gguf import header as gguf_header
 from tilewright.models.checkpoints.gguf.parts import parts_of
 from tilewright.models.checkpoints.json_file import read_json
 from tilewright.models.checkpoints.mapped_file import map_file
+from tilewright.models.checkpoints.quantized.config import METHODS, quantization_of
 
 
 def check_header(path: Path) -> None:
@@ -25,7 +26,9 @@ def check_header(path: Path) -> None:
     """
     if path.is_dir():
         where = path / "config.json"
-        check_model_type(read_json(where).get("model_type"), f"{where}: model_type")
+        values = read_json(where)
+        check_model_type(values.get("model_type"), f"{where}: model_type")
+        quantization_of(values, str(where))
         return
     if path.suffix.lower() == ".m":
         dllama_header.read_header(memoryview(map_file(path)), path)
@@ -36,13 +39,15 @@ def check_header(path: Path) -> None:
 
 def quantised_types(path: Path) -> tuple[str, ...]:
     """The types in blocks that tensors at ``path`` are stored in, as ggml calls them, those of the
-    most bytes first; none of a folder of safetensors, whose tensors are floats.
+    most bytes first; of a folder of safetensors the method of its quantization, if any.
 
     Raises:
         CheckpointError: as `check_header` would.
     """
     if path.is_dir():
-        return ()
+        where = path / "config.json"
+        config = quantization_of(read_json(where), str(where))
+        return () if config is None else (METHODS[str(config["quant_method"])],)
     sizes: Counter[str] = Counter()
     if path.suffix.lower() == ".m":
         header, _ = dllama_header.read_header(memoryview(map_file(path)), path)

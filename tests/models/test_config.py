@@ -192,7 +192,7 @@ def test_default_rope_parameters_carry_theta() -> None:
         ({"rms_norm_eps": 0}, ["rms_norm_eps = 0"]),
         ({"rms_norm_eps": float("nan")}, ["rms_norm_eps = nan"]),
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "allowed: silu"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
+        ({"quantization_config": {"quant_method": "exl3"}}, ["quantization_config", "exl3"]),
         ({"tie_word_embeddings": 1}, ["tie_word_embeddings = 1", "true, false"]),
         ({"rope_theta": "big"}, ["rope_theta = 'big'"]),
         (

@@ -128,6 +128,10 @@ def test_the_text_part_of_a_whole_model(kind: str, stacked: bool, tmp_path: Path
     check(model, rewritten(folder, inside))
 
 
+FP8, EXL3 = {"quant_method": "fp8"}, {"quant_method": "exl3"}
+WORD = "quantization_config"
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
@@ -152,7 +156,7 @@ def test_the_text_part_of_a_whole_model(kind: str, stacked: bool, tmp_path: Path
         ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate = False .*; allowed: true"),
         ("qwen3_5", {"output_gate_type": "sigmoid"}, "gate_type = 'sigmoid' .*; allowed: \"swish"),
         ("qwen3_5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim = 1 .* from 2 to 64"),
-        ("qwen3_5_moe", {"quantization_config": {"quant_method": "fp8"}}, "config = 'fp8' is not"),
+        ("qwen3_5_moe", {WORD: EXL3}, "quant_method = 'exl3' is not read"),
         ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob = False .*; allowed: true$"),
         ("qwen3_5_moe", {"num_experts_per_tok": 99}, "num_experts_per_tok = 99 is not read"),
         ("qwen3_next", {"hidden_act": "relu2"}, "hidden_act = 'relu2' is not read; allowed: silu"),
@@ -171,19 +175,23 @@ def test_what_would_change_the_arithmetic_is_refused_by_name(
         assert "\n" not in str(caught.value)
 
 
-FP8 = {"quant_method": "fp8"}
-TIED, WORD = "tie_word_embeddings", "quantization_config"
+TIED = "tie_word_embeddings"
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize(
     ("outside", "inside", "words"),
     [
-        ({WORD: FP8}, {}, ": quantization_config = 'fp8' is not read; allowed: none"),
-        ({WORD: FP8}, {WORD: None}, ": quantization_config = 'fp8' is not read"),
-        ({}, {WORD: FP8}, r": text_config\.quantization_config = 'fp8' is not read"),
-        ({WORD: None}, {WORD: FP8}, r": text_config\.quantization_config = 'fp8' is not read"),
-        ({WORD: {}}, {}, r": quantization_config = \{\} is not read"),
+        (
+            {WORD: EXL3},
+            {},
+            r": quantization_config\.quant_method = 'exl3' is not read; allowed: fp8",
+        ),
+        ({WORD: EXL3}, {WORD: None}, r": quantization_config\.quant_method = 'exl3' is not read"),
+        ({}, {WORD: EXL3}, r": text_config\.quantization_config\.quant_method = 'exl3' is not"),
+        ({WORD: None}, {WORD: EXL3}, r": text_config\.quantization_config\.quant_method = 'exl3'"),
+        ({WORD: {}}, {}, r": quantization_config\.quant_method = None is not read"),
+        ({WORD: FP8}, {WORD: {**FP8, "fmt": "e4m3"}}, "config differs from text_config"),
         ({}, {"model_type": "qwen3_next"}, r"text_config\.model_type = 'qwen3_next' .*KIND_text$"),
         ({}, {"model_type": "KIND_text_text"}, r"text_config\.model_type = .*: KIND, KIND_text$"),
         ({}, {"model_type": 3}, r"text_config\.model_type = 3 is not read; allowed: KIND, "),

@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -32,8 +34,15 @@ from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.checkpoints.huggingface.shards import INDEX, find_shards
 from tilewright.models.checkpoints.json_file import read_json
 from tilewright.models.checkpoints.pieces import Piece, View, expert_views, merged_type
+from tilewright.models.checkpoints.quantized.base import QuantizedTensor, RawModel, RawTensor
+from tilewright.models.checkpoints.quantized.methods import take_quantized
 
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_RAW_BYTES = {
+    **_ELEMENT_BYTES,
+    **{"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "I32": 4, "U32": 4, "I64": 8},
+}
+"""Bytes of an element of stored tensors, those of quantized modules included."""
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 _TEXT_PREFIX = "model.language_model."
 _OTHER_PARTS = ("model.visual.", "mtp.")
@@ -64,6 +73,8 @@ class SafetensorsCheckpoint:
         self._has_parts, self._experts = architecture.text_config, architecture.experts
         for shard in self._shards:
             self._read_names(shard)
+        self._quantized = self._take_quantized(values)
+        self._stored_types: dict[str, str] = {}
         for stored, shard in expected.items():
             name = self._name_of(stored)
             if name is None:
@@ -111,8 +122,17 @@ class SafetensorsCheckpoint:
             return joined.reshape(stop - start, len(range(*inner.indices(shape[1]))), width)
         return joined.reshape(stop - start, *shape[1:-1], width)
 
-    def _read(self, name: str, where: tuple[int | slice, ...]) -> Tensor:
-        """A part of a stored tensor; a scalar whole."""
+    def _read(self, name: str, where: tuple[slice, ...]) -> Tensor:
+        """A part of a tensor; a scalar whole."""
+        if name not in self._quantized:
+            return self._read_raw(name, where)
+        rows, columns = where
+        start, stop = row_range(rows, self._quantized[name].shape[0])
+        values = self._quantized[name].values(self._read_raw, start, stop)
+        return values[:, columns].contiguous()
+
+    def _read_raw(self, name: str, where: tuple[slice, ...]) -> Tensor:
+        """A part of a stored tensor; the whole of it without slices."""
         shard = self._shard_of[name]
         read = self._read_mapped(shard, name, where)
         self._num_mapped[shard] += read.nbytes
@@ -121,11 +141,11 @@ class SafetensorsCheckpoint:
             self._num_mapped[shard] = 0
         return read
 
-    def _read_mapped(self, shard: str, name: str, where: tuple[int | slice, ...]) -> Tensor:
+    def _read_mapped(self, shard: str, name: str, where: tuple[slice, ...]) -> Tensor:
         file = self._files[shard]
         try:
             view = file.get_slice(self._stored_name[name])
-            if not view.get_shape():
+            if not where or not view.get_shape():
                 return _owned(file.get_tensor(self._stored_name[name]))
             return _owned(view[where])
         except (SafetensorError, OSError) as error:
@@ -141,7 +161,38 @@ class SafetensorsCheckpoint:
     def stored_type(self, name: str) -> str:
         if name not in self.names:
             raise unknown_tensor(self.path, name, self.names)
-        return self.names[name].dtype
+        if name not in self._stored_types:
+            pieces = self._views[name].pieces if name in self._views else ()
+            parts = {piece.tensor for piece in pieces} or {name}
+            self._stored_types[name] = merged_type({self._own_type(part) for part in parts})
+        return self._stored_types[name]
+
+    def _own_type(self, name: str) -> str:
+        if name in self._quantized:
+            return self._quantized[name].stored_type(self._read_raw)
+        return self._types[name]
+
+    def stored(self, name: str, rows: slice | None = None) -> tuple[str, npt.NDArray[np.uint8]]:
+        """Rows of a quantized tensor as blocks of the format that its `stored_type` stands for,
+        and ggml's name of that format.
+
+        Raises:
+            CheckpointError: a name that is not there.
+        """
+        if name not in self.names:
+            raise unknown_tensor(self.path, name, self.names)
+        start, stop = row_range(rows, self.names[name].shape[0])
+        pieces = [Piece(name, start, stop)]
+        if name in self._views:
+            pieces = list(self._views[name].rows(start, stop))
+        kinds, parts = set(), []
+        for piece in pieces:
+            part = self._quantized[piece.tensor]
+            kind, blocks = part.stored(self._read_raw, piece.first, piece.stop)
+            kinds.add(kind)
+            parts.append(blocks)
+        (kind,) = kinds
+        return kind, np.concatenate(parts).reshape(stop - start, -1)
 
     def content_hash(self) -> str:
         headers = [_header_of(self.path / "config.json", whole=True)]
@@ -163,15 +214,34 @@ class SafetensorsCheckpoint:
                 )
             view = file.get_slice(stored)
             shape, dtype = tuple(view.get_shape()), str(view.get_dtype())
-            if dtype not in _ELEMENT_BYTES:
-                raise CheckpointError(
-                    f"{self.path / shard}: tensor {shown(name)} has type {dtype}, "
-                    "which is not read; " + allowed(_ELEMENT_BYTES)
-                )
-            nbytes = math.prod(shape) * _ELEMENT_BYTES[dtype]
+            if dtype not in _RAW_BYTES:
+                raise self._unread_type(shard, name, dtype)
+            nbytes = math.prod(shape) * _RAW_BYTES[dtype]
             self.names[name] = TensorMeta(shape, dtype, nbytes)
             self._shard_of[name] = shard
             self._stored_name[name] = stored
+
+    def _unread_type(self, shard: str, name: str, dtype: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path / shard}: tensor {shown(name)} has type {dtype}, "
+            "which is not read; " + allowed(_ELEMENT_BYTES)
+        )
+
+    def _take_quantized(self, values: Mapping[str, object]) -> dict[str, QuantizedTensor]:
+        """Replace the stored tensors of quantized modules by their weights in ``names``."""
+        raw = {n: RawTensor(m.shape, m.dtype, m.nbytes) for n, m in self.names.items()}
+        model = RawModel(self.path, dict(raw))
+        take_quantized(values, str(self.path / "config.json"), model)
+        self.notes = tuple(model.notes)
+        self.names = {name: self.names[name] for name in model.tensors}
+        for name, meta in self.names.items():
+            if meta.dtype not in _ELEMENT_BYTES:
+                raise self._unread_type(self._shard_of[name], name, meta.dtype)
+        for name, weight in model.found.items():
+            nbytes = sum(raw[part].nbytes for part in weight.names)
+            self.names[name] = TensorMeta(weight.shape, weight.label, nbytes)
+        self._types = {name: meta.dtype for name, meta in self.names.items()}
+        return model.found
 
     def _make_views(self) -> dict[str, View]:
         """The experts that the file has in another way than the architecture asks for; ``names``
@@ -186,9 +256,12 @@ class SafetensorsCheckpoint:
         stored = {name: self.names.pop(name) for name in parts}
         for name, view in views.items():
             dtype = merged_type({stored[piece.tensor].dtype for piece in view.pieces})
-            rows = sum(piece.stop - piece.first for piece in view.pieces)
-            size = _ELEMENT_BYTES[stored[view.pieces[0].tensor].dtype]
-            self.names[name] = TensorMeta(view.shape, dtype, rows * view.shape[-1] * size)
+            nbytes = 0
+            for piece in view.pieces:
+                whole = stored[piece.tensor]
+                rows = piece.stop - piece.first
+                nbytes += whole.nbytes * rows // math.prod(whole.shape[:-1])
+            self.names[name] = TensorMeta(view.shape, dtype, nbytes)
         return views
 
     def _name_of(self, stored: str) -> str | None:
@@ -219,7 +292,9 @@ class SafetensorsCheckpoint:
                 f"{self.path}: {head} differs from {embedding}, but config.json has "
                 "tie_word_embeddings = true; allowed: equal tensors, no lm_head.weight, or false"
             )
-        del self.names[head], self._shard_of[head], self._stored_name[head]
+        for stored in self._quantized[head].names if head in self._quantized else (head,):
+            del self._shard_of[stored], self._stored_name[stored]
+        del self.names[head]
 
 
 def _open_shard(path: Path) -> Any:

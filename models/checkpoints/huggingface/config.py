@@ -8,6 +8,7 @@ from typing import Any
 
 from tilewright.errors import allowed
 from tilewright.models.architectures.table import architecture_of, check_model_type
+from tilewright.models.checkpoints.quantized.config import quantization_of
 from tilewright.models.checkpoints.spelling.keys import Keys, read_head_dim, read_kv_heads
 from tilewright.models.checkpoints.spelling.rope import hf_rope, hf_rope_values
 from tilewright.models.checkpoints.spelling.windows import FULL
@@ -66,7 +67,8 @@ def config_of_hf(values: Mapping[str, object], *, where: Path | str) -> ModelCon
     if architecture.text_config:
         values = _text_values(values, model_type, where)
     keys = Keys({**architecture.hf_defaults, **values}, where)
-    _refuse_quantised(keys)
+    quantization_of(values, str(where))
+    keys.get("quantization_config")
     hidden = keys.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = keys.integer("num_attention_heads", 1, MAX_HEADS)
     head_dim = read_head_dim(keys, "head_dim", hidden, num_heads)
@@ -138,8 +140,7 @@ def _text_values(
     if not isinstance(inner, Mapping):
         raise keys.error("text_config", inner, "allowed: an object")
     text = keys.section("text_config", inner)
-    for each in (keys, text):
-        _refuse_quantised(each)
+    quantization_of(values, str(where))
     kinds = (model_type, f"{model_type}_text")
     if text.get("model_type") not in (None, *kinds):
         raise text.error("model_type", text.get("model_type"), allowed(kinds))
@@ -152,14 +153,6 @@ def _text_values(
     outer = ("_name_or_path", key)
     said = {name: value for name, value in inner.items() if name not in outer or value is not None}
     return {**{name: values[name] for name in outer if name in values}, **said}
-
-
-def _refuse_quantised(keys: Keys) -> None:
-    method = keys.get("quantization_config")
-    if method is not None:
-        if isinstance(method, Mapping):
-            method = method.get("quant_method", method)
-        raise keys.error("quantization_config", method, "allowed: none, unquantised weights")
 
 
 def _refuse_hf_extras(keys: Keys) -> None:

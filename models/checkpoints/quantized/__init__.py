@@ -1,0 +1,1 @@
+"""Quantized modules of Hugging Face folders, one scheme a file."""

@@ -1,0 +1,123 @@
+"""Quantized weights made of several stored tensors.
+
+Knows no scheme and reads no files. A scheme gets a read function.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from tilewright.errors import CheckpointError
+from tilewright.models.checkpoints.base import shown
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+Read: TypeAlias = "Callable[[str, tuple[slice, ...]], Tensor]"
+"""Reads stored tensors in part: name, and a slice per axis."""
+
+WHOLE = slice(None)
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A stored tensor: shape, type and size."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+class QuantizedTensor(ABC):
+    """A weight ``[rows, columns]`` made of stored tensors.
+
+    Attributes:
+        shape: Rows and columns.
+        label: Scheme in the file.
+        names: Stored tensors.
+    """
+
+    shape: tuple[int, int]
+    label: str
+    names: tuple[str, ...]
+
+    @abstractmethod
+    def values(self, read: Read, start: int, stop: int) -> Tensor:
+        """Return float32 values of rows ``[start, stop)``."""
+
+    def stored_type(self, read: Read) -> str:
+        """Return the label, which names the exact format, if any."""
+        return self.label
+
+    def stored(self, read: Read, start: int, stop: int) -> tuple[str, npt.NDArray[np.uint8]]:
+        """Return ggml's name for the exact format, and rows as its blocks."""
+        raise AssertionError(f"{self.label} has no blocks")
+
+
+@dataclass
+class RawModel:
+    """Stored tensors that a scheme takes module by module.
+
+    Attributes:
+        path: The folder, for messages.
+        tensors: Stored tensors by name. A taken tensor is removed.
+        found: Quantized weights by name.
+        notes: Facts for the user.
+    """
+
+    path: Path
+    tensors: dict[str, RawTensor]
+    found: dict[str, QuantizedTensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def error(self, name: str, what: str, allowed: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: tensor {shown(name)} {what}; allowed: {allowed}")
+
+    def take(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> RawTensor:
+        """Remove and return a tensor with this shape and an allowed type.
+
+        Raises:
+            CheckpointError: The tensor is missing, or has another shape or type.
+        """
+        if name not in self.tensors:
+            raise self.error(name, "is missing", f"{' or '.join(dtypes)} {list(shape)}")
+        tensor = self.tensors[name]
+        if tensor.dtype not in dtypes or tensor.shape != shape:
+            what = f"is {tensor.dtype} {list(tensor.shape)}"
+            raise self.error(name, what, f"{' or '.join(dtypes)} {list(shape)}")
+        return self.tensors.pop(name)
+
+    def drop(self, *names: str) -> bool:
+        """Remove tensors that describe activations; return whether any existed."""
+        found = [self.tensors.pop(name, None) for name in names]
+        return any(tensor is not None for tensor in found)
+
+    def modules(self, suffix: str) -> list[str]:
+        """Return modules with this tensor."""
+        ending = f".{suffix}"
+        return sorted(n.removesuffix(ending) for n in self.tensors if n.endswith(ending))
+
+    def add(self, module: str, weight: QuantizedTensor) -> None:
+        """Add a weight."""
+        self.found[f"{module}.weight"] = weight
+
+
+def setting(
+    config: Mapping[str, object], key: str, allowed: tuple[object, ...], where: str, default: object
+) -> object:
+    """Return an allowed setting.
+
+    Raises:
+        CheckpointError: Another value.
+    """
+    value = config.get(key, default)
+    if not any(value == each and type(value) is type(each) for each in allowed):
+        names = ", ".join(str(each) for each in allowed)
+        raise CheckpointError(f"{where}: quantization_config.{key} = {value!r}; allowed: {names}")
+    return value

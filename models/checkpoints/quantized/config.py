@@ -1,0 +1,37 @@
+"""The key ``quantization_config`` of a ``config.json``. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tilewright.errors import CheckpointError
+
+METHODS: Mapping[str, str] = {"fp8": "FP8"}
+"""Readable methods, and the name of their type in messages."""
+
+
+def quantization_of(values: Mapping[str, object], where: str) -> Mapping[str, object] | None:
+    """Return the ``quantization_config`` of a configuration or its ``text_config``, if any.
+
+    Raises:
+        CheckpointError: Two configurations that differ, no object, or an unknown method.
+    """
+    inner = values.get("text_config")
+    key = "quantization_config"
+    places = {key: values, f"text_config.{key}": inner if isinstance(inner, Mapping) else {}}
+    found = {name: place[key] for name, place in places.items() if place.get(key) is not None}
+    if not found:
+        return None
+    name, config = next(iter(found.items()))
+    method = config.get("quant_method") if isinstance(config, Mapping) else config
+    if not isinstance(config, Mapping) or not isinstance(method, str) or method not in METHODS:
+        raise CheckpointError(
+            f"{where}: {name}.quant_method = {method!r} is not read; "
+            f"allowed: {', '.join(METHODS)}, or unquantized weights"
+        )
+    if any(other != config for other in found.values()):
+        raise CheckpointError(
+            f"{where}: quantization_config differs from text_config.quantization_config; "
+            "allowed: equal objects, or one"
+        )
+    return config

@@ -1,0 +1,126 @@
+"""FP8 weights: e4m3 codes with a scale per tensor, per row, or per block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import CheckpointError
+from tilewright.models.checkpoints.quantized.base import (
+    WHOLE,
+    QuantizedTensor,
+    RawModel,
+    Read,
+    setting,
+)
+
+CODES = "F8_E4M3"
+_SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
+_ACTIVATIONS = ("activation_scale", "input_scale", "k_scale", "v_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Tensor(QuantizedTensor):
+    """Codes ``[N, K]`` times scales ``[ceil(N / rows), ceil(K / columns)]``.
+
+    Attributes:
+        is_exponent: Whether a scale is stored as its exponent, with a bias of 127.
+    """
+
+    shape: tuple[int, int]
+    label: str
+    names: tuple[str, ...]
+    block: tuple[int, int]
+    is_exponent: bool = False
+
+    def values(self, read: Read, start: int, stop: int) -> Tensor:
+        codes = read(self.names[0], (slice(start, stop), WHOLE)).float()
+        height, width = self.block
+        scales = self._scales(read)[torch.arange(start, stop) // height]
+        return codes * scales.repeat_interleave(width, dim=1)[:, : self.shape[1]]
+
+    def stored_type(self, read: Read) -> str:
+        scales = self._scales(read).abs()
+        is_normal = (scales >= 2.0**-100) & (scales <= 2.0**100)  # of products too, in bfloat16
+        is_power = (torch.frexp(scales)[0] == 0.5) & is_normal | (scales == 0)
+        return f"{self.label}, powers of two" if bool(is_power.all()) else self.label
+
+    def _scales(self, read: Read) -> Tensor:
+        stored = read(self.names[1], ())
+        if not self.is_exponent:
+            scales = stored.float()
+        else:
+            scales = torch.exp2(stored.view(torch.uint8).float() - 127)
+            scales[stored.view(torch.uint8).reshape(scales.shape) == 255] = torch.nan
+        if not bool(scales.isfinite().all()):
+            raise CheckpointError(
+                f"tensor {self.names[1]} has a scale that is inf or NaN; allowed: finite scales"
+            )
+        height, width = self.block
+        grid = -(-self.shape[0] // height), -(-self.shape[1] // width)
+        return scales.reshape(grid)
+
+
+def read_fp8(config: Mapping[str, object], where: str, model: RawModel) -> None:
+    """Take modules of ``quant_method: fp8``, with scales per tensor or per block.
+
+    Raises:
+        CheckpointError: A setting or a tensor does not fit.
+    """
+    setting(config, "activation_scheme", ("dynamic", "static", None), where, None)
+    setting(config, "fmt", ("e4m3", None), where, None)
+    block = config.get("weight_block_size")
+    if block is not None and (
+        not isinstance(block, list)
+        or len(block) != 2
+        or not all(type(size) is int and 1 <= size <= 1 << 16 for size in block)
+    ):
+        raise CheckpointError(
+            f"{where}: quantization_config.weight_block_size = {block!r}; "
+            "allowed: two sizes, or null"
+        )
+    for module in model.modules("weight"):
+        if model.tensors[f"{module}.weight"].dtype != CODES:
+            continue
+        named = "weight_scale_inv" if f"{module}.weight_scale_inv" in model.tensors else None
+        take_float8(
+            model, module, block, named or ("weight_scale_inv" if block else "weight_scale")
+        )
+
+
+def take_float8(model: RawModel, module: str, block: list[int] | None, scale: str) -> None:
+    """Take a module's codes and scales. Without a block, the shape of the scales decides.
+
+    Raises:
+        CheckpointError: A tensor is missing, or has another shape or type.
+    """
+    codes, scale = f"{module}.weight", f"{module}.{scale}"
+    shape = model.tensors[codes].shape
+    if len(shape) != 2:
+        raise model.error(codes, f"is {CODES} {list(shape)}", f"{CODES} of two axes")
+    rows, columns = shape
+    if block is not None:
+        sizes = block[0], block[1]
+        wanted: tuple[int, ...] = (-(-rows // sizes[0]), -(-columns // sizes[1]))
+        label = f"FP8 {sizes[0]}x{sizes[1]}"
+    else:
+        stored = model.tensors[scale].shape if scale in model.tensors else (1,)
+        by_row = rows > 1 and stored == (rows, 1)
+        sizes = (1, columns) if by_row else (rows, columns)
+        wanted = stored if by_row or stored in ((), (1,), (1, 1)) else (rows, 1)
+        label = "FP8 per channel" if by_row else "FP8 per tensor"
+    model.take(codes, (CODES,), shape)
+    found = model.take(scale, _SCALES, wanted)
+    if model.drop(*(f"{module}.{name}" for name in _ACTIVATIONS)):
+        _say_once(model, "activations are quantized to FP8 in other engines")
+    is_exponent = found.dtype in ("F8_E8M0", "U8")
+    model.add(module, Float8Tensor((rows, columns), label, (codes, scale), sizes, is_exponent))
+
+
+def _say_once(model: RawModel, what: str) -> None:
+    note = f"{model.path}: {what}; here they keep the configuration's format"
+    if note not in model.notes:
+        model.notes.append(note)

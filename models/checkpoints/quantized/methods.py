@@ -1,0 +1,31 @@
+"""The quantization of a Hugging Face folder: finds the scheme and takes its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from tilewright.errors import CheckpointError
+from tilewright.models.checkpoints.quantized.base import RawModel
+from tilewright.models.checkpoints.quantized.config import quantization_of
+from tilewright.models.checkpoints.quantized.float8 import read_fp8
+
+_READERS: Mapping[str, Callable[[Mapping[str, object], str, RawModel], None]] = {
+    "fp8": read_fp8,
+}
+
+
+def take_quantized(values: Mapping[str, object], where: str, model: RawModel) -> None:
+    """Take every quantized module of ``model``, as ``config.json`` at ``where`` describes.
+
+    Raises:
+        CheckpointError: An unknown method, or tensors that do not fit it.
+    """
+    config = quantization_of(values, where)
+    if config is None:
+        return
+    _READERS[str(config["quant_method"])](config, where, model)
+    if not model.found:
+        raise CheckpointError(
+            f"{where}: quantization_config.quant_method = {config['quant_method']!r}, but no "
+            "tensor is quantized; allowed: weights of that method, or no quantization_config"
+        )

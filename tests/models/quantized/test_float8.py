@@ -1,0 +1,154 @@
+"""FP8 folders: values by the formula bit for bit, logits, and folders that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.quantized.folders import (
+    E4M3,
+    Quantize,
+    Tensors,
+    check_logits,
+    check_values,
+    write,
+    write_dense,
+)
+from tilewright.errors import CheckpointError
+from tilewright.models import check_header, load_model, quantised_types
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+def quantizer(
+    block: tuple[int, int] | None = None,
+    *,
+    by_row: bool = False,
+    scale: str = "weight_scale_inv",
+    dtype: torch.dtype = torch.float32,
+) -> Quantize:
+    """``block``: rows and columns of a scale; None: all, or all columns of a row."""
+
+    def run(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+        rows, columns = weight.shape
+        height, width = block or (1 if by_row else rows, columns)
+        codes = rng.integers(0, 126, (rows, columns), np.uint8) | (rng.integers(0, 2) << 7)
+        codes = codes.astype(np.uint8)
+        grid = -(-rows // height), -(-columns // width)
+        numbers = torch.from_numpy(rng.uniform(1e-4, 1e-3, grid).astype(np.float32))
+        exponents = torch.from_numpy(rng.integers(115, 121, grid).astype(np.uint8))
+        is_power = dtype == torch.float8_e8m0fnu
+        scales = exponents.view(dtype) if is_power else numbers.to(dtype)
+        factors = np.exp2(exponents.numpy() - 127.0) if is_power else scales.double().numpy()
+        factors = factors.repeat(height, axis=0).repeat(width, axis=1)[:rows, :columns]
+        values = (E4M3[codes].astype(np.float64) * factors).astype(np.float32)
+        stored = scales if block or by_row else scales.reshape(())
+        return {"weight": torch.from_numpy(codes).view(torch.float8_e4m3fn), scale: stored}, values
+
+    return run
+
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+SMALL = {**BLOCKS, "weight_block_size": [48, 80]}
+TENSOR = {"quant_method": "fp8", "activation_scheme": "static"}
+CASES: dict[str, tuple[Quantize, dict[str, Any], str]] = {
+    "blocks": (quantizer((128, 128)), BLOCKS, "FP8 128x128"),
+    "partial blocks": (quantizer((48, 80)), SMALL, "FP8 48x80"),
+    "bf16 scales": (quantizer((128, 128), dtype=torch.bfloat16), BLOCKS, "FP8 128x128"),
+    "exponents": (
+        quantizer((128, 128), dtype=torch.float8_e8m0fnu),
+        BLOCKS,
+        "FP8 128x128, powers of two",
+    ),
+    "tensor": (quantizer(), TENSOR, "FP8 per tensor"),
+    "tensor, other name": (quantizer(scale="weight_scale"), TENSOR, "FP8 per tensor"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_are_the_formulas_bit_for_bit(case: str, tmp_path: Path) -> None:
+    quantize, config, label = CASES[case]
+    values = write(tmp_path / "m", quantize, config)
+    check_values(tmp_path / "m", values)
+    checkpoint = load_model(tmp_path / "m").checkpoint
+    assert checkpoint.stored_type(f"{UP}.weight") == label
+    assert checkpoint.stored_type("model.norm.weight") == "F32"
+    check_header(tmp_path / "m")
+    assert quantised_types(tmp_path / "m") == ("FP8",)
+
+
+@pytest.mark.parametrize("case", ["partial blocks", "exponents"])
+def test_logits_are_those_of_dense_values(case: str, tmp_path: Path) -> None:
+    quantize, config, _ = CASES[case]
+    write_dense(tmp_path / "dense", write(tmp_path / "m", quantize, config))
+    check_logits(tmp_path / "m", tmp_path / "dense")
+
+
+def without(name: str) -> Callable[[Tensors], None]:
+    def run(tensors: Tensors) -> None:
+        del tensors[name]
+
+    return run
+
+
+def put(name: str, tensor: torch.Tensor) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+INV = f"{UP}.weight_scale_inv"
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "words"),
+    [
+        (without(INV), {}, rf"{INV} is missing; allowed: F32"),
+        (put(INV, torch.ones(3, 1)), {}, r"is F32 \[3, 1\]; allowed: .*\[2, 1\]"),
+        (put(INV, torch.ones(2, 1, dtype=torch.int64)), {}, r"is I64 \[2, 1\]; allowed: F32"),
+        (put(f"{UP}.g_idx", torch.ones(3)), {}, "g_idx .* is not part of the model"),
+        (put("lm_head.weight", torch.ones(96, 128, dtype=torch.int8)), {}, "has type I8, which"),
+        (lambda _: None, {"weight_block_size": [128]}, "weight_block_size = .*two sizes"),
+        (lambda _: None, {"weight_block_size": [64, 64]}, r"is F32 \[1, 2\]; allowed: .*\[2, 3\]"),
+        (lambda _: None, {"fmt": "e5m2"}, "fmt = 'e5m2'; allowed: e4m3"),
+        (lambda _: None, {"quant_method": "quip"}, "quant_method = 'quip' is not read; allowed: f"),
+    ],
+)
+def test_folders_that_do_not_fit_are_refused(
+    change: Callable[[Tensors], None], config: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    write(tmp_path / "m", quantizer((128, 128)), {**BLOCKS, **config}, change=change)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        load_model(tmp_path / "m")
+    assert "\n" not in str(caught.value)
+
+
+def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    write(
+        tmp_path / "m",
+        quantizer((128, 128)),
+        BLOCKS,
+        change=put(INV, torch.tensor([[1.0], [torch.inf]])),
+    )
+    checkpoint = load_model(tmp_path / "m").checkpoint
+    for read in (checkpoint.get, checkpoint.stored_type):
+        with pytest.raises(CheckpointError, match=f"{INV} has a scale that is inf or NaN"):
+            read(f"{UP}.weight")
+
+
+def test_a_config_without_quantized_weights_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "m", None, BLOCKS)
+    with pytest.raises(CheckpointError, match="no tensor is quantized"):
+        load_model(tmp_path / "m")
+
+
+def test_scales_of_activations_are_said_and_not_used(tmp_path: Path) -> None:
+    def static(tensors: Tensors) -> None:
+        tensors[f"{UP}.activation_scale"] = torch.ones(())
+
+    write(tmp_path / "m", quantizer(), TENSOR, change=static)
+    checkpoint: Any = load_model(tmp_path / "m").checkpoint
+    assert ["activations are quantized to FP8" in note for note in checkpoint.notes] == [True]
