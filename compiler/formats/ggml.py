@@ -235,11 +235,20 @@ STORED_NAMES: Mapping[str, str] = MappingProxyType(
 )
 """What checkpoints call the formats that their tensors are stored in: ggml's and safetensors'."""
 
+# The smallest blocks with all codes of so many bits, around the middle or around any zero.
+_SIGNED = {1: "q40", 2: "q40", 3: "q40", 4: "q40", 5: "q50", 6: "q80", 7: "q80", 8: "q80"}
+_WITH_ZEROS = {1: "q40", 2: "q40", 3: "q40", 4: "q50", 5: "q80", 6: "q80", 7: "q80"}
 _POWERS = "powers of two"
 EXACT_FORMATS: Mapping[str, str] = MappingProxyType(
     {
         "Q3_K": "q6_k",
         "IQ4_NL": "q80",
+        **{
+            f"{method} int{bits}{zeros}": name
+            for method in ("AWQ", "GPTQ", "compressed-tensors")
+            for zeros, widest in (("", _SIGNED), (" with zeros", _WITH_ZEROS))
+            for bits, name in widest.items()
+        },
         **{
             f"FP8 {kind}, {_POWERS}": "bf16"
             for kind in ("128x128", "per tensor", "per channel", "1x32")

@@ -230,7 +230,7 @@ class SafetensorsCheckpoint:
     def _take_quantized(self, values: Mapping[str, object]) -> dict[str, QuantizedTensor]:
         """Replace the stored tensors of quantized modules by their weights in ``names``."""
         raw = {n: RawTensor(m.shape, m.dtype, m.nbytes) for n, m in self.names.items()}
-        model = RawModel(self.path, dict(raw))
+        model = RawModel(self.path, dict(raw), self._read_raw)
         take_quantized(values, str(self.path / "config.json"), model)
         self.notes = tuple(model.notes)
         self.names = {name: self.names[name] for name in model.tensors}

@@ -67,12 +67,14 @@ class RawModel:
     Attributes:
         path: The folder, for messages.
         tensors: Stored tensors by name. A taken tensor is removed.
+        read: Reads stored tensors.
         found: Quantized weights by name.
         notes: Facts for the user.
     """
 
     path: Path
     tensors: dict[str, RawTensor]
+    read: Read
     found: dict[str, QuantizedTensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -102,6 +104,12 @@ class RawModel:
         """Return modules with this tensor."""
         ending = f".{suffix}"
         return sorted(n.removesuffix(ending) for n in self.tensors if n.endswith(ending))
+
+    def say_once(self, what: str) -> None:
+        """Add a note about activations, unless it exists."""
+        note = f"{self.path}: {what}; here they keep the configuration's format"
+        if note not in self.notes:
+            self.notes.append(note)
 
     def add(self, module: str, weight: QuantizedTensor) -> None:
         """Add a weight."""

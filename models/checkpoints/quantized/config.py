@@ -6,7 +6,12 @@ from collections.abc import Mapping
 
 from tilewright.errors import CheckpointError
 
-METHODS: Mapping[str, str] = {"fp8": "FP8"}
+METHODS: Mapping[str, str] = {
+    "awq": "AWQ",
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "FP8",
+    "gptq": "GPTQ",
+}
 """Readable methods, and the name of their type in messages."""
 
 

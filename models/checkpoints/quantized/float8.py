@@ -115,12 +115,6 @@ def take_float8(model: RawModel, module: str, block: list[int] | None, scale: st
     model.take(codes, (CODES,), shape)
     found = model.take(scale, _SCALES, wanted)
     if model.drop(*(f"{module}.{name}" for name in _ACTIVATIONS)):
-        _say_once(model, "activations are quantized to FP8 in other engines")
+        model.say_once("activations are quantized to FP8 in other engines")
     is_exponent = found.dtype in ("F8_E8M0", "U8")
     model.add(module, Float8Tensor((rows, columns), label, (codes, scale), sizes, is_exponent))
-
-
-def _say_once(model: RawModel, what: str) -> None:
-    note = f"{model.path}: {what}; here they keep the configuration's format"
-    if note not in model.notes:
-        model.notes.append(note)

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tilewright.errors import CheckpointError
+from tilewright.models.checkpoints.quantized.awq import read_awq
 from tilewright.models.checkpoints.quantized.base import RawModel
+from tilewright.models.checkpoints.quantized.compressed import read_compressed
 from tilewright.models.checkpoints.quantized.config import quantization_of
 from tilewright.models.checkpoints.quantized.float8 import read_fp8
+from tilewright.models.checkpoints.quantized.gptq import read_gptq
 
 _READERS: Mapping[str, Callable[[Mapping[str, object], str, RawModel], None]] = {
+    "awq": read_awq,
+    "compressed-tensors": read_compressed,
     "fp8": read_fp8,
+    "gptq": read_gptq,
 }
 
 

@@ -114,7 +114,11 @@ INV = f"{UP}.weight_scale_inv"
         (lambda _: None, {"weight_block_size": [128]}, "weight_block_size = .*two sizes"),
         (lambda _: None, {"weight_block_size": [64, 64]}, r"is F32 \[1, 2\]; allowed: .*\[2, 3\]"),
         (lambda _: None, {"fmt": "e5m2"}, "fmt = 'e5m2'; allowed: e4m3"),
-        (lambda _: None, {"quant_method": "quip"}, "quant_method = 'quip' is not read; allowed: f"),
+        (
+            lambda _: None,
+            {"quant_method": "quip"},
+            "quant_method = 'quip' is not read; allowed: awq",
+        ),
     ],
 )
 def test_folders_that_do_not_fit_are_refused(

@@ -1,0 +1,240 @@
+"""compressed-tensors: FP8, bytes, and packed integers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import CheckpointError
+from tilewright.models.checkpoints.quantized.base import WHOLE, RawModel, Read, setting
+from tilewright.models.checkpoints.quantized.float8 import CODES, take_float8
+from tilewright.models.checkpoints.quantized.integers import Codes, IntegerTensor, are_half, fields
+
+_SCALES = ("F32", "BF16", "F16")
+_FORMATS = (
+    *("float-quantized", "int-quantized", "pack-quantized", "naive-quantized"),
+    *("mixed-precision", "dense"),
+)
+_LABEL = "compressed-tensors"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor(IntegerTensor):
+    """Codes in words or bytes ``[N, ...]``, scales ``[N, groups]``, and zeros if not symmetric.
+
+    Attributes:
+        zeros: Tensor name. None: the middle code.
+        order: Tensor name for the group index by column. None: adjacent columns.
+        is_packed: Whether codes are bit fields in words. Otherwise a code is a byte.
+    """
+
+    shape: tuple[int, int]
+    names: tuple[str, ...]
+    bits: int
+    group: int
+    zeros: str | None
+    order: str | None
+    is_packed: bool
+    label: str = _LABEL
+
+    def codes(self, read: Read, start: int, stop: int) -> Codes:
+        rows, columns = slice(start, stop), self.shape[1]
+        stored = read(self.names[0], (rows, WHOLE))
+        middle = 1 << (self.bits - 1)
+        codes = fields(stored, self.bits, columns) - middle if self.is_packed else stored.short()
+        groups = self._order(read)
+        if self.zeros is not None:
+            index = torch.arange(columns) // self.group if groups is None else groups
+            codes -= self._zeros(read, self.zeros, start, stop)[:, index]
+        scales = read(self.names[1], ()).float().reshape(-1, self._num_groups)
+        scales = scales.expand(self.shape[0], -1)[rows].contiguous()
+        return Codes(codes, scales, groups)
+
+    def is_symmetric(self, read: Read) -> bool:
+        return self.zeros is None
+
+    def scales_are_half(self, read: Read) -> bool:
+        return are_half(read(self.names[1], ()))
+
+    def has_order(self, read: Read) -> bool:
+        return self._order(read) is not None
+
+    @property
+    def _num_groups(self) -> int:
+        return -(-self.shape[1] // self.group)
+
+    def _zeros(self, read: Read, name: str, start: int, stop: int) -> Tensor:
+        if not self.is_packed:
+            zeros = read(name, ()).short().reshape(-1, self._num_groups)
+            return zeros.expand(self.shape[0], -1)[start:stop]
+        first, last = start // 32, -(-stop // 32)
+        words = read(name, (slice(first * self.bits, last * self.bits), WHOLE)).T
+        found = fields(words, self.bits, words.shape[1] * 32 // self.bits)
+        own = found[:, start - 32 * first : stop - 32 * first]
+        return own.T - (1 << (self.bits - 1))
+
+    def _order(self, read: Read) -> Tensor | None:
+        if self.order is None:
+            return None
+        index = read(self.order, (WHOLE,)).long()
+        if not bool(((index >= 0) & (index < self._num_groups)).all()):
+            raise CheckpointError(
+                f"tensor {self.order} has a group outside 0 to {self._num_groups - 1}; "
+                f"allowed: one of {self._num_groups} groups for a column"
+            )
+        plain = torch.arange(self.shape[1]) // self.group
+        return None if torch.equal(index, plain) else index
+
+
+def read_compressed(config: Mapping[str, object], where: str, model: RawModel) -> None:
+    """Take all compressed modules.
+
+    Raises:
+        CheckpointError: A setting or a tensor does not fit.
+    """
+    setting(config, "quantization_status", ("compressed", None), where, None)
+    setting(config, "format", _FORMATS, where, "dense")
+    for key in ("transform_config", "sparsity_config"):
+        if config.get(key):
+            raise CheckpointError(
+                f"{where}: quantization_config.{key} is not read; allowed: weights without it"
+            )
+    bits = _bits_of(config, where)
+    for module in model.modules("weight_packed"):
+        _take_packed(model, module, bits)
+    for module in model.modules("weight"):
+        dtype = model.tensors[f"{module}.weight"].dtype
+        if dtype == "I8":
+            _take_bytes(model, module)
+        elif dtype == CODES:
+            block = _block_of(model, module)
+            take_float8(model, module, block, "weight_scale")
+    for name in [name for name in model.tensors if name.endswith((".k_scale", ".v_scale"))]:
+        model.drop(name)
+    if config.get("kv_cache_scheme"):
+        model.notes.append(f"{where}: kv_cache_scheme is not used; the cache keeps its own format")
+
+
+def _bits_of(config: Mapping[str, object], where: str) -> set[int]:
+    """Return bits per code, over all groups.
+
+    Raises:
+        CheckpointError: A group does not describe weights.
+    """
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping):
+        raise CheckpointError(
+            f"{where}: quantization_config.config_groups = {groups!r}; allowed: an object"
+        )
+    found = set()
+    for name, group in groups.items():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        bits = weights.get("num_bits") if isinstance(weights, Mapping) else None
+        if type(bits) is not int or not 1 <= bits <= 8:
+            raise CheckpointError(
+                f"{where}: quantization_config.config_groups.{str(name)[:60]}.weights.num_bits = "
+                f"{bits!r}; allowed: 1 to 8"
+            )
+        found.add(bits)
+    return found
+
+
+def _take_packed(model: RawModel, module: str, allowed: set[int]) -> None:
+    packed, scale = f"{module}.weight_packed", f"{module}.weight_scale"
+    model.take(f"{module}.weight_shape", ("I64", "I32"), (2,))
+    rows, columns = (int(size) for size in model.read(f"{module}.weight_shape", ()))
+    stored = model.tensors[packed].shape
+    fit = [bits for bits in sorted(allowed) if stored == (rows, -(-columns * bits // 32))]
+    if len(fit) != 1:
+        raise model.error(
+            packed,
+            f"has shape {list(stored)} for weight_shape {[rows, columns]}",
+            f"words of {' or '.join(map(str, sorted(allowed)))} bits",
+        )
+    bits, num_words = fit[0], stored[1]
+    scales = model.tensors[scale].shape if scale in model.tensors else (rows, 1)
+    groups = scales[1] if len(scales) == 2 and scales[1] >= 1 else 1
+    if columns % groups:
+        raise model.error(scale, f"has {groups} groups of {columns} columns", "equal groups")
+    order = f"{module}.weight_g_idx"
+    has_order = order in model.tensors
+    model.take(packed, ("I32",), (rows, num_words))
+    model.take(scale, _SCALES, (rows, groups))
+    if has_order:
+        model.take(order, ("I32", "I64"), (columns,))
+    zeros = f"{module}.weight_zero_point"
+    has_zeros = zeros in model.tensors
+    if has_zeros:
+        model.take(zeros, ("I32",), (-(-rows * bits // 32), groups))
+    _add(
+        model,
+        module,
+        (rows, columns),
+        (packed, scale),
+        bits,
+        groups,
+        zeros if has_zeros else None,
+        order if has_order else None,
+        is_packed=True,
+    )
+
+
+def _take_bytes(model: RawModel, module: str) -> None:
+    codes, scale = f"{module}.weight", f"{module}.weight_scale"
+    shape = model.tensors[codes].shape
+    if len(shape) != 2:
+        raise model.error(codes, f"is I8 {list(shape)}", "I8 of two axes")
+    rows, columns = shape
+    stored = model.tensors[scale].shape if scale in model.tensors else (rows, 1)
+    groups = stored[1] if len(stored) == 2 and stored[0] == rows else 1
+    wanted = stored if stored in ((), (1,), (1, 1)) else (rows, groups)
+    model.take(codes, ("I8",), shape)
+    model.take(scale, _SCALES, wanted)
+    if groups < 1 or columns % groups:
+        raise model.error(scale, f"has {groups} groups of {columns} columns", "equal groups")
+    zeros = f"{module}.weight_zero_point"
+    has_zeros = zeros in model.tensors
+    if has_zeros:
+        model.take(zeros, ("I8",), wanted)
+    if model.drop(f"{module}.input_scale", f"{module}.input_zero_point"):
+        model.say_once("activations are quantized in other engines")
+    _add(
+        model,
+        module,
+        (rows, columns),
+        (codes, scale),
+        8,
+        groups,
+        zeros if has_zeros else None,
+        None,
+        is_packed=False,
+    )
+
+
+def _add(
+    model: RawModel,
+    module: str,
+    shape: tuple[int, int],
+    names: tuple[str, ...],
+    bits: int,
+    groups: int,
+    zeros: str | None,
+    order: str | None,
+    *,
+    is_packed: bool,
+) -> None:
+    parts = (*names, *(name for name in (zeros, order) if name is not None))
+    group = shape[1] // groups
+    model.add(module, PackedTensor(shape, parts, bits, group, zeros, order, is_packed))
+
+
+def _block_of(model: RawModel, module: str) -> list[int] | None:
+    """Return the block size, if the scales are a grid."""
+    rows, columns = (*model.tensors[f"{module}.weight"].shape, 1, 1)[:2]
+    scale = model.tensors.get(f"{module}.weight_scale")
+    if scale is None or len(scale.shape) != 2 or scale.shape[1] <= 1 or 0 in scale.shape:
+        return None
+    return [-(-rows // scale.shape[0]), -(-columns // scale.shape[1])]
