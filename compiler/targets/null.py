@@ -35,7 +35,7 @@ from tilewright.compiler.targets.interface.base import (
     Target,
 )
 from tilewright.compiler.targets.interface.step import END_TOKEN, GOES_ON, Chosen, Part
-from tilewright.compiler.targets.pipeline import MATCH, PRECISION, lower, vocab_size
+from tilewright.compiler.targets.pipeline import MATCH, PRECISION, hidden_size, lower, vocab_size
 
 _ZERO = Meaning(NOT_HONOURED, "zeros")
 _MEANINGS = Meanings(
@@ -84,18 +84,32 @@ class NullTarget(Target):
         """Write nothing: the graph says all there is to know."""
 
     def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
-        return NullExecutable(vocab_size(program.sketch()), options, program.contract)
+        graph_module = program.sketch()
+        width = hidden_size(graph_module)
+        return NullExecutable(
+            vocab_size(graph_module), options, program.contract, hidden_size=width
+        )
 
 
 class NullExecutable(HostExecutable):
     """Counts the steps that compute something, and answers zeros."""
 
-    def __init__(self, vocab_size: int, options: CompileOptions, contract: NumericContract) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        options: CompileOptions,
+        contract: NumericContract,
+        *,
+        hidden_size: int = 0,
+    ) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.contract = contract
         self.capabilities = Capabilities(
-            max_seats=options.max_batch, max_context=options.max_context, max_prompts=1 << 16
+            max_seats=options.max_batch,
+            max_context=options.max_context,
+            max_prompts=1 << 16,
+            hidden_size=hidden_size,
         )
         self.num_steps = 0
         self._last: tuple[tuple[Seat, ...], Chosen | None] = (), None
@@ -132,6 +146,9 @@ class NullExecutable(HostExecutable):
 
     def forward(self, batch: Batch) -> np.ndarray:
         return np.broadcast_to(np.float32(0), (len(batch.logit_rows), self.vocab_size))
+
+    def hidden(self, batch: Batch) -> np.ndarray:
+        return np.zeros((len(batch.tokens), self.capabilities.hidden_size), np.float32)
 
     def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
         """Do nothing: this target keeps no state."""

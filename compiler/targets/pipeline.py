@@ -8,6 +8,7 @@ from torch.fx import GraphModule
 
 from tilewright.compiler.ir.verify import (
     check_model,
+    head_of,
     verify_lowered,
     verify_precision,
     verify_sharded,
@@ -62,6 +63,12 @@ def vocab_size(graph_module: GraphModule) -> int:
     """How many logits a row of the graph's result has."""
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
     return int(output.args[0].meta["val"].shape[-1])
+
+
+def hidden_size(graph_module: GraphModule) -> int:
+    """Return the width of the final hidden states; 0 if no product makes the logits."""
+    head, _ = head_of(graph_module)
+    return 0 if head is None else int(head.args[0].meta["val"].shape[-1])  # type: ignore[union-attr]
 
 
 def fuse(*passes: Pass) -> Stage:

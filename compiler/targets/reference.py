@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,11 +13,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from tilewright.compiler.ir.info import INPUT, NodeInfo, info
+from tilewright.compiler.ir.lazy import module_of
 from tilewright.compiler.ir.recipe import WeightRecipe, load_values
 from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
+from tilewright.compiler.ir.verify import head_of
 from tilewright.compiler.passes.round_activations import ROUNDED, round_activations
 from tilewright.compiler.targets.contract.build import build_contract
 from tilewright.compiler.targets.contract.record import (
@@ -27,7 +30,7 @@ from tilewright.compiler.targets.contract.record import (
     Meanings,
     NumericContract,
 )
-from tilewright.compiler.targets.host.executable import Batch, HostExecutable
+from tilewright.compiler.targets.host.executable import Batch, HostExecutable, with_all_rows
 from tilewright.compiler.targets.host.tensor_files import save_tensors
 from tilewright.compiler.targets.interface.base import (
     Capabilities,
@@ -43,7 +46,14 @@ from tilewright.compiler.targets.interface.base import (
     Target,
 )
 from tilewright.compiler.targets.interface.step import Snapshot
-from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower, vocab_size
+from tilewright.compiler.targets.pipeline import (
+    MATCH,
+    PRECISION,
+    fuse,
+    hidden_size,
+    lower,
+    vocab_size,
+)
 from tilewright.compiler.targets.ranks.collective_driver import run_together
 from tilewright.compiler.targets.ranks.gathered_values import (
     Exchange,
@@ -217,9 +227,11 @@ class ReferenceExecutable(HostExecutable):
             max_prompts=options.max_batch,
             num_snapshots=_NUM_SNAPSHOTS if self._own_states() else 0,
             has_sequence_state=bool(self._own_states()),
+            hidden_size=hidden_size(graph_module),
         )
         self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
         self._run: Callable[..., Tensor] = graph_module
+        self._run_hidden: Callable[..., Tensor] | None = None
         self._exchange: Exchange | None = None
 
     def join(self, peers: Peers) -> None:
@@ -235,6 +247,27 @@ class ReferenceExecutable(HostExecutable):
     def forward(self, batch: Batch) -> np.ndarray:
         logits: Tensor = self._run(*self.arguments(batch)).float()
         return logits.numpy()
+
+    @torch.no_grad()
+    def hidden(self, batch: Batch) -> np.ndarray:
+        if self._run_hidden is None:
+            graph_module = self.hidden_graph
+            self._run_hidden = graph_module
+            if self._exchange is not None:
+                self._run_hidden = RankInterpreter(graph_module, self._exchange).run
+        states: Tensor = self._run_hidden(*self.arguments(with_all_rows(batch))).float()
+        return states.numpy()
+
+    @functools.cached_property
+    def hidden_graph(self) -> GraphModule:
+        """The graph up to the input of the product that makes the logits."""
+        head, _ = head_of(self.graph_module)
+        assert head is not None, "no product makes the logits"
+        graph, copies = Graph(), dict[Node, Node]()
+        graph.graph_copy(self.graph_module.graph, copies)
+        graph.output(copies[head.all_input_nodes[0]])
+        graph.eliminate_dead_code()
+        return module_of(graph)
 
     def arguments(self, batch: Batch) -> list[Any]:
         """The values of the graph's inputs for a step, in their order."""
@@ -299,6 +332,12 @@ class VirtualRanks(HostExecutable):
         assert all(torch.equal(first, each) for each in others), "ranks hold different bits"
         logits: Tensor = first.float()
         return logits.numpy()
+
+    def hidden(self, batch: Batch) -> np.ndarray:
+        batch = with_all_rows(batch)
+        found = run_together([(rank.hidden_graph, rank.arguments(batch)) for rank in self.ranks])
+        states: Tensor = found[0].float()
+        return states.numpy()
 
     def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
         for rank in self.ranks:

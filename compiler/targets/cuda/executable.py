@@ -297,10 +297,17 @@ class CudaExecutable(Executable):
         sitting = self._check(chunk)
         parts, found = cut(chunk, self.capabilities.marks), None
         assert len(parts) == 1 or not chunk.echoes, "a chunk that echoes is in one piece"
+        pooled: list[Tensor] = []
         for part in parts:
             sitting.length, sitting.token = part.end, None
-            found = self._run_prompt(part, step)
+            if chunk.pools:
+                rows, _ = one(part, self.device, self._state.marks((part,)))
+                pooled.append(self._steps.pool(rows, from_start=part.start == 0))
+            else:
+                found = self._run_prompt(part, step)
             self._state.keep((part,))
+        if chunk.pools:
+            return self._answers.pooled(pooled, len(chunk.tokens))
         return found
 
     def _run_prompt(self, chunk: Chunk, step: Step) -> Part | None:

@@ -155,9 +155,7 @@ def with_passes_that_fit(
 def capabilities_of(
     plan: Plan, options: CompileOptions, device: torch.device, num_pages: int, reserved: int = 0
 ) -> Capabilities:
-    """What steps of a plan with a pool of so many pages may look like on a device of whose free
-    memory so many bytes are reserved.
-    """
+    """Return what a plan's steps may be; ``reserved`` bytes of the free memory are taken."""
     invariant, mixes = invariant_of(plan, options, device), has_mixers(plan)
     is_gpu, asked = device.type == "cuda", read_trials().prompts
     joins = invariant == "none" and may_share(plan, options) and (asked > 1 if asked else is_gpu)
@@ -178,6 +176,7 @@ def capabilities_of(
         most_shared=passes[-1][1][-1] if passes and mixes else sys.maxsize,
         far=far_of(plan),
         invariant=invariant,
+        hidden_size=plan.hidden_size,
     )
 
 

@@ -31,6 +31,7 @@ from tilewright.compiler.targets.interface.step import (
     LogProbs,
     Open,
     Part,
+    Pooled,
     Save,
     Seat,
     Snapshot,
@@ -118,6 +119,12 @@ class HostExecutable(Executable):
         """Logits ``[R, vocabulary]`` float32 of the rows that are wanted, which the
         next pass may overwrite; afterwards the seats' states hold the batch's tokens.
         """
+
+    def hidden(self, batch: Batch) -> np.ndarray:
+        """Return the final hidden states ``[T, hidden]`` float32 of all tokens of a batch, which
+        is a prompt's. The seats' states hold the tokens then, as after `forward`.
+        """
+        raise AssertionError("this executable gives no hidden states")
 
     def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
         """Copy the first positions of a seat's state to another seat's."""
@@ -236,7 +243,7 @@ class HostExecutable(Executable):
         start, logits = chunk.start, np.empty((0, self.vocab_size), np.float32)
         for end in marks:
             logits = self._run_piece(chunk, start, end, is_last=end == chunk.end)
-            every += [logits.copy()] if chunk.echoes else []
+            every += [logits.copy()] if chunk.echoes or chunk.pools else []
             sitting.length, start = end, end
             for at, snapshot in chunk.saves:
                 if at == end:
@@ -244,6 +251,9 @@ class HostExecutable(Executable):
         sitting.token = None
         for seat in chunk.also:
             self._copy(chunk.seat, seat, chunk.end)
+        if chunk.pools:
+            pooled = pooled_of(np.concatenate(every))
+            return Part((), lambda: Chosen((), (), pooled=pooled))
         if chunk.echoes:
             return self._echo(chunk, np.concatenate(every), step)
         if not chunk.chooses:
@@ -259,7 +269,7 @@ class HostExecutable(Executable):
         bounds = np.array([0, len(tokens)])
         positions = np.arange(start, end)
         batch = Batch(np.array(tokens), positions, bounds, wanted, (chunk.seat,), False)
-        return self.forward(batch)
+        return self.hidden(batch) if chunk.pools else self.forward(batch)
 
     def _echo(self, chunk: Chunk, logits: np.ndarray, step: Step) -> Part:
         """All rows of a chunk; the last one chooses where that is asked for."""
@@ -339,6 +349,16 @@ class HostChoice:
         """Return the tokens that were chosen, and why they end or go on."""
         assert self.chosen is not None, "the choice still waits for its masks"
         return self.chosen
+
+
+def with_all_rows(batch: Batch) -> Batch:
+    """Return the batch with every token among its rows."""
+    return replace(batch, logit_rows=np.arange(len(batch.tokens)))
+
+
+def pooled_of(hidden: np.ndarray) -> Pooled:
+    """Pool the hidden states ``[T, hidden]`` of a chunk."""
+    return Pooled(len(hidden), hidden.sum(axis=0, dtype=np.float32), hidden[-1].copy())
 
 
 def log_probs(logits: ArrayLike, tokens: Sequence[int], num_top: int) -> list[LogProbs]:

@@ -50,13 +50,12 @@ class Capabilities:
         max_prompts: pieces of prompts in one step. max_step_tokens: tokens of them together.
         runs_ahead: a step may be given before the last one's tokens have been read.
         marks: snapshots inside of a piece of a prompt, at whole pages, which it is not cut for.
-        passes: where rows that decode may share one pass with prompts (`StepOutput.is_mixed`): for
-            up to so many rows and prompts, ascending, the tokens of prompts that a pass is made of.
+        passes: Sizes of mixed batches (`StepOutput.is_mixed`), ascending: (rows, prompt tokens).
         most_shared: tokens of prompts that share a pass with others, each in whole pages, at most.
-        far: positions before a prompt's token with which it takes twice as long as without any; 0:
-            as long anywhere, as far as is known.
+        far: Context length at which a prompt token costs twice as much as at position 0. 0: none.
         invariant: what a row's bits depend on: ``rows``, on the request alone; ``batch``, on the
             cells its prompt was cut into; ``none``, on what it runs beside, by rounding.
+        hidden_size: Width of the final hidden states (`Chunk.pools`). 0: chunks cannot pool.
     """
 
     max_seats: int
@@ -76,6 +75,7 @@ class Capabilities:
     most_shared: int = sys.maxsize
     far: int = 0
     invariant: str = "none"
+    hidden_size: int = 0
 
     def can_cut(self, reached: int, position: int) -> bool:
         """Whether a seat that has had ``reached`` positions has what is seen from ``position``."""

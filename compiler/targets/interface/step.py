@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NewType, TypeAlias
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 Seat = NewType("Seat", int)
@@ -182,6 +183,8 @@ class Chunk:
         also: of a chunk that chooses, seats that were opened for other choices of the same prompt,
             and hold nothing: they get a copy of the state behind the chunk (with pages, of what
             lies behind the last whole page), and a token of their own is chosen for each of them.
+        pools: whether the final hidden states of its tokens are wanted, as `Pooled` has them. Such
+            a chunk chooses nothing and echoes nothing.
     """
 
     seat: Seat
@@ -192,6 +195,7 @@ class Chunk:
     echoes: bool = False
     also: tuple[Seat, ...] = ()
     next_token: int | None = None
+    pools: bool = False
 
     @property
     def echoed(self) -> tuple[int, ...]:
@@ -240,18 +244,35 @@ class LogProbs:
 
 
 @dataclass(frozen=True, slots=True)
+class Pooled:
+    """Final hidden states of a chunk: the input of the product that makes the logits, normed.
+
+    Attributes:
+        count: Number of tokens.
+        total: Sum over the tokens, float32 ``[hidden]``.
+        last: State of the last token, float32 ``[hidden]``.
+    """
+
+    count: int
+    total: np.ndarray
+    last: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class Chosen:
     """What was chosen in a part of a step, a row a seat.
 
     ``why``: ``GOES_ON``, ``END_TOKEN`` where the token is one of the seat's end tokens, or
     ``NOT_A_NUMBER`` where the logits had no number to choose from, and the token means nothing.
     ``echo``: of a chunk that echoes, the log probabilities of the tokens that it echoes.
+    ``pooled``: hidden states of a chunk that pools.
     """
 
     tokens: Sequence[int]
     why: Sequence[int]
     logprobs: Sequence[LogProbs] | None = None
     echo: Sequence[LogProbs] | None = None
+    pooled: Pooled | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,10 +280,10 @@ class Part:
     """The rows of a step that are there together: those that decode, or those that end prompts.
 
     ``seats`` are those for which a token was chosen, in the order of the step. A chunk that echoes
-    is a part of its own, with no seat where it does not choose. ``read`` waits for this part alone;
-    it may be called again, and while up to two later steps are under way. ``logits``, where they
-    were asked for, gives float32 ``[rows, vocabulary]`` on the host until the executable's next
-    step: a row a seat, or of a chunk that echoes a row a token.
+    or pools is a part of its own, with no seat where it does not choose. ``read`` waits for this
+    part alone; it may be called again, and while up to two later steps are under way. ``logits``,
+    where they were asked for, gives float32 ``[rows, vocabulary]`` on the host until the
+    executable's next step: a row a seat, or of a chunk that echoes a row a token.
     """
 
     seats: tuple[Seat, ...]

@@ -284,6 +284,22 @@ class Plan:
         return tuple(each for each in self.instructions if isinstance(each, Linear))
 
     @property
+    def hidden_size(self) -> int:
+        """Columns of the rows that want logits; 0 if none are gathered."""
+        return next((each.x.width for each in self.instructions if isinstance(each, Gather)), 0)
+
+    @property
+    def final_norm(self) -> tuple[WeightRecipe, float] | None:
+        """The norm of gathered rows; None if they are normed before."""
+        gathers = [n for n, each in enumerate(self.instructions) if isinstance(each, Gather)]
+        following = self.instructions[gathers[0] + 1] if gathers else None
+        if isinstance(following, Norm):
+            return following.weight, following.eps
+        if isinstance(following, Linear) and following.norm is not None:
+            return following.norm, following.eps
+        return None
+
+    @property
     def vocab_size(self) -> int:
         """The columns of the logits, of all ranks together."""
         if self.dealt:

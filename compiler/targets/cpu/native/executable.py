@@ -19,7 +19,7 @@ from tilewright.compiler.targets.cpu.native.memory import (
 from tilewright.compiler.targets.cpu.native.program.mapping import Mapped
 from tilewright.compiler.targets.cpu.native.program.packed import MAX_TOKENS, Packed, program_of
 from tilewright.compiler.targets.cpu.native.settings import prints_times
-from tilewright.compiler.targets.host.executable import Batch, HostExecutable
+from tilewright.compiler.targets.host.executable import Batch, HostExecutable, with_all_rows
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions, MemoryUse, Seat
 from tilewright.compiler.targets.interface.step import Snapshot
 
@@ -53,12 +53,14 @@ class NativeExecutable(HostExecutable):
             num_held=num_held,
             reach_back=back,
             invariant="rows",
+            hidden_size=packed.hidden_size,
         )
         found = lib.library()
         used = found.tw_best_isa() if isa < 0 else isa
         self.device_detail = _described(lib.ISA_NAMES[used], options.num_threads or 1)
         self._library = found
         self._lengths = [0] * options.max_batch
+        self._is_hidden = False
         self._times: times.Times | None = None
         self._weight_bytes = sum(each.num_bytes for each in packed.tensors)
         large_pages = are_large_pages_worth(self._weight_bytes)
@@ -72,19 +74,30 @@ class NativeExecutable(HostExecutable):
         self._snapshots: dict[Snapshot, tuple[int, np.ndarray]] = {}
 
     def forward(self, batch: Batch) -> np.ndarray:
+        return self._results(batch, self.vocab_size)
+
+    def hidden(self, batch: Batch) -> np.ndarray:
+        self._is_hidden = True
+        try:
+            return self._results(with_all_rows(batch), self.capabilities.hidden_size)
+        finally:
+            self._is_hidden = False
+
+    def _results(self, batch: Batch, width: int) -> np.ndarray:
+        """The logits of a batch's rows, or their hidden states."""
         tokens, positions, bounds, rows = (
             each.astype(np.int32)
             for each in (batch.tokens, batch.positions, batch.cu_seqlens, batch.logit_rows)
         )
         seats = np.array(batch.seats, dtype=np.int32)
-        logits = np.empty((len(rows), self.vocab_size), np.float32)
+        found = np.empty((len(rows), width), np.float32)
         if len(tokens) <= MAX_TOKENS:
-            self._run(tokens, positions, bounds, seats, rows, logits, batch.decodes)
+            self._run(tokens, positions, bounds, seats, rows, found, batch.decodes)
         else:
-            self._run_cut(tokens, positions, bounds, seats, rows, logits, batch.decodes)
+            self._run_cut(tokens, positions, bounds, seats, rows, found, batch.decodes)
         for seat, end in zip(batch.seats, bounds[1:].tolist(), strict=True):
             self._lengths[seat] = int(positions[end - 1]) + 1
-        return logits
+        return found
 
     def _run_cut(
         self,
@@ -93,7 +106,7 @@ class NativeExecutable(HostExecutable):
         bounds: np.ndarray,
         seats: np.ndarray,
         rows: np.ndarray,
-        logits: np.ndarray,
+        found: np.ndarray,
         decodes: bool,
     ) -> None:
         """More tokens than the library takes at once, piece by piece."""
@@ -102,7 +115,7 @@ class NativeExecutable(HostExecutable):
             held = [at for at in range(len(seats)) if bounds[at] < last and bounds[at + 1] > first]
             cuts = [max(int(bounds[at]), first) - first for at in held]
             wanted = np.flatnonzero((rows >= first) & (rows < last))
-            part = np.empty((len(wanted), self.vocab_size), np.float32)
+            part = np.empty((len(wanted), found.shape[1]), np.float32)
             self._run(
                 np.ascontiguousarray(tokens[first:last]),
                 np.ascontiguousarray(positions[first:last]),
@@ -112,7 +125,7 @@ class NativeExecutable(HostExecutable):
                 part,
                 decodes,
             )
-            logits[wanted] = part
+            found[wanted] = part
 
     def _run(
         self,
@@ -121,7 +134,7 @@ class NativeExecutable(HostExecutable):
         bounds: np.ndarray,
         seats: np.ndarray,
         rows: np.ndarray,
-        logits: np.ndarray,
+        found: np.ndarray,
         decodes: bool,
     ) -> None:
         step = lib.TwStep(
@@ -134,7 +147,8 @@ class NativeExecutable(HostExecutable):
             bounds=bounds.ctypes.data,
             seats=seats.ctypes.data,
             rows=rows.ctypes.data,
-            logits=logits.ctypes.data,
+            logits=None if self._is_hidden else found.ctypes.data,
+            hidden=found.ctypes.data if self._is_hidden else None,
         )
         self._complete(step)
         failed = self._library.tw_step(self._opened(), ctypes.byref(step))

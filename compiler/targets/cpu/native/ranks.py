@@ -126,7 +126,7 @@ class NativeRank(NativeExecutable):
 
     def _complete(self, step: lib.TwStep) -> None:
         step.num_choosable = self.num_choosable
-        if not self._wants_rows:
+        if not (self._wants_rows or self._is_hidden):
             self._best.append(np.zeros(step.num_rows, dtype=[("value", "f4"), ("token", "i4")]))
             step.best = self._best[-1].ctypes.data if step.num_rows else None
 

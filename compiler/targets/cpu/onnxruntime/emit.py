@@ -26,6 +26,7 @@ from tilewright.compiler.targets.cpu.onnxruntime.emit_elementwise import (
 from tilewright.compiler.targets.cpu.onnxruntime.emit_experts import emit_experts
 from tilewright.compiler.targets.cpu.onnxruntime.emitter import (
     CONTRIB,
+    HIDDEN,
     KEY_SUFFIX,
     VALUE_SUFFIX,
     CacheSpec,
@@ -204,8 +205,9 @@ def _emit_index_select(emitter: Emitter, node: Node) -> None:
     assert axis == 0 and rows.target == "logit_rows"
     width = int(x.meta["val"].shape[-1])
     shape = emitter.constant(f"flat_{width}", np.array([-1, width], dtype=np.int64))
-    emitter.add("Reshape", [x.name, shape], [f"{node.name}_flat"])
-    emitter.add("Gather", [f"{node.name}_flat", "logit_rows"], [node.name])
+    emitter.hidden_size = width
+    emitter.add("Reshape", [x.name, shape], [HIDDEN])
+    emitter.add("Gather", [HIDDEN, "logit_rows"], [node.name])
 
 
 _EMITTERS: dict[Any, Callable[[Emitter, Node], None]] = {

@@ -22,6 +22,8 @@ from tilewright.compiler.targets.cpu.onnxruntime.weights import WeightFile
 CONTRIB = "com.microsoft"
 """The domain of ONNX Runtime's own operators."""
 
+HIDDEN = "hidden"
+"""The output of the final hidden states of all tokens, which a call may leave out."""
 KEY_SUFFIX, VALUE_SUFFIX, STATE_SUFFIX = ".key", ".value", ".state"
 _OPSET, _CONTRIB_OPSET, _IR_VERSION = 21, 1, 10
 
@@ -60,6 +62,7 @@ class Emitter:
         self.exact = exact
         self.max_context = max_context
         self.vocab_size = vocab_size
+        self.hidden_size = 0
         self.caches: list[CacheSpec] = []
         self.states: list[SequenceState] = []
         self._nodes: list[onnx.NodeProto] = []
@@ -148,6 +151,9 @@ class Emitter:
         self.add("Identity", [logits], ["logits"])
         rows: list[str | int | None] = ["R", self.vocab_size]
         outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, rows)]
+        if self.hidden_size:
+            states: list[str | int | None] = ["T", self.hidden_size]
+            outputs.append(helper.make_tensor_value_info(HIDDEN, TensorProto.FLOAT, states))
         for cache in self.caches:
             shape: list[str | int | None] = ["B", cache.num_kv_heads, "L", cache.head_dim]
             for suffix in (KEY_SUFFIX, VALUE_SUFFIX):

@@ -15,6 +15,7 @@ import onnxruntime as ort
 
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.cpu.onnxruntime.cache import SlotCaches, SlotStates, padded_length
+from tilewright.compiler.targets.cpu.onnxruntime.emitter import HIDDEN
 from tilewright.compiler.targets.cpu.onnxruntime.model_file import OpenModel
 from tilewright.compiler.targets.host.executable import Batch, HostExecutable
 from tilewright.compiler.targets.interface.base import (
@@ -41,6 +42,7 @@ class Window:
     total_length: np.ndarray
     logit_rows: np.ndarray
     logits: np.ndarray
+    hidden: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class CpuExecutable(HostExecutable):
             max_context=options.max_context,
             num_snapshots=_NUM_SNAPSHOTS if model.states else 0,
             has_sequence_state=bool(model.states),
+            hidden_size=model.hidden_size,
         )
         self.vocab_size = model.vocab_size
         self._session = model.session
@@ -72,7 +75,7 @@ class CpuExecutable(HostExecutable):
         self._caches = SlotCaches(model.caches, options.max_batch, length)
         self._states = SlotStates(model.states, options.max_batch)
         self._lengths = [0] * options.max_batch
-        self._windows: OrderedDict[tuple[int, int, int, int], Window] = OrderedDict()
+        self._windows: OrderedDict[tuple[int, ...], Window] = OrderedDict()
         self._snapshots: dict[Snapshot, tuple[int, list[np.ndarray]]] = {}
         self._last: LastDecode | None = None
 
@@ -84,6 +87,13 @@ class CpuExecutable(HostExecutable):
         for seat, end in zip(batch.seats, batch.cu_seqlens[1:].tolist(), strict=True):
             self._lengths[seat] = int(batch.positions[end - 1]) + 1
         return logits
+
+    def hidden(self, batch: Batch) -> np.ndarray:
+        self._last = None
+        self._prefill(batch, num_hidden=len(batch.tokens))
+        (seat,) = batch.seats
+        self._lengths[seat] = int(batch.positions[-1]) + 1
+        return self._window(seat, seat + 1, len(batch.tokens), 0, len(batch.tokens)).hidden
 
     def _continue(self, batch: Batch) -> np.ndarray | None:
         """The next decode step of the same seats in the same window; None for any other.
@@ -98,9 +108,9 @@ class CpuExecutable(HostExecutable):
         last.window.last_positions[:] = batch.positions
         return self._run(last.window)
 
-    def _prefill(self, batch: Batch) -> np.ndarray:
+    def _prefill(self, batch: Batch, num_hidden: int = 0) -> np.ndarray:
         seat, num_tokens = batch.seats[0], len(batch.tokens)
-        window = self._window(seat, seat + 1, num_tokens, len(batch.logit_rows))
+        window = self._window(seat, seat + 1, num_tokens, len(batch.logit_rows), num_hidden)
         window.tokens[0] = batch.tokens
         window.last_positions[0] = int(batch.positions[-1])
         window.logit_rows[:] = batch.logit_rows
@@ -145,9 +155,11 @@ class CpuExecutable(HostExecutable):
         self._session.run_with_iobinding(window.binding)
         return window.logits
 
-    def _window(self, first: int, last: int, length: int, num_logits: int) -> Window:
+    def _window(
+        self, first: int, last: int, length: int, num_logits: int, num_hidden: int = 0
+    ) -> Window:
         """A prepared call; decode reuses the last few, so a step binds nothing anew."""
-        key = (first, last, length, num_logits)
+        key = (first, last, length, num_logits, num_hidden)
         if key in self._windows:
             self._windows.move_to_end(key)
             return self._windows[key]
@@ -159,13 +171,16 @@ class CpuExecutable(HostExecutable):
             total_length=np.zeros((), dtype=np.int32),
             logit_rows=np.zeros(num_logits, dtype=np.int64),
             logits=np.zeros((num_logits, self.vocab_size), dtype=np.float32),
+            hidden=np.zeros((num_hidden, self.capabilities.hidden_size), dtype=np.float32),
         )
         binding = window.binding
         for name in ("tokens", "last_positions", "total_length", "logit_rows"):
             array = getattr(window, name)
             binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        logits = window.logits
+        logits, hidden = window.logits, window.hidden
         binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        if num_hidden:
+            binding.bind_output(HIDDEN, "cpu", 0, np.float32, hidden.shape, hidden.ctypes.data)
         held = (*self._caches.bindings(first, last), *self._states.bindings(first, last))
         for name, shape, address in held:
             binding.bind_input(name, "cpu", 0, np.float32, shape, address)

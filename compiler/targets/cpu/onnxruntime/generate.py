@@ -10,7 +10,8 @@ int32, the position of each one's last token; ``total_length`` int32, the larges
 ``logit_rows [R]`` int64, which of the B * S rows want logits; per layer ``*.key`` and ``*.value
 [B, heads, L, D]`` float32, the cache of L positions, which comes back as ``*.key.out`` and
 ``*.value.out``, and ``*.state [B, ...]`` float32, state that does not grow, which comes back as
-``*.state.out``; zeros before the first token. The result is ``logits [R, vocabulary]``.
+``*.state.out``; zeros before the first token. The results are ``logits [R, vocabulary]`` and
+``hidden [B * S, width]``, the final hidden states of all tokens.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from tilewright.compiler.devices import describe_cpu
 from tilewright.compiler.targets.cpu.onnxruntime.emit import emit_model
 from tilewright.compiler.targets.cpu.onnxruntime.emitter import (
+    HIDDEN,
     KEY_SUFFIX,
     STATE_SUFFIX,
     VALUE_SUFFIX,
@@ -44,6 +45,7 @@ class OpenModel:
     caches: tuple[CacheSpec, ...]
     states: tuple[SequenceState, ...]
     vocab_size: int
+    hidden_size: int
     weight_bytes: int
 
 
@@ -112,7 +114,7 @@ def open_model(folder: Path, options: CompileOptions) -> OpenModel:
             if name.endswith(STATE_SUFFIX)
         )
         shape_out = {each.name: each.shape for each in session.get_outputs()}
-        num_logits = shape_out["logits"][-1]
+        num_logits, hidden = shape_out["logits"][-1], shape_out.get(HIDDEN, [0])[-1]
         weight_bytes, max_context = int(facts[_WEIGHT_BYTES]), int(facts[_MAX_CONTEXT])
         assert all(f"{cache.name}{VALUE_SUFFIX}" in shape_of for cache in caches)
         assert all(f"{state.name}{STATE_SUFFIX}.out" in shape_out for state in states)
@@ -124,4 +126,4 @@ def open_model(folder: Path, options: CompileOptions) -> OpenModel:
         raise CompileError(
             f"context of {options.max_context} positions; {path} was built for up to {max_context}"
         )
-    return OpenModel(session, caches, states, num_logits, weight_bytes)
+    return OpenModel(session, caches, states, num_logits, hidden, weight_bytes)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.collectives.group import Group
@@ -20,6 +21,7 @@ from tilewright.compiler.targets.cuda.outputs.deferred_sampling import (
     needs_host,
 )
 from tilewright.compiler.targets.cuda.outputs.pinned_ring import Ends, Readings
+from tilewright.compiler.targets.cuda.outputs.pooled_states import read_pooled
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import Choice, Drawing, drawing_of
 from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
 from tilewright.compiler.targets.host.executable import HostChoice, Sitting, log_probs
@@ -113,6 +115,14 @@ class Answers:
         count = len(seats)
         read = self._readings.of(choice.tokens[:count], choice.why[:count], self._ends_of(seats))
         return Part(seats, self._checked(read), None if kept is None else lambda: kept)
+
+    def pooled(self, parts: Sequence[Tensor], count: int) -> Part:
+        """Return the states of a chunk of ``count`` tokens, from `pool_rows` of its parts."""
+        if self.follows:
+            return _nothing(())
+        total = torch.stack([each[0] for each in parts]).sum(0)
+        both = torch.stack((total, parts[-1][1]))
+        return Part((), self._checked(read_pooled(both, count)))
 
     def masked(
         self,

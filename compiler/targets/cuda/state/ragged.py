@@ -56,7 +56,7 @@ def can_join(chunk: Chunk, marks: int = 0, most_rows: int = sys.maxsize) -> bool
     """Whether a piece may be one of several: nothing is wanted of it but its last token's choice,
     and its state behind it and at up to so many marks; and it has up to so many rows.
     """
-    is_plain = not chunk.echoes and not chunk.also and len(cut(chunk, marks)) == 1
+    is_plain = not (chunk.echoes or chunk.pools) and not chunk.also and len(cut(chunk, marks)) == 1
     return is_plain and num_tokens_of((chunk,)) <= most_rows
 
 

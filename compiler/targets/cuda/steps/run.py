@@ -17,6 +17,7 @@ from tilewright.compiler.targets.cuda.kernels.elementwise.embedding import embed
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rms_norm_heads
 from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu_apart
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.outputs.pooled_states import pool_rows
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import Rows
 from tilewright.compiler.targets.cuda.steps.attention import Attention
@@ -179,6 +180,20 @@ class Steps:
             self.group.exchange.end_step()
         return logits
 
+    def pool(self, rows: Rows, *, from_start: bool) -> Tensor:
+        """Run T tokens of a prompt as `prefill` does. Return `pool_rows` of their final hidden
+        states, without logits.
+        """
+        pooled = self._prefill(rows, None, from_start, None, 0, slice(0, 0), pools=True)
+        if self.group is not None:
+            self.group.exchange.end_step()
+        assert pooled is not None, "the plan gathers no rows"
+        return pooled
+
+    def _pool_rows(self, x: Tensor) -> Tensor:
+        norm = self._plan.final_norm
+        return pool_rows(x, norm and (self._weights.vector(vector_of(norm[0])), norm[1]))
+
     def _prefill(
         self,
         rows: Rows,
@@ -187,11 +202,15 @@ class Steps:
         starts: Tensor | None,
         block: int,
         riding: slice,
+        *,
+        pools: bool = False,
     ) -> Tensor | None:
         step = self._fresh_buffers(len(rows.tokens))
         is_mixed = riding.stop > riding.start
         for each in self._plan.instructions:
             if isinstance(each, Gather):
+                if pools:
+                    return self._pool_rows(step.view(each.x))
                 if logit_rows is None:
                     return None
                 x = step.view(each.x)

@@ -21,7 +21,7 @@ from tilewright.compiler.targets.cpu.native.library.build import library_path
 from tilewright.compiler.targets.cpu.native.library.recipe import ARM
 from tilewright.errors import CompileError
 
-VERSION = 7
+VERSION = 8
 _ERROR_BYTES = 512
 
 ISA_NAMES = (
@@ -182,6 +182,7 @@ class TwStep(Structure):
         ("rows", c_void_p),
         ("logits", c_void_p),
         ("best", c_void_p),
+        ("hidden", c_void_p),
         ("num_choosable", c_int32),
     )
 

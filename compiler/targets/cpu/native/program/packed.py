@@ -62,6 +62,14 @@ class Packed:
         return self.widths[self.logits]
 
     @property
+    def hidden_size(self) -> int:
+        """Columns of the product that makes the logits of gathered rows; 0 if there is none."""
+        gather, linear = lib.OPS.index("gather"), lib.OPS.index("linear")
+        ops = [each.op for each in self.instructions]
+        behind = self.instructions[ops.index(gather) :] if gather in ops else ()
+        return next((each.x.width for each in behind if each.op == linear), 0)
+
+    @property
     def has_sequence_state(self) -> bool:
         """Whether a sequence keeps anything besides keys and values."""
         return any(lib.STATES[each.kind] != "keys_values" for each in self.states)

@@ -96,6 +96,7 @@ struct Engine {
     uint32_t turns = 0;                      // of even sharing, before the present step
     int64_t* times = nullptr;                // of instructions; see tw_times
     std::vector<int32_t> next_products;      // of instructions: the next product, or this one
+    int32_t head = -1;                       // the product that makes the logits of gathered rows, or -1
     Memory weights, unpacked;                // where they are held on large pages
     std::unique_ptr<Exchange> exchange;      // with other ranks
     std::vector<int32_t> logit_widths;       // of ranks
@@ -167,6 +168,7 @@ constexpr int kRegions = 4;  // at most, of an instruction
 void give_back(Engine& engine, int32_t seat, int32_t end);
 
 void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& following);
+void run_hidden(Worker& worker, const TwInstruction& head);
 void run_attend(Worker& worker, const TwInstruction& each, int32_t index);
 void make_angles(Worker& worker);
 void copy_weights(Engine& engine);

@@ -9,7 +9,7 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-enum { TW_VERSION = 7 };
+enum { TW_VERSION = 8 };
 
 enum TwOp : int32_t {
     TW_EMBED, TW_LINEAR, TW_ATTEND, TW_GATHER, TW_SWIGLU, TW_NORM_HEADS, TW_NORM, TW_ELEMENTWISE,
@@ -99,6 +99,8 @@ struct TwStep {
     const int32_t *tokens, *positions, *bounds, *seats, *rows;
     float* logits;                            // [num_rows, width of the logits' buffer]
     TwBest* best;                             // [num_rows], or null
+    float* hidden;                            // [num_rows, columns of the head]: its input, normed, instead
+                                              // of logits; or null
     int32_t num_choosable;
 };
 

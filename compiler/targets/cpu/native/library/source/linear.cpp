@@ -1,5 +1,7 @@
 // Products: rows are normed and prepared once, then pairs of panels are shared among the threads.
 
+#include <cstring>
+
 #include "prepared.h"
 
 namespace tw {
@@ -84,6 +86,21 @@ void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& 
     worker.share_evenly(panels.num_pairs, [&](int64_t pair, bool is_last) {
         const PanelPair both = pair_of(worker, weight, panels, next, pair, is_last);
         multiply(kernels, arithmetic, both, x, num_rows, result_of(worker, each, pair), scratch);
+    });
+}
+
+// Writes the rows that the head reads, as it norms them, to the caller.
+void run_hidden(Worker& worker, const TwInstruction& head) {
+    const int64_t width = head.x.width;
+    worker.share(worker.num_rows, [&](int64_t row) {
+        const float* x = worker.at(head.x, row);
+        float* out = worker.step.hidden + row * width;
+        if (head.norm < 0) {
+            std::memcpy(out, x, width * 4);
+            return;
+        }
+        worker.kernels().norm(x, worker.vector(head.norm), head.eps, width, out);
+        if (head.flags & TW_NORM_ROUNDED) worker.kernels().round_bf16(out, width);
     });
 }
 

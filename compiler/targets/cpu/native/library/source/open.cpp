@@ -202,6 +202,15 @@ void find_next_products(Engine& engine) {
     }
 }
 
+// The first product behind the gathered rows.
+void find_head(Engine& engine) {
+    bool gathered = false;
+    for (size_t i = 0; i < engine.instructions.size() && engine.head < 0; i++) {
+        gathered = gathered || engine.instructions[i].op == TW_GATHER;
+        if (gathered && engine.instructions[i].op == TW_LINEAR) engine.head = (int32_t)i;
+    }
+}
+
 Engine* open_program(const TwProgram& program) {
     check_program(program);
     auto engine = std::make_unique<Engine>();
@@ -222,6 +231,7 @@ Engine* open_program(const TwProgram& program) {
     engine->counters = std::vector<std::atomic<int32_t>>(regions);
     engine->pieces = std::vector<Pieces>(program.num_threads);
     find_next_products(*engine);
+    find_head(*engine);
     for (const TwInstruction& each : engine->instructions) {
         engine->needs_peers = engine->needs_peers || each.op == TW_ALL_REDUCE || each.op == TW_GATHER_LOGITS;
         if (each.op == TW_ALL_REDUCE) engine->max_blocks = std::max(engine->max_blocks, rounded(each.x.width, kWireBlock) / kWireBlock * program.max_tokens);

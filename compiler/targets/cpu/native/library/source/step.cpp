@@ -83,6 +83,10 @@ void run_step(void* given, int thread) {
         const TwInstruction& each = engine.instructions[i];
         if (each.op == TW_GATHER) worker.num_rows = step.num_rows;
         if (!worker.num_rows) break;
+        if (step.hidden && (int32_t)i == engine.head) {
+            run_hidden(worker, each);
+            break;
+        }
         switch (each.op) {
             case TW_EMBED: run_embed(worker, each); break;
             case TW_LINEAR: run_linear(worker, each, engine.instructions[engine.next_products[i]]); break;
@@ -114,7 +118,8 @@ bool is_held(const Engine& engine, int32_t seat, int32_t position) {
 bool fits(const Engine& engine, const TwStep& step) {
     const TwProgram& program = engine.program;
     if (step.num_tokens < 1 || step.num_tokens > program.max_tokens || step.num_sequences < 1) return false;
-    if (step.num_rows < 0 || step.num_rows > step.num_tokens || (step.num_rows && !step.logits && !has_others(engine, step))) return false;
+    const bool is_written = step.hidden ? engine.head >= 0 : step.logits || has_others(engine, step);
+    if (step.num_rows < 0 || step.num_rows > step.num_tokens || (step.num_rows && !is_written)) return false;
     if (step.bounds[0] != 0 || step.bounds[step.num_sequences] != step.num_tokens) return false;
     for (int32_t i = 0; i < step.num_sequences; i++) {
         if (step.seats[i] < 0 || step.seats[i] >= program.max_seats || step.bounds[i] >= step.bounds[i + 1]) return false;
