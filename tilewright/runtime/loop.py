@@ -11,6 +11,7 @@ from tilewright.compiler.targets.interface.step import (
     GOES_ON,
     NOT_A_NUMBER,
     Chosen,
+    Pooled,
     Seat,
     StepOutput,
 )
@@ -295,6 +296,8 @@ class EngineLoop:
             if chosen.echo is not None:
                 request, start = next(echoes)
                 request.prompt_logprobs[start:] = chosen.echo
+            elif chosen.pooled is not None:
+                self._pool(*next(echoes), chosen.pooled)
             self._take(plan.rows, part.seats, chosen, now, served)
             handling += time.perf_counter() - now
         self._count(launched, handling)
@@ -304,11 +307,23 @@ class EngineLoop:
             time.perf_counter(),
             are_prompts_read=not self.executable.capabilities.runs_ahead
             or launched.output.is_mixed
-            or any(chunk.chooses for chunk in plan.step.prompts),
+            or any(chunk.chooses or chunk.pools for chunk in plan.step.prompts),
             is_read=bool(parts) or not self.executable.capabilities.runs_ahead,
             is_mixed=launched.output.is_mixed,
         )
         return served
+
+    def _pool(self, request: Request, start: int, pooled: Pooled) -> None:
+        """Add the hidden states of a chunk. The last chunk ends the request."""
+        pooling = request.pooling
+        assert pooling is not None
+        if not pooling.take(start, pooled, len(request.prompt)):
+            return
+        request.token_times.append(time.perf_counter())
+        if pooling.is_number:
+            self.scheduler.finish(request, STOPPED)
+        else:
+            self._fail(request, "the model's hidden states are no numbers", "not_a_number")
 
     def _count(self, launched: _Launched, handling: float) -> None:
         plan, now = launched.plan, time.perf_counter()

@@ -18,7 +18,8 @@ from tilewright.runtime.scheduling.engine_stats import Tally
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """Asks for an answer. ``request_id`` is new to this engine; lower ``priority`` comes first, and
     within a priority clients take turns. ``like``: an earlier request for the same prompt, whose
-    prompt this one need not compute.
+    prompt this one need not compute. ``pooling``: `POOLINGS`, for a vector instead of an answer;
+    empty: an answer.
     """
 
     request_id: int
@@ -29,6 +30,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str = ""
     client: str = ""
     like: int | None = None
+    pooling: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -54,6 +56,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
         cache_bytes: of the pool of pages, or of the state of all seats at full length; of several
             ranks, the first one's.
         shares_prefixes: whether prompts that begin alike are computed once.
+        hidden_size: Width of the vectors that prompts are pooled to. 0: there are none.
         facts: what the model is, for people: name, target, precision, device, weights.
     """
 
@@ -68,6 +71,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     invariant: str = "none"
     cache_bytes: int = 0
     shares_prefixes: bool = True
+    hidden_size: int = 0
     facts: dict[str, str] = {}
 
 
@@ -102,6 +106,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     """A request has ended by itself: ``reason`` is ``stop`` (an end token) or ``length``.
 
     ``prefill_s`` runs from the seat to the first token, ``decode_s`` from there to the last.
+    ``vector``: of a request that pools, little-endian float32.
     """
 
     request_id: int
@@ -109,6 +114,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     prefill_s: float
     decode_s: float
     num_preemptions: int = 0
+    vector: bytes = b""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

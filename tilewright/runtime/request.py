@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from tilewright.compiler.targets.interface.step import LogProbs
 from tilewright.errors import RequestError
 from tilewright.runtime.grammar.spec import GrammarSpec
+from tilewright.runtime.pooling import MEAN, Pooling
 from tilewright.runtime.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from tilewright.runtime.grammar.matchers import Matcher
 
+_NO_ANSWER = SamplingParams(max_tokens=1)
 STOPPED, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "error"
 
 
@@ -33,6 +35,7 @@ class Request:
         output: the tokens chosen so far, an end token included.
         logprobs: of each of them, where ``sampling`` asks for it.
         prompt_logprobs: of the prompt's tokens behind the first, as far as they have been read.
+        pooling: Vector wanted instead of an answer. None: an answer.
         finish_reason: None while it runs; then ``stop``, ``length``, ``cancelled`` or ``error``.
         error, error_code: why it ended with ``error``, for people and for programs.
         num_cached: tokens of its prompt that did not have to be computed.
@@ -55,6 +58,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     logprobs: list[LogProbs] = field(default_factory=list)
     prompt_logprobs: list[LogProbs] = field(default_factory=list)
+    pooling: Pooling | None = None
     finish_reason: str | None = None
     error: str = ""
     error_code: str = "engine_error"
@@ -69,6 +73,9 @@ class Request:
     def __post_init__(self) -> None:
         if self.sampling.prompt_logprobs is not None:
             self.is_private, self.like = True, None
+        if self.pooling is not None:
+            self.sampling, self.like = _NO_ANSWER, None
+            self.is_private |= self.pooling.kind == MEAN  # a cached position is not computed
 
     @property
     def num_tokens(self) -> int:

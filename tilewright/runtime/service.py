@@ -28,6 +28,7 @@ from tilewright.runtime.messages import (
     Tokens,
     Transport,
 )
+from tilewright.runtime.pooling import Pooling
 from tilewright.runtime.request import CANCELLED, FAILED, Request
 from tilewright.runtime.scheduling.request_state import Policy
 
@@ -86,6 +87,7 @@ class EngineService:
             cell=limits.cell,
             invariant=limits.invariant,
             cache_bytes=executable.state_bytes(pool, limits.max_seats),
+            hidden_size=limits.hidden_size,
             shares_prefixes=self.loop.scheduler.policy.reuses,
             facts=facts,
         )
@@ -128,6 +130,7 @@ class EngineService:
                 cache_salt=self._salt(message.cache_salt),
                 client=message.client,
                 like=self._first_of(message),
+                pooling=Pooling(message.pooling) if message.pooling else None,
             )
             try:
                 self.loop.add(request)
@@ -211,6 +214,8 @@ class EngineService:
 
     def _say_end(self, live: _Live, said: list[FromEngine]) -> None:
         request = live.request
+        if live.seated_at is None and request.pooling is not None and request.token_times:
+            self._say_seated(request, request.token_times[0], said)
         if live.num_said < len(request.output):  # read by a step that then failed
             self._say_tokens(live, said)
         del self._live[request.request_id]
@@ -229,6 +234,7 @@ class EngineService:
                 first - seated,
                 last - first,
                 request.num_preemptions,
+                vector_of(request),
             )
         )
 
@@ -273,6 +279,14 @@ class EngineService:
             num_snapshots_used=scheduler.num_snapshots_used,
             tallies=self.loop.tallies.found,
         )
+
+
+def vector_of(request: Request) -> bytes:
+    """Return the pooled vector of a request as little-endian float32. Empty: it has none."""
+    pooling = request.pooling
+    if pooling is None or pooling.vector is None:
+        return b""
+    return pooling.vector.astype("<f4").tobytes()
 
 
 def _is_of_device(error: Exception) -> bool:

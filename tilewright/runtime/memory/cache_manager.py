@@ -225,7 +225,7 @@ class Seating(ABC):
             request,
             seat,
             left=len(request.prompt) - found.length,
-            wanted=request.sampling.max_tokens,
+            wanted=0 if request.pooling is not None else request.sampling.max_tokens,
             room=self.capabilities.max_context,
             computed=found.length,
             reached=found.reached,

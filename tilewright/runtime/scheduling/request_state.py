@@ -89,8 +89,8 @@ class Running:
 class Plan:
     """A step and what becomes of its tokens: ``rows`` names who gets the token of a seat; rows
     that only replay known tokens are not there. ``prompt_weight``: tokens at the beginning of a
-    sequence that would take as long as the step's pieces of prompts. ``echoes``: whose chunks echo,
-    in their order, and where each begins.
+    sequence that would take as long as the step's pieces of prompts. ``echoes``: whose chunks echo
+    or pool, in their order, and where each begins.
     """
 
     step: Step

@@ -95,6 +95,8 @@ class Scheduler:
             RequestError: for an empty prompt, or one that could never fit with its answer.
         """
         limits = self.capabilities
+        if request.pooling is not None and not limits.hidden_size:
+            raise RequestError("this target gives no hidden states; allowed: cpu, cuda, reference")
         if not request.prompt:
             raise RequestError("the prompt is empty; allowed: at least one token")
         most = limits.max_context
@@ -143,7 +145,9 @@ class Scheduler:
                 if chunk.chooses:
                     running.asked += 1
                     rows |= {chunk.seat: running, **follower}
-        echoes = tuple([(one.request, chunk.start) for one, _, chunk in chunks if chunk.echoes])
+        echoes = tuple(
+            [(one.request, chunk.start) for one, _, chunk in chunks if chunk.echoes or chunk.pools]
+        )
         asking = [request for request, _ in echoes]
         step = Step(
             decode=self._decode,
@@ -347,7 +351,8 @@ class Scheduler:
         running.computed += count
         running.left -= count
         self.seating.note(running)
-        chooses = not running.left and not request.output
+        pooling, is_last = request.pooling, not running.left
+        chooses = is_last and not request.output and pooling is None
         followers = self._followers(running) if chooses and request.choices else {}
         echoes = request.sampling.prompt_logprobs is not None and not request.output
         chunk = Chunk(
@@ -359,6 +364,7 @@ class Scheduler:
             echoes=echoes,
             next_token=request.prompt[running.computed] if echoes and running.left else None,
             also=tuple(followers),
+            pools=pooling is not None and pooling.needs(is_last=is_last),
         )
         return running, followers, chunk
 
