@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self, cast, overload
+from typing import TYPE_CHECKING, Any, Self, cast, overload
 
 from tilewright.compiler.targets.interface.base import CompileOptions, Progress
 from tilewright.compiler.targets.interface.compiled import Compiled, silent
@@ -23,8 +23,12 @@ from tilewright.options.arguments import (
     read_model_options,
 )
 from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.pooling import MEAN, POOLINGS, Pooling, normalized
 from tilewright.runtime.request import FAILED, Request
 from tilewright.runtime.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_CONTEXT = 4096
 """Positions that are reserved for a sequence unless more are asked for."""
@@ -234,6 +238,42 @@ class LLM:
     def stream_tokens(self, prompt: Sequence[int], **sampling: Any) -> AnswerStream:
         """The answer to token ids, piece by piece."""
         return self._stream(tuple(prompt), sampling)
+
+    def embed(
+        self, texts: str | Sequence[str], *, pooling: str = MEAN, dimensions: int | None = None
+    ) -> np.ndarray:
+        """Return vectors of length 1: float32 ``[hidden]`` for a text, ``[N, hidden]`` for several.
+
+        Args:
+            pooling: ``mean`` of all positions, or the ``last`` position.
+            dimensions: Number of first values to keep. None: all.
+
+        Raises:
+            RequestError: for an empty text, a text that does not fit the context, arguments out of
+                range, or a target without hidden states.
+        """
+        import numpy as np
+
+        width = self.compiled.executable.capabilities.hidden_size
+        if pooling not in POOLINGS:
+            raise RequestError(f"pooling {pooling!r}; {allowed(POOLINGS, pooling)}")
+        if dimensions is not None and not 1 <= dimensions <= width:
+            raise RequestError(f"dimensions {dimensions}; allowed: 1 to {width}")
+        several = [texts] if isinstance(texts, str) else list(texts)
+        if "" in several:
+            raise RequestError(f"text {several.index('')} is empty; allowed: at least a character")
+        requests = [
+            Request(next(self._numbers), self._plain(text), pooling=Pooling(pooling))
+            for text in several
+        ]
+        self._loop.generate(requests)
+        found = np.empty((len(requests), dimensions or width), np.float32)
+        for row, request in enumerate(requests):
+            if request.finish_reason == FAILED:
+                raise RequestError(request.error)
+            assert request.pooling is not None and request.pooling.vector is not None
+            found[row] = normalized(request.pooling.vector[:dimensions])
+        return found[0] if isinstance(texts, str) else found
 
     def close(self) -> None:
         """Release the model; it is not asked again."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.models.conftest import add_pieces, make_llama, write_gguf
@@ -135,6 +136,28 @@ def test_what_cannot_be_asked_is_refused_by_name(llm: LLM, tiny_gguf: Path) -> N
         LLM(tiny_gguf, target="cdua")
 
 
+def test_texts_are_embedded_alone_as_in_a_batch(llm: LLM) -> None:
+    texts = ["hello", "a b c", "hello"]
+    for pooling in ("mean", "last"):
+        found = llm.embed(texts, pooling=pooling)
+        assert found.shape == (3, llm.compiled.executable.capabilities.hidden_size)
+        np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
+        np.testing.assert_allclose(found[0], llm.embed("hello", pooling=pooling), atol=1e-5)
+        np.testing.assert_allclose(found[0], found[2], atol=1e-5)
+    short = llm.embed("hello", dimensions=3)
+    assert short.shape == (3,) and np.linalg.norm(short) == pytest.approx(1)
+    assert llm.embed([]).shape[0] == 0
+    for wrong, said in (
+        ({"pooling": "max"}, "pooling 'max'; allowed: mean, last"),
+        ({"dimensions": 9999}, "dimensions 9999; allowed: 1 to"),
+        ({"texts": ["a", ""]}, "text 1 is empty; allowed"),
+        ({"texts": "a " * 5000}, "do not fit the context"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            llm.embed(**{"texts": "a", **wrong})  # type: ignore[arg-type]
+    assert llm.generate("hello", max_tokens=2, end_tokens=()).tokens
+
+
 def test_ranks_are_asked_for_as_by_commands(tiny_gguf: Path) -> None:
     for asked, said in (
         ({"tensor_parallel": 0}, "0 ranks; allowed: 1 or more"),
@@ -147,12 +170,14 @@ def test_ranks_are_asked_for_as_by_commands(tiny_gguf: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_answer_what_one_device_does(tiny_gguf: Path) -> None:
-    found = []
+    found, vectors = [], []
     for count in (1, 2):
         asked = {"precision": "bf16", "compute": "exact", "tensor_parallel": count}
         with LLM(tiny_gguf, backend="native", use_cache=False, **asked) as llm:  # type: ignore[arg-type]
             found.append([each.tokens for each in llm.generate(["hello", "a b"], max_tokens=9)])
+            vectors.append(llm.embed(["hello", "a b"]))
     assert found[0] == found[1]
+    np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-4)
 
 
 def test_a_second_one_finds_the_program_in_the_cache(
