@@ -10,6 +10,7 @@ alphabet, over and over. ``FAKE_LATE`` in the environment: seconds until it is r
 from __future__ import annotations
 
 import os
+import struct
 import sys
 import time
 from pathlib import Path
@@ -81,6 +82,10 @@ class FakeEngine:
             return
         if not done:
             said.append(Started(request_id, 0.0, 0))
+        if message.pooling:
+            said.append(Finished(request_id, "stop", 0.001, 0.0, vector=vector_of(message)))
+            del self._live[request_id]
+            return
         count = min(message.sampling.max_tokens - done, 1 if what == b"S" else _BATCH)
         tokens = tuple(_ALPHABET[at % 26] for at in range(done, done + count))
         asked = message.sampling
@@ -91,6 +96,16 @@ class FakeEngine:
         if done + count == message.sampling.max_tokens:
             said.append(Finished(request_id, "length", 0.001, 0.001))
             del self._live[request_id]
+
+
+def vector_of(message: Submit) -> bytes:
+    """Of length 1: as the prompt was pooled, shifted where its first token is even."""
+    values = (0.6, 0.8) if message.pooling == "mean" else (0.8, 0.6)
+    return (
+        struct.pack("<3f", *values, 0.0)
+        if message.prompt[0] % 2
+        else struct.pack("<3f", 0, *values)
+    )
 
 
 def scored(tokens: tuple[int, ...]) -> tuple[LogProbs, ...]:
@@ -106,7 +121,7 @@ def main(folder: Path) -> None:
     precision = os.environ.get("FAKE_PRECISION", "{}")
     facts = {"name": "fake", "target": "null", "precision": precision, "weights": "random"}
     facts["configuration"] = "stored (Q4_1, Q8_0)"
-    transport.send([Ready(256, 4, CONTEXT, CONTEXT, facts=facts)])
+    transport.send([Ready(256, 4, CONTEXT, CONTEXT, hidden_size=3, facts=facts)])
     try:
         FakeEngine(transport, is_first=folder.parts[-2:] == ("0", "0")).run()
     finally:

@@ -94,7 +94,7 @@ def test_the_client_has_headers_and_errors(front: Running) -> None:
         client.chat.completions.create(model="any", **chat("N"))
     assert fault.value.code == "not_a_number" and fault.value.request_id
     with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model="any", input="x")
+        client.images.generate(model="any", prompt="x")
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.2).chat.completions.create(model="any", **chat("W"))
     wait_until(lambda: is_idle(front), seconds=5)

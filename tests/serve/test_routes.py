@@ -38,6 +38,9 @@ def test_the_schema_is_of_the_types_that_are_decoded(front: Running) -> None:
     named = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
     fields = found["components"]["schemas"][named]["properties"]
     assert {"messages", "max_tokens", "logit_bias"} <= set(fields)
+    assert "/v1/embeddings" in found["paths"]
+    named = found["components"]["schemas"]
+    assert "dimensions" in named["EmbeddingRequest"]["properties"]
     for path in set(re.findall(r"#/components/schemas/(\w+)", json.dumps(found))):
         assert path in found["components"]["schemas"]
 
@@ -187,7 +190,7 @@ def test_a_machine_that_is_open_to_others_knows_its_own_names() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "said"),
     [
-        ("POST", "/v1/embeddings", 404, "embeddings are not computed"),
+        ("GET", "/v1/embeddings", 405, "allowed: POST"),
         ("POST", "/v1/responses", 404, "/v1/chat/completions"),
         ("POST", "/v1/messages", 404, "/v1/chat/completions"),
         ("POST", "/v1/images/edits", 404, "images"),

@@ -154,7 +154,7 @@ class Front:
         """
         check_chat(request)
         ready, coder = self.up()
-        self.check_model(request, ready)
+        self.check_model(request.model, ready)
         tools = read_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
         text = await self.render(
             request,
@@ -237,7 +237,7 @@ class Front:
         """
         check_common(request)
         ready, coder = self.up()
-        self.check_model(request, ready)
+        self.check_model(request.model, ready)
         if request.suffix:
             raise unsupported("suffix", "text is only continued at its end")
         prompts = []
@@ -276,11 +276,11 @@ class Front:
         await self.trials.check(*asked)
         return asked[0]
 
-    def check_model(self, request: Common, ready: Ready) -> None:
+    def check_model(self, model: str | None, ready: Ready) -> None:
         """Raises ApiError 404 for another model, where the operator wants that."""
         names = self.names(ready)
-        if self.settings.strict_model and request.model not in (None, *names):
-            said = f"model {str(request.model)[:100]!r}; allowed: {', '.join(names)}"
+        if self.settings.strict_model and model not in (None, *names):
+            said = f"model {str(model)[:100]!r}; allowed: {', '.join(names)}"
             raise ApiError(404, "model_not_found", said, param="model")
 
     def _served(self, request: Common, num_prompts: int) -> Served:

@@ -25,7 +25,7 @@ from prometheus_client.core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from tilewright.runtime.messages import Beat, Ready
+from tilewright.runtime.messages import Beat, Finished, Ready, Started
 from tilewright.runtime.scheduling.engine_stats import HOST, IDLE, SIZE, STEP, Tally, bounds_of
 from tilewright.serve.output.choice import Choice
 
@@ -130,11 +130,22 @@ class EngineMetrics:
         self.max_tokens = histogram("request_params_max_tokens", _LENGTHS)
         self.num_choices = histogram("request_params_n", (1, 2, 5, 10, 16))
 
-    def take_prompt(self, length: int, choice: Choice, *, num_choices: int) -> None:
-        """Count a prompt of so many tokens, which is computed once for all of its choices, when the
-        first of them has come to its end.
+    def take_vector(
+        self, length: int, started: Started | None, done: Finished, *, seconds: float
+    ) -> None:
+        """Count a prompt of ``length`` tokens that became a vector ``seconds`` after it came."""
+        self.take_prompt(length, started.num_cached if started is not None else 0, num_choices=1)
+        self.success.labels(**self.labels, finished_reason=done.reason).inc()
+        self.whole.labels(**self.labels).observe(seconds)
+        if started is not None:
+            self.queued.observe(started.queue_s)
+        self.prefill.observe(done.prefill_s)
+        self.inference.observe(done.prefill_s)
+
+    def take_prompt(self, length: int, cached: int, *, num_choices: int) -> None:
+        """Count a prompt of so many tokens, ``cached`` ones among them, which is computed once for
+        all of its choices, when the first of them has come to its end.
         """
-        cached = choice.started.num_cached if choice.started is not None else 0
         self.prompt_tokens.inc(length)
         self.cached_tokens.inc(cached)
         self.queries.inc(length)

@@ -25,6 +25,7 @@ from tilewright.options.arguments import (
     values_of,
 )
 from tilewright.options.parallel import ParallelArguments
+from tilewright.runtime.pooling import MEAN, POOLINGS
 from tilewright.serve.tools.formats.table import FORMATS
 
 if TYPE_CHECKING:
@@ -140,6 +141,12 @@ class ServeOptions(EngineArguments):
         "seconds", default=600.0, group="requests", type=real(0, 1e6, above=True)
     )
     drain_timeout: float = option("seconds", default=30.0, group="requests", type=real(0, 1e6))
+    pooling: str = option(
+        "vector of an embedding: mean of all token vectors, or the last token's",
+        default=MEAN,
+        group="requests",
+        choices=POOLINGS,
+    )
     admin: bool = option("answer /slots and /reset_prefix_cache", default=False, group="requests")
     metrics_names: str = option(
         "the prefix of metrics",

@@ -75,6 +75,7 @@ def _serve(options: ServeOptions, argv: list[str], sign: Sign) -> int:
         max_queue=options.max_queue,
         queue_timeout=options.queue_timeout,
         drain_timeout=options.drain_timeout,
+        pooling=options.pooling,
         metrics_prefix=options.metrics_names,
         has_admin=options.admin,
     )

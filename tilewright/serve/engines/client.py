@@ -15,6 +15,7 @@ from tilewright.errors import ConfigError
 from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.memory.pages import chain_keys
 from tilewright.runtime.messages import Cancel, Forget, Ready, Submit, ToEngine, Tokens
+from tilewright.runtime.pooling import MEAN
 from tilewright.runtime.sampling import SamplingParams
 from tilewright.serve.engines.process import (
     DOWN,
@@ -138,11 +139,13 @@ class EngineClient:
         priority: int = 0,
         cache_salt: str = "",
         client: str = "",
+        pooling: str = "",
     ) -> Ticket:
         """Ask for answers to prompts that fit; see :class:`Ticket`.
 
         ``grammars``: what each answer must be; empty: any text. ``cache_salt``: what is computed
         for these prompts is shared with those of the same alone. ``client``: whose they are.
+        ``pooling``: of the vectors that are wanted instead of answers; empty: answers.
 
         Raises:
             ApiError: 503 while there is no engine, 429 where too much waits already.
@@ -152,7 +155,16 @@ class EngineClient:
             raise ApiError(503, code, f"the engine is {state}", headers={"retry-after": "5"})
         obeyed = grammars or [None] * len(prompts)
         messages = [
-            Submit(0, tuple(prompt), each, priority, grammar, cache_salt, client)
+            Submit(
+                0,
+                tuple(prompt),
+                each,
+                priority,
+                grammar,
+                cache_salt,
+                client,
+                pooling=pooling,
+            )
             for prompt, each, grammar in zip(prompts, sampling, obeyed, strict=True)
         ]
         return self._desk.submit(messages, max_context=self.ready.max_context)
@@ -243,6 +255,7 @@ class EngineClient:
         size = self.ready.page_size or _PAGE
         keys: list[bytes] = []
         is_shared = self.ready.shares_prefixes and asked.sampling.prompt_logprobs is None
+        is_shared &= asked.pooling != MEAN
         if len(self.engines) > 1 and is_shared:
             keys = chain_keys(asked.prompt, size, asked.cache_salt)
         held = self.ready.num_pages or self.ready.max_seats * self.ready.max_context // size

@@ -10,6 +10,7 @@ from tilewright.serve.web.http_io import (
     HEADERS,
     ID,
     Route,
+    ignored_fields,
     json_response,
     read_body,
 )
@@ -30,20 +31,13 @@ async def _chat_job(request: web.Request) -> tuple[Job, dict[str, str]]:
     """What is asked, and the headers of the answer. The body is not kept while it waits."""
     front = request.app[FRONT]
     asked, ignored = decode(await read_body(request, front), ChatRequest)
-    return await front.chat_job(asked), _ignored(ignored)
+    return await front.chat_job(asked), ignored_fields(ignored)
 
 
 async def _completion_job(request: web.Request) -> tuple[Job, dict[str, str]]:
     front = request.app[FRONT]
     asked, ignored = decode(await read_body(request, front), CompletionRequest)
-    return await front.completion_job(asked), _ignored(ignored)
-
-
-def _ignored(fields: list[str]) -> dict[str, str]:
-    if not fields:
-        return {}
-    names = [key if key.isascii() and key.isprintable() else "?" for key in fields]
-    return {"x-ignored-fields": ", ".join(names)[:1000]}
+    return await front.completion_job(asked), ignored_fields(ignored)
 
 
 async def _answer(request: web.Request, job: Job, headers: dict[str, str]) -> web.StreamResponse:

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from tilewright.serve.front import Front
 from tilewright.serve.output.choice import token_text
+from tilewright.serve.routes.embeddings import MAX_INPUTS
 from tilewright.serve.web.errors import ApiError
 from tilewright.serve.web.http_io import FRONT, Route, json_response
 from tilewright.serve.web.requests import MAX_PROMPTS, MAX_STOPS
@@ -86,6 +87,8 @@ async def _props(request: web.Request) -> web.Response:
             "tool_format_from": _format_source(front),
             "template_variables": dict(front.settings.template_variables),
             "default_generation_settings": defaults,
+            "pooling": front.settings.pooling,
+            "embedding_size": ready.hidden_size,
             "limits": {
                 "max_body": MAX_BODY,
                 "max_queue": front.settings.max_queue,
@@ -93,6 +96,7 @@ async def _props(request: web.Request) -> web.Response:
                 "max_connections": front.settings.max_connections,
                 "max_stops": MAX_STOPS,
                 "max_prompts": MAX_PROMPTS,
+                "max_inputs": MAX_INPUTS,
             },
         }
     )

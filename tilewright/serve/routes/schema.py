@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from tilewright.compiler import __version__
+from tilewright.serve.routes.embeddings import EmbeddingRequest
 from tilewright.serve.routes.page import PAGE
 from tilewright.serve.web.http_io import Route, json_response
 from tilewright.serve.web.requests import (
@@ -21,6 +22,7 @@ from tilewright.serve.web.requests import (
 _BODIES: dict[str, type] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/apply-template": TemplateRequest,

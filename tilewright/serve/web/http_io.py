@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -59,6 +59,14 @@ def json_response(
 ) -> web.Response:
     data = body if isinstance(body, bytes) else msgspec.json.encode(body)
     return web.Response(status=status, body=data, content_type="application/json", headers=headers)
+
+
+def ignored_fields(fields: Sequence[str]) -> dict[str, str]:
+    """Return the header that names the fields of a body that were not read."""
+    if not fields:
+        return {}
+    names = [key if key.isascii() and key.isprintable() else "?" for key in fields]
+    return {"x-ignored-fields": ", ".join(names)[:1000]}
 
 
 def too_large() -> ApiError:

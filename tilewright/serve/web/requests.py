@@ -6,6 +6,7 @@ Knows neither tokens nor the engine's limits; what it lets through is well forme
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -18,18 +19,18 @@ MAX_PROMPTS = 64
 
 _Stop: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1000)]
 _Count: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 31)]
-_Token: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+Token: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 _Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 _Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 _Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 
 
-def _no_json() -> msgspec.Raw:
+def no_json() -> msgspec.Raw:
     """A default that the schema of the API need not tell."""
     return msgspec.Raw(b"null")
 
 
-_TokenIds: TypeAlias = Annotated[list[_Token], Meta(min_length=1)]
+TokenIds: TypeAlias = Annotated[list[Token], Meta(min_length=1)]
 
 
 class StreamOptions(Struct, frozen=True):
@@ -42,7 +43,7 @@ class StreamOptions(Struct, frozen=True):
 class NamedSchema(Struct, frozen=True):
     """A JSON schema as OpenAI's API wraps it; it is enforced whatever ``strict`` says."""
 
-    schema: msgspec.Raw = msgspec.field(default_factory=_no_json)
+    schema: msgspec.Raw = msgspec.field(default_factory=no_json)
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
@@ -53,13 +54,13 @@ class ResponseFormat(Struct, frozen=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
-    schema: msgspec.Raw = msgspec.field(default_factory=_no_json)
+    schema: msgspec.Raw = msgspec.field(default_factory=no_json)
 
 
 class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     """vLLM's way to say what the answer is: one of these."""
 
-    json: msgspec.Raw = msgspec.field(default_factory=_no_json)
+    json: msgspec.Raw = msgspec.field(default_factory=no_json)
     json_object: bool | None = None
     regex: str | None = None
     choice: Annotated[list[str], Meta(min_length=1)] | None = None
@@ -87,7 +88,7 @@ class Common(Struct, kw_only=True, frozen=True):
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     ignore_eos: bool | None = None
     stop: Annotated[str, Meta(max_length=1000)] | list[_Stop] | None = None
-    stop_token_ids: Annotated[list[_Token], Meta(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[Token], Meta(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: _Share | None = None
@@ -149,7 +150,7 @@ class CompletionRequest(Common, kw_only=True, frozen=True):
     prompt: (
         str
         | Annotated[
-            list[str | _TokenIds | _Token],
+            list[str | TokenIds | Token],
             Meta(min_length=1),
         ]
     )
@@ -163,16 +164,27 @@ class CompletionRequest(Common, kw_only=True, frozen=True):
         Raises:
             ApiError: for a list of mixed kinds, or too many prompts.
         """
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        kinds = {type(each) for each in self.prompt}
-        if len(kinds) > 1:
-            raise invalid("prompt: a list of texts, of ids, or of lists of ids", "prompt")
-        if kinds == {int}:
-            return [[each for each in self.prompt if isinstance(each, int)]]
-        if len(self.prompt) > MAX_PROMPTS:
-            raise invalid(f"prompt: {len(self.prompt)}; allowed: up to {MAX_PROMPTS}", "prompt")
-        return [each for each in self.prompt if not isinstance(each, int)]
+        return prompt_list(self.prompt, "prompt", MAX_PROMPTS)
+
+
+def prompt_list(
+    given: str | Sequence[str | list[int] | int], where: str, most: int
+) -> list[str | list[int]]:
+    """Return the prompts of a field: text, token ids, or up to ``most`` of either.
+
+    Raises:
+        ApiError: for a list of mixed kinds, or too many prompts.
+    """
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(each) for each in given}
+    if len(kinds) > 1:
+        raise invalid(f"{where}: a list of texts, of ids, or of lists of ids", where)
+    if kinds == {int}:
+        return [[each for each in given if isinstance(each, int)]]
+    if len(given) > most:
+        raise invalid(f"{where}: {len(given)}; allowed: up to {most}", where)
+    return [each for each in given if not isinstance(each, int)]
 
 
 class TokenizeRequest(Struct, frozen=True):
@@ -194,7 +206,7 @@ class TokenizeRequest(Struct, frozen=True):
 class DetokenizeRequest(Struct, frozen=True):
     """The body of ``POST /detokenize``."""
 
-    tokens: Annotated[list[_Token], Meta(max_length=1 << 22)]
+    tokens: Annotated[list[Token], Meta(max_length=1 << 22)]
     model: str | None = None
 
 

@@ -33,6 +33,7 @@ class Settings:
         template_variables: what chat templates may read, where a request says nothing else.
         tool_format: how calls of functions come; None: as the chat template's marks tell.
         defaults: sampling parameters of requests that do not say them.
+        pooling: Pooling of embeddings that name none: ``mean`` or ``last``.
         metrics_prefix: ``tilewright`` or ``vllm``.
         replicas: the engines, one for each.
         hung_seconds: how long no step may end before the engine is started again.
@@ -59,5 +60,6 @@ class Settings:
     ping_seconds: float = 15.0
     hung_seconds: float = 60.0
     max_connections: int = 2048
+    pooling: str = "mean"
     metrics_prefix: str = "tilewright"
     has_admin: bool = False

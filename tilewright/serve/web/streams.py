@@ -122,9 +122,7 @@ class Follower:
             self._of[index] = self._metrics.of(ticket.engines[index])
             return
         elif isinstance(message, Failed):
-            status = 503 if message.code in _UNAVAILABLE else 500
-            after = {"retry-after": "5"} if status == 503 else None
-            raise ApiError(status, message.code, message.message, headers=after)
+            raise error_of(message)
         else:
             choice.finished = message
             piece = choice.end(message.reason)
@@ -154,7 +152,15 @@ class Follower:
         self._of[index].take(choice, seconds=seconds, request_id=self._request_id)
         if index % self._job.n == 0:  # the choices of a prompt are one request
             length = len(self._job.asked[index].prompt.tokens)
-            self._of[index].take_prompt(length, choice, num_choices=self._job.n)
+            cached = choice.started.num_cached if choice.started is not None else 0
+            self._of[index].take_prompt(length, cached, num_choices=self._job.n)
+
+
+def error_of(message: Failed) -> ApiError:
+    """Return the error of a request that the engine gave up."""
+    status = 503 if message.code in _UNAVAILABLE else 500
+    after = {"retry-after": "5"} if status == 503 else None
+    return ApiError(status, message.code, message.message, headers=after)
 
 
 async def answer_whole(job: Job, follower: Follower, aside: Aside) -> bytes:
