@@ -38,9 +38,10 @@ def test_the_schema_is_of_the_types_that_are_decoded(front: Running) -> None:
     named = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
     fields = found["components"]["schemas"][named]["properties"]
     assert {"messages", "max_tokens", "logit_bias"} <= set(fields)
-    assert "/v1/embeddings" in found["paths"]
+    assert {"/v1/embeddings", "/v1/responses", "/v1/responses/{id}"} <= set(found["paths"])
     named = found["components"]["schemas"]
     assert "dimensions" in named["EmbeddingRequest"]["properties"]
+    assert "previous_response_id" in named["ResponsesRequest"]["properties"]
     for path in set(re.findall(r"#/components/schemas/(\w+)", json.dumps(found))):
         assert path in found["components"]["schemas"]
 
@@ -191,7 +192,8 @@ def test_a_machine_that_is_open_to_others_knows_its_own_names() -> None:
     ("method", "path", "status", "said"),
     [
         ("GET", "/v1/embeddings", 405, "allowed: POST"),
-        ("POST", "/v1/responses", 404, "/v1/chat/completions"),
+        ("GET", "/v1/responses", 405, "allowed: POST"),
+        ("GET", "/v1/responses/none", 404, "'none' is not stored"),
         ("POST", "/v1/messages", 404, "/v1/chat/completions"),
         ("POST", "/v1/images/edits", 404, "images"),
         ("POST", "/v1/audio/speech", 404, "audio"),

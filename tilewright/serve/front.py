@@ -30,6 +30,7 @@ from tilewright.serve.prompt.prepare import Prompt, check_prompt, encode, render
 from tilewright.serve.prompt.structured import GrammarTrials, behind_reasoning, read_grammar
 from tilewright.serve.prompt.template import TemplateFacts, read_template
 from tilewright.serve.prompt.texts import TextCoder
+from tilewright.serve.responses.store import ResponseStore
 from tilewright.serve.tools.asked import ToolsAsked, read_tools
 from tilewright.serve.tools.grammars import call_grammar
 from tilewright.serve.web.errors import ApiError, invalid, unsupported
@@ -68,6 +69,7 @@ class Front:
         self.template = TemplateFacts()
         self.trials: GrammarTrials | None = None
         self.fingerprint = ""
+        self.responses = ResponseStore()
         self.defaults = dict(settings.defaults)
         self._load_coder = load_coder
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="texts")

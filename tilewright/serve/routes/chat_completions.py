@@ -16,7 +16,7 @@ from tilewright.serve.web.http_io import (
 )
 from tilewright.serve.web.requests import ChatRequest, CompletionRequest, decode
 from tilewright.serve.web.responses import Job
-from tilewright.serve.web.streams import Follower, answer_stream, answer_whole
+from tilewright.serve.web.streams import ChunkSpelling, Follower, answer_stream, answer_whole
 
 
 async def _chat(request: web.Request) -> web.StreamResponse:
@@ -50,7 +50,13 @@ async def _answer(request: web.Request, job: Job, headers: dict[str, str]) -> we
         common = request[HEADERS]
         headers |= common
         return await answer_stream(
-            request, job, follower, aside=front.aside, settings=front.settings, headers=headers
+            request,
+            job,
+            follower,
+            aside=front.aside,
+            settings=front.settings,
+            headers=headers,
+            spelling=ChunkSpelling(job),
         )
     return json_response(await answer_whole(job, follower, front.aside), headers=headers)
 

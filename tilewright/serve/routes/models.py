@@ -8,6 +8,7 @@ from aiohttp import web
 
 from tilewright.serve.front import Front
 from tilewright.serve.output.choice import token_text
+from tilewright.serve.responses.store import MAX_STORED, MAX_STORED_BYTES
 from tilewright.serve.routes.embeddings import MAX_INPUTS
 from tilewright.serve.web.errors import ApiError
 from tilewright.serve.web.http_io import FRONT, Route, json_response
@@ -97,6 +98,8 @@ async def _props(request: web.Request) -> web.Response:
                 "max_stops": MAX_STOPS,
                 "max_prompts": MAX_PROMPTS,
                 "max_inputs": MAX_INPUTS,
+                "max_stored_responses": MAX_STORED,
+                "max_stored_bytes": MAX_STORED_BYTES,
             },
         }
     )

@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from tilewright.compiler import __version__
+from tilewright.serve.responses.request import ResponsesRequest
 from tilewright.serve.routes.embeddings import EmbeddingRequest
 from tilewright.serve.routes.page import PAGE
 from tilewright.serve.web.http_io import Route, json_response
@@ -22,12 +23,13 @@ from tilewright.serve.web.requests import (
 _BODIES: dict[str, type] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/apply-template": TemplateRequest,
 }
-_STREAMS = ("/v1/chat/completions", "/v1/completions")
+_STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _JSON, _EVENTS = "application/json", "text/event-stream"
 _OTHER_KINDS = {"/metrics": "text/plain"} | {path: kind for path, (_, kind) in PAGE.items()}
 _REFUSALS = {

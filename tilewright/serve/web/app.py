@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from tilewright.serve.front import Front
-from tilewright.serve.routes import admin, embeddings, models, page, status, tokens
+from tilewright.serve.routes import admin, embeddings, models, page, responses, status, tokens
 from tilewright.serve.routes import chat_completions as asking
 from tilewright.serve.routes.schema import schema_route
 from tilewright.serve.web.guard import guard
@@ -20,6 +20,7 @@ def routes(*, has_admin: bool) -> list[Route]:
         *status.ROUTES,
         *models.ROUTES,
         *asking.ROUTES,
+        *responses.ROUTES,
         *embeddings.ROUTES,
         *tokens.ROUTES,
         *(admin.ROUTES if has_admin else ()),

@@ -20,7 +20,6 @@ from tilewright.serve.web.server_log import say, say_fault
 
 _OPEN = frozenset(("/health", "/v1/health", "/live", *PAGE))
 _NOT_HERE = {
-    "/v1/responses": "chats are asked for at /v1/chat/completions",
     "/v1/messages": "chats are asked for at /v1/chat/completions",
     "/v1/images": "images are not made",
     "/v1/audio": "audio is neither read nor made",

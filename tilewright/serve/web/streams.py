@@ -176,6 +176,36 @@ def _spelled(job: Job) -> bytes:
     return msgspec.json.encode(job.whole())
 
 
+class Spelling(Protocol):
+    """The bytes of a stream's events."""
+
+    def chunks(self, found: dict[int, tuple[Piece, list[Scored]]]) -> bytes:
+        """Return the events of new pieces, by choice."""
+
+    def tail(self) -> bytes:
+        """Return the events after the last piece."""
+
+    def fault(self, error: ApiError) -> bytes:
+        """Return the events of an error that ends the stream."""
+
+
+class ChunkSpelling:
+    """The chunks of chats and completions."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def chunks(self, found: dict[int, tuple[Piece, list[Scored]]]) -> bytes:
+        return _chunks(self._job, found)
+
+    def tail(self) -> bytes:
+        usage = _event(self._job.usage_chunk()) if self._job.include_usage else b""
+        return usage + _DONE
+
+    def fault(self, error: ApiError) -> bytes:
+        return _EVENT + error.body() + _END
+
+
 async def answer_stream(
     request: web.Request,
     job: Job,
@@ -184,6 +214,7 @@ async def answer_stream(
     aside: Aside,
     settings: Settings,
     headers: dict[str, str],
+    spelling: Spelling,
 ) -> web.StreamResponse:
     """Send chunks as they come; headers leave with the first of them, or the first ping."""
     response: web.StreamResponse | None = None  # one that waits is kept small
@@ -205,23 +236,22 @@ async def answer_stream(
                 if found is None:
                     data = _PING
                 elif job.num_top is not None and (count := _num_scored(found)) > _LONG:
-                    data = await aside(_CHARACTERS_A_SCORE * count, _chunks, job, found)
+                    data = await aside(_CHARACTERS_A_SCORE * count, spelling.chunks, found)
                 else:
-                    data = _chunks(job, found)
+                    data = spelling.chunks(found)
                 if data:
                     await (write(data) if response is None else response.write(data))
-        tail = _event(job.usage_chunk()) if job.include_usage else b""
-        await write(tail + _DONE)
+        await write(spelling.tail())
     except ApiError as error:
         if response is None:
             raise
-        await write(_EVENT + error.body() + _END)
+        await write(spelling.fault(error))
     except Exception as error:  # of ours: a second answer must not follow the first one's bytes
         if response is None or not response.prepared or isinstance(error, ConnectionError):
             raise
         say_fault(error, f"a stream {request[ID]}")
         fault = ApiError(500, "internal_error", "the server has a fault")
-        await write(_EVENT + fault.body() + _END)
+        await write(spelling.fault(fault))
     assert response is not None, "every stream has an end"
     await response.write_eof()
     return response

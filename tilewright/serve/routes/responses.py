@@ -1,0 +1,147 @@
+"""Responses: answers as items and typed events, and those that are stored."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from tilewright.serve.front import Front
+from tilewright.serve.responses.answer import ResponseSpelling
+from tilewright.serve.responses.items import Item, items_of
+from tilewright.serve.responses.request import ResponsesRequest, chat_of, check_responses
+from tilewright.serve.responses.store import Stored
+from tilewright.serve.web.errors import ApiError, invalid
+from tilewright.serve.web.http_io import (
+    CLIENT,
+    FRONT,
+    HEADERS,
+    ID,
+    Route,
+    ignored_fields,
+    json_response,
+    read_body,
+)
+from tilewright.serve.web.requests import decode
+from tilewright.serve.web.responses import Job
+from tilewright.serve.web.streams import Follower, answer_stream
+
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+"""Fields of a chat, as a request for a response has them."""
+_MOST_LISTED, _LISTED = 100, 20
+
+
+async def _create(request: web.Request) -> web.StreamResponse:
+    front = request.app[FRONT]
+    asked, ignored = decode(await read_body(request, front), ResponsesRequest)
+    job, spelling = await _begin(front, asked, request[CLIENT])
+    headers = ignored_fields(ignored)
+    if job.unheld:
+        headers["x-unconstrained-tools"] = job.unheld.encode("ascii", "replace").decode()[:500]
+    follower = Follower(job, front.client, front.metrics, aside=front.aside, request_id=request[ID])
+    if job.streams:
+        headers |= request[HEADERS]
+        return await answer_stream(
+            request,
+            job,
+            follower,
+            aside=front.aside,
+            settings=front.settings,
+            headers=headers,
+            spelling=spelling,
+        )
+    async with aclosing(follower.updates()) as updates:
+        async for found in updates:
+            spelling.take(found or {})
+    spelling.finish()
+    return json_response(spelling.whole(), headers=headers)
+
+
+async def _begin(
+    front: Front, asked: ResponsesRequest, client: str
+) -> tuple[Job, ResponseSpelling]:
+    """What is asked of the engine, and how it is answered; raises ApiError."""
+    check_responses(asked)
+    front.up()
+    before: list[Item] = []
+    if asked.previous_response_id is not None:
+        found = front.responses.find(client, asked.previous_response_id)
+        if found is None:
+            name = "previous_response_id"
+            said = f"{name}: {asked.previous_response_id!r} is not stored; allowed: a stored one"
+            raise invalid(said, name, "previous_response_not_found")
+        before = found.conversation
+    given = items_of(asked.input)
+    try:
+        job = await front.chat_job(chat_of(asked, [*before, *given]))
+    except ApiError as error:
+        raise _renamed(error) from None
+    job.client = client
+    keep = partial(front.responses.add, client, given=given, before=before)
+    on_end = keep if asked.is_stored else lambda body: None
+    return job, ResponseSpelling(job, asked, on_end=on_end)
+
+
+def _renamed(error: ApiError) -> ApiError:
+    """An error of the chat, with the request's own name of the field."""
+    for name, own in _NAMES.items():
+        if error.param is not None and error.param.startswith(name):
+            error.param = own
+            if error.message.startswith(name):
+                error.message = own + error.message.removeprefix(name)
+    return error
+
+
+async def _retrieve(request: web.Request) -> web.Response:
+    return json_response(_stored(request).body)
+
+
+async def _delete(request: web.Request) -> web.Response:
+    response_id = _stored(request).body["id"]
+    request.app[FRONT].responses.remove(request[CLIENT], response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+async def _input_items(request: web.Request) -> web.Response:
+    stored = _stored(request)
+    items = [*stored.before, *stored.given]
+    order, limit = request.query.get("order", "desc"), request.query.get("limit", str(_LISTED))
+    if order not in ("asc", "desc"):
+        raise invalid(f"order: {order[:100]!r}; allowed: asc, desc", "order")
+    if not (limit.isdecimal() and limit.isascii() and 1 <= int(limit[:9]) <= _MOST_LISTED):
+        raise invalid(f"limit: {limit[:100]!r}; allowed: 1 to {_MOST_LISTED}", "limit")
+    if order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    after = request.query.get("after")
+    if after is not None and after not in ids:
+        raise invalid(f"after: {after[:100]!r}; allowed: an item's id", "after")
+    first = ids.index(after) + 1 if after is not None else 0
+    listed = items[first : first + int(limit)]
+    body: dict[str, Any] = {"object": "list", "data": listed}
+    body |= {"first_id": listed[0]["id"], "last_id": listed[-1]["id"]} if listed else {}
+    return json_response({**body, "has_more": first + len(listed) < len(items)})
+
+
+def _stored(request: web.Request) -> Stored:
+    """The response that a path names; raises ApiError 404."""
+    response_id = request.match_info["id"]
+    found = request.app[FRONT].responses.find(request[CLIENT], response_id)
+    if found is None:
+        said = f"response {response_id[:100]!r} is not stored"
+        raise ApiError(404, "not_found", said, param="id")
+    return found
+
+
+ROUTES: list[Route] = [
+    ("POST", "/v1/responses", _create),
+    ("GET", "/v1/responses/{id}", _retrieve),
+    ("DELETE", "/v1/responses/{id}", _delete),
+    ("GET", "/v1/responses/{id}/input_items", _input_items),
+]
