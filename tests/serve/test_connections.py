@@ -26,6 +26,11 @@ from tests.serve.fronts import (
 )
 from tilewright.serve.web.settings import Settings
 
+STREAMS = {
+    "/v1/chat/completions": chat("a"),
+    "/v1/completions": {"prompt": "a", "max_tokens": 4},
+    "/v1/responses": {"input": "a", "max_output_tokens": 16},
+}
 ERROR_KEYS = {"message", "type", "param", "code"}
 
 
@@ -83,10 +88,9 @@ def test_what_is_no_http_is_400_in_the_form_of_all_errors(front: Running, head: 
 
 
 @pytest.mark.parametrize("keeps", ["close", "keep-alive", ""])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", STREAMS)
 def test_stream_http_1_0_ends_with_its_connection(front: Running, path: str, keeps: str) -> None:
-    asked = {**chat("a"), "prompt": "a", "stream": True}
-    data = json.dumps(asked).encode()
+    data = json.dumps({**STREAMS[path], "stream": True}).encode()
     head = f"POST {path} HTTP/1.0\r\ncontent-length: {len(data)}\r\n"
     head += f"connection: {keeps}\r\n" if keeps else ""
     with front.connect() as client:
@@ -95,8 +99,12 @@ def test_stream_http_1_0_ends_with_its_connection(front: Running, path: str, kee
     said, _, body = answer.partition(b"\r\n\r\n")
     assert said.startswith(b"HTTP/1.0 200 OK\r\n") and b"text/event-stream" in said
     assert b"chunked" not in said.lower() and b"keep-alive" not in said.lower()
-    assert body.startswith(b'data: {"id"') and body.endswith(b"\n\ndata: [DONE]\n\n")
-    assert json.loads(body.split(b"\n\n")[0][6:])["choices"]
+    events = [each.partition(b"data: ")[2] for each in body.removesuffix(b"\n\n").split(b"\n\n")]
+    if path == "/v1/responses":
+        assert json.loads(events[0])["type"] == "response.created"
+        assert json.loads(events[-1])["response"]["output"], "the last event has all of it"
+    else:
+        assert json.loads(events[0])["choices"] and events[-1] == b"[DONE]"
 
 
 @pytest.mark.parametrize("declares", [True, False])

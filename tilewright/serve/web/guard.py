@@ -31,7 +31,7 @@ _NOT_HERE = {
 }
 _EXPOSED = "x-request-id, x-ignored-fields, x-unconstrained-tools, retry-after, allow"
 _PREFLIGHT = {
-    "access-control-allow-methods": "GET, HEAD, POST",
+    "access-control-allow-methods": "DELETE, GET, HEAD, POST",
     "access-control-max-age": "7200",  # Chromium's maximum
     "vary": "origin, access-control-request-method, access-control-request-headers",
 }
