@@ -243,6 +243,7 @@ EXACT_FORMATS: Mapping[str, str] = MappingProxyType(
     {
         "Q3_K": "q6_k",
         "IQ4_NL": "q80",
+        "MXFP4": "bf16",
         **{
             f"{method} int{bits}{zeros}": name
             for method in ("AWQ", "GPTQ", "compressed-tensors")

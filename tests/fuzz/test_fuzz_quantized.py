@@ -14,12 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from tests.fuzz.limits import guarded
 from tests.fuzz.mutations import Mutation, damaged_trees, mutations
-from tests.models.quantized import test_float8, test_integers
+from tests.models.quantized import test_float4, test_float8, test_integers
 from tests.models.quantized.folders import write
 from tilewright.compiler.formats import STORED_NAMES, get_format, stored_format
 from tilewright.models.checkpoints.huggingface.checkpoint import SafetensorsCheckpoint
 
-CASES = {**{f"FP8 {n}": case for n, case in test_float8.CASES.items()}, **test_integers.CASES}
+CASES = {
+    **{f"FP8 {n}": case for n, case in test_float8.CASES.items()},
+    **test_integers.CASES,
+    **test_float4.CASES,
+}
 FILE = "model.safetensors"
 DTYPES = (torch.float32, torch.float16, torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn)
 

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.quantized.base import WHOLE, RawModel, Read, setting
+from tilewright.models.checkpoints.quantized.float4 import take_float4
 from tilewright.models.checkpoints.quantized.float8 import CODES, take_float8
 from tilewright.models.checkpoints.quantized.integers import Codes, IntegerTensor, are_half, fields
 
 _SCALES = ("F32", "BF16", "F16")
 _FORMATS = (
     *("float-quantized", "int-quantized", "pack-quantized", "naive-quantized"),
-    *("mixed-precision", "dense"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision", "dense"),
 )
 _LABEL = "compressed-tensors"
 
@@ -104,7 +105,14 @@ def read_compressed(config: Mapping[str, object], where: str, model: RawModel) -
             )
     bits = _bits_of(config, where)
     for module in model.modules("weight_packed"):
-        _take_packed(model, module, bits)
+        if model.tensors[f"{module}.weight_packed"].dtype != "U8":
+            _take_packed(model, module, bits)
+            continue
+        second = "weight_global_scale"
+        has_second = f"{module}.{second}" in model.tensors
+        scale = model.tensors.get(f"{module}.weight_scale")
+        named = second if has_second or (scale is not None and scale.dtype == CODES) else None
+        take_float4(model, module, "weight_packed", "weight_scale", named, divides=True)
     for module in model.modules("weight"):
         dtype = model.tensors[f"{module}.weight"].dtype
         if dtype == "I8":

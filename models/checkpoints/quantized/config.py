@@ -11,6 +11,7 @@ METHODS: Mapping[str, str] = {
     "compressed-tensors": "compressed-tensors",
     "fp8": "FP8",
     "gptq": "GPTQ",
+    "modelopt": "modelopt",
 }
 """Readable methods, and the name of their type in messages."""
 

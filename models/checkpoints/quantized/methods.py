@@ -9,6 +9,7 @@ from tilewright.models.checkpoints.quantized.awq import read_awq
 from tilewright.models.checkpoints.quantized.base import RawModel
 from tilewright.models.checkpoints.quantized.compressed import read_compressed
 from tilewright.models.checkpoints.quantized.config import quantization_of
+from tilewright.models.checkpoints.quantized.float4 import read_modelopt
 from tilewright.models.checkpoints.quantized.float8 import read_fp8
 from tilewright.models.checkpoints.quantized.gptq import read_gptq
 
@@ -17,6 +18,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, object], str, RawModel], None]] = 
     "compressed-tensors": read_compressed,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "modelopt": read_modelopt,
 }
 
 

@@ -55,6 +55,11 @@ def quantizer(
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SMALL = {**BLOCKS, "weight_block_size": [48, 80]}
+FLOATS = {
+    **{"quant_method": "compressed-tensors", "format": "float-quantized"},
+    "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}},
+}
+BF16 = {"scale": "weight_scale", "dtype": torch.bfloat16}
 TENSOR = {"quant_method": "fp8", "activation_scheme": "static"}
 CASES: dict[str, tuple[Quantize, dict[str, Any], str]] = {
     "blocks": (quantizer((128, 128)), BLOCKS, "FP8 128x128"),
@@ -66,6 +71,14 @@ CASES: dict[str, tuple[Quantize, dict[str, Any], str]] = {
         "FP8 128x128, powers of two",
     ),
     "tensor": (quantizer(), TENSOR, "FP8 per tensor"),
+    "compressed tensor": (quantizer(**BF16), FLOATS, "FP8 per tensor"),
+    "compressed rows": (quantizer(by_row=True, **BF16), FLOATS, "FP8 per channel"),
+    "compressed blocks": (quantizer((64, 32), **BF16), FLOATS, "FP8 64x32"),
+    "modelopt": (
+        quantizer(scale="weight_scale"),
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        "FP8 per tensor",
+    ),
     "tensor, other name": (quantizer(scale="weight_scale"), TENSOR, "FP8 per tensor"),
 }
 
@@ -79,7 +92,8 @@ def test_values_are_the_formulas_bit_for_bit(case: str, tmp_path: Path) -> None:
     assert checkpoint.stored_type(f"{UP}.weight") == label
     assert checkpoint.stored_type("model.norm.weight") == "F32"
     check_header(tmp_path / "m")
-    assert quantised_types(tmp_path / "m") == ("FP8",)
+    method = str(config["quant_method"])
+    assert quantised_types(tmp_path / "m") == ("FP8" if method == "fp8" else method,)
 
 
 @pytest.mark.parametrize("case", ["partial blocks", "exponents"])

@@ -1,0 +1,116 @@
+"""FP4 weights: e2m1 codes in pairs, with a scale per block of columns (NVFP4, MXFP4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import CheckpointError
+from tilewright.models.checkpoints.quantized.base import WHOLE, QuantizedTensor, RawModel, Read
+from tilewright.models.checkpoints.quantized.float8 import CODES, take_float8
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+VALUES = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)])
+NVFP4, MXFP4 = 16, 32
+"""Columns per block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Float4Tensor(QuantizedTensor):
+    """Codes ``[N, K / 2]``, the low nibble first, and scales ``[N, K / block]``.
+
+    Attributes:
+        block: Columns per scale.
+        divides: Whether a block's scale is divided by the global scale, or multiplied.
+    """
+
+    shape: tuple[int, int]
+    names: tuple[str, ...]
+    label: str
+    block: int
+    divides: bool = False
+
+    def values(self, read: Read, start: int, stop: int) -> Tensor:
+        codes = read(self.names[0], (slice(start, stop), WHOLE))
+        pairs = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1)
+        scales = self._scales(read, slice(start, stop))
+        return VALUES[pairs.long()] * scales.repeat_interleave(self.block, dim=1)
+
+    def stored_type(self, read: Read) -> str:
+        if self.block != MXFP4:
+            return self.label
+        exponents = read(self.names[1], ())  # of products too, in bfloat16
+        is_normal = bool(((exponents >= 27) & (exponents <= 227)).all())
+        return self.label if is_normal else f"{self.label}, wide exponents"
+
+    def _scales(self, read: Read, rows: slice) -> Tensor:
+        stored = read(self.names[1], (rows, WHOLE))
+        if self.block == MXFP4:
+            scales = torch.exp2(stored.float() - 127)
+            scales[stored == 255] = torch.nan
+        else:
+            second = read(self.names[2], ()).float().reshape(1, 1)
+            if not bool(second.isfinite() & (second != 0)):
+                raise CheckpointError(
+                    f"tensor {self.names[2]} is {second.item()}; allowed: finite, not 0"
+                )
+            scales = stored.float() / second if self.divides else stored.float() * second
+        if not bool(scales.isfinite().all()):
+            raise CheckpointError(
+                f"tensor {self.names[1]} has a scale that is inf or NaN; allowed: finite scales"
+            )
+        return scales
+
+
+def take_float4(
+    model: RawModel, module: str, codes: str, scale: str, second: str | None, *, divides: bool
+) -> None:
+    """Take codes and scales. Without a second scale they are MXFP4.
+
+    Raises:
+        CheckpointError: A tensor is missing, or has another shape or type.
+    """
+    names = tuple(f"{module}.{each}" for each in (codes, scale, second) if each is not None)
+    shape = model.tensors[names[0]].shape
+    block = MXFP4 if second is None else NVFP4
+    if len(shape) != 2 or 2 * shape[1] % block:
+        raise model.error(names[0], f"has shape {list(shape)}", f"rows of whole blocks of {block}")
+    rows, columns = shape[0], 2 * shape[1]
+    model.take(names[0], ("U8",), shape)
+    model.take(names[1], ("U8",) if second is None else (CODES,), (rows, columns // block))
+    if second is not None:
+        sizes = model.tensors[names[2]].shape if names[2] in model.tensors else (1,)
+        model.take(names[2], ("F32",), sizes if sizes in ((), (1,)) else (1,))
+    if model.drop(f"{module}.input_global_scale", f"{module}.input_scale"):
+        model.say_once("activations are quantized to FP4 in other engines")
+    label = "MXFP4" if second is None else "NVFP4"
+    model.add(module, Float4Tensor((rows, columns), names, label, block, divides))
+
+
+def read_modelopt(config: Mapping[str, object], where: str, model: RawModel) -> None:
+    """Take all modules of ``quant_method: modelopt``, NVFP4 and FP8.
+
+    Raises:
+        CheckpointError: A setting or a tensor does not fit.
+    """
+    kind = config.get("quant_algo")
+    allowed = ("NVFP4", "W4A16_NVFP4", "FP8", "MIXED_PRECISION")
+    if kind is not None and str(kind).upper() not in allowed:
+        raise CheckpointError(
+            f"{where}: quantization_config.quant_algo = {kind!r}; allowed: {', '.join(allowed)}"
+        )
+    for name in model.tensors:
+        if name.endswith(".pre_quant_scale"):
+            raise model.error(name, "scales activations, which is not read", "weights without it")
+    for module in model.modules("weight"):
+        dtype = model.tensors[f"{module}.weight"].dtype
+        if dtype == "U8":
+            names = "weight", "weight_scale", "weight_scale_2"
+            take_float4(model, module, *names, divides=False)
+        elif dtype == CODES:
+            take_float8(model, module, None, "weight_scale")
+    for name in [name for name in model.tensors if name.endswith((".k_scale", ".v_scale"))]:
+        model.drop(name)
