@@ -49,7 +49,29 @@ class LongRopeScaling:
     attention_factor: float
 
 
-Scaling: TypeAlias = Llama3Scaling | LinearScaling | LongRopeScaling
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (``rope_type: yarn``; Peng et al., 2023): low frequencies are divided by ``factor``.
+
+    Pairs that turn more than ``beta_fast`` times in ``original_max_positions`` keep their
+    frequency. Pairs below ``beta_slow`` turns are divided. ``truncate`` rounds the borders to whole
+    pairs. ``attention_factor`` multiplies cosines and sines.
+    """
+
+    factor: float
+    original_max_positions: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    @property
+    def max_positions(self) -> int:
+        """Positions of the longer context."""
+        return int(self.factor * self.original_max_positions)
+
+
+Scaling: TypeAlias = Llama3Scaling | LinearScaling | LongRopeScaling | YarnScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +97,10 @@ class RopeConfig:
     @property
     def attention_factor(self) -> float:
         """What the cosines and sines of the rotation are multiplied by."""
-        return self.scaling.attention_factor if isinstance(self.scaling, LongRopeScaling) else 1.0
+        scaling = self.scaling
+        if isinstance(scaling, LongRopeScaling | YarnScaling):
+            return scaling.attention_factor
+        return 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,13 @@ import math
 
 import torch
 
-from tilewright.models.config import LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig
+from tilewright.models.config import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 
 def inverse_frequencies(
@@ -33,6 +39,9 @@ def inverse_frequencies(
         freqs = freqs / torch.tensor(rope.freq_factors, dtype=torch.float32)
     if isinstance(scaling, LinearScaling):
         freqs = freqs / scaling.factor
+    if isinstance(scaling, YarnScaling):
+        kept = 1 - _yarn_ramp(scaling, rope.theta, dim)
+        freqs = 1.0 / (scaling.factor * powers) * (1 - kept) + freqs * kept
     if isinstance(scaling, Llama3Scaling):
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         length = scaling.original_max_positions
@@ -44,3 +53,20 @@ def inverse_frequencies(
         freqs = torch.where(between, blended, scaled)
     values: list[float] = freqs.tolist()
     return values
+
+
+def _yarn_ramp(scaling: YarnScaling, theta: float, dim: int) -> torch.Tensor:
+    """Return the share of the divided frequency, by pair, from 0 to 1."""
+
+    def border(turns: float) -> float:
+        length = scaling.original_max_positions
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = border(scaling.beta_fast), border(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    pairs = torch.arange(dim // 2, dtype=torch.float32)
+    return torch.clamp((pairs - low) / (high - low), 0, 1)

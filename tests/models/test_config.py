@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from tilewright.errors import CheckpointError
 from tilewright.models.architectures.rope import inverse_frequencies
 from tilewright.models.checkpoints.gguf.config import config_of_gguf
-from tilewright.models.checkpoints.huggingface.config import config_of_hf
+from tilewright.models.checkpoints.huggingface.config import config_of_hf, hf_values
 from tilewright.models.config import LinearScaling, Llama3Scaling, ModelConfig, RopeConfig
 
 HF: dict[str, Any] = {
@@ -110,6 +110,48 @@ def test_qwen2_has_biases_on_q_k_and_v_alone() -> None:
     assert config_of_gguf(renamed, where="smol.gguf") == qwen2
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"factor": None},
+        {"original_max_position_embeddings": 512, "factor": 16.0},
+        {"beta_fast": 16.0, "beta_slow": 2.0},
+        {"beta_fast": 0, "beta_slow": None, "truncate": False},
+        {"attention_factor": 0.75},
+        {"mscale": 1.0, "mscale_all_dim": 0.707},
+        {"mscale": 1.0, "mscale_all_dim": 0},
+    ],
+)
+def test_yarn_is_read_as_transformers_computes_it(changes: dict[str, Any]) -> None:
+    said = {**HF, "rope_parameters": {**YARN, "rope_theta": 1e5, **changes}}
+    said.pop("rope_theta", None)
+    theirs = ROPE_INIT_FUNCTIONS["yarn"](transformers.LlamaConfig(**said), "cpu")
+    ours = config_of_hf(said, where="smol/config.json")
+    assert inverse_frequencies(ours.rope, ours.head_dim) == theirs[0].tolist()
+    assert ours.rope.attention_factor == theirs[1]
+    assert config_of_hf({**said, **hf_values(ours)}, where="smol/config.json") == ours
+
+
+def test_yarn_lengthens_the_context_and_gguf_says_the_same() -> None:
+    ours = from_hf(rope_scaling=YARN)
+    assert ours.max_positions == 16384
+    gguf = from_gguf(
+        llama__rope__scaling__type="yarn",
+        llama__rope__scaling__factor=4.0,
+        llama__rope__scaling__original_context_length=4096,
+    )
+    assert gguf.rope == ours.rope and gguf.max_positions == 16384
+
+
+def test_dynamic_scaling_is_plain_up_to_the_models_positions() -> None:
+    dynamic = {"rope_type": "dynamic", "factor": 2.0}
+    assert from_hf(rope_scaling=dynamic) == from_hf()
+
+
 WINDOW = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28}
 
 
@@ -196,8 +238,8 @@ def test_default_rope_parameters_carry_theta() -> None:
         ({"tie_word_embeddings": 1}, ["tie_word_embeddings = 1", "true, false"]),
         ({"rope_theta": "big"}, ["rope_theta = 'big'"]),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 2}},
-            ["yarn", "default, linear, llama3, longrope"],
+            {"rope_scaling": {"type": "ntk", "factor": 2}},
+            ["ntk", "default, linear, llama3, longrope, yarn, dynamic"],
         ),
         (WINDOW, ["use_sliding_window = True", "allowed: false"]),
         ({"layer_types": ["sliding_attention"] * 30}, ["layer_types", "full_attention for every"]),
@@ -232,7 +274,6 @@ def test_default_rope_parameters_carry_theta() -> None:
         ({"use_qk_norm": True}, ["use_qk_norm = True", "allowed: false"]),
         ({"use_bidirectional_attention": True}, ["use_bidirectional_attention = True"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5", "allowed: 1.0"]),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_type = 'dynamic'"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling.factor is missing"]),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 3.0}},
@@ -259,6 +300,11 @@ def test_default_rope_parameters_carry_theta() -> None:
             ["rope_scaling.short_factor = 0.0", "numbers above 0"],
         ),
         ({"rope_scaling": 7}, ["rope_scaling = 7"]),
+        ({"rope_scaling": {**YARN, "factor": 0.5}}, ["factor = 0.5", "from 1"]),
+        ({"rope_scaling": {**YARN, "beta_slow": 32}}, ["beta_fast = 32.0", "above beta_slow, 32"]),
+        ({"rope_scaling": {**YARN, "turns": 3}}, ["turns"]),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, ["rope_theta = 1.0", "above 1"]),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, ["factor is missing"]),
         ({"rope_scaling": {"rope_type": "llama3"}}, ["rope_scaling.low_freq_factor is missing"]),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, ["high_freq_factor = 1.0"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor = 0.5"]),
@@ -287,7 +333,7 @@ def test_hf_refusals_name_file_key_value_and_range(
         ({"llama__logit_scale": 0.3}, ["llama.logit_scale = 0.3"]),
         ({"llama__block_count": None}, ["llama.block_count is missing"]),
         ({"llama__attention__head_count": [9] * 30}, ["llama.attention.head_count"]),
-        ({"llama__rope__scaling__type": "yarn"}, ["llama.rope.scaling.type = 'yarn'", "none"]),
+        ({"llama__rope__scaling__type": "ntk"}, ["llama.rope.scaling.type = 'ntk'", "none"]),
         ({"llama__expert_count": 8}, ["llama.expert_count = 8", "0"]),
         ({"llama__rope__dimension_count": 32}, ["llama.rope.dimension_count = 32", "64"]),
         ({"llama__vocab_size": None}, ["llama.vocab_size is missing"]),

@@ -149,7 +149,7 @@ WORD = "quantization_config"
         ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid' .*: softmax"),
         ("qwen3_moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor = 2.5 is not read"),
         ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts = 1 is not read; allowed: 0"),
-        ("qwen3_moe", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling = .*yarn"),
+        ("qwen3_moe", {"rope_scaling": {"rope_type": "ntk"}}, "rope_scaling = .*ntk"),
         ("qwen3_5", {"linear_num_value_heads": 3}, "heads = 3 .*: a multiple of the 2 key heads"),
         ("qwen3_5", {"layer_types": ["full_attention"]}, "allowed: 4 of full_attention, linear_"),
         ("qwen3_5", {"layer_types": ["mamba"] * 4}, "layer_types = 'mamba' is not read; allowed"),

@@ -212,8 +212,8 @@ def test_a_gguf_without_the_biases_is_refused(
     [
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not read; allowed: silu"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}},
-            "rope_type = 'yarn'.*allowed: default, linear, llama3, longrope",
+            {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e6}},
+            "rope_type = 'proportional'.*allowed: default, linear, llama3, longrope, yarn",
         ),
     ],
 )

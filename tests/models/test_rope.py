@@ -16,7 +16,7 @@ from tests.twins import twin_of
 from tilewright.compiler import ops
 from tilewright.models.architectures.layers import RotaryEmbedding, rotate_half_split
 from tilewright.models.architectures.rope import inverse_frequencies
-from tilewright.models.config import LinearScaling, Llama3Scaling, RopeConfig
+from tilewright.models.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 POSITIONS = torch.tensor([0, 1, 2, 7, 63, 100, 255])
 ROPES: dict[str, tuple[str, RopeConfig]] = {
@@ -24,6 +24,11 @@ ROPES: dict[str, tuple[str, RopeConfig]] = {
     "llama3": ("llama", RopeConfig(theta=500000.0, scaling=Llama3Scaling(8.0, 1.0, 4.0, 64))),
     "linear": ("llama", RopeConfig(theta=10000.0, scaling=LinearScaling(8.0))),
     "longrope": ("phi3", longrope(16, original=64)),
+    "yarn": ("llama", RopeConfig(theta=10000.0, scaling=YarnScaling(4.0, 64, 1.1386))),
+    "yarn_borders": (
+        "llama",
+        RopeConfig(theta=500000.0, scaling=YarnScaling(16.0, 128, 1.0, 8.0, 2.0, truncate=False)),
+    ),
     "partial": ("phi3", RopeConfig(theta=10000.0, num_rotated=24)),
     "partial_longrope": ("phi3", longrope(12, original=64, num_rotated=24)),
 }

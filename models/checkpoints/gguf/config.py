@@ -8,7 +8,7 @@ from typing import Any
 
 from tilewright.models.architectures.table import architecture_of, find_gguf_type
 from tilewright.models.checkpoints.spelling.keys import Keys, read_head_dim, read_kv_heads
-from tilewright.models.checkpoints.spelling.rope import gguf_rope
+from tilewright.models.checkpoints.spelling.rope import gguf_rope, longer_context
 from tilewright.models.config import (
     MAX_HEAD_DIM,
     MAX_HEADS,
@@ -86,6 +86,7 @@ def config_of_gguf(metadata: Mapping[str, object], *, where: Path | str) -> Mode
         ),
         "tie_embeddings": True,
     }
+    read["max_positions"] = longer_context(read["rope"], read["max_positions"])
     config = (architecture.config or ModelConfig)(**{**read, **architecture.fixed})
     if architecture.read_gguf is not None:
         config = architecture.read_gguf(keys, config)

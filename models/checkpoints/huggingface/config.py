@@ -10,7 +10,7 @@ from tilewright.errors import allowed
 from tilewright.models.architectures.table import architecture_of, check_model_type
 from tilewright.models.checkpoints.quantized.config import quantization_of
 from tilewright.models.checkpoints.spelling.keys import Keys, read_head_dim, read_kv_heads
-from tilewright.models.checkpoints.spelling.rope import hf_rope, hf_rope_values
+from tilewright.models.checkpoints.spelling.rope import hf_rope, hf_rope_values, longer_context
 from tilewright.models.checkpoints.spelling.windows import FULL
 from tilewright.models.config import (
     MAX_HEADS,
@@ -99,6 +99,7 @@ def config_of_hf(values: Mapping[str, object], *, where: Path | str) -> ModelCon
         "output_bias": bias,
         "mlp_bias": keys.boolean("mlp_bias", default=False),
     }
+    read["max_positions"] = longer_context(read["rope"], read["max_positions"])
     config = (architecture.config or ModelConfig)(**{**read, **architecture.fixed})
     if architecture.read_hf is not None:
         config = architecture.read_hf(keys, config)

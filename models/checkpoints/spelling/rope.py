@@ -14,12 +14,13 @@ from tilewright.models.config import (
     LongRopeScaling,
     RopeConfig,
     Scaling,
+    YarnScaling,
 )
 
 MAX_THETA = 1e15
 MAX_FACTOR = 1e6
 
-_TYPES = {"default": "default", "linear": "linear", "llama3": "llama3", "longrope": "longrope"}
+_TYPES = {each: each for each in ("default", "linear", "llama3", "longrope", "yarn", "dynamic")}
 _TYPES["su"] = "longrope"  # as the first Phi-3 called it
 
 
@@ -59,6 +60,8 @@ def hf_rope(
         tail = f"allowed: an even number of the {head_dim} channels of a head"
         raise holder.error("partial_rotary_factor", fraction, tail)
     scaling = _hf_scaling(keys, rope, num_rotated // 2, max_positions)
+    if isinstance(scaling, YarnScaling) and theta <= 1.0:
+        raise rope.error("rope_theta", theta, "allowed: above 1")
     rope.refuse_others()
     return RopeConfig(theta, scaling, num_rotated=num_rotated if fraction != 1.0 else None)
 
@@ -86,6 +89,16 @@ def hf_rope_values(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
             "long_factor": list(scaling.long_factors),
             "original_max_position_embeddings": scaling.original_max_positions,
             "attention_factor": scaling.attention_factor,
+        }
+    elif isinstance(scaling, YarnScaling):
+        found |= {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+            "attention_factor": scaling.attention_factor,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "truncate": scaling.truncate,
         }
     return found
 
@@ -131,6 +144,11 @@ def _hf_scaling(keys: Keys, rope: Keys, num_pairs: int, max_positions: int) -> S
         return _llama3_scaling(rope, max_positions)
     if kind == "longrope":
         return _longrope_scaling(keys, rope, num_pairs, max_positions)
+    if kind == "yarn":
+        return _yarn_scaling(rope, max_positions)
+    if kind == "dynamic":  # changes nothing up to the model's positions, the most of a context
+        rope.real("factor", 1.0, MAX_FACTOR)
+        rope.integer("original_max_position_embeddings", 1, MAX_POSITIONS, default=max_positions)
     return None
 
 
@@ -165,6 +183,41 @@ def _longrope_scaling(
     )
 
 
+def _yarn_scaling(rope: Keys, max_positions: int) -> YarnScaling:
+    """0 and null stand for a default, as in transformers."""
+    key = "original_max_position_embeddings"
+    original = rope.integer(key, 2, MAX_POSITIONS, default=max_positions)
+    implied = max(1.0, max_positions / original)
+    factor = rope.real("factor", 1.0, MAX_FACTOR, default=implied)
+    fast, slow = _or_zero(rope, "beta_fast", 32.0), _or_zero(rope, "beta_slow", 1.0)
+    if fast <= slow:
+        raise rope.error("beta_fast", fast, f"allowed: above beta_slow, {slow:g}")
+    scale, whole = _or_zero(rope, "mscale", 0.0), _or_zero(rope, "mscale_all_dim", 0.0)
+    implied = yarn_attention_factor(factor)
+    if scale and whole:
+        implied = yarn_attention_factor(factor, scale) / yarn_attention_factor(factor, whole)
+    return YarnScaling(
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=rope.real("attention_factor", 0.0, MAX_FACTOR, default=implied),
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=rope.boolean("truncate", default=True),
+    )
+
+
+def _or_zero(rope: Keys, key: str, default: float) -> float:
+    """Return a number above 0. 0 and null stand for the default."""
+    value = rope.get(key)
+    is_zero = isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+    return default if is_zero else rope.real(key, 0.0, MAX_FACTOR, default=default)
+
+
+def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
+    """Return YaRN's factor of cosines and sines, for a context ``factor`` times as long."""
+    return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
+
+
 def longrope_attention_factor(factor: float, original_max_positions: int) -> float:
     """What LongRoPE's paper multiplies cosines and sines by, for a context ``factor`` longer."""
     if factor <= 1.0:
@@ -190,12 +243,51 @@ def gguf_rope(
         _check_sections(keys, "rope.dimension_sections", (3, 4))
     factor = keys.real("rope.scale_linear", 0.0, MAX_FACTOR, default=1.0)  # its older name
     factor = keys.real("rope.scaling.factor", 0.0, MAX_FACTOR, default=factor)
-    kind = keys.choice("rope.scaling.type", ("none", "linear", "longrope"), default="linear")
+    kinds = ("none", "linear", "longrope", "yarn")
+    kind = keys.choice("rope.scaling.type", kinds, default="linear")
+    theta = keys.real("rope.freq_base", 1.0, MAX_THETA, default=10000.0)
+    scaling: Scaling | None = None
+    if kind == "yarn":
+        scaling = _gguf_yarn(keys, factor, theta)
+    elif kind == "linear" and factor != 1.0:
+        scaling = LinearScaling(factor)
     return RopeConfig(
-        theta=keys.real("rope.freq_base", 1.0, MAX_THETA, default=10000.0),
-        scaling=LinearScaling(factor) if kind == "linear" and factor != 1.0 else None,
+        theta=theta,
+        scaling=scaling,
         num_rotated=num_rotated if num_rotated != head_dim else None,
     )
+
+
+def _gguf_yarn(keys: Keys, factor: float, theta: float) -> YarnScaling:
+    """Return YaRN as llama.cpp computes it, with whole pairs as borders."""
+    if factor < 1.0 or theta <= 1.0:
+        raise keys.error("rope.scaling.factor", factor, "allowed: 1 and above, and a base above 1")
+    key = "rope.scaling.yarn_log_multiplier"
+    if keys.get(key) not in (None, 0.0):
+        raise keys.error(key, keys.get(key), "allowed: 0")
+    context = keys.integer("context_length", 1, MAX_POSITIONS)
+    fast = keys.real("rope.scaling.yarn_beta_fast", 0.0, MAX_FACTOR, default=32.0)
+    slow = keys.real("rope.scaling.yarn_beta_slow", 0.0, MAX_FACTOR, default=1.0)
+    if fast <= slow:
+        raise keys.error("rope.scaling.yarn_beta_fast", fast, f"allowed: above {slow:g}")
+    given = keys.real("rope.scaling.attn_factor", 0.0, MAX_FACTOR, default=1.0)
+    return YarnScaling(
+        factor=factor,
+        original_max_positions=keys.integer(
+            "rope.scaling.original_context_length", 2, MAX_POSITIONS, default=context
+        ),
+        attention_factor=given * yarn_attention_factor(factor),
+        beta_fast=fast,
+        beta_slow=slow,
+    )
+
+
+def longer_context(rope: RopeConfig, max_positions: int) -> int:
+    """Return the positions of a model, those of a YaRN scaling included."""
+    scaling = rope.scaling
+    if not isinstance(scaling, YarnScaling):
+        return max_positions
+    return max(max_positions, min(MAX_POSITIONS, scaling.max_positions))
 
 
 def gguf_longrope(

@@ -59,7 +59,7 @@ FLOATS = {
     **{"quant_method": "compressed-tensors", "format": "float-quantized"},
     "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}},
 }
-BF16 = {"scale": "weight_scale", "dtype": torch.bfloat16}
+BF16: dict[str, Any] = {"scale": "weight_scale", "dtype": torch.bfloat16}
 TENSOR = {"quant_method": "fp8", "activation_scheme": "static"}
 CASES: dict[str, tuple[Quantize, dict[str, Any], str]] = {
     "blocks": (quantizer((128, 128)), BLOCKS, "FP8 128x128"),
