@@ -28,6 +28,10 @@ SCALES_AT = {
     "Q3_K": (108,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "MXFP4": (),
+    "NVFP4": (),
 }
 
 
@@ -47,6 +51,8 @@ def random_blocks(dtype: str, num_blocks: int, seed: int = 0) -> np.ndarray:
     """Any bytes, with scales of both signs from 2**-10 to 2**-5, so that all values are finite."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (num_blocks, SIZES[dtype][1]), dtype=np.uint8)
+    if dtype == "MXFP4":
+        blocks[:, 0] = rng.integers(119, 124, num_blocks)
     for at in SCALES_AT[dtype]:
         sign = rng.choice([-1.0, 1.0], (num_blocks, 1))
         scales = sign * np.exp2(rng.uniform(-10, -5, (num_blocks, 1)))

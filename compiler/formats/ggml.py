@@ -243,6 +243,8 @@ EXACT_FORMATS: Mapping[str, str] = MappingProxyType(
     {
         "Q3_K": "q6_k",
         "IQ4_NL": "q80",
+        "TQ1_0": "q40",
+        "TQ2_0": "q40",
         "MXFP4": "bf16",
         **{
             f"{method} int{bits}{zeros}": name

@@ -41,6 +41,10 @@ SIZES: Mapping[str, tuple[int, int]] = {
     "Q3_K": (256, 110),
     "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136),
+    "TQ1_0": (256, 54),
+    "TQ2_0": (256, 66),
+    "MXFP4": (32, 17),
+    "NVFP4": (64, 36),
 }
 """Values and bytes of a block, by ggml's name of the type."""
 

@@ -38,7 +38,7 @@ def test_finite_blocks(dtype: str, num_blocks: int) -> None:
     assert got.shape == (num_blocks * SIZES[dtype][0],)
     if num_blocks:
         assert got.isfinite().all()
-        assert got.unique().numel() > 10
+        assert got.unique().numel() > (2 if dtype.startswith("TQ") else 10)
         assert_same_bits(got, library_values(blocks, dtype))
 
 

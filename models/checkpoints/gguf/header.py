@@ -50,13 +50,16 @@ TENSOR_TYPES: Mapping[str, tuple[int, int, int]] = {
     "Q3_K": (11, 256, 110),
     "IQ4_NL": (20, 32, 18),
     "IQ4_XS": (23, 256, 136),
+    "TQ1_0": (34, 256, 54),
+    "TQ2_0": (35, 256, 66),
+    "MXFP4": (39, 32, 17),
+    "NVFP4": (40, 64, 36),
 }
 _TYPE_NAMES = {entry[0]: name for name, entry in TENSOR_TYPES.items()}
 # ggml's other types, for the message that refuses them.
 _REFUSED = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S",
-    22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
-    35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+    22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 41: "Q1_0",
 }  # fmt: skip
 
 
