@@ -102,7 +102,7 @@ PERF_DOCUMENTS := README.md docs/figures.md
 BLOCK_DOCUMENTS := README.md docs/figures.md docs/cpu.md docs/serving_load.md docs/parallel.md
 PERF_SWEEPS := smollm2-cpu-native/pareto:pareto smollm2-cpu/pareto:pareto-onnxruntime \
     smollm2-cpu/sensitivity:sensitivity smollm2-n300/pareto:pareto-n300
-RENDER = "$(BIN)/tilewright" perf --also $(PERF_DOCUMENTS) && for sweep in $(PERF_SWEEPS); do \
+RENDER = "$(BIN)/python" -m bench perf --also $(PERF_DOCUMENTS) && for sweep in $(PERF_SWEEPS); do \
     "$(BIN)/tilewright" sweep export results/$${sweep%:*}.jsonl --markdown docs/$${sweep\#*:}.md \
         || exit $$?; done && "$(BIN)/python" -m bench.blocks $(BLOCK_DOCUMENTS)
 PERF_PRECISIONS := bf16 accuracy performance all-bfp8 all-bfp4 all-q80 all-q40
@@ -121,7 +121,7 @@ perf-tables: $(WITH_DEMO)
 
 # Measures all again that this machine can and says row by row what is not reproduced; see --help.
 perf-check: $(WITH_DEMO)
-	"$(BIN)/tilewright" perf-check $(ARGS)
+	"$(BIN)/python" -m bench perf-check $(ARGS)
 
 # The rows of boards that are not there. Predicted ones take 10 s each; the default model's accuracy
 # is emulated in 2 minutes a configuration on two quiet cores.
@@ -145,13 +145,13 @@ perf-boards: $(WITH_DEMO)
 peers: $(WITH_PEERS)
 
 compare: $(WITH_PEERS)
-	"$(BIN)/python" demo/compare_peers.py $(ARGS)
+	"$(BIN)/python" -m bench compare $(ARGS)
 
 # LLAMA_SERVER: built as docs/serving_load.md says.
 LLAMA_SERVER ?= llama-server
 
 compare-serve: $(WITH_TEST)
-	"$(BIN)/tilewright" compare-serve --llama-server "$(LLAMA_SERVER)" $(ARGS)
+	"$(BIN)/python" -m bench compare-serve --llama-server "$(LLAMA_SERVER)" $(ARGS)
 
 # Nothing is fetched but the tools, once. A dead link, or a name that is not there, is an error.
 docs: $(WITH_DOCS)

@@ -109,8 +109,8 @@ def _measure(what: str, num_seats: int, num_steps: int, step: Callable[[], objec
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright bench-loop``; returns the exit code."""
-    parser = Parser(prog="tilewright bench-loop", description=__doc__)
+    """Run ``python -m bench bench-loop``; returns the exit code."""
+    parser = Parser(prog="python -m bench bench-loop", description=__doc__)
     parser.add_argument("--seats", type=int, nargs="+", default=[1, 64, 256], metavar="N")
     parser.add_argument("--steps", type=int, default=1000, help="of each of three rounds")
     given = parser.parse_args(argv)

@@ -116,7 +116,7 @@ def kept_rows(path: Path, verb: str) -> list[dict[str, Any]]:
     decode = msgspec.json.Decoder(dict[str, Any]).decode
     found = read_records(path, decode, expected="not a row") if path.exists() else []
     if not found:
-        raise ConfigError(f"{path} is missing; allowed: rows of tilewright {verb} --results")
+        raise ConfigError(f"{path} is missing; allowed: rows of python -m bench {verb} --results")
     return [each.record for each in found]
 
 

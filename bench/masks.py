@@ -168,8 +168,8 @@ def measure(executable: PacedExecutable, folder: Path, *, bound: int, tokens: in
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright bench-masks``; returns the exit code."""
-    parser = Parser(prog="tilewright bench-masks", description=__doc__)
+    """Run ``python -m bench bench-masks``; returns the exit code."""
+    parser = Parser(prog="python -m bench bench-masks", description=__doc__)
     parser.add_argument("--seats", type=integer(2), default=64, help="users")
     parser.add_argument("--bound", type=integer(1), default=32, help="of them, with a schema")
     parser.add_argument("--tokens", type=integer(2), default=256, help="of each free answer")

@@ -1,4 +1,4 @@
-"""``tilewright perf-check``: PERF.md's rows measured again, and which figures are not reproduced.
+"""``bench perf-check``: PERF.md's rows measured again, and which figures are not reproduced.
 
 What is measured is what the records say; a row that this machine cannot run is said to be skipped.
 """
@@ -39,8 +39,8 @@ _TOLERANCE = 5.0
 _RECORDS = ("cpu.jsonl", "h200.jsonl")
 _ROOT = Path(__file__).resolve().parents[1]
 _FOLDER = _ROOT / "results"
-_SCRIPTS = {"bench": "simple_text_demo.py", "bench-cuda": "bench_cuda.py"}
-_COMMANDS = tuple(f"tilewright {verb} " for verb in _SCRIPTS)
+_PROGRAMS = {"bench": ("-m", "tilewright.cli.main"), "bench-cuda": (str(_ROOT / "bench"),)}
+_COMMANDS = (*(f"tilewright {verb} " for verb in _PROGRAMS), "python -m bench bench-cuda ")
 _DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 _THREADS = re.compile(r"\b([0-9]+) threads\b")
 
@@ -89,7 +89,7 @@ class Verdict:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``tilewright perf-check``; 1 where a figure was not reproduced or not measured.
+    """Run ``python -m bench perf-check``; 1 where a figure was not reproduced or not measured.
 
     Raises:
         ConfigError: for a mistake in the arguments, or where no row can be measured here.
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(
         _Options,
         argv,
-        prog="tilewright perf-check",
+        prog="python -m bench perf-check",
         description="Measure PERF.md's rows again and say which are reproduced.",
     )
     found = claims([record for path in options.results for record in read(path)])
@@ -194,7 +194,7 @@ def _threads(record: Result) -> int:
 
 
 def cuda_row(record: Result) -> str | None:
-    """The name of the row of ``tilewright bench-cuda`` that a record is of."""
+    """The name of the row of ``python -m bench bench-cuda`` that a record is of."""
     if record.target != "cuda" or record.weights != "random":
         return None
     wanted = record.model.lower(), record.precision_name, record.batch, record.prompt_length
@@ -211,7 +211,7 @@ def command_of(record: Result) -> list[str]:
     that its fields say.
     """
     if record.command:
-        words = shlex.split(record.command)[1:]
+        words = shlex.split(record.command.removeprefix("python -m "))[1:]
     else:
         words = ["bench", "--case", record.case, "--precision", record.precision_name]
         if record.weights == "random":
@@ -253,8 +253,8 @@ def run(words: Sequence[str]) -> list[Result] | str:
     """What a command records, measured now; how it ended where it records nothing."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.jsonl"
-        script = _ROOT / "demo" / _SCRIPTS[words[0]]
-        with Child([*PYTHON, str(script), *words[1:], "--results", str(path)]) as child:
+        command = [*PYTHON, *_PROGRAMS[words[0]], *words, "--results", str(path)]
+        with Child(command) as child:
             ended = child.wait()
         assert ended is not None
         found = read(path) if path.exists() else []

@@ -1,8 +1,8 @@
-"""One readable engine.py for a model, the fastest of several: ``tilewright generate-engine``."""
+"""The fastest of several engine.py files: ``tilewright compile --emit engine``."""
 
 import sys
 
 from tilewright.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(["generate-engine", *sys.argv[1:]]))
+    sys.exit(main(["compile", "--emit", "engine", *sys.argv[1:]]))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import main as bench
 from tilewright.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,17 +21,13 @@ FOLDERS += ("tilewright",)
 SCRIPTS = {
     "simple_text_demo": "bench",
     "sweep": "sweep",
-    "bench_collectives": "bench-collectives",
-    "bench_cuda": "bench-cuda",
-    "compare_peers": "compare",
-    "compare_targets": "compare-targets",
     "convert": "convert",
-    "fit_perf_model": "fit-perf-model",
-    "make_batch": "make-batch",
 }
 _PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./-]*(?![\w<*])")
 _MODULE = re.compile(r"\btilewright(?:\.[A-Za-z_]\w*)+")
-_COMMAND = re.compile(r"(?:^|`)\s*((?:python demo/|tilewright )[^#`\n]+)", re.MULTILINE)
+_COMMAND = re.compile(
+    r"(?:^|`)\s*((?:python demo/|python -m bench |tilewright )[^#`\n]+)", re.MULTILINE
+)
 _COMMIT = re.compile(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*[0-9])[0-9a-f]{7}\b")
 
 
@@ -71,16 +68,22 @@ def test_commands_have_the_options(command: str, capsys: pytest.CaptureFixture[s
     words, own = shlex.split(command), ""
     if words[0] == "python" and Path(words[1]).stem == "serve_ray":  # its own, and the server's
         words, own = ["tilewright", "serve", *words[2:]], (ROOT / words[1]).read_text("utf-8")
+    command_main = bench if words[:3] == ["python", "-m", "bench"] else main
+    words = words[2:] if command_main is bench else words
     if words[0] == "python":
         words = ["tilewright", SCRIPTS[Path(words[1]).stem], *words[2:]]
     verb = words[1:2]
     if verb == ["sweep"]:
         verb += [words[2] if not words[2].endswith(".yaml") else "grid"] if words[2:] else []
+    # an option of another parser than the usual one of a verb, whose help it asks for
+    other = {"--url": ["--url", "X"], "--config": ["--config", "X"], "--worker": ["--nodes"]}
+    other |= {option: ["--nodes"] for option in ("--nthreads", "--workers", "--steps", "--task")}
+    verb += next((other[word] for word in words if word in other), [])
     with suppress(SystemExit):  # argparse ends so; an unknown verb or plan prints no help
-        main([*verb, "--help"])
+        command_main([*verb, "--help"])
     said = capsys.readouterr().out
     options = [word.split("=")[0] for word in words if re.match(r"--?[a-z]", word)]
-    assert said.startswith("usage: tilewright")
+    assert said.startswith(("usage: tilewright", "usage: python -m bench"))
     assert [each for each in options if each not in said + own] == []
 
 

@@ -1,4 +1,4 @@
-"""``tilewright batch-answers``: rows of a batch beside the same rows one at a time, greedily.
+"""``python -m bench batch-answers``: rows of a batch beside the same rows one at a time, greedily.
 
 Where they part, the gap tells whether it was a near-tie: how much likelier, by its logarithm, the
 token was that was chosen alone than the one that was chosen in the batch.
@@ -47,7 +47,7 @@ class Parting:
 def main(argv: list[str]) -> int:
     """Answer the rows twice and list where they part; returns the exit code."""
     parser = Parser(
-        prog="tilewright batch-answers",
+        prog="python -m bench batch-answers",
         description="Compare a batch's greedy answers with those of one row at a time.",
     )
     add_options(parser, ModelArguments, RowOptions, without=("backend", "dump"))

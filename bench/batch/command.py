@@ -1,4 +1,4 @@
-"""``tilewright compare-batch``: a batch of ours beside llama.cpp's server on the CPU, in turn."""
+"""``bench compare-batch``: a batch of ours beside llama.cpp's server on the CPU, in turn."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Options(BesideLlama, RowOptions):
 def main(argv: list[str]) -> int:
     """Measure and print the medians; returns the exit code."""
     text = "Answer a batch with ours and with llama.cpp's server, in turn, to the same lengths."
-    options = parse(_Options, argv, prog="tilewright compare-batch", description=text)
+    options = parse(_Options, argv, prog="python -m bench compare-batch", description=text)
     check_program(options.llama_server)  # now: our side takes minutes
     keep, found = keeper(options.results), []
     for row in _measure(options):

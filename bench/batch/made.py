@@ -1,4 +1,4 @@
-"""``tilewright make-batch``: a data set like that of ASC24, whose own is not public.
+"""``python -m bench make-batch``: a data set like that of ASC24, whose own is not public.
 
 A JSON list of ``[prompt, prompt_len, output_len]``: lengths with log-normal bodies, prompts of 4 to
 1,024 tokens and answers of 6 to 1,776, text in several scripts.
@@ -68,7 +68,7 @@ class _Options:
 def main(argv: list[str]) -> int:
     """Write the data set and print its histogram; returns the exit code."""
     text = "Make a data set of prompts and output lengths, like that of ASC24."
-    options = parse(_Options, argv, prog="tilewright make-batch", description=text)
+    options = parse(_Options, argv, prog="python -m bench make-batch", description=text)
     rows = make_rows(options.rows, seed=options.seed)
     if options.token_ids is None:
         listed = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)

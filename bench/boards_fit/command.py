@@ -1,4 +1,4 @@
-"""``demo/fit_perf_model.py``: fit the performance model of Tenstorrent boards to published speeds,
+"""``bench fit-perf-model``: fit the performance model of Tenstorrent boards to published speeds,
 hold out whole models and boards, and write constants and tables where they are kept.
 """
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(
         _Options,
         argv,
-        prog="tilewright fit-perf-model",
+        prog="python -m bench fit-perf-model",
         description="Fit the performance model of Tenstorrent boards to published speeds.",
     )
     document = perf_md.load(options.speeds)

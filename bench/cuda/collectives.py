@@ -1,4 +1,4 @@
-"""``demo/bench_collectives.py``: exchanges between two GPUs, ours beside NCCL's and torch's.
+"""``bench bench-collectives``: exchanges between two GPUs, ours beside NCCL's and torch's.
 
 Two processes, one a GPU. Every figure is microseconds an exchange of a chain captured in a CUDA
 graph, the slower rank, the median of seven replays.
@@ -52,7 +52,9 @@ class Figure:
 
 def main(argv: Sequence[str]) -> int:
     """Run and print; exit code 1 where a sum was wrong or a process did not come to its end."""
-    asked = parse(_Asked, argv, prog="tilewright bench-collectives", description=(__doc__ or ""))
+    asked = parse(
+        _Asked, argv, prog="python -m bench bench-collectives", description=(__doc__ or "")
+    )
     import torch
 
     if torch.cuda.device_count() < 2:

@@ -1,4 +1,4 @@
-"""One of the two processes of ``demo/bench_collectives.py``: captures and times chains."""
+"""One of the two processes of ``python -m bench bench-collectives``: captures and times chains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``demo/bench_cuda.py``: the speed of random weights of known shapes on a GPU, row by row, beside
+"""``bench bench-cuda``: the speed of random weights of known shapes on a GPU, row by row, beside
 what the device was measured to do in the same run.
 """
 
@@ -38,7 +38,7 @@ _WIDTH = 132
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The command line of ``tilewright bench-cuda``, checked."""
+    """The command line of ``python -m bench bench-cuda``, checked."""
 
     rows: tuple[BenchRow, ...]
     repeats: int
@@ -75,7 +75,7 @@ class _Asked:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``tilewright bench-cuda``; 0 where every row that can be made was measured.
+    """Run ``python -m bench bench-cuda``; 0 where every row that can be made was measured.
 
     Raises:
         TilewrightError: for a mistake in the arguments, or where there is no GPU.
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
     asked = parse(
         _Asked,
         argv,
-        prog="tilewright bench-cuda",
+        prog="python -m bench bench-cuda",
         description="Measure decoding, prompts and starts with random weights on a GPU.",
     )
     rows = find_rows(asked.rows, asked.tensor_parallel)

@@ -3,7 +3,7 @@
 A kernel may start before the one before it has ended, and then waits for it inside: durations
 overlap. So a kernel's own time is what it adds to the step: from the last end before it, or its
 start where that is later, to its end. Own times and gaps together are the step. The tables of
-``demo/bench_cuda.py --profile`` say what they come to.
+``python -m bench bench-cuda --profile`` say what they come to.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How rows of ``demo/bench_cuda.py`` are measured: a compiled program for several rows, timed runs,
+"""How rows of ``bench bench-cuda`` are measured: a compiled program for several rows, timed runs,
 figures, records, and a demo's start in a process of its own. Prints nothing.
 """
 
@@ -210,7 +210,7 @@ class Bench:
         plan = replace(measure.plan_jobs(self.source, options), context=self._context)
         runs = time_jobs(self.compiled.executable, plan.jobs, num_repeats=options.case.num_repeats)
         result = measure.make_result(self.source, options, self.compiled, runs, plan=plan)
-        command = f"tilewright bench-cuda --rows {row.name} --repeats {self._repeats}"
+        command = f"python -m bench bench-cuda --rows {row.name} --repeats {self._repeats}"
         command += f" --tensor-parallel {self._num_ranks}" if self._num_ranks > 1 else ""
         # one process measures several programs: its peak is not this one's
         return _Measured(tuple(runs), replace(result, peak_memory_bytes=None, command=command))

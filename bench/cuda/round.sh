@@ -63,7 +63,7 @@ serve() { # more options of `serve`
     ready $OURS
 }
 load() { # PLAN, more options: of whichever server is at $port
-    tilewright bench-serve --url "http://127.0.0.1:$port" --results "$out/served.jsonl" --json \
+    tilewright bench --url "http://127.0.0.1:$port" --results "$out/served.jsonl" --json \
         --vocabulary "$VOCABULARY" --plan "$@"
 }
 both() { # a function: with our server, then with theirs
@@ -84,7 +84,7 @@ both() { # a function: with our server, then with theirs
 tests() {
     "$PYTHON" -P -m pytest -v -m 'gpu or multigpu' -n "$WORKERS" --dist worksteal -rfE
 }
-rows() { tilewright bench-cuda --rows $ROWS --repeats "${REPEATS:-5}" --results "$out/rows.jsonl"; }
+rows() { python -m bench bench-cuda --rows $ROWS --repeats "${REPEATS:-5}" --results "$out/rows.jsonl"; }
 load_streams() {
     for one in $STREAMS; do
         load streams --concurrency "${one%:*}" --requests "${one#*:}" --input-tokens "$INPUT" \
@@ -134,7 +134,7 @@ chat() { both load_chat; }
 invariant() { serve --arithmetic strict && port=$OURS load invariant --concurrency 64 --requests 500; }
 soak() { serve && port=$OURS load soak --concurrency 64 --requests "$SOAK" --rounds "$ROUNDS"; }
 batch() {
-    tilewright make-batch --rows "$BATCH" --token-ids "$VOCABULARY" -o "$out/batch.jsonl" &&
+    python -m bench make-batch --rows "$BATCH" --token-ids "$VOCABULARY" -o "$out/batch.jsonl" &&
         tilewright batch "$out/batch.jsonl" -o "$out/answers.jsonl" --model "shape:$SHAPE" \
             --target "$TARGET" --precision bf16 --no-prefix-cache --json
 }

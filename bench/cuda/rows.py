@@ -1,4 +1,4 @@
-"""The rows of ``demo/bench_cuda.py``: what is run, and what it must come to. Measures nothing."""
+"""The rows of ``bench bench-cuda``: what is run, and what it must come to. Measures nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tilewright bench-engine``: a generated engine beside eager torch and torch.compile, in one run.
+"""``bench bench-engine``: a generated engine beside eager torch and torch.compile, in one run.
 
 Every figure is a median over repeats on fixed traces; what is slower than a limit is left out.
 """
@@ -115,21 +115,21 @@ class _Arguments:
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright bench-engine`` with the arguments behind it; returns the exit code.
+    """Run ``python -m bench bench-engine`` with the arguments behind it; returns the exit code.
 
     Raises:
         ConfigError: where no engine is named, or an argument, the configuration or the engine's
             file cannot be read.
     """
     given = parse(
-        _Arguments, argv, prog="tilewright bench-engine", description="An engine beside torch."
+        _Arguments, argv, prog="python -m bench bench-engine", description="An engine beside torch."
     )
     if given.output:
         check_writable(Path(given.output))
     if given.beside_target is not None:
         return _beside_target(given, given.beside_target)
     if given.engine is None:
-        raise ConfigError("no engine; allowed: tilewright bench-engine engine.py")
+        raise ConfigError("no engine; allowed: python -m bench bench-engine engine.py")
     config = _read_config(given.config) if given.config else HIDDEN_LIKE
     settings, module = _read_settings(config, given.device), _open_engine(given.engine)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""``tilewright bench-nodes``: a model over CPU nodes, free and over links of a known rate.
+"""``python -m bench bench-nodes``: a model over CPU nodes, free and over links of a known rate.
 
 Processes of one machine share its memory bus, and are not machines: see docs/parallel.md.
 """
@@ -53,9 +53,9 @@ class _Arguments:
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright bench-nodes`` with the arguments behind it; returns the exit code."""
+    """Run ``python -m bench bench-nodes`` with the arguments behind it; returns the exit code."""
     words = "Measure a model over CPU nodes."
-    given = parse(_Arguments, argv, prog="tilewright bench-nodes", description=words)
+    given = parse(_Arguments, argv, prog="python -m bench bench-nodes", description=words)
     keep = keeper(given.results)
     for link in given.links:
         if link != FREE:
@@ -84,7 +84,7 @@ def _run(given: _Arguments, model: Path, kind: tuple[int, str], link: str) -> Ru
     options = ["--nthreads", str(given.threads), "--steps", str(given.steps)]
     options += ["--buffer-float-type", wire] if wire else []
     options += ["--nodes", str(count)] if link == FREE else []
-    command = [*TILEWRIGHT, "nodes", "--model", str(model), *options]
+    command = [*TILEWRIGHT, "run", "--model", str(model), *options]
     command += ["--prompt", "a" * given.prompt_tokens]
     token = {"TILEWRIGHT_TOKEN": secrets.token_hex(16)}
     began, busy, own = time.monotonic(), _busy_seconds(), _own_seconds()
@@ -95,7 +95,7 @@ def _run(given: _Arguments, model: Path, kind: tuple[int, str], link: str) -> Ru
             workers = [f"{address(node)}:{_PORT}" for node in range(1, count)]
             command += ["--workers", *workers] if workers else []
             said = _output([*inside(0), *command], token)
-    shown = shlex.join(["tilewright", "nodes", "--model", model.name, *options])
+    shown = shlex.join(["tilewright", "run", "--model", model.name, *options])
     kinds = (model.stem, count, given.threads, link, wire)
     others = _busy_seconds() - busy - (_own_seconds() - own)
     others /= (time.monotonic() - began) * (os.cpu_count() or 1)
@@ -107,7 +107,7 @@ def _run(given: _Arguments, model: Path, kind: tuple[int, str], link: str) -> Ru
 def _workers(count: int, token: dict[str, str], model: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for node in range(1, count):
-            command = [*inside(node), *TILEWRIGHT, "nodes", "worker", "--model", str(model)]
+            command = [*inside(node), *TILEWRIGHT, "run", "--worker", "--model", str(model)]
             command += ["--host", address(node), "--port", str(_PORT)]
             stack.enter_context(Child(command, environment=token))
         time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""The table of ``tilewright bench-nodes``, of its rows."""
+"""The table of ``python -m bench bench-nodes``, of its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tilewright compare-answers``: ten greetings and questions, answered greedily beside llama.cpp.
+"""``bench compare-answers``: ten greetings and questions, answered greedily beside llama.cpp.
 
 Both read the same file. llama.cpp rounds activations to 8 bits where weights are in blocks, and
 its cache to half precision, so it is asked twice: as it is, and in float32 throughout. Where two
@@ -51,7 +51,7 @@ _SHOWN = 90
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """The command line of ``tilewright compare-answers``."""
+    """The command line of ``python -m bench compare-answers``."""
 
     model: str | None = option("a GGUF file (default: the default model)", metavar="PATH")
     threads: int | None = option("CPU threads (default: all cores)", type=integer(1, 1024))
@@ -82,11 +82,11 @@ class Parting:
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright compare-answers``; returns 1 where the two exact sides differ in tokens."""
+    """Run ``bench compare-answers``; returns 1 where the two exact sides differ in tokens."""
     options = parse(
         AnswerOptions,
         argv,
-        prog="tilewright compare-answers",
+        prog="python -m bench compare-answers",
         description="Answer ten greetings and questions beside llama.cpp, from the same file.",
     )
     source = find_model(options.model).resolve()
@@ -220,6 +220,6 @@ def origin(source: Path, options: AnswerOptions) -> str:
     found = environment((*PACKAGES, PEERS[PEER].package))
     names = ("onnxruntime", PEERS[PEER].package)
     with_what = ", ".join(f"{name} {found.versions[name]}" for name in names)
-    command = f"tilewright compare-answers --max-tokens {options.max_tokens}"
+    command = f"python -m bench compare-answers --max-tokens {options.max_tokens}"
     commit = short_commit(found.commit)
     return f"`{command}`, {source.name}, {found.timestamp[:10]}, commit {commit}; {with_what}"

@@ -1,4 +1,4 @@
-"""``tilewright compare``: the CPU target beside llama.cpp and the GenAI engines, in turn."""
+"""``python -m bench compare``: the CPU target beside llama.cpp and the GenAI engines, in turn."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WORKER = "bench.peers.tilewright_worker"
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright compare``; returns 1 where a configuration of ours was not measured."""
+    """Run ``python -m bench compare``; returns 1 where a configuration of ours was not measured."""
     failed = False
     for options in read_options(argv):
         record, missed = _measure(options)

@@ -1,4 +1,4 @@
-"""What ``tilewright compare`` is asked for: parts, each a model with what is measured of it."""
+"""What ``bench compare`` is asked for: parts, each a model with what is measured of it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _onnx_folder(text: str) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """The command line of ``tilewright compare``; None where a part decides."""
+    """The command line of ``python -m bench compare``; None where a part decides."""
 
     parts: tuple[str, ...] | None = option(
         "one or more; formats: the default model in 4, 8 and 16 bits, prompts, one user, 8 and 32; "
@@ -190,7 +190,7 @@ def read_options(argv: Sequence[str]) -> list[CompareOptions]:
     asked = parse(
         _Asked,
         argv,
-        prog="tilewright compare",
+        prog="python -m bench compare",
         description="Measure Tilewright's CPU target and its peers in turn on the same weights.",
     )
     if asked.json is not None:

@@ -16,7 +16,7 @@ def read_parts(path: Path) -> dict[str, dict[str, Any]]:
     """The parts of a file by name; none where it is missing or empty.
 
     Raises:
-        ConfigError: for a file that is no record of ``tilewright compare --json``.
+        ConfigError: for a file that is no record of ``python -m bench compare --json``.
     """
     try:
         content = path.read_bytes() if path.is_file() else b""
@@ -25,7 +25,9 @@ def read_parts(path: Path) -> dict[str, dict[str, Any]]:
             raise ConfigError(f"{path}: schema {found['schema']}; allowed: {SCHEMA}")
         parts: dict[str, dict[str, Any]] = found["parts"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path}: no record; allowed: one of tilewright compare --json") from None
+        raise ConfigError(
+            f"{path}: no record; allowed: one of python -m bench compare --json"
+        ) from None
     return parts
 
 

@@ -1,4 +1,4 @@
-"""What ``tilewright compare`` found, as a JSON record and as tables made of that record."""
+"""What ``python -m bench compare`` found, as a JSON record and as tables made of that record."""
 
 from __future__ import annotations
 

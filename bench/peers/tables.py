@@ -1,4 +1,4 @@
-"""The tables of a record of ``tilewright compare``: of its rates, and of ours beside each peer."""
+"""The tables of a record of ``bench compare``: of its rates, and of ours beside each peer."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def peers_block(results: Path, name: str, part: str = "") -> str:
     """
     path = results / f"{name}.json"
     if not path.is_file():
-        raise ConfigError(f"{path} is missing; allowed: a record of tilewright compare --json")
+        raise ConfigError(f"{path} is missing; allowed: a record of python -m bench compare --json")
     parts = read_parts(path)
     if part not in (*parts, _RATIOS):
         raise ConfigError(f"{path}: no part {part!r}; {allowed((*parts, _RATIOS), part)}")

@@ -1,4 +1,4 @@
-"""The process of one engine of ``tilewright compare``: opens it, then answers until told to end.
+"""The process of one engine of ``bench compare``: opens it, then answers until told to end.
 
 ``python -m bench.peers.tilewright_worker SETTINGS``, a JSON object; not for users.
 """

@@ -1,4 +1,4 @@
-"""``tilewright compare-serve``: our server beside llama.cpp's on the CPU, in turn, A B A B."""
+"""``python -m bench compare-serve``: our server beside llama.cpp's on the CPU, in turn, A B A B."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Options(BesideLlama):
 def main(argv: list[str]) -> int:
     """Measure and print the medians; returns the exit code."""
     text = "Load our server and llama.cpp's, in turn, by one client."
-    options = parse(_Options, argv, prog="tilewright compare-serve", description=text)
+    options = parse(_Options, argv, prog="python -m bench compare-serve", description=text)
     if options.plan not in ("streams", "chat"):
         raise ConfigError(f"plan {options.plan!r}; allowed: streams, chat")
     keep, rows = keeper(options.results), list[dict[str, Any]]()

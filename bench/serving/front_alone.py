@@ -1,4 +1,4 @@
-"""``tilewright bench-front``: what the front takes alone, on an engine that only paces it.
+"""``python -m bench bench-front``: what the front takes alone, on an engine that only paces it.
 
 Prints what came a second by the clock, and microseconds of CPU time of each process, which other
 work on the machine does not stretch.
@@ -151,8 +151,8 @@ async def measure(url: str, *, seats: int, num_tokens: int, num_requests: int) -
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright bench-front``; returns the exit code."""
-    parser = Parser(prog="tilewright bench-front", description=__doc__)
+    """Run ``python -m bench bench-front``; returns the exit code."""
+    parser = Parser(prog="python -m bench bench-front", description=__doc__)
     parser.add_argument("--seats", type=int, default=64, help="users of an engine at a time")
     parser.add_argument("--replicas", type=int, default=1, help="engines, each with its seats")
     parser.add_argument("--steps", type=int, default=300, help="of an engine, a second at most")

@@ -1,4 +1,4 @@
-"""``tilewright compare-replicas``: several replicas behind one server beside one alone, in turn.
+"""``bench compare-replicas``: several replicas behind one server beside one alone, in turn.
 
 Each is loaded by as many users a replica; on CPUs, one engine with all threads stands beside them.
 """
@@ -59,7 +59,7 @@ class _Place:
 def main(argv: list[str]) -> int:
     """Measure and print the medians; returns the exit code."""
     text = "Load replicas behind one server and one engine alone, in turn."
-    options = parse(_Options, argv, prog="tilewright compare-replicas", description=text)
+    options = parse(_Options, argv, prog="python -m bench compare-replicas", description=text)
     keep, rows = keeper(options.results), list[dict[str, Any]]()
     places = _places(options)
     by_name = {each.contestant.name: each for each in places}

@@ -1,4 +1,4 @@
-"""The table of ``tilewright compare-serve``, of its rows."""
+"""The table of ``python -m bench compare-serve``, of its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``demo/compare_targets.py``: one model on several targets, position by position over windows.
+"""``bench compare-targets``: one model on several targets, position by position over windows.
 
 Runs made on another machine are joined by their lines (``--merge``).
 """
@@ -55,7 +55,7 @@ def _choice(text: str) -> Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The command line of ``tilewright compare-targets``."""
+    """The command line of ``python -m bench compare-targets``."""
 
     model: str | None = option("as of tilewright run (default: smollm2)", metavar="PATH")
     precision: tuple[PrecisionConfig, ...] = option(
@@ -85,7 +85,7 @@ def read_options(argv: Sequence[str]) -> Options:
     found = parse(
         Options,
         argv,
-        prog="tilewright compare-targets",
+        prog="python -m bench compare-targets",
         description="Compare targets with the fp32 reference and with each other, position by "
         "position: 512 teacher-forced predictions a window.",
     )

@@ -25,7 +25,7 @@ def test_kept_rows_are_read_as_every_kind_of_json_lines(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rows\.jsonl:2: not a row: "):
         in_turn.kept_rows(path, "compare-serve")
     path.write_bytes(b"\n")
-    with pytest.raises(ConfigError, match="rows of tilewright compare-serve --results"):
+    with pytest.raises(ConfigError, match="rows of python -m bench compare-serve --results"):
         in_turn.kept_rows(path, "compare-serve")
 
 

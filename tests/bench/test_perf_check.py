@@ -1,4 +1,4 @@
-"""``tilewright perf-check``: which records are measured again, how, and when one is reproduced."""
+"""``bench perf-check``: which records are measured again, how, and when one is reproduced."""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from bench.__main__ import COMMANDS
+from bench.__main__ import main as bench
 from tests.models.conftest import add_tokenizer, permute, tiny_hf_config, to_gguf_name
 from tilewright.cli.main import main
 
@@ -86,6 +88,11 @@ def board_folder(tiny_folder: Path, tmp_path: Path) -> Path:
 Refused = Callable[..., str]
 
 
+def main_of(verb: str) -> Callable[[list[str]], int]:
+    """``python -m bench`` or ``tilewright``, whichever has the command."""
+    return bench if verb in COMMANDS else main
+
+
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     """Where a refused command must have written nothing."""
@@ -102,7 +109,7 @@ def refused(capfd: pytest.CaptureFixture[str], results: Path) -> Refused:
     def run(*argv: str, verb: str = "bench") -> str:
         before = set(results.parent.parent.rglob("*"))
         options = ["--results", str(results)] if verb == "bench" else []
-        assert main([verb, *options, *argv]) == 2
+        assert main_of(verb)([verb, *options, *argv]) == 2
         captured = capfd.readouterr()
         assert captured.out == ""
         lines = captured.err.splitlines()
@@ -129,7 +136,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
     """Runs a command that must succeed; its standard output."""
 
     def succeed(*argv: str | Path) -> str:
-        assert main([str(argument) for argument in argv]) == 0
+        assert main_of(str(argv[0]))([str(argument) for argument in argv]) == 0
         return capfd.readouterr().out
 
     return succeed

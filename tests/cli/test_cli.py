@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.cli.main import CLONE_VERBS, VERBS, main
+from bench.__main__ import COMMANDS
+from bench.__main__ import main as bench
+from tests.cli.conftest import main_of
+from tilewright.cli.main import MAINTAINERS, MOVED, VERBS, main
 from tilewright.compiler import __version__
 from tilewright.compiler.precision import list_precisions
 from tilewright.errors import TilewrightError
@@ -78,28 +81,55 @@ def test_an_unknown_verb_lists_the_known_ones(
 ) -> None:
     assert main([verb]) == 2
     error = capsys.readouterr().err
-    known = ", ".join((*VERBS, *CLONE_VERBS))
-    assert error == f"tilewright: unknown command {verb!r}; allowed: {known}\n"
+    assert error == f"tilewright: unknown command {verb!r}; allowed: {', '.join(VERBS)}\n"
 
 
-@pytest.mark.parametrize("verb", [*VERBS, *CLONE_VERBS])
+def test_an_unknown_verb_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["comple"]) == bench(["comparee"]) == 2
+    ours, of_bench = capsys.readouterr().err.splitlines()
+    assert ours.endswith("; did you mean 'compile'?")
+    assert of_bench.endswith("; did you mean 'compare'?")
+
+
+def test_the_verbs_are_of_the_thirteen() -> None:
+    """Those that are not there yet are not listed."""
+    thirteen = "run chat serve batch compile convert bench sweep calibrate trace plan models pull"
+    assert list(VERBS) == [name for name in thirteen.split() if name in VERBS]
+    assert set(COMMANDS) == MAINTAINERS
+
+
+@pytest.mark.parametrize("verb", [*MOVED, "perf", "compare"])
+def test_an_old_name_works_and_prints_the_new_one(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([verb, "--help"])
+    captured = capsys.readouterr()
+    new = MOVED[verb][1] if verb in MOVED else f"python -m bench {verb}"
+    assert captured.err == f"tilewright: {verb} is deprecated; use {new}\n"
+    assert captured.out.startswith(f"usage: {' '.join(new.split()[:3])}")
+
+
+@pytest.mark.parametrize("verb", [*VERBS, *COMMANDS])
 def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        code: object = main([verb, "--help"])
+        code: object = main_of(verb)([verb, "--help"])
     except SystemExit as left:  # argparse prints and leaves; a verb of verbs prints and returns
         code = left.code
     assert code == 0
-    assert f"usage: tilewright {verb}" in capsys.readouterr().out
+    program = "tilewright" if verb in VERBS else "python -m bench"
+    assert f"usage: {program} {verb}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", [*VERBS, *CLONE_VERBS])
+@pytest.mark.parametrize("verb", [*VERBS, *COMMANDS])
 def test_every_verb_refuses_an_unknown_option(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([verb, "--wrong"]) == 2
+    assert main_of(verb)([verb, "--wrong"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert f"--wrong (see tilewright {verb}" in error
+    program = "tilewright" if verb in VERBS else "python -m bench"
+    assert f"--wrong (see {program} {verb}" in error
 
 
 def test_an_error_of_many_lines_is_printed_as_one(
@@ -172,7 +202,9 @@ def test_bytes_that_are_no_text(argv: list[str | bytes], stdin: bytes, message: 
 
 _WITHOUT = """
 import sys
+from bench.__main__ import COMMANDS, main as bench
 from tilewright.cli.main import main
+main = bench if sys.argv[1] in COMMANDS else main
 code = main(sys.argv[1:])
 heavy = {name.partition(".")[0] for name in sys.modules} & set(
     ["torch", "onnxruntime", "onnx", "transformers", "numpy", "tokenizers", "safetensors", "rich"])

@@ -1,4 +1,4 @@
-"""``--emit engine`` of a checkpoint, and ``tilewright generate-engine``: the search and its log."""
+"""``--emit engine`` of a checkpoint, and ``--emit engine --config``: the search and its log."""
 
 from __future__ import annotations
 

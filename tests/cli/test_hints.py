@@ -103,9 +103,7 @@ def test_what_a_sweep_proposes(run: Run, tiny_gguf: Path, tmp_path: Path, refuse
     assert "Cell " in run_proposed(run, [str(path) if word == "%s" else word for word in words])
 
 
-@pytest.mark.parametrize(
-    "verb", ["run", "chat", "bench", "compile", "convert", "perf", "reference", "sweep grid"]
-)
+@pytest.mark.parametrize("verb", ["run", "chat", "bench", "compile", "convert", "sweep grid"])
 def test_an_unknown_option_points_to_help_that_is_there(
     verb: str, refused: Refused, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""``tilewright nodes``: dllama's counting, a task's folders, workers on other machines."""
+"""``tilewright run --nodes``: dllama's counting, a task's folders, workers on other machines."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def text(said: str) -> str:
 
 
 def test_steps_count_the_prompt_and_its_last_token_is_a_prediction(model: Path, run: Run) -> None:
-    said = run("nodes", *command(model, "--steps", "20", "--prompt", PROMPT))
+    said = run("run", "--nodes", "1", *command(model, "--steps", "20", "--prompt", PROMPT))
     evaluated, predicted = counts(said)
     assert evaluated == 2 and predicted == 18, "20 tokens together"
     assert "nBatches: 512" in said and "sent:" not in said, "nobody is there to be sent anything"
@@ -79,7 +79,7 @@ def test_a_task_leaves_what_the_competition_wants(
     monkeypatch.chdir(model.parent)
     out = tmp_path / "out"
     more = ("--task", "2", "--prompts", str(prompts), "-o", str(out), "--steps", "36")
-    run("nodes", *command(Path(model.name), *more))
+    run("run", *command(Path(model.name), *more))
     assert {each.name for each in (out / "task_2").iterdir()} == {"short", "long", "leaderboard"}
     for folder in (out / "task_2").iterdir():
         assert sorted(each.name for each in folder.iterdir()) == [
@@ -139,7 +139,7 @@ def test_a_task_has_its_own_nodes_and_steps(
 
 def test_what_makes_no_difference_is_said(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     more = ("--steps", "600", "--max-seq-len", "4096", "--buffer-float-type", "q80")
-    assert main(["nodes", *command(model, *more, "--prompt", PROMPT)]) == 0
+    assert main(["run", *command(model, *more, "--prompt", PROMPT)]) == 0
     said = capfd.readouterr()
     assert sum(counts(said.out)) == 512
     for words in (
@@ -154,7 +154,7 @@ def test_what_makes_no_difference_is_said(model: Path, capfd: pytest.CaptureFixt
 def worker(model: Path) -> Iterator[str]:
     """Another machine's command, here: where it waits."""
     port = free_port()
-    given = ["nodes", "worker", "--host", "127.0.0.1", "--port", str(port), "--model", str(model)]
+    given = ["run", "--worker", "--host", "127.0.0.1", "--port", str(port), "--model", str(model)]
     process = subprocess.Popen(
         [*PYTHON, "-m", "tilewright.cli.main", *given],
         env={**os.environ, "TILEWRIGHT_TOKEN": TOKEN},
@@ -173,16 +173,16 @@ def test_a_worker_follows_whoever_knows_the_token(
     model: Path, worker: str, run: Run, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = command(model, "--steps", "20", "--prompt", PROMPT)
-    alone = text(run("nodes", *asked))
+    alone = text(run("run", *asked))
     monkeypatch.setenv("TILEWRIGHT_TOKEN", "another")
-    said = refused(*asked, "--workers", worker, verb="nodes")
+    said = refused(*asked, "--workers", worker, verb="run")
     assert f"rank 1, a worker at tcp:{worker} hung up" in said and "TILEWRIGHT_TOKEN" in said
     monkeypatch.setenv("TILEWRIGHT_TOKEN", TOKEN)
     with monkeypatch.context() as changed:
         changed.setenv("TILEWRIGHT_CUDA_TRIALS", "x")  # as another version's sources differ
-        said = refused(*asked, "--workers", worker, verb="nodes")
+        said = refused(*asked, "--workers", worker, verb="run")
         assert "rank 0 has TILEWRIGHT_CUDA_TRIALS x and rank 1 nothing; allowed: the same" in said
-    said = run("nodes", *asked, "--workers", worker, "--shares", "3,1")
+    said = run("run", *asked, "--workers", worker, "--shares", "3,1")
     assert text(said) == alone
     assert re.search(r"sent: [\d.]+ kB/tok", said)
 
@@ -194,7 +194,7 @@ def test_a_worker_that_is_not_there_is_named(
     monkeypatch.setenv("TILEWRIGHT_TOKEN", TOKEN)
     where = f"127.0.0.1:{free_port()}"
     asked = command(model, "--steps", "20", "--prompt", PROMPT, "--workers", where)
-    said = refused(*asked, verb="nodes")
+    said = refused(*asked, verb="run")
     assert f"rank 1, a worker at tcp:{where} did not answer rank 0 within 0.2 s (Connec" in said
 
 
@@ -217,7 +217,7 @@ def test_a_named_format_travels_in_exact_arithmetic_too(
     sent = {}
     for wire in ("f32", "q80"):
         more = ("--nodes", "2", "--buffer-float-type", wire, "--steps", "20", "--prompt", PROMPT)
-        assert main(["nodes", *command(model, *more)]) == 0
+        assert main(["run", *command(model, *more)]) == 0
         said = capfd.readouterr()
         assert f"2 ranks, {nodes._WIRES[wire]} in" in said.err
         sent[wire] = float(re.findall(r"sent: ([\d.]+) kB", said.out)[0])
@@ -245,4 +245,4 @@ def test_what_cannot_be_run_is_said_in_one_line(
         (("--task", "2", "--prompts", str(prompts), "--steps", "9"), "allowed: 1 to 9 (--steps"),
         (("--nodes", "5", "--prompt", PROMPT), "4 query heads over 5 ranks; allowed: at most 4"),
     ):
-        assert words in refused(*command(model, *more), verb="nodes")
+        assert words in refused(*command(model, *more), verb="run")

@@ -1,4 +1,4 @@
-"""``tilewright perf``: results become tables, hand-written text stays, errors are one line."""
+"""``python -m bench perf``: results become tables, hand-written text stays, errors are one line."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import main
 from tests.cli.conftest import Refused
 from tests.evaluate.results.test_results import make
-from tilewright.cli.main import main
 from tilewright.evaluate.results.record import Repeat, medians
 from tilewright.evaluate.results.result_file import append
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.__main__ import main as bench
 from tests.cli.conftest import Refused
 from tilewright.cli.main import main
 from tilewright.cli.measure.measure import device_of
@@ -80,7 +81,7 @@ def test_perf_marks_the_row(
     document = tmp_path / "PERF.md"
     markers = "<!-- tilewright:begin results -->\n<!-- tilewright:end results -->\n"
     document.write_text(f"# Performance\n\n{markers}")
-    assert main(["perf", "--results", str(results), "--output", str(document)]) == 0
+    assert bench(["perf", "--results", str(results), "--output", str(document)]) == 0
     rows = [line for line in document.read_text().splitlines() if line.startswith(f"| {MARK}")]
     assert rows and all("CPU" in row for row in rows)
 

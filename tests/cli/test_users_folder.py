@@ -49,7 +49,7 @@ def run(folder: Path, *argv: str | Path) -> str:
 
 def test_every_command_is_ours(folder: Path) -> None:
     out = run(folder, sys.executable, "-P", "-c", EVERY_HELP)
-    assert "usage: tilewright run" in out and "usage: tilewright compare" in out
+    assert "usage: tilewright run" in out and "usage: python -m bench compare" in out
 
 
 def test_a_model_runs(

@@ -15,7 +15,7 @@ from tilewright.models import ShapeName, check_header, load_model, quantised_typ
 from tilewright.models.checkpoints.gguf import header as gguf_header
 
 ROOT = Path(__file__).resolve().parents[2]
-VERBS = ("run", "chat", "bench", "compile", "convert", "reference")
+VERBS = ("run", "chat", "bench", "compile", "convert")
 
 
 @pytest.fixture

@@ -1,13 +1,13 @@
-"""The command ``tilewright``: finds the verb, turns user errors into one line and exit code 2.
+"""The command ``tilewright``: selects the subcommand and prints user errors as one line.
 
-The scripts in ``demo/`` are the same verbs run from a clone.
+The scripts in ``demo/`` run the same subcommands from a clone.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -21,42 +21,34 @@ _COMMANDS, _BENCH = "tilewright.cli.commands", "bench"
 VERBS = {
     "run": (f"{_COMMANDS}.run", "answer a prompt with a model"),
     "chat": (f"{_COMMANDS}.chat", "talk with a model, turn by turn"),
-    "bench": (f"{_COMMANDS}.bench", "measure a model: speed, memory, accuracy"),
-    "serve": (f"{_COMMANDS}.serve", "serve a model over HTTP, as OpenAI's API does"),
-    "batch": (f"{_COMMANDS}.batch", "answer a file of requests, without a server"),
-    "bench-serve": (f"{_COMMANDS}.bench_serve", "load a server, and say how fast it answers"),
-    "nodes": (f"{_COMMANDS}.nodes", "run a model over CPU nodes, as distributed-llama is run"),
-    "compile": (f"{_COMMANDS}.compile", "compile a model into a folder, ONNX or MLIR"),
-    "generate-engine": (f"{_COMMANDS}.generate_engine", "the fastest engine.py of a model here"),
-    "convert": (f"{_COMMANDS}.convert", "write a model for dllama, or into the cache"),
-    "sweep": ("tilewright.cli.sweep.main", "measure many configurations; find the best"),
-    "perf": (f"{_COMMANDS}.perf", "render PERF.md from results"),
-    "reference": (f"{_COMMANDS}.reference", "write a model's fp32 reference file"),
+    "serve": (f"{_COMMANDS}.serve", "serve a model over HTTP with the OpenAI API"),
+    "batch": (f"{_COMMANDS}.batch", "answer a file of requests without a server"),
+    "compile": (f"{_COMMANDS}.compile", "compile a model to a program, ONNX, MLIR or an engine.py"),
+    "convert": (f"{_COMMANDS}.convert", "write a model for dllama or into the program cache"),
+    "bench": (f"{_COMMANDS}.bench", "measure a model or a server: speed, memory, accuracy"),
+    "sweep": ("tilewright.cli.sweep.main", "measure many configurations and find the best"),
 }
+"""Module and summary of each subcommand, in the order of ``--help``."""
 
-CLONE_VERBS = {
-    "compare": (f"{_BENCH}.peers.command", "measure the CPU target beside its peers"),
-    "compare-answers": (f"{_BENCH}.peers.answers", "ten answers beside llama.cpp's, same file"),
-    "compare-serve": (f"{_BENCH}.serving.command", "our server beside llama.cpp's, in turn"),
-    "compare-batch": (f"{_BENCH}.batch.command", "a batch of ours beside llama.cpp's server"),
-    "batch-answers": (f"{_BENCH}.batch.answers", "a batch's answers beside one row at a time"),
-    "make-batch": (f"{_BENCH}.batch.made", "a data set for batch, like that of ASC24"),
-    "compare-targets": (f"{_BENCH}.targets.command", "targets beside each other and the reference"),
-    "compare-replicas": (f"{_BENCH}.serving.replicas", "several engines behind one server"),
-    "bench-nodes": (f"{_BENCH}.nodes.command", "measure a model over CPU nodes and their links"),
-    "bench-loop": (f"{_BENCH}.host_time", "what the runtime's own work takes a step"),
-    "bench-masks": (f"{_BENCH}.masks", "what structured answers cost the others, on the host"),
-    "bench-engine": (f"{_BENCH}.engine.command", "a generated engine beside torch"),
-    "bench-front": (f"{_BENCH}.serving.front_alone", "what the server's front takes, alone"),
-    "bench-cuda": (f"{_BENCH}.cuda.command", "measure the CUDA target, random weights"),
-    "bench-collectives": (f"{_BENCH}.cuda.collectives", "exchanges between two GPUs"),
-    "perf-check": (f"{_BENCH}.perf_check", "measure PERF.md's rows again: are they reproduced?"),
-    "fit-perf-model": (f"{_BENCH}.boards_fit.command", "fit the time model of boards"),
+MOVED = {
+    "bench-serve": (f"{_COMMANDS}.bench_serve", "tilewright bench --url URL"),
+    "generate-engine": (f"{_COMMANDS}.generate_engine", "tilewright compile --emit engine"),
+    "nodes": (f"{_COMMANDS}.nodes", "tilewright run --nodes N or tilewright bench --nodes N"),
 }
-"""What maintainers measure with: in the folder ``bench`` of a clone, not in a wheel."""
+"""Module and new spelling of each renamed subcommand. The old names are removed in release 0.3."""
 
-_OF_RANKS = ("run", "chat", "bench", "serve", "batch")
-"""Verbs that a model of several ranks has; on another rank than 0 they follow it."""
+MAINTAINERS = frozenset(
+    (
+        *("perf", "reference", "perf-check", "fit-perf-model", "make-batch", "batch-answers"),
+        *("compare", "compare-answers", "compare-serve", "compare-batch", "compare-targets"),
+        *("compare-replicas", "bench-nodes", "bench-loop", "bench-masks", "bench-engine"),
+        *("bench-front", "bench-cuda", "bench-collectives"),
+    )
+)
+"""Old names of the commands of ``python -m bench``. They need a clone of the repository."""
+
+_WITH_RANKS = ("run", "chat", "bench", "serve", "batch")
+"""Subcommands with several ranks. Ranks other than 0 follow rank 0."""
 
 EXIT_USER_ERROR = 2
 _INTERRUPTED = 130
@@ -64,59 +56,77 @@ _CLONE = Path(__file__).resolve().parents[2]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``tilewright VERB ...``; returns the exit code."""
-    if argv is None:  # the process is this command's own
+    """Run ``tilewright VERB ...`` and return the exit code."""
+    if argv is None:  # this process runs only this command
         collect_seldom()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
+        print(usage("tilewright COMMAND", VERBS))
         return 0 if arguments else EXIT_USER_ERROR
     if arguments[0] == "--version":
         print(f"tilewright {__version__}")
         return 0
     verb, *rest = arguments
-    try:
-        if verb in _OF_RANKS and is_follower(rest):
+
+    def run() -> int:
+        if verb in _WITH_RANKS and is_follower(rest):
             return follow_here(rest)
         return _command(verb)(rest)
+
+    return report_errors(run)
+
+
+def report_errors(run: Callable[[], int]) -> int:
+    """Return the exit code of ``run()``. Print a user error as one line on standard error."""
+    try:
+        return run()
     except TilewrightError as error:
-        return _fail(str(error), error.exit_code)
+        print(f"tilewright: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # the reader has gone (a pager, head); Python must not complain again at exit
+        # The reader exited (a pager, head). Python must not report the pipe again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
-def _command(verb: str) -> Callable[[list[str]], int]:
-    """The function behind a verb.
+def find_command(name: str, table: Mapping[str, tuple[str, str]]) -> Callable[[list[str]], int]:
+    """Return the ``main`` function of a command.
 
     Raises:
-        TilewrightError: for an unknown verb, or one of a clone where there is none.
+        TilewrightError: for an unknown name. The message suggests the nearest name.
     """
-    known = {**VERBS, **CLONE_VERBS}
-    if verb not in known:
-        raise TilewrightError(f"unknown command {verb!r}; {allowed(known, verb)}")
-    if verb in CLONE_VERBS:
-        if not (_CLONE / "bench" / "in_turn.py").is_file():
-            raise TilewrightError(f"{verb}: runs from a clone of the repository, not from a wheel")
-        if str(_CLONE) not in sys.path:
-            sys.path.insert(0, str(_CLONE))
-    command: Callable[[list[str]], int] = import_module(known[verb][0]).main
+    if name not in table:
+        raise TilewrightError(f"unknown command {name[:80]!r}; {allowed(table, name)}")
+    command: Callable[[list[str]], int] = import_module(table[name][0]).main
     return command
 
 
-def _usage() -> str:
-    lines = ["usage: tilewright COMMAND [options]   (COMMAND --help says more)", ""]
-    known = {**VERBS, **(CLONE_VERBS if (_CLONE / "bench" / "in_turn.py").is_file() else {})}
-    lines += [f"  {verb:<16} {text}" for verb, (_, text) in known.items()]
+def usage(command: str, table: Mapping[str, tuple[str, str]]) -> str:
+    """Return the overview of the commands in ``table``."""
+    width = max(map(len, table)) + 2
+    lines = [f"usage: {command} [options]   (COMMAND --help lists the options)", ""]
+    lines += [f"  {name:<{width}}{text}" for name, (_, text) in table.items()]
     return "\n".join(lines)
 
 
-def _fail(message: str, code: int) -> int:
-    print(f"tilewright: {' '.join(message.split())}", file=sys.stderr)
-    return code
+def _command(verb: str) -> Callable[[list[str]], int]:
+    if verb in MOVED:
+        _print_new_name(verb, MOVED[verb][1])
+        return find_command(verb, MOVED)
+    if verb in MAINTAINERS:
+        _print_new_name(verb, f"python -m bench {verb}")
+        if not (_CLONE / "bench" / "__main__.py").is_file():
+            raise TilewrightError(f"{verb}: not in the wheel; allowed: a clone of the repository")
+        if str(_CLONE) not in sys.path:
+            sys.path.insert(0, str(_CLONE))
+        return find_command(verb, import_module(f"{_BENCH}.__main__").COMMANDS)
+    return find_command(verb, VERBS)
+
+
+def _print_new_name(old: str, new: str) -> None:
+    print(f"tilewright: {old} is deprecated; use {new}", file=sys.stderr)
 
 
 if __name__ == "__main__":

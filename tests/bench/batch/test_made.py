@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import main
 from bench.batch.made import OUTPUTS, PROMPTS, histogram, make_rows, token_rows
 from tests.cli.conftest import Run
 from tilewright.batch.inputs import open_data_set
 from tilewright.batch.plain_rows import Asking
-from tilewright.cli.main import main
 
 
 def test_rows_are_those_of_the_seed_and_lengths_stay_within_their_ends() -> None:

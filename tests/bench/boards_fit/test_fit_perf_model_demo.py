@@ -1,4 +1,4 @@
-"""``demo/fit_perf_model.py`` started as a script, from a folder that is not the clone."""
+"""``python -m bench fit-perf-model`` started as a script, from a folder that is not the clone."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[3] / "demo" / "fit_perf_model.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "bench"
 
 
 def script(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *argv]
+    command = [sys.executable, str(SCRIPT), "fit-perf-model", *argv]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 

@@ -1,4 +1,4 @@
-"""``demo/bench_cuda.py`` started as a script, from a folder that is not the clone."""
+"""``python -m bench bench-cuda`` started as a script, from a folder that is not the clone."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).resolve().parents[3] / "demo" / "bench_cuda.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "bench"
 
 
 def script(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     surroundings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *argv],
+        [sys.executable, str(SCRIPT), "bench-cuda", *argv],
         cwd=folder,
         env=surroundings,
         capture_output=True,

@@ -1,4 +1,4 @@
-"""``tilewright compare``: bad arguments, missing peers, our own worker, peers where installed."""
+"""``bench compare``: bad arguments, missing peers, our own worker, peers where installed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.__main__ import main
 from bench.peers import PEERS
 from bench.peers.command import line_up
 from bench.peers.onnx_folder import cached_onnx_folder, write_hf_folder
 from bench.peers.options import KINDS, PARTS, CompareOptions, read_options
 from bench.peers.records import read_parts
 from tests.cli.conftest import Refused
-from tilewright.cli.main import main
 from tilewright.models import ShapeName, load_model
 from tilewright.models.shapes import shape_config
 

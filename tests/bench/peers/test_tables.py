@@ -1,4 +1,4 @@
-"""Tables of ``tilewright compare``'s records in documents."""
+"""Tables of ``python -m bench compare``'s records in documents."""
 
 from __future__ import annotations
 

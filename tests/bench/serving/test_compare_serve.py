@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import main
 from bench.blocks import rendered
 from bench.serving.servers import Contestant, in_turn, llama_cpp, running
 from bench.serving.tables import render
-from tilewright.cli.main import main
 from tilewright.errors import ConfigError, TilewrightError
 
 ROOT = Path(__file__).parents[3]

@@ -1,4 +1,4 @@
-"""``demo/compare_targets.py``: runs on a tiny model, joined with lines made before; refusals."""
+"""``bench compare-targets``: runs on a tiny model, joined with lines made before; refusals."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import main
 from bench.targets.command import FIGURES, PAIRED
 from bench.targets.target_runs import Compared, compare_runs, latest, read_runs
-from tilewright.cli.main import main
 from tilewright.evaluate.report.table import Table
 from tilewright.evaluate.results.record import Paired
 from tilewright.evaluate.results.stats import Ratio

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import main as bench
 from tests.cli.sweep.conftest import Sweep
 from tests.cli.sweep.measured import SWEEP, measured
 from tests.sweep_cells import (
@@ -129,8 +130,8 @@ def test_perf_md_gets_the_rows_and_keeps_its_text(
     assert main(["sweep", *argv]) == 0
     assert (results.read_bytes(), output.read_text()) == (kept, text)
     assert "0 new results" in capsys.readouterr().err
-    # and it is what `tilewright perf` renders
-    assert main(["perf", "--results", str(results), "--output", str(output)]) == 0
+    # and it is what `python -m bench perf` renders
+    assert bench(["perf", "--results", str(results), "--output", str(output)]) == 0
     assert output.read_text() == text
 
 

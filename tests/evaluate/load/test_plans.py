@@ -185,7 +185,7 @@ def test_the_command_keeps_rows_and_says_when_a_request_failed(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = tmp_path / "rows.jsonl"
-    argv = ["bench-serve", "--url", server.url, "--requests", "2", "--output-tokens", "2"]
+    argv = ["bench", "--url", server.url, "--requests", "2", "--output-tokens", "2"]
     assert main([*argv, "--results", str(kept), "--rounds", "2", "--warm-up", "0"]) == 0
     rows = [json.loads(line) for line in kept.read_text().splitlines()]
     assert [row["round"] for row in rows] == [0, 1] and rows[0]["plan"] == "streams"

@@ -128,7 +128,12 @@ class RunOptions:
 
 def parser() -> argparse.ArgumentParser:
     """The options of ``tilewright bench`` and ``demo/simple_text_demo.py``."""
-    found = Parser(prog="tilewright bench", description="Answer prompts with a model; measure it.")
+    found = Parser(
+        prog="tilewright bench",
+        description="Measure a model on prompts, or a server with --url URL. Other options: "
+        "tilewright bench --url URL --help (load tests of a server), "
+        "tilewright bench --nodes --help (those of distributed-llama).",
+    )
     add_options(found, PathArguments, ParallelArguments, _Asked, _CaseChanges, RunOptions)
     return found
 

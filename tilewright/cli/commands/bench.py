@@ -6,6 +6,7 @@ import warnings
 
 from tilewright.cli.arguments.ask import Sign
 from tilewright.cli.arguments.bench import RunOptions, read_options
+from tilewright.cli.commands import bench_serve, nodes
 from tilewright.compiler.precision import list_precisions
 from tilewright.errors import ConfigError
 from tilewright.evaluate.cases.cases import CASES
@@ -13,6 +14,10 @@ from tilewright.evaluate.cases.cases import CASES
 
 def main(argv: list[str]) -> int:
     """Run ``tilewright bench`` with the arguments behind it; returns the exit code."""
+    if any(word.partition("=")[0] == "--url" for word in argv):
+        return bench_serve.main(argv)
+    if nodes.has_options(argv):
+        return nodes.main(argv, prog="tilewright bench --nodes")
     sign = Sign()
     try:
         options = read_options(argv, sign)

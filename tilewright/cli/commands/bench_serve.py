@@ -1,4 +1,4 @@
-"""``tilewright bench-serve``: loads a server by a plan and says how it answers."""
+"""``tilewright bench --url``: load tests of a server."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _Options:
 def main(argv: list[str]) -> int:
     """Run the plan; returns 1 where a request failed, or an answer was not what it must be."""
     text = "Load a server with many users' requests, by a plan."
-    options = parse(_Options, argv, prog="tilewright bench-serve", description=text)
+    options = parse(_Options, argv, prog="tilewright bench --url URL", description=text)
     from tilewright.evaluate.load.contest import LEVELS
     from tilewright.evaluate.load.plans import PLANS
 

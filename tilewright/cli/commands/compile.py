@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilewright.cli.commands import generate_engine
 from tilewright.compiler.artifacts.paths import digest_memory
 from tilewright.compiler.devices import check_triton
 from tilewright.distributed.grouping import read_grouping
@@ -84,10 +85,9 @@ class _Arguments(CheckpointArguments):
 
 def main(argv: list[str]) -> int:
     """Run ``tilewright compile`` with the arguments behind it; returns the exit code."""
-    parser = Parser(prog="tilewright compile", description="Compile a model into a folder.")
-    add_options(parser, _Arguments)
-    add_options(parser, ParallelArguments, without=_OF_RUNS)
-    arguments = parser.parse_args(argv)
+    if generate_engine.has_options(argv):
+        return generate_engine.main(argv)
+    arguments = _parser().parse_args(argv)
     output = output_folder(arguments.output)
     take_checkpoint(arguments)
     _check_emission(arguments)
@@ -127,6 +127,17 @@ def main(argv: list[str]) -> int:
     print_files(screen, output)
     screen.print(_use_of(arguments.emit, output, options), soft_wrap=True)
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="tilewright compile",
+        description="Compile a model into a folder. Other options: "
+        "tilewright compile --config FILE --help (the fastest of several engine.py files).",
+    )
+    add_options(parser, _Arguments)
+    add_options(parser, ParallelArguments, without=_OF_RUNS)
+    return parser
 
 
 def _read_options(arguments: argparse.Namespace) -> ModelOptions:

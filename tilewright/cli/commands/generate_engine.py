@@ -1,4 +1,4 @@
-"""``tilewright generate-engine``: candidates of an engine.py are checked and timed; one is kept."""
+"""``tilewright compile --emit engine --config FILE``: the fastest of several engine.py files."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ _DEVICES = ("auto", "cuda", "cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Arguments:
+    emit: str = option("engine: one Python file", default="engine", choices=("engine",))
     config: str = option("the model's configuration", default="target/model_config.json")
     weights: str = option("the folder of its weights", default="target/weights")
     output: str = option(
@@ -55,13 +56,20 @@ class _Arguments:
     )
 
 
+def has_options(argv: Sequence[str]) -> bool:
+    """Return whether a command line of ``tilewright compile`` names a configuration file or a
+    directory of weights instead of a model.
+    """
+    return any(word.partition("=")[0] in ("--config", "--weights") for word in argv)
+
+
 def main(argv: list[str]) -> int:
-    """Run ``tilewright generate-engine`` with the arguments behind it; returns the exit code."""
+    """Run ``tilewright compile --emit engine`` for a configuration file; returns the exit code."""
     begun = time.monotonic()
     given = parse(
         _Arguments,
         argv,
-        prog="tilewright generate-engine",
+        prog="tilewright compile --emit engine",
         description="Write the engine.py that runs a model fastest on this machine.",
     )
     import torch

@@ -1,4 +1,4 @@
-"""``tilewright nodes``: a model on several CPU nodes, with distributed-llama's command line.
+"""``tilewright run --nodes`` and ``bench --nodes`` with the options of distributed-llama.
 
 Its counting too (`counted_steps`): ``--steps`` counts the prompt's tokens and the generated ones. A
 task is the competition's: three prompts, each of so many steps, on four nodes.
@@ -50,9 +50,26 @@ _TASKS = {
     3: {"nodes": 4},
 }
 """What holds where the command line says nothing else."""
-_OF_NO_PROMPT = ("path", "dump", "prompt", "steps", "port", "host", "task", "prompts", "output")
+_OF_NO_PROMPT = (
+    "path",
+    "worker",
+    "dump",
+    "prompt",
+    "steps",
+    "port",
+    "host",
+    "task",
+    "prompts",
+    "output",
+)
 """Options that do not make the text of a prompt, or not of each prompt alike."""
 _INFERENCE, _WORKER = "inference", "worker"
+_OWN_OPTIONS = frozenset(
+    (
+        *("--worker", "--workers", "--steps", "--nthreads", "--max-seq-len", "--topp"),
+        *("--buffer-float-type", "--tokenizer", "--task", "--prompts", "--port", "--host"),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +81,7 @@ class _Arguments(PathArguments):
         choices=(_INFERENCE, _WORKER),
         metavar="MODE",
     )
+    worker: bool = option("run a worker on this machine: the same as MODE worker", default=False)
     tokenizer: str | None = option("dllama's .t file: the one beside the model", metavar="FILE")
     prompt: str | None = option("what is continued; - reads standard input", metavar="TEXT")
     steps: int | None = option(
@@ -116,11 +134,25 @@ class _Prompt:
     steps: int
 
 
-def main(argv: list[str]) -> int:
-    """Run ``tilewright nodes`` with the arguments behind it; returns the exit code."""
-    words = "Run a model over CPU nodes, as distributed-llama is run."
-    given = parse(_Arguments, argv, prog="tilewright nodes", description=words)
-    if given.path == _WORKER:
+def has_options(argv: Sequence[str]) -> bool:
+    """Return whether a command line has an option of this module that is not an option of
+    ``tilewright run`` and ``tilewright bench``.
+    """
+    if "--help" in argv or "-h" in argv:
+        return any(word.partition("=")[0] == "--nodes" for word in argv)
+    return any(word.partition("=")[0] in _OWN_OPTIONS for word in argv)
+
+
+def main(argv: list[str], prog: str = "tilewright run --nodes") -> int:
+    """Run the nodes and return the exit code."""
+    words = (
+        "Continue a prompt on several CPU nodes, with the options and the token counts of "
+        "distributed-llama. Without these options, --nodes is --tensor-parallel."
+    )
+    if "--help" in argv:  # a number of nodes is optional here
+        argv = ["--help"]
+    given = parse(_Arguments, argv, prog=prog, description=words)
+    if given.worker or given.path == _WORKER:
         from tilewright.distributed.worker import serve_worker
         from tilewright.loading.ranks import FOLLOW
 
@@ -177,7 +209,7 @@ def _task(given: _Arguments) -> int:
 
 def _script(given: _Arguments, prompt: _Prompt) -> str:
     """A shell script that runs one prompt again as it was run, whatever the current directory."""
-    command = [*PYTHON, "-m", "tilewright.cli.main", "nodes"]
+    command = [*PYTHON, "-m", "tilewright.cli.main", "run"]
     for name in (each.name for each in fields(given) if each.name not in _OF_NO_PROMPT):
         value = getattr(given, name)
         if value in (None, ()):

@@ -18,6 +18,7 @@ from tilewright.cli.arguments.ask import (
     open_asked,
     read_asked,
 )
+from tilewright.cli.commands import nodes
 from tilewright.errors import ConfigError, RequestError
 from tilewright.options.arguments import option, read_prompt
 
@@ -40,8 +41,13 @@ class _Arguments(AskArguments):
 
 def main(argv: list[str]) -> int:
     """Run ``tilewright run`` with the arguments behind it; returns the exit code."""
+    if nodes.has_options(argv):
+        return nodes.main(argv)
     sign, started = Sign(), time.perf_counter()
-    words = "Answer a prompt with a model."
+    words = (
+        "Answer a prompt with a model. Other options: tilewright run --nodes --help (those of "
+        "distributed-llama)."
+    )
     try:
         asked = read_asked(argv, _Arguments, sign, prog="tilewright run", description=words)
         prompt = _prompt(asked.arguments.prompt)

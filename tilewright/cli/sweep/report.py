@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.cli.commands import perf
 from tilewright.cli.sweep.files import open_sweep, write_text
 from tilewright.errors import ConfigError
 from tilewright.evaluate.cases.cases import ACCURACY_TEXT
+from tilewright.evaluate.report import perf_file
 from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.results.result_file import append, read
 from tilewright.evaluate.sweep import summary
@@ -49,7 +49,7 @@ def export(given: argparse.Namespace) -> int:
     if given.csv is not None:
         _write(given.csv, csv_text(*states.values()))
     if given.perf_md is not None:
-        _merge(states, given.perf_md, Path(given.results or perf.RECORDED))
+        _merge(states, given.perf_md, Path(given.results or perf_file.RECORDED))
     return 0
 
 
@@ -112,11 +112,11 @@ def _merge(states: dict[str, SweepState], output: str, path: Path) -> None:
             f"{', '.join(states)}: no configuration is finished, and {path} holds no results; "
             "allowed: at least one"
         )
-    perf.check_file(output)
+    perf_file.check_file(output)
     for result in new:
         append(path, result)
     _say(f"{path}: {len(new)} new results")
-    _say(perf.update_tables(output, [*known, *new, *perf.read_beside(path)]))
+    _say(perf_file.update_tables(output, [*known, *new, *perf_file.read_beside(path)]))
 
 
 def _write(output: str, text: str) -> None:

@@ -1,6 +1,6 @@
 """Rates and latencies of Wormhole boards for the performance model: documented, assumed, fitted.
 
-The fitted ones were made by ``python demo/fit_perf_model.py``, which also checks them.
+The fitted ones were made by ``python -m bench fit-perf-model``, which also checks them.
 """
 
 from __future__ import annotations

@@ -262,10 +262,10 @@ def test_a_rank_that_never_comes_is_named_and_later_polls_end() -> None:
 
 @pytest.mark.multigpu
 def test_two_processes_sum_alike(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", str(ROOT / "demo" / "bench_collectives.py"), "--chain", "20"]
+    command = [sys.executable, "-P", str(ROOT / "bench"), "bench-collectives"]
     kept = tmp_path / "figures.jsonl"
     run = subprocess.run(
-        [*command, "--results", str(kept), "--only", "ours"],
+        [*command, "--chain", "20", "--results", str(kept), "--only", "ours"],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr

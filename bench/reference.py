@@ -1,4 +1,4 @@
-"""``tilewright reference``: a model's fp32 reference file, for the repository."""
+"""``python -m bench reference``: a model's fp32 reference file, for the repository."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from tilewright.options.arguments import Parser
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright reference`` with the arguments behind it; returns the exit code."""
-    parser = Parser(prog="tilewright reference", description="Write a fp32 reference file.")
+    """Run ``python -m bench reference`` with the arguments behind it; returns the exit code."""
+    parser = Parser(prog="python -m bench reference", description="Write a fp32 reference file.")
     parser.add_argument("--model", metavar="PATH", help="as for tilewright run (default: smollm2)")
     arguments = parser.parse_args(argv)
     from tilewright.models import check_header, find_model

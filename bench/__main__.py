@@ -1,0 +1,49 @@
+"""Measurements for maintainers: ``python -m bench NAME`` in a clone of the repository."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":  # `python path/to/bench NAME` runs it from any directory
+    _HERE = Path(__file__).resolve().parent
+    sys.path[:] = [str(_HERE.parent), *(each for each in sys.path if each != str(_HERE))]
+
+from tilewright.cli.main import EXIT_USER_ERROR, find_command, report_errors, usage
+
+COMMANDS = {
+    "perf": ("bench.perf", "render PERF.md from results"),
+    "perf-check": ("bench.perf_check", "measure the rows of PERF.md again"),
+    "reference": ("bench.reference", "write the fp32 reference file of a model"),
+    "compare": ("bench.peers.command", "CPU target and other engines"),
+    "compare-answers": ("bench.peers.answers", "ten answers, also from llama.cpp"),
+    "compare-serve": ("bench.serving.command", "server and llama.cpp's server"),
+    "compare-batch": ("bench.batch.command", "batch and llama.cpp's server"),
+    "compare-targets": ("bench.targets.command", "targets and the fp32 reference"),
+    "compare-replicas": ("bench.serving.replicas", "one server with several engines"),
+    "batch-answers": ("bench.batch.answers", "batch and single requests"),
+    "make-batch": ("bench.batch.made", "write a data set for tilewright batch"),
+    "bench-nodes": ("bench.nodes.command", "CPU nodes and links between them"),
+    "bench-loop": ("bench.host_time", "host time of a scheduler step"),
+    "bench-masks": ("bench.masks", "host time of grammar masks"),
+    "bench-engine": ("bench.engine.command", "generated engine.py and torch"),
+    "bench-front": ("bench.serving.front_alone", "API server without an engine"),
+    "bench-cuda": ("bench.cuda.command", "CUDA target with random weights"),
+    "bench-collectives": ("bench.cuda.collectives", "collectives of two GPUs"),
+    "fit-perf-model": ("bench.boards_fit.command", "fit the time model of boards"),
+}
+"""Module and summary of each command."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``python -m bench NAME ...`` and return the exit code."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage("python -m bench NAME", COMMANDS))
+        return 0 if argv else EXIT_USER_ERROR
+    name, *rest = argv
+    return report_errors(lambda: find_command(name, COMMANDS)(rest))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
