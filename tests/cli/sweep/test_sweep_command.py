@@ -59,7 +59,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--models", "MODEL", *GRID, "--nosuch"], ["--nosuch"]),
         (["--models", "MODEL", *GRID, "--results", "."], ["is a folder"]),
         (["--models", "MODEL", *GRID, "--results", "file/below.jsonl"], ["not writable"]),
-        (["--models", "MODEL", *GRID, "--results", "file"], ["is there already", "--resume"]),
+        (["--models", "MODEL", *GRID, "--results", "file"], ["file:1", "no event of a sweep"]),
         (["--models", "MODEL", *GRID, "--resume"], ["grid.jsonl", "No such file"]),
         (["--resume", "--results", "file"], ["file:1", "no event of a sweep"]),
         (["search", "--models", "MODEL"], ["without a bound", "--min-top1", "--max-bytes"]),
@@ -87,7 +87,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["a search on n150", "allowed there: the plans pareto"],
         ),
         (["search", "--max-kl", "1", "--resume"], ["search.jsonl", "No such file"]),
-        (["pareto", "--other-code", "keep"], ["--other-code without --resume"]),
+        (["pareto", "--other-code", "keep"], ["--other-code with a new sweep"]),
         (["search", "--max-kl", "1", "--rounds", "10000"], ["50005 cells", "--yes"]),
         (["nosuch.yaml"], ["nosuch.yaml", "No such file"]),
         (["status"], ["FILE", "required"]),
@@ -120,9 +120,9 @@ def test_another_s_results_file_stays_as_it_is(
     path = journals.twelve(tmp_path / "sweep.jsonl").path
     before = path.read_bytes()
     argv = ["--models", str(tiny_gguf), *GRID, "--results", str(path)]
-    assert "is there already" in refused(*argv, verb="sweep")
-    found = refused(*argv, "--resume", verb="sweep")
-    assert "'pareto'" in found and "precisions" in found and "another --results" in found
+    for more in ([], ["--resume"]):
+        found = refused(*argv, *more, verb="sweep")
+        assert "'pareto'" in found and "precisions" in found and "another --results" in found
     assert path.read_bytes() == before
 
 
@@ -137,6 +137,8 @@ def test_a_sweep_is_resumed_as_it_was_asked_for(tmp_path: Path, refused: Refused
     assert "differs in precisions;" in found
     assert "rounds" in refused(*argv, "all-q80", "--rounds", "5", verb="sweep")
     assert "plan 'grid'" in refused("pareto", *argv[:3], verb="sweep")
+    other = ["--results", str(path), "--precisions", "all-q80"]
+    assert "differs in models;" in refused(*other, verb="sweep"), "without --resume too"
     assert path.read_bytes() == before
 
 

@@ -271,7 +271,7 @@ def test_restart_by_name_and_of_all_that_failed(
 ) -> None:
     before = num_lines(journal)
     text = run(capsys, "restart", journal.path, "--failed")
-    assert text.startswith("asked to restart 1 cell; the next --resume takes it up\n")
+    assert text.startswith("asked to restart 1 cell; the next run of the sweep takes it up\n")
     assert appended(journal, before) == [
         {"event": "asked", "cell": cells(NAMES[2])[2].id, "what": "restart"}
     ]

@@ -99,6 +99,9 @@ def test_nothing_is_left_to_resume(
         assert main(["sweep", *argv, "--results", str(swept.path), "--resume"]) == 0
         (line,) = capfd.readouterr().err.splitlines()
         assert "2 of 2 cells done" in line and "sweep export" in line
+    assert main(["sweep", *argv, "--results", str(swept.path)]) == 0, "without --resume too"
+    begun, line = capfd.readouterr().err.splitlines()
+    assert begun == f"resuming {swept.path}: 2 of 2 cells done" and "sweep export" in line
     assert swept.path.read_bytes() == before
     assert main(["sweep", "--results", str(swept.path), "--resume", "--dry-run"]) == 0
     assert "0 cells" in capfd.readouterr().out

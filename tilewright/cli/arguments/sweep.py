@@ -131,7 +131,12 @@ class SweepOptions:
     results: Path = option(
         f"default: {DEFAULT_FOLDER / 'PLAN'}.jsonl; of a YAML, its name", group=_RUN, metavar="FILE"
     )
-    resume: bool = option("go on with what is there", group=_RUN, default=False)
+    resume: bool = option(
+        "require an existing file, whose options apply; without it an existing file is resumed if "
+        "its options are the same",
+        group=_RUN,
+        default=False,
+    )
     other_code: str | None = option(
         "what becomes of figures that other code than this measured",
         group=_RUN,
@@ -152,6 +157,11 @@ class SweepOptions:
     memory: int | None = option(
         "that a cell may allocate, such as 8GB (default: no limit)", group=_RUN, metavar="SIZE"
     )
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the file of results is an earlier part of this sweep."""
+        return self.resume or self.results.exists()
 
 
 _MEASURED = names_of(SweepOptions, _WHAT)
@@ -227,6 +237,7 @@ def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
         load_precision(precision)
     for text in filter(None, (found["accuracy_text"], given.get("held_out"))):
         accuracy_text(text)
+    found["results"] = Path(found["results"] or DEFAULT_FOLDER / f"{name}.jsonl")
     if not found["resume"]:
         _check_asked(plan, found)
     usual_levels = DEFAULT_LEVELS if plan == "search" else ("bfp8",)
@@ -240,7 +251,6 @@ def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
         "plan": plan,
         "asked": _asked(given),
         "levels": tuple(map(Level.parse, found["levels"] or usual_levels)),
-        "results": Path(found["results"] or DEFAULT_FOLDER / f"{name}.jsonl"),
         "jobs": min(found["jobs"], os.cpu_count() or 1),
         "timeout_s": found["timeout_s"] or (_BOARD_TIMEOUT if has_board else _TIMEOUT),
     }
@@ -249,8 +259,11 @@ def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
 
 
 def _check_asked(plan: str, found: Mapping[str, Any]) -> None:
-    if plan != "search" and found["other_code"] is not None:
-        raise ConfigError("--other-code without --resume; allowed: both, or neither")
+    if plan != "search" and found["other_code"] is not None and not found["results"].exists():
+        raise ConfigError(
+            f"--other-code with a new sweep {found['results']}; allowed: with the file of an "
+            "earlier run"
+        )
     if plan == "grid" and not found["precisions"]:
         raise ConfigError("a grid without --precisions; allowed: one or more, as tilewright bench")
     if plan == "search" and all(found[name] is None for name in BOUNDS):

@@ -134,7 +134,7 @@ def ask(journal: Journal, states: Sequence[CellState], what: What) -> list[str]:
     journal.append(*(Asked(each.cell.id, what) for each in chosen))
     found = f"asked to {what} {cells_text(len(chosen))}"
     if what == "restart":
-        taken = "the running sweep" if is_held else "the next --resume"
+        taken = "the running sweep" if is_held else "the next run of the sweep"
         found += f"; {taken} takes {'it' if len(chosen) == 1 else 'them'} up"
     elif was_running:
         found += "; the running sweep stops it" if is_held else "; it does not run now"

@@ -36,7 +36,7 @@ _NUM_LISTED = 8
 def main(argv: list[str]) -> int:
     """Run a plan or a grid of ``tilewright sweep``; returns the exit code."""
     options = read_options(argv)
-    if options.resume:
+    if options.resumes:
         journal = open_journal(options)
         if options.dry_run:
             print_plan([each.cell for each in journal.state.open_cells()], options)
@@ -58,13 +58,17 @@ def open_journal(options: SweepOptions) -> Journal:
     """
     journal = open_sweep(options.results)
     held = journal.state.planned
-    if held.plan != options.plan or (options.asked and options.asked != held.options):
+    takes_any = options.resume and not options.asked
+    if held.plan != options.plan or (options.asked != held.options and not takes_any):
         differing = {key for key, _ in options.asked.items() ^ held.options.items()}
         what = ", ".join(sorted(differing)) or "the plan"
         raise ConfigError(
             f"sweep file {options.results}: holds plan {held.plan!r} and differs in {what}; "
-            "allowed: --resume with the same options or none, or another --results"
+            "allowed: the same options, --resume with no other options, or another --results"
         )
+    if not options.resume:
+        done = journal.state.count("done")
+        note(err(), f"resuming {options.results}: {done} of {len(journal.state.cells)} cells done")
     _settle_other_code(journal, options)
     return journal
 

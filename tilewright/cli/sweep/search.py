@@ -34,7 +34,7 @@ EXIT_NOTHING_FOUND = 1
 def main(argv: list[str]) -> int:
     """Run ``tilewright sweep search`` for a configuration; returns the exit code."""
     options = read_options(argv)
-    begun = run.open_journal(options) if options.resume else None
+    begun = run.open_journal(options) if options.resumes else None
     if begun is not None:
         options = _as_begun(options, begun)
     if len(options.models) > 1 or len(options.targets) > 1:
