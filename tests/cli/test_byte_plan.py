@@ -1,4 +1,4 @@
-"""The byte plan that ``run`` and ``compile`` print before they compile."""
+"""The byte plan that ``bench`` and ``compile`` print with ``--explain``, before they compile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from tilewright.cli.main import main
 from tilewright.compiler.targets.interface.modes import COMPUTE_MODES
 from tilewright.errors import CompileError
 
-RUN = ["--prompt", "a", "--max-generated-tokens", "3", "--repeat-batches", "1", "--no-results"]
+RUN = [
+    "--prompt",
+    "a",
+    "--max-generated-tokens",
+    "3",
+    "--repeat-batches",
+    "1",
+    "--no-results",
+    "--explain",
+]
 SHOWN = {
     "tiny": ["wqkv", "ff1_3", "kv_cache", "total"],
     "tiny-moe": ["router", "experts_ff1_3", "experts_ff2", "kv_cache", "total"],
@@ -38,6 +47,19 @@ def test_a_run_prints_it_beside_its_text(shape: str, capfd: pytest.CaptureFixtur
     assert ("bytes a sequence, whatever its length" in plan) == (shape == "tiny-hybrid")
 
 
+def test_a_run_without_explain_prints_its_text_and_one_table(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """And the name and formats of the configuration, not its heading."""
+    argv = ["bench", "--model", "shape:tiny-moe", "--target", "cpu", "--repeat-batches", "2"]
+    argv += ["--prompt", "a", "--max-generated-tokens", "3", "--no-results"]
+    assert main([*argv, "--precision", "all-q80"]) == 0
+    out, err = capfd.readouterr()
+    assert all(line.startswith("backend auto: onnxruntime") for line in err.splitlines())
+    assert out.count("┏") == 1 and out.splitlines()[-1].endswith("; all-q80 (q80)")
+    assert "precision_cfg" not in out
+
+
 def test_it_comes_before_anything_is_compiled(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,7 +73,15 @@ def test_it_comes_before_anything_is_compiled(
 
 
 def test_compile_prints_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    argv = ["compile", "shape:tiny-moe", "-o", str(tmp_path / "out"), "--target", "reference"]
+    argv = [
+        "compile",
+        "shape:tiny-moe",
+        "-o",
+        str(tmp_path / "out"),
+        "--target",
+        "reference",
+        "--explain",
+    ]
     out = said(argv, capfd)
     assert "│ experts_ff2 " in out and "1 sequence of 2,048 positions" in " ".join(out.split())
 
@@ -60,7 +90,7 @@ def test_what_is_compiled_already_has_none(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(tmp_path / "out")
-    said(["compile", "shape:tiny", "-o", folder, "--target", "reference"], capfd)
+    said(["compile", "shape:tiny", "-o", folder, "--target", "reference", "--explain"], capfd)
     assert "bytes of" not in said(["bench", "--model", folder, *RUN], capfd)
 
 

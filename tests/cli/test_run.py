@@ -41,12 +41,15 @@ def test_the_answer_is_all_of_standard_output(
     monkeypatch.chdir(tmp_path)
     out, error = run(capfd, tiny_gguf, "--prompt", "hello", *SIX)
     assert out == f"{answer}\n"
-    precision, backend, line = error.splitlines()
-    assert precision.startswith("precision auto: accuracy, ")
-    assert backend.startswith(("backend auto: native, ", "backend auto: onnxruntime, for "))
+    *fallback, line = error.splitlines()
+    assert all(each.startswith("backend auto: onnxruntime, for ") for each in fallback)
     assert line.startswith("6 tokens in ") and "t/s" in line and "\x1b" not in line
     assert "cut short there (--max-tokens)" in line and re.search("tiny on cpu(-native)?, ", line)
     assert list(tmp_path.iterdir()) == [], "nothing is written unless it is asked for"
+    out, error = run(capfd, tiny_gguf, "--prompt", "hello", *SIX, "-v")
+    precision, backend, _ = error.splitlines()
+    assert out == f"{answer}\n" and precision.startswith("precision auto: accuracy, ")
+    assert backend.startswith(("backend auto: native, ", "backend auto: onnxruntime, for "))
 
 
 def test_figures_and_json_are_asked_for(

@@ -64,7 +64,9 @@ def test_r_restarts_after_a_yes_and_says_what_is_lost(journal: Journal) -> None:
         question = str(app.screen.query_one("#question", Static).content)
         assert f"Restart 2 cells of {NAMES[9]}? The figures of 1 will be replaced." in question
         await press(pilot, "y")
-        assert "asked to restart 2 cells; the next run of the sweep takes them up" in screen(app)[22]
+        assert (
+            "asked to restart 2 cells; the next run of the sweep takes them up" in screen(app)[22]
+        )
         assert "0/4 interrupted" in line_of(app, "wo-")
 
     drive(journal, script)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from tilewright.cli.terminal.notes import only_fallbacks
 from tilewright.models import DEFAULT_MODEL
 from tilewright.options.arguments import (
     CHECKPOINT_PRECISION,
@@ -78,6 +79,9 @@ class AskArguments(PathArguments):
     system: str | None = option("the system message", metavar="TEXT")
     threads: int | None = option("CPU threads (default: all cores)", type=integer(1, 1024))
     no_cache: bool = option("compile anew and keep nothing", default=False)
+    verbose: bool = option(
+        "print the notes of the compiler", "-v", "--verbose", "--explain", default=False
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +211,7 @@ def compile_asked(asked: Asked, source: Source, sign: Sign, *, context: int) -> 
     compiled = compile_source(
         source, model, choices, sign.progress, use_cache=use_cache, ends_process=True
     )
-    for note in compiled.notes:
+    for note in only_fallbacks(compiled.notes, is_verbose=asked.arguments.verbose):
         sign.note(note)
     return LLM.of_compiled(source, compiled)
 

@@ -105,7 +105,11 @@ class RunOptions:
     text: str
     accuracy_text: AccuracyText
     use_cache: bool
-    explain: bool = option("print the effective precision", default=False)
+    explain: bool = option(
+        "print the effective precision, the numeric contract, bytes by group and every repeat",
+        default=False,
+    )
+    verbose: bool = option("print the notes of the compiler", "-v", "--verbose", default=False)
     explain_time: bool = option("print where a step goes, predicted (boards)", default=False)
     threads: int | None = option("CPU threads (default: all cores)", type=integer(1, 1024))
     temperature: float = option("0: greedy", default=0.0, group="sampling", type=real(0, 100))

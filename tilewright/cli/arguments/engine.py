@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tilewright.cli.terminal.notes import without_details
 from tilewright.compiler.targets.interface.modes import COPIES
 from tilewright.options.arguments import integer, option, real
 
@@ -86,6 +87,9 @@ class EngineArguments:
         "CPU threads, of all replicas together", group=_ENGINE, type=integer(1, 1024)
     )
     no_cache: bool = option("compile anew and keep nothing", default=False, group=_ENGINE)
+    verbose: bool = option(
+        "log the notes of the compiler", "-v", "--verbose", default=False, group=_ENGINE
+    )
 
     @property
     def context(self) -> int:
@@ -131,7 +135,7 @@ class EngineArguments:
         compiled = compile_source(
             source, model, options, progress, use_cache=use_cache, ends_process=ends_process
         )
-        for note in compiled.notes:
+        for note in without_details(compiled.notes, is_verbose=self.verbose):
             say(note)
         return compiled
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright.cli.commands import generate_engine
+from tilewright.cli.terminal.notes import without_details
 from tilewright.compiler.artifacts.paths import digest_memory
 from tilewright.compiler.devices import check_triton
 from tilewright.distributed.grouping import read_grouping
@@ -67,6 +68,8 @@ class _Arguments(CheckpointArguments):
         group=_WRITTEN,
         choices=tuple(_USES),
     )
+    explain: bool = option("print bytes by group and the notes of the compiler", default=False)
+    verbose: bool = option("print the notes of the compiler", "-v", "--verbose", default=False)
     dialect: str | None = option(
         "of --emit mlir: torch or linalg (default: linalg)", group=_WRITTEN
     )
@@ -112,7 +115,7 @@ def main(argv: list[str]) -> int:
         if arguments.emit == "program":
             with compile_progress(err()) as progress:
                 options = settle_backend(options, progress)
-        if arguments.emit in ("program", "onnx"):
+        if arguments.explain and arguments.emit in ("program", "onnx"):
             context = min(_CONTEXT, model.config.max_positions)
             print_byte_plan(err(), model, options, batch=1, context=context)
         with compile_progress(err()) as progress:
@@ -121,7 +124,8 @@ def main(argv: list[str]) -> int:
             else:
                 notes = _emit(model, options, arguments, folder, progress)
     screen = out()
-    note(err(), *options.notes, *notes)
+    is_verbose = arguments.verbose or arguments.explain
+    note(err(), *without_details((*options.notes, *notes), is_verbose=is_verbose))
     if model.weights == "random":
         note(screen, RANDOM_NOTE.format(model.name))
     print_files(screen, output)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tilewright.cli.terminal.notes import without_details
 from tilewright.compiler.artifacts.paths import cache_dir
 from tilewright.errors import ConfigError, NoRoomError, allowed
 from tilewright.models import check_header, find_model
@@ -46,6 +47,7 @@ class _Options(CheckpointArguments):
         default="dllama",
         choices=("dllama", "cache"),
     )
+    verbose: bool = option("print the notes of the compiler", "-v", "--verbose", default=False)
     weights: str | None = option(
         f"of --to dllama: the type of the matrices (default: {_USUAL_WEIGHTS})",
         choices=tuple(_WEIGHTS),
@@ -137,7 +139,7 @@ def _to_cache(arguments: argparse.Namespace) -> int:
     wanted = CompileOptions(max_batch=1, max_context=context, compute=options.compute)
     with compile_progress(err()) as progress:
         compiled = compile_source(source, options, wanted, progress, use_cache=True)
-    note(err(), *compiled.notes)
+    note(err(), *without_details(compiled.notes, is_verbose=arguments.verbose))
     out().print(f"{source.name} for {compiled.target}, {compiled.precision.name}: in the cache")
     compiled.executable.close()
     return 0

@@ -17,6 +17,7 @@ from tilewright.cli.measure.explain import (
     print_byte_plan,
 )
 from tilewright.cli.terminal import console
+from tilewright.cli.terminal.notes import only_fallbacks
 from tilewright.compiler.driver import lower_model, resolve_precision
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.targets.interface.base import CompileOptions
@@ -33,7 +34,7 @@ from tilewright.evaluate.report.display import decimal, percent
 from tilewright.evaluate.report.table import Table
 from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.results.row import model_text
-from tilewright.loading.source import Source, precision_of
+from tilewright.loading.source import Source, precision_of, precision_title
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import Request
 
@@ -59,7 +60,8 @@ def run_board(source: Source, options: RunOptions, screen: Console) -> int:
     if source.weights == "random":
         console.note(screen, console.RANDOM_NOTE.format(source.name))
     sizes: dict[str, Any] = {"batch": options.case.batch_size, "context": plan.context}
-    print_byte_plan(console.err(), source.model, options.model, **sizes)
+    if options.explain:
+        print_byte_plan(console.err(), source.model, options.model, **sizes)
     records = [board.predicted()] if board.num_generated > 1 else []
     if options.case.is_natural or options.case.token_accuracy:
         say_expected_time(board.num_emulated, options.case.precision)
@@ -74,7 +76,8 @@ def run_board(source: Source, options: RunOptions, screen: Console) -> int:
     title = f"{last.case}: {model_text(last)} on {last.device}, {last.precision_name}"
     rows = [row for record in records for row in _rows(record)]
     console.print_table(screen, title, Table.of(("", "figure"), rows), numbers=True)
-    console.note(screen, f"{last.device_detail}; {last.heading}")
+    precision = precision_title(source, precision_of(source, options.model.precision))
+    console.note(screen, f"{last.device_detail}; {precision}")
     # where a text alone was emulated there is no figure
     kept = [each for each in records if each.kind == "predicted" or each.accuracy is not None]
     console.keep_results(screen, options, kept)
@@ -184,7 +187,8 @@ class _Board:
         """The record of what was emulated: the text is printed, the accuracy measured."""
         compiled = self._compiled
         assert compiled is not None
-        console.note(console.err(), *compiled.notes)
+        is_verbose = self._options.verbose or self._options.explain
+        console.note(console.err(), *only_fallbacks(compiled.notes, is_verbose=is_verbose))
         if self._options.case.is_natural:
             self._print_text(screen, compiled)
         detail = compiled.executable.device_detail

@@ -17,12 +17,13 @@ from tilewright.cli.measure.explain import (
     print_byte_plan,
 )
 from tilewright.cli.terminal import console
+from tilewright.cli.terminal.notes import only_fallbacks
 from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.evaluate.measure.timing import Run, time_jobs
 from tilewright.evaluate.report.table import Table
 from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.results.row import model_text
-from tilewright.loading.source import Source, settle_backend
+from tilewright.loading.source import Source, precision_title, settle_backend
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,10 +40,12 @@ def run_here(source: Source, options: RunOptions, screen: Console) -> int:
         options = replace(options, model=settle_backend(options.model, progress))
     sizes = {"batch": options.case.batch_size, "context": plan.context}
     cache = ProgramCache.default() if options.use_cache else None
-    print_byte_plan(console.err(), source.model, options.model, **sizes, cache=cache)
+    if options.explain:
+        print_byte_plan(console.err(), source.model, options.model, **sizes, cache=cache)
     with console.compile_progress(console.err()) as progress:
         compiled = measure.compile_for(source, options, plan, progress)
-    console.note(console.err(), *compiled.notes)
+    is_verbose = options.verbose or options.explain
+    console.note(console.err(), *only_fallbacks(compiled.notes, is_verbose=is_verbose))
     if options.explain:
         explain_precision(screen, compiled.precision)
         explain_contract(screen, compiled.executable.contract)
@@ -65,20 +68,20 @@ def run_here(source: Source, options: RunOptions, screen: Console) -> int:
             )
         result = replace(result, accuracy=accuracy)
     compiled.executable.close()
-    _print_result(screen, result)
+    _print_result(screen, result, options, precision_title(source, compiled.precision))
     console.keep_results(screen, options, [result])
     return _compare_texts(screen, runs) if case.rotate_prompts else 0
 
 
-def _print_result(screen: Console, result: Result) -> None:
+def _print_result(screen: Console, result: Result, options: RunOptions, precision: str) -> None:
     title = f"{result.case}: {model_text(result)} on {result.target}, {result.precision_name}"
     console.print_table(
         screen, title, Table.of(("", "median"), console.result_rows(result)), numbers=True
     )
-    if len(result.repeats) > 1:
+    if options.explain and len(result.repeats) > 1:
         repeats = Table.by(console.REPEAT_COLUMNS, enumerate(result.repeats, start=1))
         console.print_table(screen, "", repeats, numbers=True)
-    console.note(screen, f"{result.device_detail}; {result.heading}")
+    console.note(screen, f"{result.device_detail}; {precision}")
 
 
 def _compare_texts(screen: Console, runs: Sequence[Run]) -> int:
