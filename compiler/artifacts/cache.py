@@ -141,6 +141,29 @@ class ProgramCache:
                 manifest = read_manifest(entry)
             yield entry, manifest
 
+    def entries(self) -> list[Path]:
+        """The directories of all programs; none if the cache is not there."""
+        with contextlib.suppress(OSError):
+            return sorted(
+                each
+                for each in self._programs.iterdir()
+                if each.is_dir() and each.suffix != _PARTIAL
+            )
+        return []
+
+    def remove(self, key: str) -> None:
+        """Remove a program.
+
+        Raises:
+            ConfigError: while a process builds or loads it.
+            OSError: if the files cannot be removed.
+        """
+        try:
+            with _locked(self._path(key, _LOCK)):
+                shutil.rmtree(self._programs / key)
+        except BlockingIOError:
+            raise ConfigError(f"program {key}: a process loads it; allowed: after that") from None
+
     def _sound(self, entry: Path) -> Manifest | None:
         try:
             manifest = open_folder(entry, self.memory)

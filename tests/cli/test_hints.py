@@ -131,11 +131,15 @@ def test_no_hint_is_missing_here(run: Run) -> None:
     assert found == {
         "cli/commands/compile.py",
         "cli/commands/convert.py",
+        "cli/commands/nodes.py",
+        "cli/commands/pull.py",
+        "cli/commands/run.py",
+        "cli/main.py",
         "cli/sweep/main.py",
         "cli/arguments/sweep.py",
         "cli/sweep/run.py",
         "cli/sweep/show.py",
         "cli/sweep/show_app.py",
         "cli/sweep/tables.py",
-        "evaluate/search/run.py",
+        "evaluate/search/search_runner.py",
     }

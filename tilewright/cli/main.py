@@ -27,6 +27,8 @@ VERBS = {
     "convert": (f"{_COMMANDS}.convert", "write a model for dllama or into the program cache"),
     "bench": (f"{_COMMANDS}.bench", "measure a model or a server: speed, memory, accuracy"),
     "sweep": ("tilewright.cli.sweep.main", "measure many configurations and find the best"),
+    "models": (f"{_COMMANDS}.models", "list and remove cached programs and downloaded models"),
+    "pull": (f"{_COMMANDS}.pull", "download a model from the Hugging Face hub"),
 }
 """Module and summary of each subcommand, in the order of ``--help``."""
 

@@ -1,0 +1,125 @@
+"""``tilewright models`` and ``pull``: the list, the removal, and refusals in one line."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants, errors
+
+from tests.cli.conftest import Refused, Run
+from tilewright.cli.main import main
+from tilewright.utils.child_process import PYTHON
+from tilewright.utils.files import CACHE_VARIABLE
+
+HOLD = """
+import mmap, sys
+with open(sys.argv[1], "rb") as file:
+    held = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of programs, and one of the hub beside it, offline."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+@pytest.fixture
+def program(cache: Path, run: Run, tiny_gguf: Path) -> Path:
+    """The one program in the cache."""
+    run("convert", tiny_gguf, "--to", "cache", "--backend", "onnxruntime")
+    (found,) = [each for each in (cache / "cache" / "programs").iterdir() if each.is_dir()]
+    return found
+
+
+@pytest.fixture
+def download(cache: Path, tiny_gguf: Path) -> Path:
+    """A repository as the library keeps it."""
+    home = cache / "hub" / "models--some--tiny"
+    for folder in ("blobs", "refs", "snapshots/0123"):
+        (home / folder).mkdir(parents=True)
+    (home / "refs" / "main").write_text("0123")
+    shutil.copy(tiny_gguf, home / "blobs" / "1")
+    (home / "snapshots" / "0123" / "tiny.gguf").symlink_to("../../blobs/1")
+    return home
+
+
+@pytest.fixture
+def holder(program: Path) -> Iterator[int]:
+    """A process that has mapped a file of the program."""
+    file = next(path for path in program.rglob("*") if path.is_file() and path.stat().st_size)
+    command = [*PYTHON, "-c", HOLD, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"held\n"
+        yield child.pid
+        child.kill()
+
+
+def test_models_lists_sizes_and_removes_by_name_or_id(
+    program: Path, download: Path, run: Run, refused: Refused
+) -> None:
+    said = " ".join(run("models").split())
+    assert program.name[:8] in said and "some/tiny" in said and "MB; programs: " in said
+    assert "not in the cache; allowed: " in refused("remove", "nosuch", verb="models")
+    assert "no NAME" in refused("remove", verb="models")
+    assert run("models", "remove", "some/tiny", program.name[:8]).count("removed ") == 2
+    assert not program.exists() and not download.exists()
+    assert run("models").startswith("nothing is cached in ")
+
+
+def test_remove_of_a_program_in_use_is_refused_and_removes_nothing(
+    program: Path, download: Path, holder: int, refused: Refused
+) -> None:
+    said = refused("remove", "some/tiny", program.name[:8], verb="models")
+    assert f"is used by process {holder}; allowed: after its end" in said
+    assert program.exists() and download.exists()
+
+
+def test_pull_says_what_it_has(
+    download: Path, run: Run, monkeypatch: pytest.MonkeyPatch, tiny_gguf: Path
+) -> None:
+    said = run("pull", "some/tiny:tiny.gguf")
+    size = tiny_gguf.stat().st_size / 1e6
+    assert (
+        said == f"some/tiny:tiny.gguf: {size:,.1f} MB; run it: tilewright run {said.split()[-1]}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted; the same command continues"),
+        (errors.LocalEntryNotFoundError("x"), 2, "no network"),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "the disk is full; make room"),
+    ],
+    ids=["interrupted", "no network", "full disk"],
+)
+def test_pull_that_fails_is_one_line(
+    cache: Path,
+    error: BaseException,
+    code: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    assert main(["pull", "some/tiny"]) == code
+    captured = capsys.readouterr()
+    begun, said = captured.err.splitlines()
+    assert begun == "pulling some/tiny" and words in said and captured.out == ""
+    assert main(["pull", "./some"]) == 2
+    assert "not a name of the hub; allowed: OWNER/NAME" in capsys.readouterr().err
