@@ -21,7 +21,12 @@ def main(argv: list[str]) -> int:
         "--output", default="PERF.md", metavar="FILE", help="the file to update (default: PERF.md)"
     )
     parser.add_argument(
-        "--also", nargs="+", default=(), metavar="FILE", help="documents with blocks to update too"
+        "--also",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="documents with blocks to update too",
     )
     arguments = parser.parse_args(argv)
     path = Path(arguments.results)

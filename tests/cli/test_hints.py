@@ -131,6 +131,7 @@ def test_no_hint_is_missing_here(run: Run) -> None:
     assert found == {
         "cli/commands/compile.py",
         "cli/commands/convert.py",
+        "cli/commands/generate_engine.py",
         "cli/commands/nodes.py",
         "cli/commands/pull.py",
         "cli/commands/run.py",

@@ -8,7 +8,7 @@ from tilewright.compiler.formats import STORED_NAMES, get_format
 from tilewright.compiler.ir.info import Compute, NodeInfo
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.precision import choose_precision, load_precision
-from tilewright.compiler.precision.auto import HOLDS_STORED
+from tilewright.compiler.precision.auto import HOLDS_STORED, SMALL, SMALL_BYTES
 from tilewright.compiler.targets.table import get_target, target_names
 
 QUANTISED = [name for name in STORED_NAMES if get_format(name).block > 1]
@@ -21,6 +21,12 @@ def test_the_choice_and_why(target: str) -> None:
     assert name == ("stored" if target in HOLDS_STORED else "accuracy")
     assert "Q4_1, Q8_0" in why and f"auto: {name}, " in why and "\n" not in why
     assert choose_precision((), target)[0] == "accuracy"
+    assert choose_precision(types, target, SMALL_BYTES) == (name, why)
+    small, why = choose_precision(types, target, SMALL_BYTES - 1)
+    assert small == (SMALL if target == "cpu-native" else name) and f"auto: {small}, " in why
+    assert load_precision(small).resolve(2).format("ff2") == load_precision(name).resolve(2).format(
+        "ff2"
+    )
     load_precision(name)
 
 

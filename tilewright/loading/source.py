@@ -14,6 +14,7 @@ from tilewright.compiler.artifacts.loading import load_program
 from tilewright.compiler.artifacts.manifest import Manifest
 from tilewright.compiler.artifacts.paths import digest_memory, is_compiled
 from tilewright.compiler.artifacts.rank_programs import own_part
+from tilewright.compiler.devices import CPU_BACKENDS
 from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary
 from tilewright.compiler.targets.interface.base import CompileOptions, Progress
 from tilewright.compiler.targets.interface.compiled import Compiled
@@ -128,6 +129,7 @@ def served_facts(source: Source, compiled: Compiled, *, arithmetic: str) -> dict
         "target": compiled.target,
         "precision": compiled.precision.heading,
         "configuration": precision_title(source, compiled.precision),
+        "precision_rule": next((n for n in compiled.notes if n.startswith("precision auto")), ""),
         "weights": source.weights,
         "content_hash": source.content_hash,
         "device": compiled.executable.device_name,
@@ -150,7 +152,13 @@ def settle_backend(choices: ModelOptions, progress: Progress) -> ModelOptions:
     from tilewright.compiler.targets.cpu.backend import choose_backend
 
     target, why = choose_backend(progress)
-    settled = replace(choices, target=target, is_auto=False, notes=(*choices.notes, why))
+    precision, notes = choices.precision, choices.notes
+    if target == CPU_BACKENDS["onnxruntime"] and choices.on_onnxruntime is not None:
+        precision = choices.on_onnxruntime.precision
+        notes = (choices.on_onnxruntime.reason,)
+    settled = replace(
+        choices, target=target, is_auto=False, precision=precision, notes=(*notes, why)
+    )
     settled.check_ranks()
     return settled
 

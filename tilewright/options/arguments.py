@@ -13,18 +13,19 @@ from typing import Any, NoReturn, TypeVar
 from tilewright.compiler.artifacts.paths import is_compiled, target_of
 from tilewright.compiler.devices import CPU_BACKENDS, check_gpu, check_ranks, num_gpus
 from tilewright.compiler.passes.dumps import dump_folder
-from tilewright.compiler.precision import AUTO, PrecisionConfig, choose_precision, load_precision
+from tilewright.compiler.precision import AUTO, PrecisionConfig, load_precision
 from tilewright.compiler.targets.interface.modes import COMPUTE_MODES
 from tilewright.distributed.grouping import Grouping, check_devices, read_grouping
 from tilewright.errors import ConfigError, allowed
-from tilewright.models import FoundModel, check_header, find_model_or_shape, quantised_types
+from tilewright.models import FoundModel, check_header, find_model_or_shape
+from tilewright.options.default_precision import ChosenPrecision
 from tilewright.utils.files import check_fresh
 
 _TARGETS = ("reference", "null", "cpu", "cuda", "n150", "n300", "t3k", "tg")
 CHECKPOINT_PRECISION = AUTO
 PRECISION_FORMS = (
     "a name in precision_cfgs/, a YAML or JSON file, a heading, or auto: stored (weights as the "
-    "file has them) of quantised files, accuracy of others"
+    "file has them) for quantized files, with float prefill under 0.5 GB; accuracy for others"
 )
 _OPTION = "option"
 _T = TypeVar("_T")
@@ -291,6 +292,8 @@ class ModelOptions:
     notes: tuple[str, ...] = ()
     is_auto: bool = False
     grouping: Grouping = field(default_factory=Grouping)
+    on_onnxruntime: ChosenPrecision | None = None
+    """The configuration if ONNX Runtime runs the target cpu. None: ``precision``."""
 
     def check_ranks(self) -> None:
         """Refuse ranks of a target that has none; of cpu once it is known what runs it.
@@ -330,18 +333,20 @@ def read_model_options(
     dump_dir = dump_folder(None if arguments.dump is None else Path(arguments.dump))
     found = find_model_or_shape(arguments.model)
     check_header(found)
+    on_onnxruntime = None
     if named == AUTO:
-        named, why = choose_precision(quantised_types(found), target)
-        notes = (why,)
+        chosen, on_onnxruntime = default_precision(found, target, is_auto=is_auto)
+        notes = (chosen.reason,)
     return ModelOptions(
         path=found,
         target=target,
         compute=arguments.compute or "fast",
-        precision=load_precision(named),
+        precision=chosen.precision if named == AUTO else load_precision(named),
         dump_dir=dump_dir,
         notes=notes,
         is_auto=is_auto,
         grouping=grouping,
+        on_onnxruntime=on_onnxruntime,
     )
 
 

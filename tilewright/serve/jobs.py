@@ -44,9 +44,13 @@ class Served:
     defaults: Mapping[str, float]
 
 
+_TITLES = ("configuration", "precision_rule")
+"""Facts for readers. Answers do not depend on them."""
+
+
 def fingerprint_of(facts: Mapping[str, str]) -> str:
     """The name of what makes a model's answers what they are: equal where all of it is equal."""
-    told = [f"{key}={facts[key]}" for key in sorted(facts) if key != "configuration"]  # a title
+    told = [f"{key}={facts[key]}" for key in sorted(facts) if key not in _TITLES]
     digest = hashlib.sha256("\n".join([__version__, *told]).encode())
     return f"fp_{digest.hexdigest()[:16]}"
 

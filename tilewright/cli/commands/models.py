@@ -22,10 +22,10 @@ _REMOVE = "remove"
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A directory of the program cache, or a repository in the cache of the hub.
+    """A directory in the program cache, or a repository in the hub cache.
 
-    id: First digits of the program's key. Empty for a repository.
-    used_at: Time of the last use, in seconds of the epoch.
+    id: First digits of the program key. Empty for a repository.
+    used_at: Last use, seconds since the epoch.
     remove: Removes the files.
     """
 
@@ -147,7 +147,7 @@ def _print(found: Sequence[CachedModel], root: Path) -> None:
 
 
 def _remove(found: Sequence[CachedModel], names: Sequence[str]) -> None:
-    """Remove the named entries, all or none.
+    """Remove the named entries. If one is refused, none is removed.
 
     Raises:
         ConfigError: for an unknown or ambiguous name, and for an entry in use.

@@ -1,0 +1,47 @@
+"""The precision of a model without ``--precision``. Reads headers and sizes of files only."""
+
+from __future__ import annotations
+
+import glob
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilewright.compiler.devices import CPU_BACKENDS
+from tilewright.compiler.precision import PrecisionConfig, choose_precision, load_precision
+from tilewright.models import FoundModel, quantised_types
+
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPrecision:
+    """A configuration and the reason for it."""
+
+    precision: PrecisionConfig
+    reason: str
+
+
+def default_precision(
+    found: FoundModel, target: str, *, is_auto: bool
+) -> tuple[ChosenPrecision, ChosenPrecision | None]:
+    """Return the configuration of ``auto`` for a model.
+
+    The second value replaces it if ONNX Runtime runs the target cpu. None: the same.
+    ``is_auto``: whether the backend is chosen later, and native kernels are expected.
+    """
+    types, num_bytes = quantised_types(found), _file_bytes(found)
+    targets = (CPU_BACKENDS["native"], target) if is_auto else (target,)
+    chosen = [choose_precision(types, each, num_bytes) for each in targets]
+    first, *others = [ChosenPrecision(load_precision(name), why) for name, why in chosen]
+    return first, next((each for each in others if each != first), None)
+
+
+def _file_bytes(found: FoundModel) -> int | None:
+    """Return the size of a model's file with all of its parts. None for a directory or a shape."""
+    if not isinstance(found, Path) or not found.is_file():
+        return None
+    stem = _PART.sub("", found.stem)
+    pattern = f"{glob.escape(stem)}-*-of-*{found.suffix}"
+    files = [found] if stem == found.stem else found.parent.glob(pattern)
+    return sum(each.stat().st_size for each in files)
