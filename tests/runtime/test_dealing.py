@@ -308,3 +308,13 @@ def test_a_long_prompt_beside_streams_makes_them_wait_for_no_long_step(
     assert executable.longest < (30.0 if mixes else last), "a quarter of a cell is taken where many"
     pieces = [len(chunk.tokens) for step in executable.given for chunk in step.prompts]
     assert pieces[0] >= 448 and sum(pieces) == 64_000 and min(pieces[:-1]) >= (64 if mixes else 192)
+
+
+def test_deal_with_few_open_sequences_takes_one_prompt_and_shares_no_pass() -> None:
+    """Bits depend on no other request up to `Capabilities.invariant_rows`."""
+    limited = dealer(passes=PASSES, invariant="rows", invariant_rows=16)
+    pending = [prompt(100, number=number) for number in range(4)]
+    assert [count for _, count in limited.deal(list(pending), 12)] == [100]
+    assert limited.deal(list(pending), 12) == dealer(max_prompts=1).deal(list(pending), 12)
+    several = limited.deal(list(pending), 13)
+    assert len(several) > 1 and several == dealer(passes=PASSES).deal(list(pending), 13)

@@ -71,3 +71,19 @@ def test_keys_name_all_that_stands_before() -> None:
 
 def test_pages_of_positions() -> None:
     assert [pages_of(count, 64) for count in (0, 1, 64, 65)] == [0, 1, 1, 2]
+
+
+def test_find_invariant_skips_pages_whose_bits_depend_on_other_requests() -> None:
+    pool = PagePool(4)
+    keys = chain_keys(range(8), 4)
+    first, second = pool.take(2), pool.take(2)
+    pool.name(first[0], keys[0])
+    pool.name(first[1], keys[1], is_invariant=False)
+    assert pool.find(keys) == first and pool.find(keys, is_invariant=True) == first[:1]
+    assert pool.are_invariant(first[:1]) and not pool.are_invariant(first)
+    pool.release(first)
+    pool.name(second[1], keys[1], is_invariant=False)
+    assert pool.find(keys) == first, "the earlier of two equal pages keeps the key"
+    pool.name(second[1], keys[1])
+    assert pool.find(keys, is_invariant=True) == [first[0], second[1]]
+    assert pool.num_available == 2 and sorted(pool.take(2)) == sorted(first)

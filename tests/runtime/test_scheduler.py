@@ -381,3 +381,20 @@ def test_an_idle_step_is_no_error() -> None:
     assert llm.step() == []
     llm.generate(batch_of(3))
     assert llm.step() == []
+
+
+def test_prefix_of_a_large_step_is_shared_only_while_many_requests_run() -> None:
+    limits: dict[str, Any] = {"page_size": 4, "num_pages": 64, "max_seats": 4, "max_context": 64}
+    executable = QueuedExecutable(**limits, invariant="rows", invariant_rows=2)
+    llm = EngineLoop(executable)
+    shared = tuple(range(1, 17))
+
+    def run(count: int) -> list[int]:
+        """The cached positions of a request for the shared prompt, first among others."""
+        others = [Request(n, (17 + n,) * 5, SamplingParams(max_tokens=6)) for n in range(1, count)]
+        request = Request(0, shared, SamplingParams(max_tokens=3))
+        llm.generate([request, *others])
+        return [request.num_cached]
+
+    assert run(3) == [0] and run(3) == [12], "among three, pages of three"
+    assert run(1) == [0] and run(1) == [12] and run(3) == [12], "computed again without others"

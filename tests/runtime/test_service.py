@@ -277,3 +277,31 @@ def test_many_preemptions_are_warned_of_once(capsys: pytest.CaptureFixture[str])
     serve(QueuedExecutable(page_size=4, num_pages=12), *asked, turns=200)
     (line,) = capsys.readouterr().err.splitlines()
     assert "requests have been preempted for want of pages; fewer --max-seats" in line
+
+
+class _Unprepared(QueuedExecutable):
+    """Has two kinds of steps left to prepare."""
+
+    left = 2
+
+    @property
+    def is_prepared(self) -> bool:
+        return not self.left
+
+    def prepare_next(self) -> None:
+        self.left -= 1
+
+
+def test_idle_turns_prepare_what_the_start_left_out() -> None:
+    executable = _Unprepared()
+    transport = QueueTransport()
+    service = EngineService(executable, transport)
+    transport.inbox.append(Submit(1, (1, 2, 3), SamplingParams(max_tokens=2)))
+    service.turn()
+    assert executable.left == 2, "a message came"
+    while service.loop.has_work():
+        service.turn()
+        assert executable.left == 2 or not service.loop.has_work()
+    for _ in range(4):
+        service.turn()
+    assert not executable.left

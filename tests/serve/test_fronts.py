@@ -174,6 +174,8 @@ def test_a_start_says_what_it_holds(capfd: pytest.CaptureFixture[str]) -> None:
         "8 seats of 1,024 tokens, 100 pages of 64 tokens in 2.5 GB, 6,400 tokens or 6.2 full "
         "contexts, 3 snapshots, prefix cache off"
     )
+    promised = Ready(9, 256, 1024, 1024, invariant="rows", invariant_rows=16)
+    assert capacity(promised).endswith(", batch-invariant up to 16 running requests")
 
 
 def test_a_star_lets_in_pages_that_know_the_server_by_another_name() -> None:

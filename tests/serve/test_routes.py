@@ -83,7 +83,14 @@ def test_models_have_the_names_given_and_say_what_they_are(front: Running) -> No
 def test_props_say_seats_state_defaults_and_promises(front: Running) -> None:
     found = json.loads(front.ask("GET", "/props", **KEY)[1])
     known = {"total_slots", "max_model_len", "num_pages", "page_size", "num_snapshots", "cell"}
-    known |= {"arithmetic", "invariant", "determinism", "chat_template", "limits"}
+    known |= {
+        "arithmetic",
+        "invariant",
+        "invariant_requests",
+        "determinism",
+        "chat_template",
+        "limits",
+    }
     assert known <= set(found)
     assert found["default_generation_settings"]["temperature"] == 0.0
 

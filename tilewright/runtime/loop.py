@@ -185,7 +185,7 @@ class EngineLoop:
             self.cost.forget()
             for length in lengths:
                 self.generate([Request(-1, (0,) * length, sampling, is_private=True)])
-            if limits.passes and limits.max_seats > 1:
+            if limits.passes and limits.max_seats > 1 and self.executable.is_prepared:
                 self._run_beside_streams(min(_BESIDE * limits.cell, most))
         self.tallies.found.clear()
 

@@ -69,6 +69,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     num_snapshots: int = 0
     cell: int = 0
     invariant: str = "none"
+    invariant_rows: int = 0
     cache_bytes: int = 0
     shares_prefixes: bool = True
     hidden_size: int = 0

@@ -70,6 +70,7 @@ class EngineService:
         self._era = 0
         self._next_beat = 0.0
         self._is_stopped = self._has_warned = False
+        self._prepares = False  # idle: it goes on to prepare steps until a message comes
 
     def ready(self, facts: dict[str, str]) -> Ready:
         """What clients must know before they ask."""
@@ -86,6 +87,7 @@ class EngineService:
             num_snapshots=limits.num_snapshots,
             cell=limits.cell,
             invariant=limits.invariant,
+            invariant_rows=limits.invariant_rows,
             cache_bytes=executable.state_bytes(pool, limits.max_seats),
             hidden_size=limits.hidden_size,
             shares_prefixes=self.loop.scheduler.policy.reuses,
@@ -103,10 +105,13 @@ class EngineService:
         Without work it waits for a message, until the next heartbeat.
         """
         now = time.perf_counter()
-        patience = 0.0 if self.loop.has_work() else max(0.0, self._next_beat - now)
+        is_busy = self.loop.has_work() or self._prepares
+        patience = 0.0 if is_busy else max(0.0, self._next_beat - now)
         said: list[FromEngine] = []
-        for message in self._transport.receive(patience):
+        messages = self._transport.receive(patience)
+        for message in messages:
             self._hear(message, said)
+        self._prepare(is_idle=not messages and not self.loop.has_work())
         if self.loop.has_work():
             self._step(said)
             if not self.loop.has_work():
@@ -118,6 +123,13 @@ class EngineService:
         if said:
             self._transport.send(said)
         return not self._is_stopped
+
+    def _prepare(self, *, is_idle: bool) -> None:
+        """Prepare one more kind of step, if no message came for a heartbeat and none runs."""
+        executable = self.loop.executable
+        self._prepares = is_idle and not executable.is_prepared
+        if self._prepares:
+            executable.prepare_next()
 
     def _hear(self, message: ToEngine, said: list[FromEngine]) -> None:
         if isinstance(message, Submit):

@@ -318,4 +318,7 @@ def capacity(ready: Ready) -> str:
     if ready.num_snapshots:
         parts.append(f"{ready.num_snapshots} snapshots")
     parts.append(f"prefix cache {'on' if ready.shares_prefixes else 'off'}")
+    if ready.invariant == "rows":
+        most = ready.invariant_rows
+        parts.append("batch-invariant" + (f" up to {most} running requests" if most else ""))
     return ", ".join(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +21,7 @@ from tilewright.compiler.targets.cuda.memory_budget import capabilities_of, num_
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import choose_now, needs_host
 from tilewright.compiler.targets.cuda.outputs.sampled_tokens import Answers
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import Choice, drawing_of
+from tilewright.compiler.targets.cuda.plan import has_mixers
 from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.cuda.state.ragged import can_join, one, split
 from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
@@ -89,12 +91,15 @@ class CudaExecutable(Executable):
         self.capabilities = capabilities_of(plan, options, device, num_pages, reserved)
         self.device, self._weights, self.dealt = device, weights, plan.dealt
         self._asked = options.parallel.exchange
-        exact, strict = options.compute == "exact", self.capabilities.invariant == "rows"
+        exact, limits = options.compute == "exact", self.capabilities
+        strict_rows = 0
+        if limits.invariant == "rows":
+            strict_rows = limits.invariant_rows or sys.maxsize
         is_free = not (exact or options.is_strict or options.parallel.wire)
         prompt_wire = PROMPT_WIRE if is_free else None
         self._steps = Steps(
-            plan, weights, self._state, max_rows=rows[-1], exact=exact, strict=strict,
-            prompt_wire=prompt_wire, copies=copies, trials=read_trials(),
+            plan, weights, self._state, max_rows=rows[-1], exact=exact,
+            strict_rows=strict_rows, prompt_wire=prompt_wire, copies=copies, trials=read_trials(),
         )  # fmt: skip
         self.notes = self._steps.copies.said(options.copies)
         if prompt_wire and options.parallel.tensor > 1:
@@ -103,7 +108,7 @@ class CudaExecutable(Executable):
             self.device_name = torch.cuda.get_device_name(device)
             self.device_detail = f"{self.device_name}, {self._steps.kernels()}"
         self._table = SeatTable(options.max_batch, _NUM_ENDS, device)
-        self._buckets = self._make_buckets(plan, rows, options.parallel.tensor)
+        self._buckets = self._make_buckets(plan, rows, options)
         self._sittings: dict[Seat, Sitting] = {}
         self._away = Away(self._sittings, self._state, self._table)
         self._seated: Seated | None = None
@@ -116,7 +121,10 @@ class CudaExecutable(Executable):
             check=self._check, leave=self._leave,
         )  # fmt: skip
 
-    def _make_buckets(self, plan: Plan, rows: Sequence[int], num_ranks: int) -> Buckets:
+    def _make_buckets(self, plan: Plan, rows: Sequence[int], options: CompileOptions) -> Buckets:
+        num_ranks, prepared_rows = options.parallel.tensor, None
+        if options.least_batch is not None and num_ranks == 1 and not has_mixers(plan):
+            prepared_rows = max(options.least_batch, options.strict_rows)
         return Buckets(
             self._steps,
             rows=rows,
@@ -125,6 +133,7 @@ class CudaExecutable(Executable):
             table=self._table,
             passes=lambda: self.capabilities.passes,
             most_pieces=lambda: self.capabilities.max_prompts,
+            prepared_rows=prepared_rows,
         )
 
     def join(self, peers: Peers) -> None:
@@ -147,10 +156,12 @@ class CudaExecutable(Executable):
         self._apply(step.edits)
         parts: list[Part] = []
         self._force(step)
-        riding = step.decode if self._rides(step) else ()
-        decodes, limits = () if riding else self._cut(step.decode), self.capabilities
+        limits = self.capabilities
+        shares = limits.shares_passes(len(self._sittings))
+        riding = step.decode if shares and self._rides(step) else ()
+        decodes = () if riding else self._cut(step.decode)
         batches, alone = split(
-            step.prompts, limits.max_prompts,
+            step.prompts, limits.max_prompts if shares else 1,
             marks=limits.marks, most_rows=limits.most_shared, beside=bool(riding),
         )  # fmt: skip
         self._answers.begin(len(decodes) + len(batches) + len(alone))
@@ -191,6 +202,14 @@ class CudaExecutable(Executable):
         longest = min(limits.max_step_tokens, limits.max_context)
         with self._group.patiently() if self._group else contextlib.nullcontext():
             self._buckets.prepare(longest, runs_long=is_gpu)
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._buckets.is_prepared
+
+    @torch.no_grad()
+    def prepare_next(self) -> None:
+        self._buckets.prepare_next()
 
     def reset(self) -> None:
         self._seated = None

@@ -1,4 +1,4 @@
-"""What makes a row's bits depend on its request alone, and whether they do."""
+"""Batch invariance: the conditions under which a row's bits depend on its request only."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _WITHHELD = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 
 
 def can_promise(plan: Plan, options: CompileOptions) -> bool:
-    """Whether rows are asked to depend on nothing else, and the plan's kernels can do it."""
-    return options.is_strict and options.compute != "exact" and not has_mixers(plan)
+    """Return whether strict steps are requested and the kernels of the plan can run them."""
+    return options.max_strict_rows > 0 and options.compute != "exact" and not has_mixers(plan)
 
 
 def withhold_workspace() -> None:
@@ -30,7 +30,10 @@ def withhold_workspace() -> None:
 
 
 def invariant_of(plan: Plan, options: CompileOptions, device: torch.device) -> str:
-    """What `Capabilities.invariant` says: ``rows`` where steps keep that promise, else ``none``."""
+    """Return `Capabilities.invariant`: ``rows`` if strict steps are batch-invariant, else ``none``.
+
+    `Capabilities.invariant_rows` limits ``rows`` to small steps if ``options.is_strict`` is false.
+    """
     is_withheld = all(os.environ.get(name) == value for name, value in _WITHHELD.items())
     if can_promise(plan, options) and is_withheld and not native.why_not(device):
         return "rows"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -45,6 +46,8 @@ _MAX_SNAPSHOTS = 512
 _SHARE_OF_SNAPSHOTS = 8
 _SHARE_OF_MORE = 4
 """Of the memory that pages would have without, what snapshots take at least, and others at most."""
+_KEPT_PAGES = 0.98
+_RANKS_BATCH = 64
 _GB = 1e9
 
 
@@ -131,6 +134,47 @@ def _has_room_for(size: int, plan: Plan, options: CompileOptions, room: int) -> 
     return left >= max(one, before - before // _SHARE_OF_MORE)
 
 
+def with_batch_that_fits(
+    plan: Plan, options: CompileOptions, device: torch.device
+) -> CompileOptions:
+    """Return ``options`` with the largest batch for the memory, or unchanged without a range.
+
+    A batch from ``least_batch`` to ``max_batch`` fits if the pool holds every context, or if it
+    keeps 98 % of the pages of ``least_batch``. Ranks must agree and may differ in free memory, so
+    that their batch depends on the plan only.
+    """
+    least = options.least_batch
+    if least is None or least >= options.max_batch:
+        return options
+    found = replace(options, max_batch=_batch_that_fits(plan, options, device, least))
+    if found.max_batch <= options.strict_rows:
+        return replace(found, is_strict=True)
+    return found
+
+
+def _batch_that_fits(plan: Plan, options: CompileOptions, device: torch.device, least: int) -> int:
+    if options.parallel.tensor > 1:
+        size = _RANKS_BATCH if plan.sequence_states else options.max_batch
+        return max(least, min(size, options.max_batch))
+    base = _pages_with(plan, replace(options, max_batch=least), device)
+    size = options.max_batch
+    while size > least:
+        found = replace(options, max_batch=size)
+        needed = min(size * pages_of(options.max_context), math.ceil(_KEPT_PAGES * base))
+        if base and _pages_with(plan, found, device) >= needed:
+            break
+        size = max(least, size // 2)
+    return size
+
+
+def _pages_with(plan: Plan, options: CompileOptions, device: torch.device) -> int:
+    """Return the pages of the pool for these options; 0 if they do not fit."""
+    try:
+        return check_room(plan, with_passes_that_fit(plan, options, device), device).num_pages
+    except CompileError:
+        return 0
+
+
 def with_passes_that_fit(
     plan: Plan, options: CompileOptions, device: torch.device
 ) -> CompileOptions:
@@ -158,7 +202,9 @@ def capabilities_of(
     """Return what a plan's steps may be; ``reserved`` bytes of the free memory are taken."""
     invariant, mixes = invariant_of(plan, options, device), has_mixers(plan)
     is_gpu, asked = device.type == "cuda", read_trials().prompts
-    joins = invariant == "none" and may_share(plan, options) and (asked > 1 if asked else is_gpu)
+    small = 0 if invariant == "none" or options.is_strict else options.strict_rows
+    is_always_strict = invariant == "rows" and not small
+    joins = not is_always_strict and may_share(plan, options) and (asked > 1 if asked else is_gpu)
     passes = _passes(plan, options) if joins else ()
     return Capabilities(
         max_seats=options.max_batch,
@@ -177,6 +223,7 @@ def capabilities_of(
         far=far_of(plan),
         invariant=invariant,
         hidden_size=plan.hidden_size,
+        invariant_rows=small,
     )
 
 

@@ -190,6 +190,7 @@ def _place(
         check_room,
         most_shared,
         open_device,
+        with_batch_that_fits,
         with_passes_that_fit,
     )
     from tilewright.compiler.targets.cuda.plan import make_plan
@@ -201,6 +202,7 @@ def _place(
     if can_promise(plan, options):
         withhold_workspace()
     device = open_device(options)
+    options = with_batch_that_fits(plan, options, device)
     asked, options = most_shared(plan, options), with_passes_that_fit(plan, options, device)
     room = check_room(plan, options, device)
     kept = replace(options, copies="none") if room.copies == NO_COPIES else options

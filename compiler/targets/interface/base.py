@@ -56,6 +56,8 @@ class Capabilities:
         invariant: what a row's bits depend on: ``rows``, on the request alone; ``batch``, on the
             cells its prompt was cut into; ``none``, on what it runs beside, by rounding.
         hidden_size: Width of the final hidden states (`Chunk.pools`). 0: chunks cannot pool.
+        invariant_rows: Maximum number of open sequences for which ``invariant`` holds. Steps with
+            more open sequences may share passes. 0: ``invariant`` holds for every step.
     """
 
     max_seats: int
@@ -76,6 +78,11 @@ class Capabilities:
     far: int = 0
     invariant: str = "none"
     hidden_size: int = 0
+    invariant_rows: int = 0
+
+    def shares_passes(self, num_sequences: int) -> bool:
+        """Return whether a step may share passes while ``num_sequences`` sequences are open."""
+        return num_sequences > self.invariant_rows
 
     def can_cut(self, reached: int, position: int) -> bool:
         """Whether a seat that has had ``reached`` positions has what is seen from ``position``."""
@@ -104,6 +111,9 @@ class CompileOptions:
     quarters of theirs, else FP8 alone; ``none``; ``codes``: FP8; ``all``. ``max_step_tokens``: of
     prompts, what a step is given, ``max_shared_tokens`` a pass of several, less where memory is
     short; room may be reserved. ``parallel``: the ranks of the model. ``rank``: whose program.
+    ``least_batch``: Minimum of ``max_batch``; the target takes the largest batch between both that
+    its memory allows. None: ``max_batch`` is fixed. ``strict_rows``: Maximum number of open
+    sequences for strict steps, if ``is_strict`` is false. 0: no step is strict.
     """
 
     max_batch: int = 1
@@ -117,6 +127,13 @@ class CompileOptions:
     max_shared_tokens: int = 65_536
     parallel: Parallel = ALONE
     rank: int = 0
+    least_batch: int | None = None
+    strict_rows: int = 0
+
+    @property
+    def max_strict_rows(self) -> int:
+        """Maximum number of open sequences for strict steps. 0: no step is strict."""
+        return sys.maxsize if self.is_strict else self.strict_rows
 
 
 class Executable(ABC):
@@ -180,6 +197,17 @@ class Executable(ABC):
 
     def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
         """Make now, while nobody is seated, what a first step of each kind would wait for."""
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether :meth:`prepare_next` has nothing left to prepare."""
+        return True
+
+    def prepare_next(self) -> None:  # noqa: B027
+        """Prepare one kind of step that :meth:`prepare` leaves to idle time.
+
+        Steps may run between two calls. A step of a kind that is not prepared prepares it.
+        """
 
     @abstractmethod
     def memory(self) -> MemoryUse:

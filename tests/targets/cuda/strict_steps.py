@@ -44,7 +44,10 @@ def main(shape: str, precision: str, seats: str, *more: str) -> int:
     asked = ["--model", f"shape:{shape}", "--target", "cuda", "--precision", precision]
     run = read_options([*asked, "--no-results", "--no-cache", *more])
     assert run is not None
-    options = CompileOptions(max_batch=int(seats), max_context=4096, is_strict=True)
+    count, _, small = seats.partition("/")  # "256/16": strict while at most 16 sequences are open
+    options = CompileOptions(
+        max_batch=int(count), max_context=4096, is_strict=not small, strict_rows=int(small or 0)
+    )
     source = open_source(run.model.path)
     executable = compile_source(
         source, run.model, options, lambda what, done, total: None, use_cache=False
@@ -60,7 +63,8 @@ def main(shape: str, precision: str, seats: str, *more: str) -> int:
 def compare(executable: Executable, lengths: Sequence[int] = _LENGTHS) -> int:
     """How many steps of a prompt have other logits in company, or cut, at the most; says where."""
     torch.manual_seed(0)
-    worst, room = 0, executable.capabilities.max_seats - 1
+    limits = executable.capabilities
+    worst, room = 0, (limits.invariant_rows or limits.max_seats) - 1
     companies = [each for each in _COMPANIES if each <= room]
     with_guest = [0, *(each for each in _COMPANIES if each < room)][-3:]
     for length in lengths:

@@ -131,6 +131,30 @@ def test_passes_of_prompts_and_rows_are_captured_before_they_are_asked_for() -> 
     assert Counted.made == ready
 
 
+def test_prepare_next_captures_the_large_steps_that_prepare_left_out() -> None:
+    made: list[int] = []
+    for prepared_rows in (None, 2):
+        steps: Any = Unrun()
+        buckets = Buckets(
+            steps,
+            rows=(1, 2, 4, 8),
+            tokens=(16,),
+            num_choosable=lambda: 61,
+            table=SeatTable(8, 3, steps.device),
+            passes=lambda: ((4, (64, 256)), (8, (64, 512))),
+            prepared_rows=prepared_rows,
+        )
+        Counted.made = 0
+        buckets.prepare(1, runs_long=True)
+        made.append(Counted.made)
+        while not buckets.is_prepared:
+            buckets.prepare_next()
+        made.append(Counted.made)
+        assert buckets.batch(512, 8) is not None and Counted.made == made[0]
+    whole, same, small, rest = made
+    assert whole == same == rest and small < whole / 2
+
+
 @pytest.mark.parametrize(
     ("most", "expected"),
     [(1024, [2048, (4, 1028), 1024, (2, 66), 16]), (4096, [(4, 4100), 2048, 1024, (2, 66), 16])],

@@ -24,6 +24,7 @@ from tilewright.compiler.targets.cuda.memory_budget import (
     shared_pages,
     state_bytes,
     weight_bytes,
+    with_batch_that_fits,
     work_bytes,
 )
 from tilewright.compiler.targets.cuda.numerics import cache_kind
@@ -281,3 +282,30 @@ def test_snapshots_take_half_of_what_whole_contexts_leave_and_an_eighth_at_least
     kept = weight_bytes(plan) + work_bytes(plan, options) + 2 * sequence_bytes(plan.sequence_states)
     pages = shared_pages(plan, options, kept + int(contexts * a_context))
     assert pages * a_page == pytest.approx((contexts - share) * a_context, abs=a_page)
+
+
+@pytest.mark.parametrize(
+    ("spare_pages", "expected"),
+    [
+        (32 * 3, 32),  # every context has its pages
+        (31 * 3, 16),
+        (10_000, 64),
+        (2 * 3, 2),
+    ],
+)
+def test_batch_auto_is_the_largest_that_keeps_the_pages(
+    spare_pages: int, expected: int, no_workspace: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of()
+    auto = CompileOptions(64, 130, memory_fraction=0.9, copies="none", least_batch=2)
+    fixed = weight_bytes(plan) + work_bytes(plan, replace(auto, max_batch=32))
+    free = fixed + spare_pages * PAGE_BYTES
+    monkeypatch.setattr(device_module, "free_bytes", lambda *_: free)
+    monkeypatch.setattr(device_module, "_page_bytes", lambda *_: PAGE_BYTES)
+    cuda: Any = torch.device("cuda")
+    monkeypatch.setattr(device_module, "_KEPT_PAGES", 1.0)
+    found = with_batch_that_fits(plan, auto, cuda)
+    assert found.max_batch == expected
+    assert with_batch_that_fits(plan, replace(auto, least_batch=None), cuda).max_batch == 64
+    small = with_batch_that_fits(plan, replace(auto, strict_rows=16), cuda)
+    assert small.is_strict == (expected <= 16), "it never has more sequences"

@@ -252,8 +252,9 @@ def test_prompts_send_bf16_where_nothing_speaks_against_it(
     exchange = SimpleNamespace(all_reduce=lambda out, x, wire: sent.append(wire))
     rank._steps.group = SimpleNamespace(exchange=exchange)  # type: ignore[assignment]
     buffers: Any = SimpleNamespace(view=lambda place: place)
-    for decodes in (True, False):
-        rank._steps._reduce(AllReduce(Place(0, 8), Place(1, 8), "fp32"), buffers, decodes=decodes)
+    each = AllReduce(Place(0, 8), Place(1, 8), "fp32")
+    for keeps_wire in (True, False):
+        rank._steps._reduce(each, buffers, keeps_wire=keeps_wire)
     assert sent == ["fp32", prompt]
 
 

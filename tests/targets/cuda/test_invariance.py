@@ -18,7 +18,11 @@ from tilewright.compiler.targets.cuda import invariance
 from tilewright.compiler.targets.cuda import memory_budget as device
 from tilewright.compiler.targets.cuda.invariance import can_promise, invariant_of
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.steps.matmul import Products
 from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import Request
+from tilewright.runtime.sampling import SamplingParams
 from tilewright.utils.child_process import PYTHON
 
 ROOT = Path(__file__).parents[3]
@@ -43,6 +47,7 @@ def test_rows_are_promised_where_all_of_it_is_there(
     assert promised(replace(STRICT, is_strict=False)) == "none"
     assert promised(replace(STRICT, compute="exact")) == "none"
     assert promised(replace(STRICT, max_batch=4096)) == "rows", "of any number of seats"
+    assert promised(CompileOptions(max_batch=256, strict_rows=16)) == "rows", "of small steps"
     with monkeypatch.context() as patched:
         patched.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
         assert promised(STRICT) == "none", "the library may split sums"
@@ -69,13 +74,47 @@ def test_strict_steps_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> Non
     assert strict_steps.compare(executable, lengths=(5,)) == 0
 
 
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_steps_select_strict_kernels_by_the_number_of_open_sequences(
+    is_strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "invariant_of", lambda *_: "rows")
+    monkeypatch.setenv("TILEWRIGHT_CUDA_TRIALS", "prompts=8")
+    seen: list[tuple[bool, bool]] = []
+    run_product = Products.run
+
+    def spied(self: Products, each: Any, out: Any, x: Any, *, decodes: bool) -> None:
+        seen.append((decodes, self._strict))
+        run_product(self, each, out, x, decodes=decodes)
+
+    monkeypatch.setattr(Products, "run", spied)
+    size: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "num_kv_heads": 1}
+    options = {"compute": "fast", "max_batch": 12, "max_context": 64, "is_strict": is_strict}
+    executable = compiled(
+        tiny_model(std=0.2, **size),
+        "cuda",
+        precision=precision_of("bf16"),
+        strict_rows=2,
+        **options,
+    )
+    assert executable.capabilities.invariant_rows == (0 if is_strict else 2)
+    assert bool(executable.capabilities.passes) != is_strict
+    for count, expected in ((1, True), (2, True), (5, is_strict)):
+        seen.clear()
+        sampling = SamplingParams(max_tokens=2)
+        EngineLoop(executable).generate(
+            [Request(number, (1, 2, 3 + number), sampling) for number in range(count)]
+        )
+        assert set(seen) == {(False, expected), (True, expected)}, count
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "all-bfp8", "performance"])
-@pytest.mark.parametrize("seats", [16, 24, 256])
+@pytest.mark.parametrize("seats", ["16", "24", "256", "256/16"])
 def test_a_request_s_bits_do_not_depend_on_its_cuts_or_its_company(
-    precision: str, seats: int
+    precision: str, seats: str
 ) -> None:
-    run("strict_steps", "llama-3.2-1b", precision, str(seats))
+    run("strict_steps", "llama-3.2-1b", precision, seats)
 
 
 @pytest.mark.gpu

@@ -53,7 +53,7 @@ def made(name: str, fidelity: str, kinds: Kinds) -> tuple[Plan, Weights, Copies]
 def products_of(plan: Plan, weights: Weights, kinds: Kinds, *, strict: bool = False) -> Products:
     return Products(
         plan, weights, HERE, max_rows=256, is_native=False, exact=False, strict=strict,
-        copies=kinds, trials=Trials(),
+        copies=Copies(plan, weights, kinds), trials=Trials(),
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps import matmul as steps_products
 from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT, Products, in_parts
 from tilewright.compiler.targets.cuda.trials import VARIABLE, Trials, read_trials
-from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds
+from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Copies, Kinds
 from tilewright.compiler.targets.cuda.weights.stream import Weights, load_weights, product_of
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.program.instructions import Attend, DeltaRule, Linear, Plan
@@ -118,6 +118,7 @@ def products_of(
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
     kept: dict[str, Any] = {"max_rows": max_rows, "is_native": is_native, "exact": False}
     kept |= {"copies": NO_COPIES, **changes}
+    kept["copies"] = Copies(plan, weights, kept["copies"])
     return plan, weights, Products(plan, weights, CPU, trials=trials, **kept)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from tilewright.batch.dataset import MAX_TOKENS
 from tilewright.batch.plain_rows import Asking
 from tilewright.cli.arguments.ask import SamplingArguments
-from tilewright.cli.arguments.engine import EngineArguments
+from tilewright.cli.arguments.engine import AUTO, FAST, EngineArguments, default_seats
 from tilewright.distributed.grouping import Grouping
 from tilewright.errors import ConfigError
 from tilewright.options.arguments import (
@@ -28,7 +28,6 @@ from tilewright.options.arguments import (
 )
 from tilewright.options.parallel import ParallelArguments
 
-_SEATS = {"cpu": 16, "cuda": 256}
 RAY = "ray"
 
 
@@ -123,7 +122,12 @@ class BatchOptions(EngineArguments):
     @property
     def seats(self) -> int:
         """The number of rows that run at a time."""
-        return self.max_seats or _SEATS.get(self.model.target.split("-")[0], 8)
+        return self.max_seats or default_seats(self.model.target)
+
+    def arithmetic_of(self, target: str, seats: int) -> str:
+        """Return ``strict`` or ``fast``: rows of a data set run together, seldom a few of them."""
+        found = EngineArguments.arithmetic_of(self, target, seats)
+        return FAST if found == AUTO else found
 
 
 def read_batch_options(argv: Sequence[str]) -> BatchOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,27 @@ if TYPE_CHECKING:
 
 AUTO, STRICT, FAST = "auto", "strict", "fast"
 FEW_SEATS = 16
-"""Up to so many, strict arithmetic costs a GPU's decode steps nothing."""
+"""Number of open sequences up to which strict decode steps cost a GPU nothing."""
+MAX_SEATS, _LEAST_SEATS = {"cuda": 256, "cpu": 16}, 8
 _MAX_CONTEXT = 4096
 _ENGINE = "engine"
+
+
+def default_seats(target: str) -> int:
+    """Return the maximum number of running requests of a target, before its memory is known."""
+    return MAX_SEATS.get(target.split("-")[0], _LEAST_SEATS)
+
+
+def seats_or_auto(text: str) -> int | None:
+    """Parse ``--max-num-seqs``: None for ``auto``."""
+    if text == AUTO:
+        return None
+    try:
+        return integer(1, 4096)(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; allowed: auto, or integers, 1 to 4096"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +81,8 @@ class EngineArguments:
     arithmetic: str = option(
         "strict: what a request gets does not depend on what runs beside it, where the target can; "
         "fast: prompts may take other kernels, piece by piece, and on a GPU bfp4 weights at lofi "
-        "are multiplied in FP8; auto: strict, but on a GPU for more than "
-        f"{FEW_SEATS} requests at a time fast",
+        f"are multiplied in FP8; auto: strict, but fast on a GPU while more than {FEW_SEATS} "
+        "requests run (batch: if more may run)",
         default=AUTO,
         group=_ENGINE,
         choices=(AUTO, STRICT, FAST),
@@ -97,21 +116,22 @@ class EngineArguments:
         return self.max_context or _MAX_CONTEXT
 
     def arithmetic_of(self, target: str, seats: int) -> str:
-        """What is done, ``strict`` or ``fast``, for so many requests at a time."""
+        """Return ``strict``, ``fast``, or ``auto``: strict while at most ``FEW_SEATS`` run."""
         if self.arithmetic != AUTO:
             return self.arithmetic
-        return FAST if target == "cuda" and seats > FEW_SEATS else STRICT
+        return AUTO if target == "cuda" and seats > FEW_SEATS else STRICT
 
     def compile(
         self,
         source: Source,
         model: ModelOptions,
         *,
-        seats: int,
+        seats: int | None,
         progress: Progress,
         ends_process: bool = False,
     ) -> Compiled:
-        """The executable of a model for so many sequences at a time; its notes are said.
+        """The executable of a model for so many sequences at a time; its notes are said. ``seats``
+        of None: as many as the target and its memory allow.
         ``ends_process``: see `compile_source`.
 
         Raises:
@@ -121,13 +141,20 @@ class EngineArguments:
         from tilewright.loading.source import compile_source
         from tilewright.serve.web.server_log import say
 
+        least = None
+        if seats is None:
+            seats = default_seats(model.target)
+            least = min(seats, _LEAST_SEATS)
+        arithmetic = self.arithmetic_of(model.target, seats)
         options = CompileOptions(
             max_batch=seats,
+            least_batch=least,
             max_context=min(self.context, source.max_positions),
             compute=model.compute,
             num_threads=self.threads,
             memory_fraction=self.memory_fraction,
-            is_strict=self.arithmetic_of(model.target, seats) == STRICT,
+            is_strict=arithmetic == STRICT,
+            strict_rows=FEW_SEATS if arithmetic == AUTO else 0,
             copies=self.copies,
             max_step_tokens=self.step_tokens,
         )

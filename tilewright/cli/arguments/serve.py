@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright.cli.arguments.engine import EngineArguments
+from tilewright.cli.arguments.engine import MAX_SEATS, EngineArguments, seats_or_auto
 from tilewright.errors import ConfigError
 from tilewright.options.arguments import (
     CHECKPOINT_PRECISION,
@@ -86,13 +86,14 @@ class ServeOptions(EngineArguments):
         type=Path,
         metavar="FILE",
     )
-    max_seats: int = option(
-        "requests that run at a time",
-        "--max-seats",
+    max_seats: int | None = option(
+        "maximum number of running requests: auto, or 1 to 4096 (default: auto, which is up to "
+        f"{MAX_SEATS['cuda']} on cuda and up to {MAX_SEATS['cpu']} on cpu, as memory allows)",
         "--max-num-seqs",
-        default=8,
+        "--max-seats",
         group="engine",
-        type=integer(1, 4096),
+        type=seats_or_auto,
+        metavar="N",
     )
     step_ms: float = option(
         "of prompts beside running answers; 0: no limit",

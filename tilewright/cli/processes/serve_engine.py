@@ -65,7 +65,8 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
     executable = compiled.executable
     replies = options.cache_replies
     if replies is None:
-        replies = executable.capabilities.invariant == "none"
+        limits = executable.capabilities
+        replies = limits.invariant == "none" or bool(limits.invariant_rows)
     policy = options.policy(step_ms=options.step_ms, cache_replies=replies)
     grammars = grammars_of(folder / TOKENIZER, source.tokenizer.eos_ids, executable.vocab_size)
     service = EngineService(executable, transport, policy=policy, grammars=grammars)
@@ -80,7 +81,8 @@ def _facts(source: Source, compiled: Compiled, options: ServeOptions) -> dict[st
     """What is served, for people and for the fingerprint."""
     from tilewright.loading.source import served_facts
 
-    arithmetic = options.arithmetic_of(options.model.target, options.max_seats)
+    max_seats = compiled.executable.capabilities.max_seats
+    arithmetic = options.arithmetic_of(options.model.target, max_seats)
     facts = served_facts(source, compiled, arithmetic=arithmetic)
     if options.sampling_defaults == MODEL:
         facts["sampling"] = json.dumps(_own_sampling(source.path))

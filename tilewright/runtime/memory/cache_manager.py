@@ -58,12 +58,14 @@ class Seating(ABC):
     """Deals seats, and what they hold, to requests; collects the edits that tell the executable.
 
     ``seated``: who has a seat, in the order of admission; ``by_seat``: the same, by seat.
+    ``num_present``: running and waiting requests at the last admission.
     """
 
     def __init__(self, capabilities: Capabilities, policy: Policy, state_bytes: StateBytes) -> None:
         self.capabilities, self.policy = capabilities, policy
         self.seated: dict[Request, Running] = {}
         self.by_seat: list[Running] = []
+        self.num_present = 0
         self.edits: list[Edit] = []
         self.snapshots = Snapshots(capabilities.num_snapshots if policy.reuses else 0)
         self.grain = capabilities.page_size or min(GRAIN, capabilities.cell)

@@ -28,7 +28,8 @@ class PagedSeating(Seating):
 
     def find(self, request: Request) -> Found:
         usable = (len(request.prompt) - 1) // self.grain  # the last token is always computed
-        pages = self.pool.find(request.page_keys[:usable])
+        is_small = not self._shares_passes(max(self.num_present, len(self.seated) + 1))
+        pages = self.pool.find(request.page_keys[:usable], is_invariant=is_small)
         if not pages:
             return NOTHING
         if not self._has_state:
@@ -55,6 +56,7 @@ class PagedSeating(Seating):
         running = self._begin(request, seat, found)
         self._give_pages(running, [*found.pages, *self.pool.take(fresh)])
         running.num_named = len(found.pages)
+        running.is_invariant = self.pool.are_invariant(found.pages)
         self._load(running, found)
         return running
 
@@ -70,6 +72,7 @@ class PagedSeating(Seating):
         running = self._follower(leader, request, seat)
         self._give_pages(running, [*shared, *self.pool.take(fresh)])
         running.num_named = num_full
+        running.is_invariant = leader.is_invariant
         return running
 
     def grow(self, running: Running) -> bool:
@@ -106,9 +109,11 @@ class PagedSeating(Seating):
 
     def note(self, running: Running) -> None:
         keys = running.request.page_keys
+        if self._shares_passes(len(self.seated)):
+            running.is_invariant = False
         num_full = min(running.computed // self.grain, len(keys))
         for index in range(running.num_named, num_full):
-            self.pool.name(running.pages[index], keys[index])
+            self.pool.name(running.pages[index], keys[index], is_invariant=running.is_invariant)
         running.num_named = max(running.num_named, num_full)
 
     def can_return(self, running: Running) -> bool:
@@ -154,9 +159,14 @@ class PagedSeating(Seating):
         request = running.request
         known = (*request.prompt, *request.output)[: running.computed]
         keys = chain_keys(known, self.grain, request.cache_salt, request.page_keys)
+        is_invariant = not self.capabilities.invariant_rows  # decode kernels wrote these pages
         for index in range(running.num_named, len(keys)):
-            self.pool.name(running.pages[index], keys[index])
+            self.pool.name(running.pages[index], keys[index], is_invariant=is_invariant)
         return keys
+
+    def _shares_passes(self, num_sequences: int) -> bool:
+        limits = self.capabilities
+        return bool(limits.invariant_rows) and limits.shares_passes(num_sequences)
 
     def _name_state(self, running: Running, keys: list[bytes]) -> None:
         """The state of an answer has the name of what it is behind, if all of that is known: what

@@ -9,7 +9,7 @@ import hashlib
 import secrets
 import struct
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _DIGEST_BYTES = 16
 _PROCESS_KEY = secrets.token_bytes(16)
@@ -51,6 +51,7 @@ class PagePool:
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._variant: set[int] = set()  # named pages whose bits depend on other requests
 
     @property
     def num_available(self) -> int:
@@ -74,7 +75,7 @@ class PagePool:
                 page = self._free.pop()
             else:
                 page, _ = self._idle.popitem(last=False)
-                del self._page_of[self._key_of.pop(page)]
+                self._forget_name(page)
             self._counts[page] = 1
             taken.append(page)
         return taken
@@ -100,20 +101,46 @@ class PagePool:
                 else:
                     self._free.append(page)
 
-    def name(self, page: int, key: bytes) -> None:
-        """A held page is full of what ``key`` stands for, and is not written any more."""
-        assert self._counts[page] > 0, f"page {page} is held by nobody"
-        if key not in self._page_of and page not in self._key_of:
-            self._page_of[key], self._key_of[page] = page, key
+    def name(self, page: int, key: bytes, *, is_invariant: bool = True) -> None:
+        """A held page is full of what ``key`` stands for, and is not written any more.
 
-    def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The pages of the longest beginning of a chain that is cached."""
+        ``is_invariant``: the page's bits depend on ``key`` only. Such a page takes the key of a
+        page without this property.
+        """
+        assert self._counts[page] > 0, f"page {page} is held by nobody"
+        if page in self._key_of:
+            return
+        before = self._page_of.get(key)
+        if before is not None:
+            if before not in self._variant or not is_invariant:
+                return
+            self._forget_name(before)
+            if before in self._idle:
+                del self._idle[before]
+                self._free.append(before)
+        self._page_of[key], self._key_of[page] = page, key
+        if not is_invariant:
+            self._variant.add(page)
+
+    def _forget_name(self, page: int) -> None:
+        del self._page_of[self._key_of.pop(page)]
+        self._variant.discard(page)
+
+    def find(self, keys: Sequence[bytes], *, is_invariant: bool = False) -> list[int]:
+        """The pages of the longest beginning of a chain that is cached; ``is_invariant``: only
+        pages that were named so.
+        """
         found = []
         for key in keys:
-            if key not in self._page_of:
+            page = self._page_of.get(key)
+            if page is None or (is_invariant and page in self._variant):
                 break
-            found.append(self._page_of[key])
+            found.append(page)
         return found
+
+    def are_invariant(self, pages: Iterable[int]) -> bool:
+        """Return whether the bits of all named ``pages`` depend on their keys only."""
+        return self._variant.isdisjoint(pages)
 
     def count(self, page: int) -> int:
         """How many requests hold a page."""
@@ -124,4 +151,5 @@ class PagePool:
         self._free.extend(self._idle)
         self._idle.clear()
         self._page_of.clear()
+        self._variant.clear()
         self._key_of.clear()

@@ -39,6 +39,12 @@ class PromptDealer:
         most = capabilities.max_step_tokens
         self._most = min(policy.step_tokens or most, most)
         self._is_shortest_next = False
+        self._passes = capabilities.passes
+
+    def _passes_of(self, num_sequences: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Return the passes that a step may share while ``num_sequences`` sequences are open."""
+        limits = self._limits
+        return limits.passes if limits.shares_passes(num_sequences) else ()
 
     def deal(self, pending: list[Running], num_decoding: int) -> list[tuple[Running, int]]:
         """Prompts and how many tokens of each are next; there is at least one, and all of them
@@ -50,12 +56,13 @@ class PromptDealer:
             if num_decoding and self._is_shortest_next:
                 order = sorted(pending, key=lambda each: (each.request.priority, each.left))
             self._is_shortest_next = not self._is_shortest_next
+        self._passes = self._passes_of(num_decoding + len(pending))
         most = self._num_pieces(num_decoding, len(order))
         room, weight = self._room(order, num_decoding, most)
         dealt: list[tuple[Running, int]] = []
         for running in order:
             count = self._piece(running, room, weight, is_first=not dealt)
-            if num_decoding and self._limits.passes:
+            if num_decoding and self._passes:
                 count = self._until_saved(running, count)
             if not count or len(dealt) == most:
                 break
@@ -101,8 +108,10 @@ class PromptDealer:
         """Prompts that the next step takes a piece of: beside rows that may share a pass, as many
         as may end in the widest there is.
         """
-        most = min(num_pending, self._limits.max_prompts)
-        widest = self._limits.passes[-1][0] if self._limits.passes else 0
+        limits = self._limits
+        is_small = limits.passes and not self._passes
+        most = 1 if is_small else min(num_pending, limits.max_prompts)
+        widest = self._passes[-1][0] if self._passes else 0
         return min(most, widest - num_decoding) if 0 < num_decoding < widest else most
 
     def _room(
@@ -126,7 +135,7 @@ class PromptDealer:
 
     def _rows_of(self, count: int) -> int:
         """What a piece takes of a step's room: where it shares a pass, whole pages."""
-        page = self._limits.page_size if self._limits.passes else 0
+        page = self._limits.page_size if self._passes else 0
         return -(-count // page) * page if page else count
 
     def _sizes(self, num_rows: int) -> tuple[int, ...]:
@@ -134,7 +143,7 @@ class PromptDealer:
         more rows that are larger.
         """
         found: tuple[int, ...] = ()
-        for rows, sizes in self._limits.passes:
+        for rows, sizes in self._passes:
             if rows >= num_rows:
                 found += tuple(each for each in sizes if not found or each > found[-1])
         return found

@@ -65,6 +65,8 @@ class Running:
             that was taken of its prompt.
         reply: a position of the answer, and the snapshot of the per-sequence state there.
         place: where its state is, in host memory.
+        is_invariant: Whether all computed positions of the prompt have bits that depend on the
+            prompt only; see `Capabilities.invariant_rows`.
     """
 
     request: Request
@@ -83,6 +85,7 @@ class Running:
     latest: bytes | None = None
     reply: tuple[int, Snapshot] | None = None
     place: HostPlace | None = None
+    is_invariant: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,6 +233,7 @@ class Scheduler:
         seating = self.seating
         if not seating.has_seat:
             return
+        seating.num_present = len(seating.seated) + len(self.line)
         admitted: list[Request] = []
         is_passing = False
         for request in self.line:
@@ -350,10 +351,10 @@ class Scheduler:
         request, start = running.request, running.computed
         running.computed += count
         running.left -= count
-        self.seating.note(running)
         pooling, is_last = request.pooling, not running.left
         chooses = is_last and not request.output and pooling is None
         followers = self._followers(running) if chooses and request.choices else {}
+        self.seating.note(running)  # after the followers: it counts open sequences
         echoes = request.sampling.prompt_logprobs is not None and not request.output
         chunk = Chunk(
             running.seat,

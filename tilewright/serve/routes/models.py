@@ -6,6 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
+from tilewright.runtime.messages import Ready
 from tilewright.serve.front import Front
 from tilewright.serve.output.choice import token_text
 from tilewright.serve.responses.store import MAX_STORED, MAX_STORED_BYTES
@@ -19,6 +20,8 @@ _FACTS = ("parameters", "precision", "target", "weights", "device")
 _PROMISES = {
     "rows": "the same request, seed and fingerprint have the same tokens, whatever runs beside",
     "batch": "the same, where its prompt was cut into the same cells",
+    "small": "the same request, seed and fingerprint have the same tokens while at most {} "
+    "requests run or wait; beside more, tokens are the same up to rounding",
     "none": "tokens are the same up to rounding: where a prompt is cut depends on measured times",
 }
 
@@ -76,7 +79,8 @@ async def _props(request: web.Request) -> web.Response:
             "cell": ready.cell,
             "arithmetic": ready.facts.get("arithmetic"),
             "invariant": ready.invariant,
-            "determinism": _PROMISES[ready.invariant],
+            "invariant_requests": ready.invariant_rows or None,
+            "determinism": _determinism(ready),
             "facts": ready.facts,
             "chat_template": coder.chat_template,
             "chat_template_reads": {
@@ -110,6 +114,12 @@ def _format_source(front: Front) -> str:
     if front.settings.tool_format is not None:
         return "option"
     return "generic" if front.template.format is None else "template"
+
+
+def _determinism(ready: Ready) -> str:
+    if ready.invariant_rows:
+        return _PROMISES["small"].format(ready.invariant_rows)
+    return _PROMISES[ready.invariant]
 
 
 async def _tokenizer_info(request: web.Request) -> web.Response:

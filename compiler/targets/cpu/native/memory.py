@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tilewright.compiler.targets.cpu.native.library import binding as lib
 from tilewright.compiler.targets.cpu.native.program.mapping import LANES, whole
 from tilewright.compiler.targets.cpu.native.settings import uses_large_pages
 from tilewright.errors import CompileError
+
+if TYPE_CHECKING:
+    from tilewright.compiler.targets.interface.base import CompileOptions
 
 _WORTH_COPYING, _SPARE = 16 << 20, 1 << 30
 _LARGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
@@ -52,6 +55,29 @@ def are_large_pages_worth(num_bytes: int) -> bool:
     return gives and num_bytes + _SPARE < min(int(kib) * 1024, memory_bytes())
 
 
+def sequence_bytes(
+    states: Sequence[lib.TwState], num_positions: int, windows: Sequence[int] = ()
+) -> int:
+    """Return the bytes of the state of a sequence of ``num_positions``; ``windows`` as
+    :func:`check_room` takes them.
+    """
+    own = zip(states, windows or [0] * len(states), strict=True)
+    return kept_bytes(states) + sum(
+        position_bytes([state]) * min(num_positions, held_positions(window) or num_positions)
+        for state, window in own
+    )
+
+
+def batch_that_fits(
+    states: Sequence[lib.TwState], options: CompileOptions, memory: int, windows: Sequence[int]
+) -> int:
+    """Return ``max_batch``, reduced to the memory but not below ``least_batch``."""
+    if options.least_batch is None:
+        return options.max_batch
+    size = sequence_bytes(states, whole(options.max_context, _POSITIONS), windows)
+    return max(options.least_batch, min(options.max_batch, memory // max(1, size)))
+
+
 def check_room(
     states: Sequence[lib.TwState],
     max_seats: int,
@@ -65,14 +91,9 @@ def check_room(
     Raises:
         CompileError: with the sequences, and the positions, that would fit.
     """
-    windows = windows or [0] * len(states)
 
     def seat_of(num_positions: int) -> int:
-        own = zip(states, windows, strict=True)
-        return kept_bytes(states) + sum(
-            position_bytes([state]) * min(num_positions, held_positions(window) or num_positions)
-            for state, window in own
-        )
+        return sequence_bytes(states, num_positions, windows)
 
     seat = seat_of(whole(max_context, _POSITIONS))
     if seat * max_seats <= memory:

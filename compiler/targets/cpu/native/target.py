@@ -113,7 +113,7 @@ class NativeTarget(Target):
         from tilewright.compiler.targets.cpu.native.program.packed import digest_of, read_packed
 
         packed = read_packed(program.folder)
-        _check(packed, options)
+        options = _check(packed, options)
         sizes = [each.num_bytes for each in packed.tensors]
         mapped = map_weights(sizes, digest_of(packed), program.folder)
         num_threads = options.num_threads or describe_cpu().num_cores
@@ -126,14 +126,23 @@ class NativeTarget(Target):
         return kind(packed, mapped, options, program.contract)
 
 
-def _check(program: Assembly | Packed, options: CompileOptions) -> None:
-    """Refuse odd settings of the environment, and caches that the memory has no room for."""
-    from tilewright.compiler.targets.cpu.native.memory import check_room, memory_bytes, windows_of
+def _check(program: Assembly | Packed, options: CompileOptions) -> CompileOptions:
+    """Refuse odd settings of the environment, and caches that the memory has no room for; the
+    options with a batch that fits.
+    """
+    from tilewright.compiler.targets.cpu.native.memory import (
+        batch_that_fits,
+        check_room,
+        memory_bytes,
+        windows_of,
+    )
     from tilewright.compiler.targets.cpu.native.settings import check_settings
 
     check_settings()
-    limits = options.max_batch, options.max_context, memory_bytes()
-    check_room(program.states, *limits, windows_of(program, options.max_context))
+    memory, windows = memory_bytes(), windows_of(program, options.max_context)
+    batch = batch_that_fits(program.states, options, memory, windows)
+    check_room(program.states, batch, options.max_context, memory, windows)
+    return dataclasses.replace(options, max_batch=batch)
 
 
 def _assembled(graph_module: GraphModule, options: CompileOptions) -> tuple[Plan, Assembly]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -25,6 +26,8 @@ class Buckets:
 
     ``table`` and ``num_choosable`` say how wide the choices are that go with them. What ranks agree
     on when they meet is asked for when it is captured.
+    ``prepared_rows``: Maximum rows of the decode steps that :meth:`prepare` captures. Larger ones
+    and mixed batches are left to :meth:`prepare_next`. None: :meth:`prepare` captures all.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Buckets:
         table: SeatTable,
         passes: Callable[[], Passes] = lambda: (),
         most_pieces: Callable[[], int] = lambda: 1,
+        prepared_rows: int | None = None,
     ) -> None:
         self.rows, self.tokens = tuple(rows), tuple(tokens)
         self._table, self._passes, self._most_pieces = table, passes, most_pieces
@@ -46,6 +50,8 @@ class Buckets:
         self.decodes: dict[int, DecodeBucket] = {}
         self.prompts: dict[int, PromptBucket] = {}
         self.batches: dict[int, BatchBucket] = {}
+        self._prepared_rows = prepared_rows
+        self._later: deque[Callable[[], object]] = deque()
 
     def decode(self, num_rows: int) -> DecodeBucket:
         """The smallest bucket for so many rows."""
@@ -89,7 +95,9 @@ class Buckets:
         once, so that their kernels are there.
         """
         found: list[tuple[int, Callable[[], BatchBucket | PromptBucket]]] = []
-        for width, sizes in self._passes():
+        most_rows = self._prepared_rows
+        self._later.clear()
+        for width, sizes in self._passes() if most_rows is None else ():
             found.append((width + sizes[-1], partial(self._batch, width)))
         for less, size in pairwise((0, *self.tokens)):
             if less < longest:
@@ -97,7 +105,12 @@ class Buckets:
         for _, make in sorted(found, key=itemgetter(0), reverse=True):
             make().prepare()  # the largest first: the others run in its memory
         for size in self.rows:
-            self.decode(size).prepare()
+            if most_rows is None or size <= most_rows:
+                self.decode(size).prepare()
+            else:
+                self._later.append(partial(self._prepare_decode, size))
+        if most_rows is not None:
+            self._later.extend(partial(self._prepare_batch, *each) for each in self._passes())
         self._prepare_masks()
         device, size = self._steps.device, self.tokens[-1]
         last = torch.zeros(1, dtype=torch.int64).to(device)
@@ -106,6 +119,25 @@ class Buckets:
             rows = Rows.padding(size, device)
             for from_start in {False, self._steps.attention.begins_otherwise(size)}:
                 self._steps.prefill(rows, logit_rows=last, from_start=from_start)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether :meth:`prepare_next` has nothing left to capture."""
+        return not self._later
+
+    def prepare_next(self) -> None:
+        """Capture some steps that :meth:`prepare` left out."""
+        self._later.popleft()()
+
+    def _prepare_decode(self, size: int) -> None:
+        self.decode(size).prepare()
+
+    def _prepare_batch(self, width: int, sizes: Sequence[int]) -> None:
+        """Capture the largest pass, and leave the rest of them for the next calls."""
+        bucket = self._batch(width)
+        bucket.prepare_pass(sizes[-1])
+        rest = [partial(bucket.prepare_pass, size) for size in reversed(sizes[:-1])]
+        self._later.extendleft([bucket.prepare_choices, *reversed(rest)])
 
     def _prepare_masks(self) -> None:
         """Run what takes tokens out of logits, so that its kernel is there."""

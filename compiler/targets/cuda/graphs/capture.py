@@ -159,7 +159,7 @@ class Bucket:
             self._again = self._captured(lambda: self.choice.take_likeliest(self.logits))
         return self._again
 
-    def _prepare_choices(self) -> None:
+    def prepare_choices(self) -> None:
         """Capture each choice from a pass's logits; of several ranks, none waits for masks."""
         if self.choice.group is None:
             self._capture_again()
@@ -219,7 +219,7 @@ class DecodeBucket(Bucket):
         """Capture all that a step may run; rows must not hold anybody yet."""
         for reach in self._steps.attention.reaches:
             self._capture(reach)
-        self._prepare_choices()
+        self.prepare_choices()
 
     def run(self, longest: int, drawing: Drawing | None = None) -> None:
         """Run a decode step, behind which the longest row has so many positions; its chosen tokens

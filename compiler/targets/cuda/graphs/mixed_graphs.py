@@ -144,8 +144,12 @@ class BatchBucket(Bucket):
     def prepare(self) -> None:
         """Capture all that passes may run: the largest first, in whose memory the others run."""
         for size in reversed(self._sizes):
-            self._pass(size)
-        self._prepare_choices()
+            self.prepare_pass(size)
+        self.prepare_choices()
+
+    def prepare_pass(self, num_tokens: int) -> None:
+        """Capture the pass of a captured number of tokens."""
+        self._pass(num_tokens)
 
     def run(
         self,

@@ -29,7 +29,7 @@ from tilewright.compiler.targets.cuda.steps.cublas import (
 )
 from tilewright.compiler.targets.cuda.steps.plan_readers import mixers_behind, readers_of
 from tilewright.compiler.targets.cuda.trials import LIBRARY, MANY, WIDE, Trials
-from tilewright.compiler.targets.cuda.weights.copies import Copies, Copy, Kinds
+from tilewright.compiler.targets.cuda.weights.copies import Copies, Copy
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of, vector_of
 from tilewright.compiler.targets.program.instructions import Attend, Linear, Plan
@@ -87,14 +87,14 @@ class Products:
         is_native: bool,
         exact: bool,
         strict: bool = False,
-        copies: Kinds,
+        copies: Copies,
         trials: Trials,
     ) -> None:
         self.device, self._weights = device, weights
         self._is_native, self._exact, self._strict = is_native, exact, strict
         self._max_rows = max_rows
         self._operand = torch.float32 if exact else torch.bfloat16
-        self.copies = Copies(plan, weights, copies)
+        self.copies = copies
         self._one = torch.ones((), dtype=torch.float32, device=device)
         widest = max((each.weight.shape[1] for each in plan.products), default=1)
         room = native.room_for(max_rows) if is_native else max_rows
@@ -122,7 +122,7 @@ class Products:
             norm = self._weights.vector(vector_of(each.norm)), each.eps
         num_rows, is_native = len(x), self._is_ours(held)
         most = native.most_tokens(held) if is_native else native.MAX_TOKENS
-        codes = self.copies.codes_for(each, num_rows, decodes=decodes)
+        codes = self._codes_for(each, num_rows, decodes)
         if codes is not None:
             self._lofi_product(each, out, x, held, bias, norm, codes, decodes)
         elif self._is_dense(held, x, norm):
@@ -147,9 +147,13 @@ class Products:
     def takes_few(self, each: Linear) -> bool:
         """Whether one row's product in a decode step is by the kernels of few rows."""
         held = self._weights.held(product_of(each))
-        if not self._is_ours(held) or self.copies.codes_for(each, 1, decodes=True) is not None:
+        if not self._is_ours(held) or self._codes_for(each, 1, True) is not None:
             return False
         return not (self._takes_library(each, held, 1, True) or self._is_wide(held, 1))
+
+    def _codes_for(self, each: Linear, num_rows: int, decodes: bool) -> Copy | None:
+        """Return the e4m3 copy for a matmul. Strict steps use none: small ones have no kernel."""
+        return None if self._strict else self.copies.codes_for(each, num_rows, decodes=decodes)
 
     def _is_ours(self, held: HeldWeight) -> bool:
         return self._is_native and held.num_columns % 4 == 0
@@ -240,7 +244,7 @@ class Products:
             return out, 0
         held = self._weights.held(product_of(reader))
         goes_elsewhere = self._takes_library(reader, held, num_rows, decodes) or (
-            self.copies.codes_for(reader, num_rows, decodes=decodes) is not None
+            self._codes_for(reader, num_rows, decodes) is not None
         )
         if goes_elsewhere or not self._is_wide(held, num_rows):
             return out, 0

@@ -6,6 +6,8 @@ Legend: B rows of a decode step, T tokens of a prompt, R rows that want logits.
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -53,12 +55,23 @@ from tilewright.compiler.targets.program.instructions import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """The kernels of one arithmetic: strict (batch-invariant) or fast."""
+
+    products: Products
+    norms: Norms
+    attention: Attention
+    is_strict: bool
+
+
 class Steps:
     """A plan with its weights and state. Every method is capturable in a CUDA graph.
 
     ``exact``: float32 arithmetic throughout, through the library; no speed is claimed for it.
-    ``strict``: a prompt's tokens take the same kernels however many of them are in a piece, and
-    rows of decode steps those that give a row the same bits however many there are.
+    ``strict_rows``: Maximum number of rows of a strict decode step. In strict steps the bits of a
+    row do not depend on the number of rows. Prefill of a single prompt is strict if this is not 0:
+    its bits do not depend on the chunk sizes. Mixed batches are strict only if all steps are.
     ``prompt_wire``: the format in which ranks send partial sums of prompts, None: as those of
     decode steps.
     """
@@ -71,31 +84,31 @@ class Steps:
         *,
         max_rows: int,
         exact: bool,
-        strict: bool = False,
+        strict_rows: int = 0,
         prompt_wire: str | None = None,
         copies: Kinds = NO_COPIES,
         trials: Trials | None = None,
     ) -> None:
         self.group: Group | None = None  # of a rank among several, once it has met them
         self.device = state.tables.device
-        self.exact, self._strict = exact, strict
+        self.exact, self._strict_rows = exact, strict_rows
         self.is_native = not exact and not native.why_not(self.device)
         self._plan, self._weights, self._state = plan, weights, state
         trials = trials or read_trials()
         self._prompt_wire = prompt_wire
-        how: dict[str, Any] = {"exact": exact, "max_rows": max_rows, "trials": trials}
-        self._mixers = Mixers(plan, weights, state, strict=strict, **how)
-        self.attention = Attention(
-            plan, weights, state, strict=strict, is_native=self.is_native, **how
+        is_strict = strict_rows >= max_rows
+        self._mixers = Mixers(
+            plan, weights, state, strict=is_strict, exact=exact, max_rows=max_rows, trials=trials
         )
         self._beside = Beside(self.device, is_on=trials.riders != BEHIND)
         self._operand = torch.float32 if exact else torch.bfloat16
         self._num_rows = rows = native.room_for(max_rows) if self.is_native else max_rows
-        self._products = Products(
-            plan, weights, self.device, max_rows=max_rows, is_native=self.is_native, exact=exact,
-            strict=strict, copies=copies, trials=trials,
-        )  # fmt: skip
-        self._norms = Norms(plan, weights, self._products, is_native=self.is_native, trials=trials)
+        self.copies = Copies(plan, weights, copies)
+        make = partial(self._make_kernels, trials=trials)
+        self._small = make(min(max_rows, strict_rows), is_strict=True) if strict_rows else None
+        is_only = self._small is not None and strict_rows == sys.maxsize
+        self._large = None if is_only else make(max_rows, is_strict=False)
+        self.attention = self._kernels(is_strict=self._small is not None).attention
         self._flat = [
             torch.zeros(
                 rows * padded(buffer.width), dtype=self._type(buffer.role), device=self.device
@@ -103,10 +116,24 @@ class Steps:
             for buffer in plan.buffers
         ]
 
-    @property
-    def copies(self) -> Copies:
-        """The weights that are held once more."""
-        return self._products.copies
+    def _make_kernels(self, max_rows: int, *, is_strict: bool, trials: Trials) -> _Kernels:
+        plan, weights, is_native = self._plan, self._weights, self.is_native
+        how: dict[str, Any] = {"exact": self.exact, "max_rows": max_rows, "trials": trials}
+        products = Products(
+            plan, weights, self.device, is_native=is_native, strict=is_strict, copies=self.copies,
+            **how,
+        )  # fmt: skip
+        return _Kernels(
+            products,
+            Norms(plan, weights, products, is_native=is_native, trials=trials),
+            Attention(plan, weights, self._state, strict=is_strict, is_native=is_native, **how),
+            is_strict,
+        )
+
+    def _kernels(self, *, is_strict: bool) -> _Kernels:
+        kernels = self._small if is_strict or self._large is None else self._large
+        assert kernels is not None
+        return kernels
 
     def kernels(self) -> str:
         """Say which kernels run, and why where it is not the fast ones."""
@@ -138,17 +165,18 @@ class Steps:
         """
         num_rows = len(rows.tokens)
         step = self._decode_buffers(num_rows)
+        kernels = self._kernels(is_strict=num_rows <= self._strict_rows)
         for each in self._plan.instructions:
             if isinstance(each, Gather):
                 step.alias(each.out, each.x)
             elif isinstance(each, Attend):
-                self.attention.decode(each, step, rows, reach=reach, captured=captured)
+                kernels.attention.decode(each, step, rows, reach=reach, captured=captured)
             elif isinstance(each, Mixer):
                 self._mixers.run(each, step, rows, decodes=True, captured=captured)
             elif isinstance(each, Linear) and self._mixers.experts.runs_along(each, num_rows):
                 continue
-            elif not (isinstance(each, Linear) and self._norms.run_product(each, step, num_rows)):
-                self._run(each, step, rows, decodes=True)
+            elif not (isinstance(each, Linear) and kernels.norms.run_product(each, step, num_rows)):
+                self._run(each, step, rows, kernels, decodes=True)
         return step.logits
 
     def chosen_experts(self, rows: Rows) -> list[int]:
@@ -207,6 +235,8 @@ class Steps:
     ) -> Tensor | None:
         step = self._fresh_buffers(len(rows.tokens))
         is_mixed = riding.stop > riding.start
+        is_single = starts is None and not is_mixed
+        kernels = self._kernels(is_strict=is_single and self._small is not None)
         for each in self._plan.instructions:
             if isinstance(each, Gather):
                 if pools:
@@ -222,15 +252,15 @@ class Steps:
                 )
                 torch.index_select(x, 0, logit_rows, out=step.view(each.out))
             elif isinstance(each, Attend | DeltaRule | Convolve) and is_mixed:
-                self._run_mixed(each, step, rows, starts, block, riding)
+                self._run_mixed(each, step, rows, kernels, starts, block, riding)
             elif isinstance(each, Attend):
-                self.attention.prompt(each, step, rows, from_start=from_start, block=block)
+                kernels.attention.prompt(each, step, rows, from_start=from_start, block=block)
             elif isinstance(each, DeltaRule | Convolve):
                 self._mixers.run(each, step, rows, decodes=False, starts=starts)
             elif isinstance(each, Mixer):
                 self._mixers.run(each, step, rows, decodes=False)
             else:
-                self._run(each, step, rows, decodes=False)
+                self._run(each, step, rows, kernels, decodes=False)
         return step.logits
 
     def _run_mixed(
@@ -238,6 +268,7 @@ class Steps:
         each: Attend | DeltaRule | Convolve,
         step: Buffers,
         rows: Rows,
+        kernels: _Kernels,
         starts: Tensor | None,
         block: int,
         riding: slice,
@@ -249,14 +280,16 @@ class Steps:
             (step.part(part), rows.part(part)) for part in (slice(0, riding.start), riding)
         )
         if isinstance(each, Attend):
-            prompts = partial(self.attention.prompt, each, *first, from_start=False, block=block)
-            riders = partial(self.attention.decode, each, *second, reach=None, captured=False)
+            prompts = partial(kernels.attention.prompt, each, *first, from_start=False, block=block)
+            riders = partial(kernels.attention.decode, each, *second, reach=None, captured=False)
         else:
             prompts = partial(self._mixers.run, each, *first, decodes=False, starts=starts)
             riders = partial(self._mixers.run, each, *second, decodes=True)
         self._beside.run(prompts, riders)
 
-    def _run(self, each: Plain, step: Buffers, rows: Rows, *, decodes: bool) -> None:
+    def _run(
+        self, each: Plain, step: Buffers, rows: Rows, kernels: _Kernels, *, decodes: bool
+    ) -> None:
         if isinstance(each, Embed):
             embed(step.view(each.out), rows.tokens, self._weights.held(table_of(each)).data)
         elif isinstance(each, SwiGLU):
@@ -264,23 +297,23 @@ class Steps:
         elif isinstance(each, NormHeads):
             weights = [self._weights.vector(vector_of(one)) for one in (each.q_norm, each.k_norm)]
             views = step.view(each.out), step.view(each.qkv)
-            alone = True if decodes else False if self._strict else None
+            alone = True if decodes else False if kernels.is_strict else None
             rms_norm_heads(*views, *weights, num_heads=each.num_heads, eps=each.eps, alone=alone)
         elif isinstance(each, Norm):
-            self._norms.run(each, step, decodes=decodes)
+            kernels.norms.run(each, step, decodes=decodes)
         elif isinstance(each, Elementwise):
             inputs = [step.view(one) if isinstance(one, Place) else one for one in each.inputs]
             apply_function(each.function, step.view(each.out), inputs)
         elif isinstance(each, Linear):
-            self._products.run(each, step.view(each.out), step.view(each.x), decodes=decodes)
+            kernels.products.run(each, step.view(each.out), step.view(each.x), decodes=decodes)
         elif isinstance(each, AllReduce | AllReduceAdd):
-            self._reduce(each, step, decodes=decodes)
+            self._reduce(each, step, keeps_wire=decodes or kernels.is_strict)
 
-    def _reduce(self, each: AllReduce | AllReduceAdd, step: Buffers, *, decodes: bool) -> None:
+    def _reduce(self, each: AllReduce | AllReduceAdd, step: Buffers, *, keeps_wire: bool) -> None:
         assert self.group is not None, "this rank has not met the others"
         exchange = self.group.exchange
         out, x = step.view(each.out), step.view(each.x)
-        wire = each.wire if decodes else self._prompt_wire or each.wire
+        wire = each.wire if keeps_wire else self._prompt_wire or each.wire
         if isinstance(each, AllReduce):
             exchange.all_reduce(out, x, wire=wire)
             return
