@@ -16,6 +16,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests.gpu_memory import DEFAULT_GB, gpu_memory, num_slots
+
 hypothesis.settings.register_profile(
     "tilewright", deadline=None, max_examples=10, derandomize="CI" in os.environ
 )
@@ -132,6 +134,26 @@ def _seed() -> Iterator[None]:
     yield
     if HAS_GPU and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+@pytest.fixture(autouse=True)
+def _gpu_memory(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """A test on a GPU waits until the workers of the run have left it the memory it declares."""
+    marks = [*request.node.iter_markers("gpu"), *request.node.iter_markers("multigpu")]
+    if not (marks and HAS_GPU):
+        yield
+        return
+    declared = [mark.kwargs["memory_gb"] for mark in marks if "memory_gb" in mark.kwargs]
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    slots = num_slots(torch.cuda.get_device_properties(0).total_memory, workers)
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "gpu-memory"
+    with gpu_memory(folder, slots, declared[0] if declared else DEFAULT_GB):
+        yield
+        gc.collect()  # captured graphs and their steps hold each other
+        torch.cuda.empty_cache()
 
 
 MACHINE_CODE = ("numba", "native", "kernels")

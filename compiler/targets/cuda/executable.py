@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,14 +13,13 @@ from torch import Tensor
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.cuda.collectives.exchange import PROMPT_WIRE
 from tilewright.compiler.targets.cuda.collectives.group import Group, meet
-from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
+from tilewright.compiler.targets.cuda.graphs.buckets import Buckets, prepared_rows_of
 from tilewright.compiler.targets.cuda.graphs.capture import Seated, decode_buckets, prompt_buckets
 from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
 from tilewright.compiler.targets.cuda.memory_budget import capabilities_of, num_marks
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import choose_now, needs_host
 from tilewright.compiler.targets.cuda.outputs.sampled_tokens import Answers
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import Choice, drawing_of
-from tilewright.compiler.targets.cuda.plan import has_mixers
 from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.cuda.state.ragged import can_join, one, split
 from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
@@ -91,15 +89,12 @@ class CudaExecutable(Executable):
         self.capabilities = capabilities_of(plan, options, device, num_pages, reserved)
         self.device, self._weights, self.dealt = device, weights, plan.dealt
         self._asked = options.parallel.exchange
-        exact, limits = options.compute == "exact", self.capabilities
-        strict_rows = 0
-        if limits.invariant == "rows":
-            strict_rows = limits.invariant_rows or sys.maxsize
+        exact = options.compute == "exact"
         is_free = not (exact or options.is_strict or options.parallel.wire)
         prompt_wire = PROMPT_WIRE if is_free else None
         self._steps = Steps(
-            plan, weights, self._state, max_rows=rows[-1], exact=exact,
-            strict_rows=strict_rows, prompt_wire=prompt_wire, copies=copies, trials=read_trials(),
+            plan, weights, self._state, max_rows=rows[-1], exact=exact, prompt_wire=prompt_wire,
+            strict_rows=self.capabilities.max_invariant_rows, copies=copies, trials=read_trials()
         )  # fmt: skip
         self.notes = self._steps.copies.said(options.copies)
         if prompt_wire and options.parallel.tensor > 1:
@@ -122,18 +117,15 @@ class CudaExecutable(Executable):
         )  # fmt: skip
 
     def _make_buckets(self, plan: Plan, rows: Sequence[int], options: CompileOptions) -> Buckets:
-        num_ranks, prepared_rows = options.parallel.tensor, None
-        if options.least_batch is not None and num_ranks == 1 and not has_mixers(plan):
-            prepared_rows = max(options.least_batch, options.strict_rows)
         return Buckets(
             self._steps,
             rows=rows,
-            tokens=prompt_buckets(plan, num_ranks),
+            tokens=prompt_buckets(plan, options.parallel.tensor),
             num_choosable=lambda: self.num_choosable,
             table=self._table,
             passes=lambda: self.capabilities.passes,
             most_pieces=lambda: self.capabilities.max_prompts,
-            prepared_rows=prepared_rows,
+            prepared_rows=prepared_rows_of(plan, options),
         )
 
     def join(self, peers: Peers) -> None:

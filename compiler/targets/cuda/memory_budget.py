@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from tilewright.compiler.targets.cuda.graphs.capture import decode_buckets, prom
 from tilewright.compiler.targets.cuda.graphs.mixed_graphs import USUAL_OF_MIXERS, Passes, passes_for
 from tilewright.compiler.targets.cuda.invariance import invariant_of
 from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
-from tilewright.compiler.targets.cuda.plan import has_mixers, num_multiplied
+from tilewright.compiler.targets.cuda.plan import far_of, has_mixers
 from tilewright.compiler.targets.cuda.state.pages import PAGE, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state.snapshot_positions import MOST_MARKS
 from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
@@ -23,7 +22,7 @@ from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds, co
 from tilewright.compiler.targets.cuda.weights.experts import held_sizes
 from tilewright.compiler.targets.cuda.weights.stream import wanted_by
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions
-from tilewright.compiler.targets.program.instructions import OPERAND, Attend, Plan
+from tilewright.compiler.targets.program.instructions import OPERAND, Plan
 from tilewright.distributed.world import place_of
 from tilewright.errors import CompileError
 
@@ -36,18 +35,12 @@ _JOINED, _JOINED_OF_MIXERS = 8, 4
 """Pieces of prompts of a batch: faster than one after another, with bits of their own; each has
 room for its marks where there are any.
 """
-_ATTENTION_RATE = 0.28
-"""Of operations a second in products, those in a prompt's attention to pages: of 8B, 64,000 tokens
-in 7.8 s on an H200, where 1,024 take 24 ms.
-"""
 _LEAST_PROMPT = 1024
 """Tokens of a prompt that a step has room for, whatever is asked: a cell of any model."""
 _MAX_SNAPSHOTS = 512
 _SHARE_OF_SNAPSHOTS = 8
 _SHARE_OF_MORE = 4
 """Of the memory that pages would have without, what snapshots take at least, and others at most."""
-_KEPT_PAGES = 0.98
-_RANKS_BATCH = 64
 _GB = 1e9
 
 
@@ -134,47 +127,6 @@ def _has_room_for(size: int, plan: Plan, options: CompileOptions, room: int) -> 
     return left >= max(one, before - before // _SHARE_OF_MORE)
 
 
-def with_batch_that_fits(
-    plan: Plan, options: CompileOptions, device: torch.device
-) -> CompileOptions:
-    """Return ``options`` with the largest batch for the memory, or unchanged without a range.
-
-    A batch from ``least_batch`` to ``max_batch`` fits if the pool holds every context, or if it
-    keeps 98 % of the pages of ``least_batch``. Ranks must agree and may differ in free memory, so
-    that their batch depends on the plan only.
-    """
-    least = options.least_batch
-    if least is None or least >= options.max_batch:
-        return options
-    found = replace(options, max_batch=_batch_that_fits(plan, options, device, least))
-    if found.max_batch <= options.strict_rows:
-        return replace(found, is_strict=True)
-    return found
-
-
-def _batch_that_fits(plan: Plan, options: CompileOptions, device: torch.device, least: int) -> int:
-    if options.parallel.tensor > 1:
-        size = _RANKS_BATCH if plan.sequence_states else options.max_batch
-        return max(least, min(size, options.max_batch))
-    base = _pages_with(plan, replace(options, max_batch=least), device)
-    size = options.max_batch
-    while size > least:
-        found = replace(options, max_batch=size)
-        needed = min(size * pages_of(options.max_context), math.ceil(_KEPT_PAGES * base))
-        if base and _pages_with(plan, found, device) >= needed:
-            break
-        size = max(least, size // 2)
-    return size
-
-
-def _pages_with(plan: Plan, options: CompileOptions, device: torch.device) -> int:
-    """Return the pages of the pool for these options; 0 if they do not fit."""
-    try:
-        return check_room(plan, with_passes_that_fit(plan, options, device), device).num_pages
-    except CompileError:
-        return 0
-
-
 def with_passes_that_fit(
     plan: Plan, options: CompileOptions, device: torch.device
 ) -> CompileOptions:
@@ -203,8 +155,11 @@ def capabilities_of(
     invariant, mixes = invariant_of(plan, options, device), has_mixers(plan)
     is_gpu, asked = device.type == "cuda", read_trials().prompts
     small = 0 if invariant == "none" or options.is_strict else options.strict_rows
-    is_always_strict = invariant == "rows" and not small
-    joins = not is_always_strict and may_share(plan, options) and (asked > 1 if asked else is_gpu)
+    joins = (
+        (invariant == "none" or small)
+        and may_share(plan, options)
+        and (asked > 1 if asked else is_gpu)
+    )
     passes = _passes(plan, options) if joins else ()
     return Capabilities(
         max_seats=options.max_batch,
@@ -275,17 +230,6 @@ def most_pieces(plan: Plan, options: CompileOptions) -> int:
 def num_marks(plan: Plan, options: CompileOptions) -> int:
     """Marks of all pieces of a pass: places for state that is no sequence's."""
     return marks_each(plan) * most_pieces(plan, options)
-
-
-def far_of(plan: Plan) -> int:
-    """Positions before a prompt's token whose attention takes as long as all of its products; 0
-    where experts or linear attention make a token something else.
-    """
-    attends = [each for each in plan.instructions if isinstance(each, Attend)]
-    if has_mixers(plan) or not attends or any(each.window for each in attends):
-        return 0
-    a_position = sum(2 * each.num_heads * each.state.shape[-1] for each in attends)
-    return max(1, int(_ATTENTION_RATE * num_multiplied(plan) / a_position))
 
 
 def free_bytes(options: CompileOptions, device: torch.device) -> int:

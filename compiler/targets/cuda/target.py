@@ -184,13 +184,13 @@ def _place(
     """The executable of a graph on this machine's GPU, once there is room for it, and the contract
     of what there is room for.
     """
+    from tilewright.compiler.targets.cuda.batch_size import with_batch_that_fits
     from tilewright.compiler.targets.cuda.executable import CudaExecutable
     from tilewright.compiler.targets.cuda.invariance import can_promise, withhold_workspace
     from tilewright.compiler.targets.cuda.memory_budget import (
         check_room,
         most_shared,
         open_device,
-        with_batch_that_fits,
         with_passes_that_fit,
     )
     from tilewright.compiler.targets.cuda.plan import make_plan

@@ -45,7 +45,7 @@ def test_without_a_gpu_it_is_one_line(tmp_path: Path) -> None:
     assert not any(path.read_bytes() for path in tmp_path.iterdir()), "no record of nothing"
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(memory_gb=14)
 def test_a_row_is_measured_and_profiled(tmp_path: Path) -> None:
     found = script(tmp_path, "--rows", "1b-bf16-b1", "--quick", "--profile")
     assert found.returncode == 0, found.stderr

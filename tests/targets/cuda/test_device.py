@@ -13,7 +13,9 @@ import torch
 from tests.models.test_qwen3_5 import ON_CUDA
 from tests.tiny import lowered, precision_of, tiny_model
 from tilewright.compiler.driver import weight_source
+from tilewright.compiler.targets.cuda import batch_size
 from tilewright.compiler.targets.cuda import memory_budget as device_module
+from tilewright.compiler.targets.cuda.batch_size import with_batch_that_fits
 from tilewright.compiler.targets.cuda.memory_budget import (
     check_fits,
     check_room,
@@ -24,7 +26,6 @@ from tilewright.compiler.targets.cuda.memory_budget import (
     shared_pages,
     state_bytes,
     weight_bytes,
-    with_batch_that_fits,
     work_bytes,
 )
 from tilewright.compiler.targets.cuda.numerics import cache_kind
@@ -303,7 +304,7 @@ def test_batch_auto_is_the_largest_that_keeps_the_pages(
     monkeypatch.setattr(device_module, "free_bytes", lambda *_: free)
     monkeypatch.setattr(device_module, "_page_bytes", lambda *_: PAGE_BYTES)
     cuda: Any = torch.device("cuda")
-    monkeypatch.setattr(device_module, "_KEPT_PAGES", 1.0)
+    monkeypatch.setattr(batch_size, "_KEPT_PAGES", 1.0)
     found = with_batch_that_fits(plan, auto, cuda)
     assert found.max_batch == expected
     assert with_batch_that_fits(plan, replace(auto, least_batch=None), cuda).max_batch == 64

@@ -108,16 +108,21 @@ def test_steps_select_strict_kernels_by_the_number_of_open_sequences(
         assert set(seen) == {(False, expected), (True, expected)}, count
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "all-bfp8", "performance"])
-@pytest.mark.parametrize("seats", ["16", "24", "256", "256/16"])
+@pytest.mark.parametrize(
+    "seats",
+    [
+        *(pytest.param(each, marks=pytest.mark.gpu(memory_gb=14)) for each in ("16", "24")),
+        *(pytest.param(each, marks=pytest.mark.gpu(memory_gb=56)) for each in ("256", "256/16")),
+    ],
+)
 def test_a_request_s_bits_do_not_depend_on_its_cuts_or_its_company(
     precision: str, seats: str
 ) -> None:
     run("strict_steps", "llama-3.2-1b", precision, seats)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(memory_gb=14)
 def test_a_row_of_the_library_s_products_has_the_same_bits_among_any_number() -> None:
     run("strict_products")
 

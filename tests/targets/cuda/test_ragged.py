@@ -23,7 +23,7 @@ from tests.tiny import (
 from tilewright.compiler.targets.cuda import memory_budget as device
 from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
 from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
-from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.plan import far_of, make_plan
 from tilewright.compiler.targets.cuda.state.ragged import can_join, join, one, split
 from tilewright.compiler.targets.cuda.trials import VARIABLE
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions, Executable
@@ -283,7 +283,7 @@ def test_a_context_counts_by_the_work_it_makes() -> None:
     products = sum(rows * columns for rows, columns in (p.weight.shape for p in plan.products[:-1]))
     attends = [each for each in plan.instructions if isinstance(each, Attend)]
     width = attends[0].num_heads * attends[0].state.shape[-1]
-    assert device.far_of(plan) == int(0.28 * products / (2 * width * len(attends)))
+    assert far_of(plan) == int(0.28 * products / (2 * width * len(attends)))
 
 
 def logits_beside(

@@ -14,10 +14,23 @@ import torch
 from tilewright.compiler.targets.cuda.graphs.capture import DecodeBucket, PromptBucket
 from tilewright.compiler.targets.cuda.graphs.mixed_graphs import BatchBucket, Passes
 from tilewright.compiler.targets.cuda.kernels.sampling.mask_logits import forbid
+from tilewright.compiler.targets.cuda.plan import has_mixers
 from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
 from tilewright.compiler.targets.cuda.state.token_batch import Rows
 from tilewright.compiler.targets.cuda.steps.run import Steps
+from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.token_masks import num_words
+from tilewright.compiler.targets.program.instructions import Plan
+
+
+def prepared_rows_of(plan: Plan, options: CompileOptions) -> int | None:
+    """Return the maximum rows of the decode steps to capture before the first request.
+
+    None: all. Ranks capture together, and passes of mixers are captured by size.
+    """
+    if options.least_batch is None or options.parallel.tensor > 1 or has_mixers(plan):
+        return None
+    return max(options.least_batch, options.strict_rows)
 
 
 class Buckets:
