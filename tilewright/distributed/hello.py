@@ -8,7 +8,7 @@ from tilewright.errors import ConfigError
 
 CODE, CHECKPOINT, PRECISION, OPTIONS = "code", "checkpoint", "precision", "options"
 FOLDER = "compiled folder"
-MESH, TORCH, KERNELS, TRIALS = "mesh", "torch", "kernels", "TILEWRIGHT_CUDA_TRIALS"
+MESH, TORCH, KERNELS = "mesh", "torch", "kernels"
 
 
 class RanksDifferError(ConfigError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +106,6 @@ def compare(group: Leader | Follower, facts: Mapping[str, str], options: Compile
         hello.CODE: sources_digest(),
         hello.TORCH: versions(("torch",))["torch"],
         hello.KERNELS: _kernels_digest(),
-        hello.TRIALS: os.environ.get("TILEWRIGHT_CUDA_TRIALS", ""),
         hello.MESH: f"1x{options.parallel.tensor}",
         hello.OPTIONS: hashlib.sha256(pack(dataclasses.replace(options, rank=0))).hexdigest(),
         **facts,

@@ -28,7 +28,6 @@ from tilewright.compiler.targets.cuda.state.swap import Away
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import Rows
 from tilewright.compiler.targets.cuda.steps.run import Steps
-from tilewright.compiler.targets.cuda.trials import read_trials
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds, copy_bytes
 from tilewright.compiler.targets.cuda.weights.stream import Weights
 from tilewright.compiler.targets.host.executable import Sitting
@@ -94,7 +93,7 @@ class CudaExecutable(Executable):
         prompt_wire = PROMPT_WIRE if is_free else None
         self._steps = Steps(
             plan, weights, self._state, max_rows=rows[-1], exact=exact, prompt_wire=prompt_wire,
-            strict_rows=self.capabilities.max_invariant_rows, copies=copies, trials=read_trials()
+            strict_rows=self.capabilities.max_invariant_rows, copies=copies,
         )  # fmt: skip
         self.notes = self._steps.copies.said(options.copies)
         if prompt_wire and options.parallel.tensor > 1:

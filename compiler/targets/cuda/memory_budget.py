@@ -17,7 +17,6 @@ from tilewright.compiler.targets.cuda.state.pages import PAGE, page_bytes, pages
 from tilewright.compiler.targets.cuda.state.snapshot_positions import MOST_MARKS
 from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
 from tilewright.compiler.targets.cuda.steps.mixers import mixer_bytes
-from tilewright.compiler.targets.cuda.trials import APART, INSIDE, SEVERAL, read_trials
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds, copy_bytes, kinds_for
 from tilewright.compiler.targets.cuda.weights.experts import held_sizes
 from tilewright.compiler.targets.cuda.weights.stream import wanted_by
@@ -41,6 +40,8 @@ _MAX_SNAPSHOTS = 512
 _SHARE_OF_SNAPSHOTS = 8
 _SHARE_OF_MORE = 4
 """Of the memory that pages would have without, what snapshots take at least, and others at most."""
+_MOST_SHARED = 8192
+"""Maximum number of prefill tokens of a mixed batch of a plan with mixers."""
 _GB = 1e9
 
 
@@ -153,13 +154,9 @@ def capabilities_of(
 ) -> Capabilities:
     """Return what a plan's steps may be; ``reserved`` bytes of the free memory are taken."""
     invariant, mixes = invariant_of(plan, options, device), has_mixers(plan)
-    is_gpu, asked = device.type == "cuda", read_trials().prompts
+    is_gpu, shares = device.type == "cuda", shares_passes_on(device)
     small = 0 if invariant == "none" or options.is_strict else options.strict_rows
-    joins = (
-        (invariant == "none" or small)
-        and may_share(plan, options)
-        and (asked > 1 if asked else is_gpu)
-    )
+    joins = shares and options.compute == "fast" and (invariant == "none" or small > 0)
     passes = _passes(plan, options) if joins else ()
     return Capabilities(
         max_seats=options.max_batch,
@@ -169,7 +166,7 @@ def capabilities_of(
         num_snapshots=num_snapshots(plan, options, free_bytes(options, device) - reserved),
         has_sequence_state=bool(plan.sequence_states),
         cell=_CELL_OF_MIXERS if mixes else _CELL,
-        max_prompts=most_pieces(plan, options) if joins or asked else 1,
+        max_prompts=most_pieces(plan, options) if joins else 1,
         max_step_tokens=most_prompt_tokens(options),
         runs_ahead=is_gpu,
         marks=marks_each(plan),
@@ -184,47 +181,38 @@ def capabilities_of(
 
 def marks_each(plan: Plan) -> int:
     """Positions inside of a piece of a prompt at which its state can be kept as it passes."""
-    return MOST_MARKS if plan.sequence_states and read_trials().snapshots == INSIDE else 0
+    return MOST_MARKS if plan.sequence_states else 0
 
 
-def may_share(plan: Plan, options: CompileOptions) -> bool:
-    """Whether pieces of prompts and rows that decode may share a pass, on a device where they gain
-    by it.
-    """
-    trials = read_trials()
-    if options.compute != "fast" or (options.parallel.tensor > 1 and trials.ranks == APART):
-        return False
-    return not (has_mixers(plan) and trials.hybrids == APART)
+def shares_passes_on(device: torch.device) -> bool:
+    """Return whether mixed batches are faster on a device. The CPU runs them in tests only."""
+    return device.type == "cuda"
 
 
 def _passes(plan: Plan, options: CompileOptions) -> Passes:
     """Those that are captured where pieces and rows share any; of more than the usual tokens where
     several prompts can fill them.
     """
-    trials, rows = read_trials(), decode_buckets(options.max_batch)
-    several = 0
-    if trials.hybrids == SEVERAL and options.max_batch > 1 and not options.is_strict:
+    rows, several = decode_buckets(options.max_batch), 0
+    if options.max_batch > 1 and not options.is_strict:
         at_once = options.max_batch * pages_of(options.max_context) * PAGE
-        several = min(trials.totals, options.max_shared_tokens, at_once)
+        several = min(_MOST_SHARED, options.max_shared_tokens, at_once)
     most = min(most_prompt_tokens(options), max(USUAL_OF_MIXERS, several))
     return passes_for(rows, most, has_mixers=has_mixers(plan))
 
 
 def most_shared(plan: Plan, options: CompileOptions) -> int:
     """Tokens of the largest pass that a plan's mixers share; 0 where there are none."""
-    shares = has_mixers(plan) and may_share(plan, options)
+    shares = has_mixers(plan) and options.compute == "fast"
     return _passes(plan, options)[-1][1][-1] if shares else 0
 
 
 def most_pieces(plan: Plan, options: CompileOptions) -> int:
     """Pieces of prompts that share a pass where any do."""
-    trials = read_trials()
-    if trials.prompts or not may_share(plan, options):
-        return max(1, trials.prompts)
-    if has_mixers(plan):
-        several = _JOINED if most_shared(plan, options) > USUAL_OF_MIXERS else _JOINED_OF_MIXERS
-        return several if trials.hybrids == SEVERAL else 1
-    return _JOINED
+    if options.compute != "fast":
+        return 1
+    is_usual = has_mixers(plan) and most_shared(plan, options) <= USUAL_OF_MIXERS
+    return _JOINED_OF_MIXERS if is_usual else _JOINED
 
 
 def num_marks(plan: Plan, options: CompileOptions) -> int:
@@ -356,7 +344,7 @@ def work_bytes(plan: Plan, options: CompileOptions) -> int:
     """
     tokens = min(options.max_context, most_prompt_tokens(options))
     sizes = prompt_buckets(plan, options.parallel.tensor)
-    passes = _passes(plan, options) if may_share(plan, options) else ()
+    passes = _passes(plan, options) if options.compute == "fast" else ()
     longest = next((each for each in sizes if each >= tokens), sizes[-1])
     captured = max([longest, *(width + most[-1] for width, most in passes)])
     prompt = sum(_pass_bytes(plan, options, each) for each in (max(tokens, captured), captured))

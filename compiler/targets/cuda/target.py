@@ -7,6 +7,7 @@ mends.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -44,7 +45,7 @@ from tilewright.compiler.targets.interface.base import (
 )
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
 from tilewright.distributed.parallel import Parallel
-from tilewright.errors import CompileError, allowed
+from tilewright.errors import CompileError, ConfigError, allowed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -175,6 +176,21 @@ class CudaTarget(Target):
         )
 
 
+_GONE = ("TILEWRIGHT_CUDA_TRIALS",)
+"""Environment variables that selected kernels. The op tables replace them."""
+
+
+def check_environment() -> None:
+    """Refuse a switch that has no effect.
+
+    Raises:
+        ConfigError: for an environment that sets one.
+    """
+    for name in _GONE:
+        if os.environ.get(name):
+            raise ConfigError(f"{name}: this switch no longer exists; allowed: unset it")
+
+
 def _place(
     graph_module: GraphModule,
     get_weights: Callable[[Plan, torch.device], Weights],
@@ -197,6 +213,7 @@ def _place(
     from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES
     from tilewright.compiler.targets.cuda.weights.stream import wanted_by
 
+    check_environment()
     plan = make_plan(graph_module)
     wanted_by(plan)  # an unsupported format, before a missing GPU
     if can_promise(plan, options):

@@ -19,13 +19,14 @@ from tests.tiny import (
     take_seat,
     tiny_model,
 )
+from tilewright.compiler.targets.cuda.graphs import capture
 from tilewright.compiler.targets.cuda.graphs.capture import Captured
+from tilewright.compiler.targets.cuda.kernels.attention import split as attention_shares
 from tilewright.compiler.targets.cuda.kernels.attention.split import Spread, share_of_step
 from tilewright.compiler.targets.cuda.kernels.matmul.dense import FEW_TOKENS
 from tilewright.compiler.targets.cuda.state.token_batch import Rows
 from tilewright.compiler.targets.cuda.steps import run as steps_module
 from tilewright.compiler.targets.cuda.steps.attention import Attention
-from tilewright.compiler.targets.cuda.trials import VARIABLE
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     Back,
@@ -188,12 +189,13 @@ def test_rows_go_on_in_other_graphs_where_they_have_more_pages(
     """
     assert isinstance(share_of_step(1, 2, 32, 128, strict=False), Spread)
     found = []
-    for reaches in ("apart", "all"):
-        monkeypatch.setenv(VARIABLE, f"reaches={reaches}")
+    for is_split in (True, False):
+        if not is_split:
+            monkeypatch.setattr(attention_shares, "reaches_of", lambda num_pages: (num_pages,))
         sizes = {"max_context": 2560, "max_positions": 4096, "head_dim": head_dim}
         executable = on_device(name, max_batch=num_rows, **sizes)
         inner: Any = executable
-        assert len(inner._steps.attention.reaches) == (3 if reaches == "apart" else 1)
+        assert len(inner._steps.attention.reaches) == (3 if is_split else 1)
         seats = [take_seat(executable, 2100) for _ in range(num_rows)]
         logits = []
         for start, count in ((0, 510), (514, 1532), (2050, 0)):
@@ -312,7 +314,7 @@ def test_more_rows_than_the_largest_bucket_choose_as_each_does_alone(
 ) -> None:
     from tests.targets.cuda.test_executable import ROWS, first_step, release, started
 
-    monkeypatch.setenv("TILEWRIGHT_CUDA_TRIALS", "rows=64")
+    monkeypatch.setattr(capture, "MAX_DECODE_ROWS", 64)
     executable = on_device("bfp8", max_batch=70)
     rows = [ROWS[index % len(ROWS)] for index in range(70)]
     seats = started(executable, rows)
@@ -331,13 +333,9 @@ def test_more_rows_than_the_largest_bucket_choose_as_each_does_alone(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("trials", ["blocks=parts", "blocks=wide"])
 @pytest.mark.parametrize("name", ["bf16", "bfp8", "bfp4"])
-def test_a_hundred_rows_are_near_each_alone(
-    name: str, trials: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hundred_rows_are_near_each_alone(name: str) -> None:
     """They run in one step, and its graph is what it is without one."""
-    monkeypatch.setenv("TILEWRIGHT_CUDA_TRIALS", trials)
     executable = on_device(name, max_batch=204)
     work = prompts_in(executable, 100)
     again, singles = copies(executable, work), copies(executable, work[::25])

@@ -23,8 +23,9 @@ from tilewright.compiler.artifacts.loading import load_program
 from tilewright.compiler.artifacts.paths import digest_memory
 from tilewright.compiler.artifacts.program import write_program
 from tilewright.compiler.driver import compile_model
+from tilewright.compiler.targets.cuda.target import check_environment
 from tilewright.compiler.targets.interface.base import CompileOptions, Holding
-from tilewright.errors import CheckpointError, CompileError
+from tilewright.errors import CheckpointError, CompileError, ConfigError
 
 OPTIONS = CompileOptions(max_batch=2, max_context=32, num_threads=1)
 BFP8 = precision_of("bfp8", "hifi2")
@@ -192,3 +193,11 @@ def test_the_command_compiles_without_a_gpu(
 def test_the_target_holds_what_it_says_without_its_libraries() -> None:
     found = ask_for("cuda", (64, 128), "bfp4", group="wo")
     assert found == Holding("bfp4 blocks", 4 * 1152)
+
+
+def test_a_switch_that_no_longer_exists_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEWRIGHT_CUDA_TRIALS", "rows=64")
+    with pytest.raises(ConfigError) as caught:
+        check_environment()
+    said = "TILEWRIGHT_CUDA_TRIALS: this switch no longer exists; allowed: unset it"
+    assert str(caught.value) == said

@@ -13,6 +13,7 @@ import torch
 from tests.dealt_models import make
 from tests.masks import allowed_of
 from tests.targets.cuda import emulated_exchange
+from tests.targets.cuda.sharing import set_sharing
 from tests.targets.cuda.thread_ranks import Meeting, ThreadExchange, together
 from tests.tiny import precision_of, random_tokens
 from tilewright.compiler.driver import lower_model, resolve_precision, weight_source
@@ -22,7 +23,6 @@ from tilewright.compiler.targets.cuda.executable import CudaExecutable
 from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.target import CudaTarget
-from tilewright.compiler.targets.cuda.trials import VARIABLE
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.interface.step import Choosing, Chunk, Open, Pages, Seat, Step
@@ -219,7 +219,7 @@ def test_rows_ride_along_on_two_ranks_as_on_one(
     model_type: str, layers: int, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But beside masks, for which ranks wait outside of captured passes."""
-    monkeypatch.setenv(VARIABLE, "prompts=8,ranks=riding")
+    set_sharing(monkeypatch)
     rode, run_joined = list[int](), Joined.run
 
     def spied(self: Joined, chunks: Any, step: Step, riding: tuple[Seat, ...] = ()) -> Any:

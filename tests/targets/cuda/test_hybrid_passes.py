@@ -11,8 +11,15 @@ import pytest
 import torch
 
 from tests.models.test_qwen3_5_moe import SIZES
+from tests.targets.cuda.sharing import set_sharing
 from tests.targets.cuda.test_executable import release
-from tests.targets.cuda.test_ragged import HYBRID, check_alike, logits_beside, uncaptured
+from tests.targets.cuda.test_ragged import (
+    HYBRID,
+    check_alike,
+    logits_beside,
+    one_after_the_other,
+    uncaptured,
+)
 from tests.tiny import (
     compiled,
     joined,
@@ -28,7 +35,7 @@ from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
-from tilewright.compiler.targets.cuda.trials import VARIABLE
+from tilewright.compiler.targets.cuda.steps.overlap import Beside
 from tilewright.compiler.targets.cuda.weights.copies import copy_bytes, kinds_for
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.step import Chunk, Snapshot, Step
@@ -46,28 +53,22 @@ tells apart what is otherwise equal.
 """
 
 
-@pytest.mark.parametrize(
-    ("trials", "pieces", "shared"),
-    [("several", 4, 2048), ("riding", 1, 2048), ("apart", 1, sys.maxsize)],
-)
+@pytest.mark.parametrize(("kind", "pieces", "shared"), [("cuda", 4, 2048), ("cpu", 1, sys.maxsize)])
 def test_a_hybrid_s_prompts_share_captured_passes_alone(
-    trials: str, pieces: int, shared: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, pieces: int, shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, unless it is asked for otherwise; and there is room for such a pass to work."""
-    monkeypatch.setenv(VARIABLE, f"hybrids={trials},totals=2048")
+    """On a GPU; and there is room for such a pass to work."""
     monkeypatch.setattr(device, "free_bytes", lambda *_: 1 << 40)
     model = tiny_model(model_type="qwen3_5_moe", **HYBRID)
     plan = make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
-    options = CompileOptions(max_batch=4, max_context=128)
-    found = device.capabilities_of(plan, options, torch.device("cuda"), 8)
+    options = CompileOptions(max_batch=4, max_context=128, max_shared_tokens=2048)
+    found = device.capabilities_of(plan, options, torch.device(kind), 8)
     assert (found.max_prompts, found.most_shared, found.cell) == (pieces, shared, 1024)
-    assert bool(found.passes) == (trials != "apart")
+    assert bool(found.passes) == (kind == "cuda")
     work = device.work_bytes(plan, options)
-    assert (work >= device.work_bytes(plan, replace(options, max_context=2048))) == bool(
-        found.passes
-    )
+    assert work >= device.work_bytes(plan, replace(options, max_context=2048))
     few = replace(options, max_step_tokens=1024)
-    limits = device.capabilities_of(plan, few, torch.device("cuda"), 8)
+    limits = device.capabilities_of(plan, few, torch.device(kind), 8)
     assert limits.most_shared == min(shared, 1024) or not limits.passes
 
 
@@ -75,27 +76,25 @@ MANY = CompileOptions(max_batch=4, max_context=4096, max_step_tokens=8192)
 
 
 @pytest.mark.parametrize(
-    ("trials", "options", "expected"),
+    ("options", "expected"),
     [
-        ("", MANY, (8, 8192)),
-        ("totals=4096", MANY, (8, 4096)),
-        ("", replace(MANY, max_step_tokens=4096), (8, 4096)),
-        ("", replace(MANY, max_context=1088), (8, 4096)),
-        ("", replace(MANY, max_context=576), (4, 2048)),
-        ("", replace(MANY, max_batch=1), (4, 2048)),
-        ("", replace(MANY, is_strict=True), (4, 2048)),
-        ("", replace(MANY, max_shared_tokens=2048), (4, 2048)),
-        ("hybrids=riding", MANY, (1, 2048)),
+        (MANY, (8, 8192)),
+        (replace(MANY, max_shared_tokens=4096), (8, 4096)),
+        (replace(MANY, max_step_tokens=4096), (8, 4096)),
+        (replace(MANY, max_context=1088), (8, 4096)),
+        (replace(MANY, max_context=576), (4, 2048)),
+        (replace(MANY, max_batch=1), (4, 2048)),
+        (replace(MANY, is_strict=True), (4, 2048)),
+        (replace(MANY, max_shared_tokens=2048), (4, 2048)),
     ],
 )
 def test_larger_passes_are_shared_where_they_can_be_filled(
-    trials: str, options: CompileOptions, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    options: CompileOptions, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight pieces have room for their marks; the captured pass is counted with what it runs in."""
     plan = make_plan(lowered(HYBRID_MODEL, target="cuda", precision=precision_of("bf16"))[0])
-    monkeypatch.setenv(VARIABLE, "totals=2048")
-    usual = device.work_bytes(plan, options), device.num_marks(plan, options)
-    monkeypatch.setenv(VARIABLE, trials)
+    small = replace(options, max_shared_tokens=2048)
+    usual = device.work_bytes(plan, small), device.num_marks(plan, small)
     monkeypatch.setattr(device, "free_bytes", lambda *_: 1 << 40)
     monkeypatch.setattr(device, "invariant_of", lambda *_: "none")
     found = device.capabilities_of(plan, options, torch.device("cuda"), 8)
@@ -171,12 +170,14 @@ def test_a_hybrid_s_rows_beside_prompts_have_the_bits_of_rows_behind_them(
     options = {"compute": "fast", "max_batch": 28, "max_context": 1152}
     pieces: list[Piece] = [(0, 300, (64, 256)), (128, 198, (192,)), (64, 65, ()), (0, 500, (448,))]
     found = []
-    for riders in ("behind", "beside", "beside"):
-        monkeypatch.setenv(VARIABLE, f"riders={riders}")
+    for is_beside in (False, True, True):
+        if not is_beside:
+            monkeypatch.setattr(Beside, "run", one_after_the_other)
         executable = compiled(model, "cuda", precision=precision_of("bf16"), **options)
         assert isinstance(executable, CudaExecutable)
         found.append(several_beside(executable, 20, pieces))
         executable.close()
+        monkeypatch.undo()
     (logits, kept), *others = found
     for again, states in others:
         assert torch.equal(again, logits) and len(states) == len(kept) > 0
@@ -188,15 +189,14 @@ def test_a_hybrid_s_rows_beside_prompts_have_the_bits_of_rows_behind_them(
 def test_rows_ride_along_with_a_piece_of_a_hybrid(
     num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One piece a pass, captured."""
+    """Captured."""
     model = tiny_model(std=0.05, model_type="qwen3_5_moe", **ON_DEVICE)
     options = {"compute": "fast", "max_batch": num_rows + 3, "max_context": 512}
     found = []
-    for trials in ("hybrids=apart", "hybrids=riding"):
-        monkeypatch.setenv(VARIABLE, trials)
+    for is_on in (False, True):
+        set_sharing(monkeypatch, is_on)
         executable = compiled(model, "cuda", precision=precision_of("bf16"), **options)
-        limits = executable.capabilities
-        assert limits.max_prompts == 1 and bool(limits.passes) == (trials == "hybrids=riding")
+        assert bool(executable.capabilities.passes) == is_on
         found.append(logits_beside(executable, num_rows, context=200, count=300, num_prompts=1))
         executable.close()
     check_alike(*found)
@@ -246,8 +246,8 @@ def test_several_pieces_of_a_hybrid_share_a_captured_pass(monkeypatch: pytest.Mo
     model, found = tiny_model(std=0.2, model_type="qwen3_5_moe", **HYBRID), []
     pieces: list[Piece] = [(0, 70, (64,)), (64, 66, ()), (3, 8, (8,)), (0, 1, ())]
     pieces += [(0, 5, ()), (64, 72, ()), (0, 66, (64,)), (2, 9, ())]
-    for trials in ("hybrids=apart", "prompts=8"):
-        monkeypatch.setenv(VARIABLE, trials)
+    for is_on in (False, True):
+        set_sharing(monkeypatch, is_on)
         options = {"compute": "fast", "max_batch": 10, "max_context": 128}
         executable = compiled(model, "cuda", precision=precision_of("bf16"), **options)
         assert isinstance(executable, CudaExecutable)
@@ -279,12 +279,13 @@ def test_several_pieces_of_a_hybrid_share_a_pass_on_the_device(
     model = tiny_model(std=0.05, model_type="qwen3_5_moe", max_positions=2048, **ON_DEVICE)
     options = {"compute": "fast", "max_batch": num_rows + 8, "max_context": 1152}
     found, most = [], 4 if totals == 2048 else 8
-    for trials in ("hybrids=apart", "hybrids=several"):
-        monkeypatch.setenv(VARIABLE, f"{trials},totals={totals}")
+    for is_on in (False, True):
+        set_sharing(monkeypatch, is_on)
+        monkeypatch.setattr(device, "_MOST_SHARED", totals)
         executable = compiled(model, "cuda", precision=precision_of("bf16"), **options)
         assert isinstance(executable, CudaExecutable)
         limits = executable.capabilities
-        assert limits.max_prompts == (1 if trials == "hybrids=apart" else most)
+        assert limits.max_prompts == (most if is_on else 1)
         assert limits.most_shared == totals or not limits.passes
         found.append(several_beside(executable, num_rows, pieces))
         executable.close()

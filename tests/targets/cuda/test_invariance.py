@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.targets.cuda import strict_steps
+from tests.targets.cuda.sharing import set_sharing
 from tests.tiny import compiled, precision_of, tiny_model
 from tilewright.compiler.targets.cuda import invariance
 from tilewright.compiler.targets.cuda import memory_budget as device
@@ -79,7 +80,7 @@ def test_steps_select_strict_kernels_by_the_number_of_open_sequences(
     is_strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "invariant_of", lambda *_: "rows")
-    monkeypatch.setenv("TILEWRIGHT_CUDA_TRIALS", "prompts=8")
+    set_sharing(monkeypatch)
     seen: list[tuple[bool, bool]] = []
     run_product = Products.run
 

@@ -22,7 +22,6 @@ from tilewright.compiler.targets.cuda.memory_budget import state_bytes, weight_b
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps.cublas import codes_product, scaled_product
 from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT, Products
-from tilewright.compiler.targets.cuda.trials import Trials
 from tilewright.compiler.targets.cuda.weights import copies as copies_module
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Copies, Kinds, copy_bytes
 from tilewright.compiler.targets.cuda.weights.e4m3 import CODES, exact_rows, round_rows, values
@@ -53,7 +52,7 @@ def made(name: str, fidelity: str, kinds: Kinds) -> tuple[Plan, Weights, Copies]
 def products_of(plan: Plan, weights: Weights, kinds: Kinds, *, strict: bool = False) -> Products:
     return Products(
         plan, weights, HERE, max_rows=256, is_native=False, exact=False, strict=strict,
-        copies=Copies(plan, weights, kinds), trials=Trials(),
+        copies=Copies(plan, weights, kinds),
     )  # fmt: skip
 
 

@@ -5,28 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.targets.cuda.test_trials import products_of
+from tests.targets.cuda.test_steps_matmul import products_of
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
 from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
 from tilewright.compiler.targets.cuda.steps import matmul as steps_products
-from tilewright.compiler.targets.cuda.trials import Trials
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds
 
 
 @pytest.mark.parametrize(
-    ("name", "copies", "trials", "strict", "expected"),
+    ("name", "copies", "strict", "expected"),
     [
-        ("bf16", NO_COPIES, Trials(), False, [128, 129, 256]),
-        ("bf16", NO_COPIES, Trials(products="dense"), False, []),
-        ("bf16", NO_COPIES, Trials(), True, []),
-        ("bfp8", Kinds(values=True), Trials(), False, [128, 129, 256]),
-        ("bfp8", NO_COPIES, Trials(), False, []),  # dequantised by the kernel right before
+        ("bf16", NO_COPIES, False, [128, 129, 256]),
+        ("bf16", NO_COPIES, True, []),
+        ("bfp8", Kinds(values=True), False, [128, 129, 256]),
+        ("bfp8", NO_COPIES, False, []),  # dequantised by the kernel right before
     ],
 )
 def test_gate_and_up_of_many_rows_take_the_librarys_place(
     name: str,
     copies: Kinds,
-    trials: Trials,
     strict: bool,
     expected: list[int],
     monkeypatch: pytest.MonkeyPatch,
@@ -40,9 +37,7 @@ def test_gate_and_up_of_many_rows_take_the_librarys_place(
     monkeypatch.setattr(steps_products, "num_processors", lambda device: 132)
     seen: list[int] = []
     monkeypatch.setattr(native_many, "swiglu", lambda out, x, *_, **__: seen.append(len(x)))
-    plan, _, products = products_of(
-        name, trials, is_native=True, strict=strict, copies=copies, max_rows=64
-    )
+    plan, _, products = products_of(name, is_native=True, strict=strict, copies=copies, max_rows=64)
     for each in (one for one in plan.products if one.swiglu or one.residual):
         rows, columns = each.weight.shape
         for count in (100, 128, 129, 256, 300):

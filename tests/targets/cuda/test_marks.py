@@ -9,26 +9,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.targets.cuda.sharing import set_sharing
 from tests.targets.cuda.test_executable import release
 from tests.targets.cuda.test_ragged import chunk
 from tests.targets.cuda.test_steps_mixers import BF16, model_of
 from tests.targets.test_scheduled import alone, request
 from tests.tiny import compiled, joined, lowered, random_tokens, take_seat, tiny_model
+from tilewright.compiler.targets.cuda import memory_budget
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
 from tilewright.compiler.targets.cuda.memory_budget import marks_each, num_marks, work_bytes
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.state.ragged import join, one
-from tilewright.compiler.targets.cuda.state.snapshot_positions import cut, marks_of
+from tilewright.compiler.targets.cuda.state.snapshot_positions import MOST_MARKS, cut, marks_of
 from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
 from tilewright.compiler.targets.cuda.state.token_batch import Rows
-from tilewright.compiler.targets.cuda.trials import VARIABLE
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.step import Chunk, Load, Seat, Snapshot, Step
 from tilewright.models.config import DeltaShape
 from tilewright.runtime.loop import EngineLoop
 
 CPU = torch.device("cpu")
-INSIDE = "snapshots=inside"
 
 
 def saving(start: int, count: int, *places: int) -> Chunk:
@@ -81,16 +81,14 @@ def test_marks_are_there_where_sequences_have_state_and_take_room(
         make_plan(lowered(model, target="cuda", precision=BF16)[0])
         for model in (model_of(), tiny_model(num_layers=1))
     )
-    monkeypatch.setenv(VARIABLE, "snapshots=cut")
+    monkeypatch.setattr(memory_budget, "MOST_MARKS", 0)
     assert marks_each(hybrid) == num_marks(hybrid, options) == 0
     before = work_bytes(hybrid, options)
-    monkeypatch.setenv(VARIABLE, INSIDE)
+    monkeypatch.undo()
     assert (marks_each(hybrid), marks_each(dense), num_marks(dense, options)) == (2, 0, 0)
     assert work_bytes(hybrid, options) - before == 8 * sequence_bytes(hybrid.sequence_states)
     assert num_marks(hybrid, replace(options, compute="exact")) == 2, "one piece at a time"
-    for also, expected in (("prompts=8", 16), ("hybrids=riding", 2), ("hybrids=apart", 2)):
-        monkeypatch.setenv(VARIABLE, f"{also},{INSIDE}")
-        assert num_marks(hybrid, options) == expected
+    assert num_marks(hybrid, options) == 8
 
 
 def snapshots(executable: CudaExecutable) -> dict[int, list[Tensor]]:
@@ -134,21 +132,22 @@ def taken(
     return kept, torch.cat(logits), passes
 
 
-@pytest.mark.parametrize("also", ["", ",prompts=8"])
+@pytest.mark.parametrize("shares", [False, True])
 def test_a_prompt_with_snapshots_inside_is_one_pass(
-    also: str, monkeypatch: pytest.MonkeyPatch
+    shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone or beside rows that ride along; at its end, at a mark, and where it is cut as ever."""
     found = []
-    for trials in ("snapshots=cut", INSIDE + also):
-        monkeypatch.setenv(VARIABLE, trials)
+    for num_marks_each in (0, MOST_MARKS):
+        monkeypatch.setattr(memory_budget, "MOST_MARKS", num_marks_each)
+        set_sharing(monkeypatch, shares and bool(num_marks_each))
         options = {"compute": "fast", "max_batch": 5, "max_context": 128}
         executable = compiled(model_of(), "cuda", precision=BF16, **options)
         assert isinstance(executable, CudaExecutable)
-        assert executable.capabilities.marks == (0 if trials == "snapshots=cut" else 2)
+        assert executable.capabilities.marks == num_marks_each
         found.append(taken(executable, 70, (70, 64), rows=1))
     (kept, logits, passes), (inside, ours, together) = found
-    assert passes == [64, 6] and together == ([71] if also else [70])
+    assert passes == [64, 6] and together == ([71] if shares else [70])
     for each, expected in zip(inside, kept, strict=True):
         torch.testing.assert_close(each, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours, logits, rtol=2e-2, atol=2e-2)
@@ -159,7 +158,6 @@ def test_a_prompt_goes_on_from_what_was_kept_inside_of_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Through the scheduler, which finds it behind the last whole page."""
-    monkeypatch.setenv(VARIABLE, INSIDE)
     model = model_of(num_layers=2, linear_layers=(True, False))
     options: dict[str, Any] = {"compute": "exact", "max_batch": 3, "max_context": 192}
     executable = compiled(model, "cuda", precision=BF16, **options)
@@ -173,9 +171,9 @@ def test_a_prompt_goes_on_from_what_was_kept_inside_of_another(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("also", "rows"), [("", 0), ("", 3), (",hybrids=riding", 3)])
+@pytest.mark.parametrize(("shares", "rows"), [(False, 0), (False, 3), (True, 3)])
 def test_states_are_kept_inside_of_captured_passes(
-    also: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    shares: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the device, by its own kernels; every expert is chosen, so that no near tie tells apart
     pieces and wholes, which are otherwise equal but for the rounding of bfloat16.
@@ -186,8 +184,9 @@ def test_states_are_kept_inside_of_captured_passes(
     experts = {"delta": DeltaShape(2, 4, 128, 128, 4), "num_experts": 2, "experts_per_token": 2}
     model = tiny_model(std=0.05, model_type="qwen3_5_moe", **{**SIZES, **size, **experts})
     found = []
-    for trials in ("snapshots=cut", INSIDE + also):
-        monkeypatch.setenv(VARIABLE, trials)
+    for num_marks_each in (0, MOST_MARKS):
+        monkeypatch.setattr(memory_budget, "MOST_MARKS", num_marks_each)
+        set_sharing(monkeypatch, shares and bool(num_marks_each))
         options = {"compute": "fast", "max_batch": rows + 3, "max_context": 512}
         executable = compiled(model, "cuda", precision=BF16, **options)
         assert isinstance(executable, CudaExecutable)

@@ -10,6 +10,7 @@ import torch
 
 from tests.grids import only
 from tests.models.test_qwen3_5_moe import ON_CUDA
+from tests.targets.cuda.sharing import set_sharing
 from tests.targets.cuda.test_executable import release
 from tests.tiny import (
     compiled,
@@ -25,7 +26,7 @@ from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
 from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
 from tilewright.compiler.targets.cuda.plan import far_of, make_plan
 from tilewright.compiler.targets.cuda.state.ragged import can_join, join, one, split
-from tilewright.compiler.targets.cuda.trials import VARIABLE
+from tilewright.compiler.targets.cuda.steps.overlap import Beside
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions, Executable
 from tilewright.compiler.targets.interface.step import Choosing, Chunk, Seat, Snapshot, Step
 from tilewright.compiler.targets.program.instructions import Attend
@@ -108,10 +109,10 @@ HYBRID: dict[str, Any] = {**ON_CUDA, "num_layers": 1, "hidden_size": 16, "linear
 def made(
     model_type: str,
     monkeypatch: pytest.MonkeyPatch,
-    trials: str = "prompts=8",
+    is_on: bool = True,
     weights: str = "bf16",
 ) -> Executable:
-    monkeypatch.setenv(VARIABLE, trials)
+    set_sharing(monkeypatch, is_on)
     model = tiny_model(
         std=0.2, model_type=model_type, **(SMALL if model_type == "llama" else HYBRID)
     )
@@ -197,8 +198,7 @@ def test_rows_that_ride_along_are_those_of_steps_apart(
     model_type: str, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forced tokens, draws and a prompt that is one piece among them; and what they leave."""
-    trials = ("prompts=1", "prompts=8")
-    executables = [made(model_type, monkeypatch, each, weights) for each in trials]
+    executables = [made(model_type, monkeypatch, each, weights) for each in (False, True)]
     assert [bool(each.capabilities.passes) for each in executables] == [False, True]
     (apart, never), (mixed, sometimes) = map(served, executables)
     assert not any(never) and sometimes == [False, False, True, True, True, False, False]
@@ -253,7 +253,7 @@ def test_a_step_whose_tokens_are_chosen_late_is_of_two_parts(
 def test_rows_ride_along_only_where_nothing_is_promised_of_their_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "prompts=8")
+    set_sharing(monkeypatch)
     plan = make_plan(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
     options = CompileOptions(max_batch=4, max_context=128)
 
@@ -265,15 +265,12 @@ def test_rows_ride_along_only_where_nothing_is_promised_of_their_bits(
     two = replace(options, parallel=Parallel(tensor=2))
     assert limits(two).passes == limits(options).passes
     assert not limits(replace(two, compute="exact")).passes
-    monkeypatch.setenv(VARIABLE, "prompts=8,ranks=apart")
-    assert not limits(two).passes
     monkeypatch.setattr(device, "invariant_of", lambda *_: "rows")
     assert not limits(options).passes
     monkeypatch.undo()
-    monkeypatch.setenv(VARIABLE, "prompts=8,hybrids=apart")
     monkeypatch.setattr(device, "has_mixers", lambda _: True)
-    assert limits(options).far == 0 and not limits(options).passes
-    monkeypatch.setenv(VARIABLE, "prompts=8")
+    assert not limits(options).passes, "a CPU gains nothing by it"
+    set_sharing(monkeypatch)
     assert limits(options).passes == ((4, (64, 256, 512, 1024, 2048)),)
 
 
@@ -324,12 +321,17 @@ def test_rows_ride_along_on_the_device(
     size = {"hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "head_dim": 64}
     model, found = tiny_model(std=0.05, max_positions=1024, **size), []
     options = {"compute": "fast", "max_batch": num_rows + 3, "max_context": 512}
-    for count in (1, 8):
-        monkeypatch.setenv(VARIABLE, f"prompts={count}")
+    for is_on in (False, True):
+        set_sharing(monkeypatch, is_on)
         executable = compiled(model, "cuda", precision=precision_of(weights), **options)
         found.append(logits_beside(executable, num_rows, context=200, count=300))
         executable.close()
     check_alike(*found)
+
+
+def one_after_the_other(self: Beside, first: Any, second: Any) -> None:
+    first()
+    second()
 
 
 @pytest.mark.gpu
@@ -344,8 +346,9 @@ def test_rows_beside_prompts_have_the_bits_of_rows_behind_them(
     options = {"compute": "fast", "max_batch": 23, "max_context": 512}
     if not is_captured:
         monkeypatch.setattr(Buckets, "batch", lambda *_: None)
-    for riders in ("behind", "beside"):
-        monkeypatch.setenv(VARIABLE, f"prompts=8,riders={riders}")
+    run_beside = Beside.run
+    for run in (one_after_the_other, run_beside):
+        monkeypatch.setattr(Beside, "run", run)
         executable = compiled(model, "cuda", precision=precision_of(weights), **options)
         for _ in range(3):
             found.append(logits_beside(executable, 20, context=200, count=300))

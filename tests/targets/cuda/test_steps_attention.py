@@ -25,13 +25,12 @@ def attention_over(
     num_pages: int,
     strict: bool = False,
     is_bfp8: bool = False,
-    spreads: tuple[bool, bool] = (True, False),
 ) -> Any:
     """Attention that has but what decode steps ask for; two key/value heads."""
     exponents = torch.zeros(1) if is_bfp8 else None
     pages = SimpleNamespace(num_kv_heads=2, head_dim=head_dim, exponents=exponents)
     found: Any = object.__new__(Attention)
-    found._strict, found._decode_scratch, found._spreads = strict, object(), spreads
+    found._strict, found._decode_scratch = strict, object()
     found._state = SimpleNamespace(pages={"cache": pages}, tables=torch.zeros(3, num_pages))
     found._why_not_native = lambda each: ""
     found._weights = SimpleNamespace(vector=lambda recipe: None)
@@ -78,17 +77,9 @@ def test_attention_keeps_bits_where_they_are_promised_or_rows_are_few(
     assert asked == [(rows, 2, num_pages, 64, same_bits)]
 
 
-@pytest.mark.parametrize(
-    ("is_bfp8", "spreads", "is_spread"),
-    [
-        (False, (True, False), True),
-        (True, (True, False), False),
-        (True, (True, True), True),
-        (False, (False, False), False),
-    ],
-)
+@pytest.mark.parametrize(("is_bfp8", "is_spread"), [(False, True), (True, False)])
 def test_a_row_over_a_long_table_is_spread_where_that_was_faster(
-    is_bfp8: bool, spreads: tuple[bool, bool], is_spread: bool, monkeypatch: pytest.MonkeyPatch
+    is_bfp8: bool, is_spread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
 
@@ -98,6 +89,6 @@ def test_a_row_over_a_long_table_is_spread_where_that_was_faster(
 
     monkeypatch.setattr(native_attention, "attend_decode", ask)
     monkeypatch.setattr(steps_attention, "vector_of", lambda recipe: None)
-    attention = attention_over(head_dim=256, num_pages=20, is_bfp8=is_bfp8, spreads=spreads)
+    attention = attention_over(head_dim=256, num_pages=20, is_bfp8=is_bfp8)
     attend(attention, 1)
     assert isinstance(asked[0], attention_shares.Spread) == is_spread

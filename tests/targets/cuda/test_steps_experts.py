@@ -33,7 +33,6 @@ from tilewright.compiler.targets.cuda.kernels.experts import route as native_rou
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps.experts import Experts
-from tilewright.compiler.targets.cuda.trials import Trials
 from tilewright.compiler.targets.cuda.weights.stream import load_weights
 from tilewright.compiler.targets.program.instructions import Linear, Plan, Route
 from tilewright.models.config import DeltaShape
@@ -57,14 +56,11 @@ def experts_of(
     device: torch.device,
     *,
     exact: bool = False,
-    trials: Trials | None = None,
 ) -> tuple[Plan, Experts]:
     model = model_of()
     plan = make_plan(lowered(model, target="cuda", precision=precision)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
-    return plan, Experts(
-        plan, weights, device, exact=exact, strict=False, max_rows=4, trials=trials
-    )
+    return plan, Experts(plan, weights, device, exact=exact, strict=False, max_rows=4)
 
 
 def test_tiles_are_large_where_experts_have_many_pairs() -> None:
@@ -123,16 +119,14 @@ def holding(values: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("formats", "trials", "is_inside"),
+    ("formats", "is_inside"),
     [
-        ({}, Trials(), True),
-        ({}, Trials(few="apart"), False),
-        ({}, Trials(few="many"), False),
-        ({"shared_ff2": "bfp8"}, Trials(), False),  # the shared expert is a product of its own
+        ({}, True),
+        ({"shared_ff2": "bfp8"}, False),  # the shared expert is a product of its own
     ],
 )
 def test_one_row_s_products_find_its_experts_where_nothing_lies_between(
-    formats: dict[str, str], trials: Trials, is_inside: bool, monkeypatch: pytest.MonkeyPatch
+    formats: dict[str, str], is_inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native_experts, "why_not", lambda device: "")
     monkeypatch.setattr(native_router, "why_not", lambda device: "")
@@ -141,7 +135,7 @@ def test_one_row_s_products_find_its_experts_where_nothing_lies_between(
     routed: list[int] = []
     launched = lambda *_, **__: routed.append(1)  # noqa: E731
     monkeypatch.setattr(native_route, "route", launched)
-    plan, experts = experts_of(precision_of("bf16", **formats), CUDA, trials=trials)
+    plan, experts = experts_of(precision_of("bf16", **formats), CUDA)
     router = next(each for each in plan.instructions if isinstance(each, Route))
     for count in (1, 2):
         logits, positions = torch.randn(count, router.logits.width), torch.arange(count)
@@ -193,11 +187,7 @@ def test_a_hybrid_on_cuda_c_is_what_triton_makes_of_it(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("experts", ["parts", "together"])
-def test_a_hundred_rows_of_a_hybrid_are_near_each_alone(
-    experts: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TILEWRIGHT_CUDA_TRIALS", f"rows=256,experts={experts}")
+def test_a_hundred_rows_of_a_hybrid_are_near_each_alone() -> None:
     options = {"compute": "fast", "max_context": 64, "max_batch": 104}
     executable = compiled(model_of(**LARGER), "cuda", precision=BF16, **options)
     work = []

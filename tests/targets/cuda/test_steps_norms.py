@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.targets.cuda.test_steps_experts import BF16, model_of
-from tests.targets.cuda.test_trials import products_of
+from tests.targets.cuda.test_steps_matmul import products_of
 from tests.tiny import lowered
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
@@ -21,7 +21,6 @@ from tilewright.compiler.targets.cuda.steps.buffers import Buffers, padded
 from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT
 from tilewright.compiler.targets.cuda.steps.norms import Norms
 from tilewright.compiler.targets.cuda.steps.plan_readers import norms_before
-from tilewright.compiler.targets.cuda.trials import Trials
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 from tilewright.compiler.targets.cuda.weights.stream import load_weights, vector_of
@@ -37,10 +36,9 @@ class Few:
         return True
 
 
-@pytest.mark.parametrize("norms_are", ["apart", "inside"])
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_one_row_s_norm_is_made_by_the_router(
-    num_rows: int, norms_are: str, monkeypatch: pytest.MonkeyPatch
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of()
     plan = make_plan(lowered(model, target="cuda", precision=BF16)[0])
@@ -62,7 +60,7 @@ def test_one_row_s_norm_is_made_by_the_router(
     monkeypatch.setattr(native, "rms_norm", rms_norm)
     monkeypatch.setattr(native, "linear", linear)
     products: Any = Few()
-    norms = Norms(plan, weights, products, is_native=True, trials=Trials(norms=norms_are))
+    norms = Norms(plan, weights, products, is_native=True)
     flat = [
         torch.randn(num_rows * padded(each.width)).to(
             torch.bfloat16 if each.role == OPERAND else torch.float32
@@ -72,7 +70,7 @@ def test_one_row_s_norm_is_made_by_the_router(
     step = Buffers(plan, flat, num_rows)
     found = [index for index, each in enumerate(plan.instructions) if isinstance(each, Norm)]
     assert len(found) == sum(isinstance(each, Route) for each in plan.instructions)
-    is_inside = num_rows == 1 and norms_are == "inside"
+    is_inside = num_rows == 1
     for index in found:
         norm, router = plan.instructions[index : index + 2]
         assert isinstance(norm, Norm) and isinstance(router, Linear)
@@ -112,9 +110,7 @@ def test_only_a_product_right_behind_that_reads_a_norm_makes_it() -> None:
 def test_takes_few_is_what_a_product_of_one_row_does(
     name: str, copies: Kinds, strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, _, products = products_of(
-        name, Trials(), is_native=True, strict=strict, copies=copies, max_rows=64
-    )
+    plan, _, products = products_of(name, is_native=True, strict=strict, copies=copies, max_rows=64)
     ran: list[bool] = []
     monkeypatch.setattr(native, "linear", lambda *_, **__: ran.append(True))
     monkeypatch.setattr(products, "_norm", lambda x, norm, decodes: x)

@@ -17,9 +17,9 @@ from tilewright.compiler.targets.cuda.kernels.experts import experts as native_e
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.steps import experts as steps_experts
 from tilewright.compiler.targets.cuda.steps.experts import Experts
 from tilewright.compiler.targets.cuda.steps.routes import joined_routers
-from tilewright.compiler.targets.cuda.trials import Trials
 from tilewright.compiler.targets.cuda.weights.stream import load_weights, product_of
 from tilewright.compiler.targets.program.instructions import Linear, Plan, Route
 
@@ -51,7 +51,6 @@ def routers_that_run_along(plan: Plan, experts: Experts, num_rows: int) -> int:
         ({}, 4, True),
         ({}, 3, False),
         ({"strict": True}, 4, False),
-        ({"trials": Trials(routers="apart")}, 4, False),
     ],
 )
 def test_routers_of_some_rows_are_one_launch(
@@ -106,11 +105,12 @@ def test_rows_of_a_hybrid_are_what_two_launches_make_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = []
-    for name in ("apart", "joined"):
-        monkeypatch.setenv("TILEWRIGHT_CUDA_TRIALS", f"routers={name}")
+    for is_joined in (False, True):
+        if not is_joined:
+            monkeypatch.setattr(steps_experts, "joined_routers", lambda *_: {})
         options = {"compute": "fast", "max_context": 64, "max_batch": 12}
         executable = compiled(model_of(**LARGER), "cuda", precision=BF16, **options)
-        assert len(executable._steps._mixers.experts._routers) == (2 if name == "joined" else 0)
+        assert len(executable._steps._mixers.experts._routers) == (2 if is_joined else 0)
         work = []
         for index in range(9):
             seat, length = take_seat(executable, 40), 5 + index % 7
@@ -118,4 +118,5 @@ def test_rows_of_a_hybrid_are_what_two_launches_make_of_them(
             work.append((seat, [7 + index], length))
         found.append(step(executable, work).clone())
         executable.close()
+        monkeypatch.undo()
     assert noise(*found) < BF16_NOISE

@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.targets.cuda.sharing import set_sharing
 from tests.targets.cuda.test_invariance import run
 from tests.targets.cuda.test_ragged import check_alike, logits_beside, uncaptured
 from tests.targets.random_operations import random_operations
 from tests.utils.test_child_process import gone
 from tilewright.cli.arguments.bench import read_options
 from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
-from tilewright.compiler.targets.cuda.trials import VARIABLE
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.ranks.sharded import ShardedExecutable
@@ -149,11 +149,11 @@ def test_rows_ride_along_with_pieces_of_prompts(
     """
     monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
     model, found = shallow(tmp_path, shape, **changes), []
-    for ranks, exchange in (("apart", "peers"), *(("riding", each) for each in EXCHANGES)):
-        monkeypatch.setenv(VARIABLE, f"ranks={ranks}")
+    for is_on, exchange in ((False, "peers"), *((True, each) for each in EXCHANGES)):
+        set_sharing(monkeypatch, is_on)
         given = "--tensor-parallel", "2", "--exchange", exchange
         with engine(*given, model=model) as two:
-            assert bool(two.executable.capabilities.passes) == (ranks == "riding")
+            assert bool(two.executable.capabilities.passes) == is_on
             for _ in range(2):  # as captured, and replayed
                 found.append(logits_beside(two.executable, 5, context=200, count=300))
     apart, again, *riding = found
@@ -279,13 +279,11 @@ def rank_1_of(pid: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trials", ["ranks=apart", "ranks=riding"])
 def test_a_hundred_thousand_operations_on_two_gpus(
-    trials: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every 64 steps ranks compare steps, seats, positions and tokens; one elsewhere ends it."""
     monkeypatch.setenv("TILEWRIGHT_CHECK_RANKS", "1")
-    monkeypatch.setenv(VARIABLE, trials)
     with engine("--tensor-parallel", "2", model=shallow(tmp_path)) as two:
         loop = EngineLoop(two.executable)
         loop.warm_up()

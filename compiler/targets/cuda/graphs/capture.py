@@ -30,7 +30,6 @@ from tilewright.compiler.targets.cuda.state.snapshot_positions import NO_MARKS, 
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import Rows
 from tilewright.compiler.targets.cuda.steps.run import Steps
-from tilewright.compiler.targets.cuda.trials import read_trials
 from tilewright.compiler.targets.host.executable import Sitting
 from tilewright.compiler.targets.interface.step import Chunk, Seat
 from tilewright.compiler.targets.program.instructions import Attend, Plan
@@ -48,6 +47,8 @@ _LAYER_SECONDS, _RATE = 1.4e-3, 0.7e15
 """What the host takes to launch a layer of a prompt kernel by kernel (37 to 54 ms for 32 of them),
 and operations a second of large products, on an H200.
 """
+MAX_DECODE_ROWS = 256
+"""Maximum number of rows of a decode step. More rows take further steps."""
 _SPARE = 1 << 30
 """Bytes that a capture may take beyond what its run did."""
 
@@ -69,9 +70,9 @@ def prompt_buckets(plan: Plan, num_ranks: int = 1) -> tuple[int, ...]:
 
 def decode_buckets(max_batch: int, most: int | None = None) -> tuple[int, ...]:
     """Rows of the decode steps that are captured, padding included: powers of two up to ``most``
-    (None: as :class:`.trials.Trials` says), the last of them enough for ``max_batch`` where one is.
+    (None: :data:`MAX_DECODE_ROWS`), the last of them enough for ``max_batch`` where one is.
     """
-    most = most or read_trials().rows
+    most = most or MAX_DECODE_ROWS
     sizes = (1 << power for power in range(most.bit_length()))
     return tuple(size for size in sizes if size < 2 * max_batch)
 

@@ -21,7 +21,6 @@ from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import Rows
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers
 from tilewright.compiler.targets.cuda.steps.cublas import attend_from_start
-from tilewright.compiler.targets.cuda.trials import ALL, SPREAD, WALKED, Trials
 from tilewright.compiler.targets.cuda.weights.stream import Weights, vector_of
 from tilewright.compiler.targets.program.instructions import Attend, Plan
 
@@ -49,11 +48,9 @@ class Attention:
         strict: bool,
         is_native: bool,
         max_rows: int,
-        trials: Trials,
     ) -> None:
         self._weights, self._state = weights, state
         self._exact, self._strict = exact, strict
-        self._spreads = trials.attention != WALKED, trials.attention == SPREAD  # bf16, bfp8 pages
         self._operand = torch.float32 if exact else torch.bfloat16
         self._attends = attends = [each for each in plan.instructions if isinstance(each, Attend)]
         self.why_not_native = next(filter(None, map(self._why_not_native, attends)), "")
@@ -61,7 +58,7 @@ class Attention:
         is_own = bool(attends) and not self.why_not_native
         self.reaches: tuple[int, ...] = (num_pages,)
         """Pages that the longest row of a decode step has, at most: steps differ by them."""
-        if is_own and not has_mixers(plan) and trials.reaches != ALL:
+        if is_own and not has_mixers(plan):
             self.reaches = attention_shares.reaches_of(num_pages)
         self._decode_scratch = self._prompt_scratch = None
         if not attends:
@@ -109,7 +106,7 @@ class Attention:
         if not self._why_not_native(each):
             share = attention_shares.share_of_step(
                 len(qkv), pages.num_kv_heads, reach or self._state.tables.shape[1], pages.head_dim,
-                strict=self._strict, spreads=self._spreads[pages.exponents is not None],
+                strict=self._strict, spreads=pages.exponents is None,
             )  # fmt: skip
             attend = partial(native_attention.attend_decode, share=share)
         attend(

@@ -34,7 +34,6 @@ from tilewright.compiler.targets.cuda.steps.routes import (
     routed_with_product,
     takes_joined,
 )
-from tilewright.compiler.targets.cuda.trials import INSIDE, JOINED, MANY, TOGETHER, Trials
 from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of
 from tilewright.compiler.targets.program.instructions import (
     ExpertLinear,
@@ -82,12 +81,8 @@ class Experts:
         exact: bool,
         max_rows: int,
         strict: bool,
-        trials: Trials | None = None,
     ) -> None:
         self._weights, self._exact, self._device = weights, exact, device
-        trials = trials or Trials()
-        self._is_together = trials.experts == TOGETHER
-        self._few = 0 if trials.few == MANY else None
         self._routing: Routing | None = None  # the last `Route`'s
         self._launched: Routing | None = None  # that of the last products
         self._watched: list[Tensor] | None = None
@@ -95,12 +90,11 @@ class Experts:
         self.why_not_native = self._why_not_native(plan, device, most)
         self._shared = {} if self.why_not_native else self._find_shared(plan)
         self._along = {id(each) for each in self._shared.values()}
-        is_joined = trials.routers == JOINED and not (self.why_not_native or strict)
+        is_joined = not (self.why_not_native or strict)
         self._routers = joined_routers(plan, weights, device) if is_joined else {}
         self._joined = {id(each) for each in self._routers.values()}
-        is_inside = trials.few == INSIDE and not self.why_not_native
         apart = [each for each in plan.instructions if id(each) not in self._along]
-        self._inside = self._find_inside(apart) if is_inside else set()
+        self._inside = self._find_inside(apart) if not self.why_not_native else set()
         self._close = _behind_products(apart)
         products = (
             each for each in plan.instructions if isinstance(each, ExpertLinear | ExpertSum)
@@ -175,8 +169,7 @@ class Experts:
 
     def _is_native(self, num_rows: int) -> bool:
         """Whether a decode step of so many rows runs in CUDA C++."""
-        is_few = num_rows <= native_route.MAX_TOKENS
-        return not self.why_not_native and (is_few or not self._is_together)
+        return not self.why_not_native and num_rows <= native_route.MAX_TOKENS
 
     def watch(self, run: Callable[[], object]) -> list[Tensor]:
         """The experts ``[T, K]`` that each `Route` chooses while something runs."""
@@ -269,7 +262,7 @@ class Experts:
                 shared = native_experts.Shared(shared_x, weight, shared_out)
             native_experts.expert_linear(
                 out[part], x[part], held, tiles, top_k=top_k, swiglu=swiglu, shared=shared,
-                choice=routing.choice, few=self._few,
+                choice=routing.choice,
             )  # fmt: skip
         for part, groups in routing.parts():
             expert_linear(out[part], x[part], held, groups, top_k=top_k, swiglu=swiglu)
@@ -301,7 +294,7 @@ class Experts:
             gate=gate,
             shared=shared,
             choice=routing.choice,
-            few=self._few if id(each) in self._close else 0,
+            few=None if id(each) in self._close else 0,
         )
 
     def _sum(self, each: ExpertSum, step: Buffers) -> None:

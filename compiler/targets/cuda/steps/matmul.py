@@ -28,7 +28,6 @@ from tilewright.compiler.targets.cuda.steps.cublas import (
     store_product,
 )
 from tilewright.compiler.targets.cuda.steps.plan_readers import mixers_behind, readers_of
-from tilewright.compiler.targets.cuda.trials import LIBRARY, MANY, WIDE, Trials
 from tilewright.compiler.targets.cuda.weights.copies import Copies, Copy
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of, vector_of
@@ -88,7 +87,6 @@ class Products:
         exact: bool,
         strict: bool = False,
         copies: Copies,
-        trials: Trials,
     ) -> None:
         self.device, self._weights = device, weights
         self._is_native, self._exact, self._strict = is_native, exact, strict
@@ -103,11 +101,10 @@ class Products:
         self._before_mixers = mixers_behind(plan)
         self._readers: dict[int, Linear] = {}
         self._is_fed = False  # the next product finds its x arranged
-        has_dense = is_native and not exact and not strict and trials.products != LIBRARY
+        has_dense = is_native and not exact and not strict
         self._has_dense = has_dense and not native_dense.why_not(device)
-        has_many = self._has_dense and trials.products == MANY
-        self._has_many = has_many and not native_many.why_not(device)
-        if is_native and trials.blocks == WIDE and not native_wide.why_not(device):
+        self._has_many = self._has_dense and not native_many.why_not(device)
+        if is_native and not native_wide.why_not(device):
             self._arranged, self._fed = (native_wide.scratch(widest, device) for _ in range(2))
             self._readers = readers_of(plan)
 

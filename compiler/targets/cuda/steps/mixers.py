@@ -24,7 +24,6 @@ from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import Rows
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers
 from tilewright.compiler.targets.cuda.steps.experts import Experts, experts_bytes
-from tilewright.compiler.targets.cuda.trials import Trials
 from tilewright.compiler.targets.cuda.weights.stream import Weights, vector_of
 from tilewright.compiler.targets.program.instructions import (
     Convolve,
@@ -67,12 +66,9 @@ class Mixers:
         exact: bool,
         strict: bool,
         max_rows: int,
-        trials: Trials,
     ) -> None:
         device = state.tables.device
-        self.experts = Experts(
-            plan, weights, device, exact=exact, strict=strict, max_rows=max_rows, trials=trials
-        )
+        self.experts = Experts(plan, weights, device, exact=exact, strict=strict, max_rows=max_rows)
         self._weights, self._state, self._exact = weights, state, exact
 
     def run(

@@ -12,7 +12,6 @@ from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers
 from tilewright.compiler.targets.cuda.steps.matmul import Products, epilogue_of
 from tilewright.compiler.targets.cuda.steps.plan_readers import norms_before
-from tilewright.compiler.targets.cuda.trials import INSIDE, Trials
 from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of, vector_of
 from tilewright.compiler.targets.program.instructions import Linear, Norm, Plan
 
@@ -30,11 +29,10 @@ class Norms:
         products: Products,
         *,
         is_native: bool,
-        trials: Trials,
     ) -> None:
         self._weights, self._is_native = weights, is_native
         self._before: dict[int, Norm] = {}  # by identity of the product that makes it
-        if is_native and trials.norms == INSIDE:
+        if is_native:
             self._before = {
                 id(each): norm
                 for norm, each in norms_before(plan)

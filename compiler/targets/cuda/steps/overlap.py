@@ -10,11 +10,11 @@ import torch
 class Beside:
     """A second stream of a device: what reads memory there runs beside what multiplies here.
 
-    ``is_on``: else, and on a CPU, one runs behind the other.
+    On a CPU, one runs after the other.
     """
 
-    def __init__(self, device: torch.device, *, is_on: bool = True) -> None:
-        self._stream = torch.cuda.Stream(device) if is_on and device.type == "cuda" else None
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
         """Run both behind what the current stream has, and what comes behind both. Neither may

@@ -29,7 +29,6 @@ from tilewright.compiler.targets.cuda.steps.matmul import Products
 from tilewright.compiler.targets.cuda.steps.mixers import Mixers
 from tilewright.compiler.targets.cuda.steps.norms import Norms
 from tilewright.compiler.targets.cuda.steps.overlap import Beside
-from tilewright.compiler.targets.cuda.trials import BEHIND, Trials, read_trials
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Copies, Kinds
 from tilewright.compiler.targets.cuda.weights.stream import Weights, table_of, vector_of
 from tilewright.compiler.targets.program.instructions import (
@@ -87,24 +86,22 @@ class Steps:
         strict_rows: int = 0,
         prompt_wire: str | None = None,
         copies: Kinds = NO_COPIES,
-        trials: Trials | None = None,
     ) -> None:
         self.group: Group | None = None  # of a rank among several, once it has met them
         self.device = state.tables.device
         self.exact, self._strict_rows = exact, strict_rows
         self.is_native = not exact and not native.why_not(self.device)
         self._plan, self._weights, self._state = plan, weights, state
-        trials = trials or read_trials()
         self._prompt_wire = prompt_wire
         is_strict = strict_rows >= max_rows
         self._mixers = Mixers(
-            plan, weights, state, strict=is_strict, exact=exact, max_rows=max_rows, trials=trials
+            plan, weights, state, strict=is_strict, exact=exact, max_rows=max_rows
         )
-        self._beside = Beside(self.device, is_on=trials.riders != BEHIND)
+        self._beside = Beside(self.device)
         self._operand = torch.float32 if exact else torch.bfloat16
         self._num_rows = rows = native.room_for(max_rows) if self.is_native else max_rows
         self.copies = Copies(plan, weights, copies)
-        make = partial(self._make_kernels, trials=trials)
+        make = self._make_kernels
         self._small = make(min(max_rows, strict_rows), is_strict=True) if strict_rows else None
         is_only = self._small is not None and strict_rows == sys.maxsize
         self._large = None if is_only else make(max_rows, is_strict=False)
@@ -116,16 +113,16 @@ class Steps:
             for buffer in plan.buffers
         ]
 
-    def _make_kernels(self, max_rows: int, *, is_strict: bool, trials: Trials) -> _Kernels:
+    def _make_kernels(self, max_rows: int, *, is_strict: bool) -> _Kernels:
         plan, weights, is_native = self._plan, self._weights, self.is_native
-        how: dict[str, Any] = {"exact": self.exact, "max_rows": max_rows, "trials": trials}
+        how: dict[str, Any] = {"exact": self.exact, "max_rows": max_rows}
         products = Products(
             plan, weights, self.device, is_native=is_native, strict=is_strict, copies=self.copies,
             **how,
         )  # fmt: skip
         return _Kernels(
             products,
-            Norms(plan, weights, products, is_native=is_native, trials=trials),
+            Norms(plan, weights, products, is_native=is_native),
             Attention(plan, weights, self._state, strict=is_strict, is_native=is_native, **how),
             is_strict,
         )

@@ -1,4 +1,4 @@
-"""Steps of more than 64 rows: what the environment switches, and which kernels then run."""
+"""Matmuls of steps: the kernels that run, by rows."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.tiny import (
 )
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.targets.cuda import memory_budget as device_module
+from tilewright.compiler.targets.cuda.graphs import capture
 from tilewright.compiler.targets.cuda.graphs.capture import decode_buckets
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
@@ -31,45 +32,13 @@ from tilewright.compiler.targets.cuda.memory_budget import work_bytes
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps import matmul as steps_products
 from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT, Products, in_parts
-from tilewright.compiler.targets.cuda.trials import VARIABLE, Trials, read_trials
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Copies, Kinds
 from tilewright.compiler.targets.cuda.weights.stream import Weights, load_weights, product_of
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.program.instructions import Attend, DeltaRule, Linear, Plan
-from tilewright.errors import ConfigError
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "num_kv_heads": 1}
-
-
-def test_nothing_is_switched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert read_trials() == Trials(rows=256, blocks="wide", experts="together")
-    monkeypatch.setenv(VARIABLE, "experts=parts,rows=64,totals=2048,ranks=apart")
-    assert read_trials() == Trials(
-        rows=64, blocks="wide", experts="parts", totals=2048, ranks="apart"
-    )
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (
-            "row=256",
-            "'row'; allowed: rows, blocks, products, experts, few, norms, routers, attention, "
-            "reaches, riders, prompts, hybrids, totals, ranks, snapshots; did you mean 'rows'?",
-        ),
-        ("rows=100", "rows='100'; allowed: 64, 128, 256, 512"),
-        ("blocks", "blocks=''; allowed: parts, wide"),
-    ],
-)
-def test_what_there_is_not_is_refused(
-    asked: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, asked)
-    with pytest.raises(ConfigError) as caught:
-        read_trials()
-    assert str(caught.value) == f"{VARIABLE}: {said}"
 
 
 def test_buckets_reach_the_seats_or_the_most_rows() -> None:
@@ -83,9 +52,9 @@ def test_rows_take_room_for_their_values(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(device_module, "_WORKSPACE", 0)
     plan = make_plan(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
     options = CompileOptions(max_batch=300, max_context=130)
-    monkeypatch.setenv(VARIABLE, "rows=64")
+    monkeypatch.setattr(capture, "MAX_DECODE_ROWS", 64)
     few = work_bytes(plan, options)
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(capture, "MAX_DECODE_ROWS", 256)
     width = plan.vocab_size + sum(each.width for each in plan.buffers)
     assert work_bytes(plan, options) - few == 4 * (256 - 64) * width
     assert work_bytes(plan, dataclasses.replace(options, max_batch=64)) == few
@@ -105,7 +74,6 @@ def test_rows_above_the_few_are_those_of_smaller_steps(monkeypatch: pytest.Monke
 
 def products_of(
     name: str,
-    trials: Trials,
     *,
     is_native: bool,
     max_rows: int = 256,
@@ -119,7 +87,7 @@ def products_of(
     kept: dict[str, Any] = {"max_rows": max_rows, "is_native": is_native, "exact": False}
     kept |= {"copies": NO_COPIES, **changes}
     kept["copies"] = Copies(plan, weights, kept["copies"])
-    return plan, weights, Products(plan, weights, CPU, trials=trials, **kept)
+    return plan, weights, Products(plan, weights, CPU, **kept)
 
 
 def watched(products: Products, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -149,7 +117,7 @@ def watched(products: Products, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_which_product_takes_so_many_rows(
     name: str, decodes: bool, num_rows: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, _, products = products_of(name, Trials(), is_native=True)
+    plan, _, products = products_of(name, is_native=True)
     each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
     seen: list[str] = []
 
@@ -192,7 +160,7 @@ def test_strict_steps_take_a_weight_by_one_order_of_sums(
             native_wide, "takes", lambda held, count, same_bits: held.kind != "bf16" and count > 16
         )
     plan, _, products = products_of(
-        name, Trials(), is_native=True, max_rows=max_rows, strict=True, copies=Kinds(values=True)
+        name, is_native=True, max_rows=max_rows, strict=True, copies=Kinds(values=True)
     )
     each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
     seen = watched(products, monkeypatch)
@@ -209,18 +177,17 @@ def test_strict_steps_take_a_weight_by_one_order_of_sums(
 
 
 @pytest.mark.parametrize(
-    ("trials", "strict", "expected"),
+    ("strict", "expected"),
     [
-        (Trials(), False, {4: "native 4", 5: "dense 5", 64: "dense 64", 65: "library 65"}),
-        (Trials(products="library"), False, {5: "native 5", 16: "native 16", 64: "library 64"}),
-        (Trials(), True, {5: "library 16", 64: "library 64"}),
+        (False, {4: "native 4", 5: "dense 5", 64: "dense 64", 65: "library 65"}),
+        (True, {5: "library 16", 64: "library 64"}),
     ],
 )
 def test_rows_of_bfloat16_go_through_our_own_kernels_where_no_bits_are_promised(
-    trials: Trials, strict: bool, expected: dict[int, str], monkeypatch: pytest.MonkeyPatch
+    strict: bool, expected: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native_dense, "why_not", lambda device: "")
-    plan, _, products = products_of("bf16", trials, is_native=True, strict=strict)
+    plan, _, products = products_of("bf16", is_native=True, strict=strict)
     each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
     seen = watched(products, monkeypatch)
     rows, columns = each.weight.shape
@@ -236,8 +203,7 @@ def test_rows_of_bfloat16_go_through_our_own_kernels_where_no_bits_are_promised(
     first = plan.products[0]
     x = torch.zeros(16, first.weight.shape[1] + 4)[:8, : first.weight.shape[1]]
     products.run(first, torch.zeros(16, first.weight.shape[0])[:8], x, decodes=True)
-    is_ours = trials.products != "library" and not strict
-    assert ("dense" in seen[-1]) == is_ours, "a norm lies in whole tiles"
+    assert ("dense" in seen[-1]) == (not strict), "a norm lies in whole tiles"
 
 
 def test_codes_go_through_our_own_kernels_up_to_32_rows_and_of_large_weights_64(
@@ -246,7 +212,7 @@ def test_codes_go_through_our_own_kernels_up_to_32_rows_and_of_large_weights_64(
     monkeypatch.setattr(native_dense, "why_not", lambda device: "")
     monkeypatch.setattr(native_dense, "num_processors", lambda device: 132)
     plan, _, products = products_of(
-        "bfp4", Trials(), is_native=True, copies=Kinds(codes=True), fidelity="lofi"
+        "bfp4", is_native=True, copies=Kinds(codes=True), fidelity="lofi"
     )
     each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
     seen: list[str] = []
@@ -283,7 +249,7 @@ def test_only_attention_and_the_delta_rule_wait_for_a_product_to_end(
     make: Callable[[], Any], precision: str, least: int
 ) -> None:
     """With so many rows: the product before them, no other."""
-    plan, weights, products = products_of(precision, Trials(), is_native=True, make=make)
+    plan, weights, products = products_of(precision, is_native=True, make=make)
     mixers = [one for one in plan.instructions if isinstance(one, Attend | DeltaRule)]
     held = [weights.held(product_of(one)) for one in plan.products]
 
@@ -299,7 +265,7 @@ def test_only_attention_and_the_delta_rule_wait_for_a_product_to_end(
 
 
 def test_of_a_product_in_parts_the_last_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, _, products = products_of("bfp8", Trials(), is_native=True)
+    plan, _, products = products_of("bfp8", is_native=True)
     first, seen = plan.products[0], []
     monkeypatch.setattr(native, "linear", lambda *_, alone, **__: seen.append(alone))
     monkeypatch.setattr(products, "_norm", lambda x, norm, decodes: x)
@@ -317,7 +283,7 @@ def test_only_strict_steps_keep_the_bits_of_few_rows(
     """Of a weight whose K is cut; others' rows of prompts are not dequantised up to 512."""
     monkeypatch.setattr(native_wide, "why_not", lambda device: "")
     monkeypatch.setattr(native_wide, "_LEAST_WHOLE", 1)
-    plan, _, products = products_of("bfp8", Trials(), is_native=True, strict=strict)
+    plan, _, products = products_of("bfp8", is_native=True, strict=strict)
     each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
     ways: list[Any] = []
 
@@ -337,7 +303,7 @@ def test_only_strict_steps_keep_the_bits_of_few_rows(
 @pytest.mark.parametrize("decodes", [True, False])
 def test_few_rows_of_a_strict_step_are_the_library_s_of_more(decodes: bool) -> None:
     """It is given those behind them, too, which nobody reads, and no others."""
-    plan, _, products = products_of("bf16", Trials(), is_native=False, max_rows=64, strict=True)
+    plan, _, products = products_of("bf16", is_native=False, max_rows=64, strict=True)
     for each in (one for one in plan.instructions if isinstance(one, Linear)):
         rows, columns = each.weight.shape
         x = torch.randn(64, columns)
@@ -362,7 +328,7 @@ def test_large_weights_in_blocks_are_products_of_64_rows_each(
     }
     assert list(found.values()) == [[True, True, False]] * 2 + [[False] * 3, [True] * 3]
     assert not in_parts(shaped("bf16", 128256, 4096), 65)
-    plan, _, products = products_of("bfp8", Trials(), is_native=True)
+    plan, _, products = products_of("bfp8", is_native=True)
     each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
     monkeypatch.setattr(steps_products, "in_parts", lambda *_: True)
     seen: list[int] = []
@@ -372,7 +338,7 @@ def test_large_weights_in_blocks_are_products_of_64_rows_each(
     assert seen == [64, 64, 2]
 
 
-def test_experts_take_their_own_kernels_as_the_trial_says(
+def test_experts_of_more_than_64_rows_take_the_kernels_of_prompts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from tests.targets.cuda.test_steps_experts import model_of
@@ -383,12 +349,6 @@ def test_experts_take_their_own_kernels_as_the_trial_says(
     monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
     plan = make_plan(lowered(model_of(), target="cuda", precision=precision_of("bf16"))[0])
     weights = load_weights(plan, weight_source(model_of()), CPU, lambda what, done, total: None)
-    found = []
-    for name in ("parts", "together"):
-        trials = Trials(rows=256, experts=name)
-        device = torch.device("cuda")
-        experts = Experts(
-            plan, weights, device, exact=False, strict=False, max_rows=256, trials=trials
-        )
-        found.append([experts._is_native(num_rows) for num_rows in (64, 65)])
-    assert found == [[True, True], [True, False]]
+    device = torch.device("cuda")
+    experts = Experts(plan, weights, device, exact=False, strict=False, max_rows=256)
+    assert [experts._is_native(num_rows) for num_rows in (64, 65)] == [True, False]
