@@ -18,6 +18,7 @@ from tilewright.compiler.formats import get_format
 from tilewright.compiler.targets.contract.record import EMULATED, HONOURED
 from tilewright.compiler.targets.cuda import memory_budget as device_module
 from tilewright.compiler.targets.cuda.kernels.matmul import e4m3 as kernels
+from tilewright.compiler.targets.cuda.kernels.matmul.table import CUBLAS
 from tilewright.compiler.targets.cuda.memory_budget import state_bytes, weight_bytes, work_bytes
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps.cublas import codes_product, scaled_product
@@ -235,8 +236,9 @@ def test_copies_of_values_are_the_librarys(
 ) -> None:
     plan, weights, copies = made("bfp8", "hifi2", VALUES)
     each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
-    assert copies.is_library_faster(each, rows) == expected
     products = products_of(plan, weights, VALUES)
+    assert copies.values_of(each) is not None
+    assert (products._bound(each, True).aligned.kernel(rows) == CUBLAS) == expected
     monkeypatch.setattr(products, "_dense", lambda *_: pytest.fail("it is held already"))
     if expected:
         x = torch.randn(rows, each.weight.shape[1], device=HERE).bfloat16()

@@ -27,11 +27,20 @@ from tilewright.compiler.targets.cuda.kernels.experts import experts as native_e
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import table as matmul_table
 from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
+from tilewright.compiler.targets.cuda.kernels.matmul.table import (
+    CUBLAS,
+    FAST,
+    GEMV,
+    MatmulSite,
+    bind_kernels,
+)
 from tilewright.compiler.targets.cuda.memory_budget import work_bytes
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps import matmul as steps_products
-from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT, Products, in_parts
+from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT, Products
+from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Copies, Kinds
 from tilewright.compiler.targets.cuda.weights.stream import Weights, load_weights, product_of
 from tilewright.compiler.targets.interface.base import CompileOptions
@@ -156,9 +165,7 @@ def test_strict_steps_take_a_weight_by_one_order_of_sums(
     """
     if is_wide:
         monkeypatch.setattr(native_wide, "why_not", lambda device: "")
-        monkeypatch.setattr(
-            native_wide, "takes", lambda held, count, same_bits: held.kind != "bf16" and count > 16
-        )
+        monkeypatch.setattr(native_wide, "rows_of", lambda held, same_bits: range(17, 513))
     plan, _, products = products_of(
         name, is_native=True, max_rows=max_rows, strict=True, copies=Kinds(values=True)
     )
@@ -264,12 +271,19 @@ def test_only_attention_and_the_delta_rule_wait_for_a_product_to_end(
     assert alone(least)[first] and alone(33) == [one is not None for one in before]
 
 
+def take_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in blocks are large whatever their size."""
+    matmul = {**tuning()["matmul"]}
+    matmul["gemv_parts"] = {**matmul["gemv_parts"], "max_dequantized_out_features": 0}
+    monkeypatch.setattr(matmul_table, "tuning", lambda: {"matmul": matmul})
+
+
 def test_of_a_product_in_parts_the_last_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_parts(monkeypatch)
     plan, _, products = products_of("bfp8", is_native=True)
     first, seen = plan.products[0], []
     monkeypatch.setattr(native, "linear", lambda *_, alone, **__: seen.append(alone))
     monkeypatch.setattr(products, "_norm", lambda x, norm, decodes: x)
-    monkeypatch.setattr(products, "_in_parts", lambda *_: True)
     rows, columns = first.weight.shape
     x = torch.zeros(100, columns, dtype=torch.bfloat16)
     products.run(first, torch.zeros(100, rows), x, decodes=True)
@@ -322,15 +336,18 @@ def test_large_weights_in_blocks_are_products_of_64_rows_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As they were measured faster: shapes of a model of 8B."""
-    found = {
-        shape: [in_parts(shaped("bfp8", *shape), count) for count in (65, 128, 129)]
-        for shape in ((28672, 4096), (4096, 14336), (6144, 4096), (128256, 4096))
-    }
-    assert list(found.values()) == [[True, True, False]] * 2 + [[False] * 3, [True] * 3]
-    assert not in_parts(shaped("bf16", 128256, 4096), 65)
+
+    def in_parts(kind: str, rows: int, columns: int) -> list[bool]:
+        site = MatmulSite(shaped(kind, rows, columns), True, FAST, frozenset((GEMV, CUBLAS)))
+        return [bind_kernels(site).kernel(count) == GEMV for count in (65, 128, 129)]
+
+    shapes = ((28672, 4096), (4096, 14336), (6144, 4096), (128256, 4096))
+    found = [in_parts("bfp8", *shape) for shape in shapes]
+    assert found == [[True, True, False]] * 2 + [[False] * 3, [True] * 3]
+    assert not any(in_parts("bf16", 128256, 4096))
+    take_parts(monkeypatch)
     plan, _, products = products_of("bfp8", is_native=True)
     each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
-    monkeypatch.setattr(steps_products, "in_parts", lambda *_: True)
     seen: list[int] = []
     monkeypatch.setattr(native, "linear", lambda out, *_, **__: seen.append(len(out)))
     x = torch.zeros(130, each.weight.shape[1], dtype=torch.bfloat16)

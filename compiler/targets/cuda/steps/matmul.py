@@ -5,6 +5,7 @@ decode them, and many on the library's, but SwiGLU of large weights on one of ou
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,20 @@ from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
 from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import dequantise
 from tilewright.compiler.targets.cuda.kernels.matmul.e4m3 import round_rows, scale_rows
 from tilewright.compiler.targets.cuda.kernels.matmul.linear_triton import linear as triton_linear
+from tilewright.compiler.targets.cuda.kernels.matmul.table import (
+    BLOCK,
+    CUBLAS,
+    DENSE,
+    E4M3,
+    EXACT,
+    FAST,
+    GEMV,
+    STRICT,
+    TRITON,
+    MatmulSite,
+    bind_kernels,
+)
+from tilewright.compiler.targets.cuda.steps.bound_matmul import BoundMatmul
 from tilewright.compiler.targets.cuda.steps.buffers import padded
 from tilewright.compiler.targets.cuda.steps.cublas import (
     add_product,
@@ -28,33 +43,18 @@ from tilewright.compiler.targets.cuda.steps.cublas import (
     store_product,
 )
 from tilewright.compiler.targets.cuda.steps.plan_readers import mixers_behind, readers_of
+from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.copies import Copies, Copy
+from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of, vector_of
 from tilewright.compiler.targets.program.instructions import Attend, Linear, Plan
-
-_FEW_PARTS = 128
-_SHORT_COLUMNS = 8192
-_MOST_DENSE = 65_536
-
-_LEAST_ALONE, _LEAST_ALONE_BF16 = 5, 33
 
 LEAST_STRICT = 16
 """Rows that the library is given at least in strict steps: for a single one it may take kernels of
 matrices times vectors, whose sums could have another order. On an H200 with CUDA 13.0 they had the
 same (`tests/targets/cuda/strict_products.py`, 1 to 4,096 rows).
 """
-
-
-def in_parts(held: HeldWeight, num_rows: int) -> bool:
-    """Whether a decode step of so many rows takes 64 at a time with a weight in blocks: as measured
-    on an H200, up to 128 rows where the weight is large, and always where there is no room for its
-    values in bfloat16. Else it is dequantised for the library.
-    """
-    if held.kind == "bf16":
-        return False
-    is_large = native.num_slices(held) == 1 or held.num_columns > _SHORT_COLUMNS
-    return held.num_rows > _MOST_DENSE or (is_large and num_rows <= _FEW_PARTS)
 
 
 def _at_least(rows: Tensor, count: int) -> Tensor:
@@ -100,6 +100,7 @@ class Products:
         self._arranged, self._fed = torch.empty(2, 0, device=device)
         self._before_mixers = mixers_behind(plan)
         self._readers: dict[int, Linear] = {}
+        self._matmuls: dict[tuple[int, bool], BoundMatmul] = {}
         self._is_fed = False  # the next product finds its x arranged
         has_dense = is_native and not exact and not strict
         self._has_dense = has_dense and not native_dense.why_not(device)
@@ -107,66 +108,74 @@ class Products:
         if is_native and not native_wide.why_not(device):
             self._arranged, self._fed = (native_wide.scratch(widest, device) for _ in range(2))
             self._readers = readers_of(plan)
+        for each in plan.products:
+            for decodes in (True, False):
+                self._bound(each, decodes)
 
     def run(self, each: Linear, out: Tensor, x: Tensor, *, decodes: bool) -> None:
         """A product with all that is fused with it, of ``x [M, K]`` into ``out``; ``decodes``: rows
         are of a decode step, where in strict ones a row's bits do not depend on how many there are.
         """
-        held = self._weights.held(product_of(each))
-        bias = self._weights.bias_of(each)
-        norm = None
-        if each.norm is not None:
-            norm = self._weights.vector(vector_of(each.norm)), each.eps
-        num_rows, is_native = len(x), self._is_ours(held)
-        most = native.most_tokens(held) if is_native else native.MAX_TOKENS
-        codes = self._codes_for(each, num_rows, decodes)
-        if codes is not None:
-            self._lofi_product(each, out, x, held, bias, norm, codes, decodes)
-        elif self._is_dense(held, x, norm):
+        bound = self._bound(each, decodes)
+        held, bias, norm, kernel = bound.held, bound.bias, bound.norm, bound.kernel(x)
+        if kernel == E4M3:
+            assert bound.codes is not None
+            self._lofi_product(each, out, x, held, bias, norm, bound.codes, decodes)
+        elif kernel == DENSE:
             self._dense_product(each, out, self._norm(x, norm, decodes), held, bias, decodes)
-        elif self._takes_library(each, held, num_rows, decodes):
+        elif kernel == CUBLAS:
             if self._strict:
                 out, x = _at_least(out, LEAST_STRICT), _at_least(x, LEAST_STRICT)
             self._library_product(each, out, self._norm(x, norm, decodes), held, bias)
-        elif self._is_wide(held, num_rows):
+        elif kernel == BLOCK:
             if norm is not None and not native.takes_norm(held.num_columns):
                 x, norm = self._norm(x, norm, decodes), None
             self._wide_product(each, out, x, held, bias, norm, decodes)
-        elif num_rows > most and not (is_native and decodes and self._in_parts(held, num_rows)):
-            self._library_product(each, out, self._norm(x, norm, decodes), held, bias)
-        elif is_native:
+        elif kernel == GEMV:
             self._native_product(each, out, x, held, bias, norm, decodes)
         else:
             triton_linear(
                 out, x, held, bias=bias, norm=norm, residual=each.residual, swiglu=each.swiglu
             )
 
+    def _bound(self, each: Linear, decodes: bool) -> BoundMatmul:
+        found = self._matmuls.get((id(each), decodes))
+        if found is None or found.each is not each:
+            found = self._matmuls[id(each), decodes] = self._bind(each, decodes)
+        return found
+
+    def _bind(self, each: Linear, decodes: bool) -> BoundMatmul:
+        held, norm = self._weights.held(product_of(each)), None
+        if each.norm is not None:
+            norm = self._weights.vector(vector_of(each.norm)), each.eps
+        codes = None
+        if not self._strict:
+            codes = self.copies.codes_for(each, LEAST_LOFI, decodes=decodes)
+        is_ours = self._is_ours(held)
+        kernels = {CUBLAS, E4M3, GEMV if is_ours else TRITON}
+        if self._arranged.numel():
+            kernels.add(BLOCK)
+        site = MatmulSite(
+            held,
+            decodes,
+            EXACT if self._exact else STRICT if self._strict else FAST,
+            frozenset(kernels),
+            has_values=self.copies.values_of(each) is not None,
+            has_codes=codes is not None,
+            has_one_order=self._has_one_order(held),
+        )
+        unaligned = aligned = bind_kernels(site)
+        if self._has_dense and is_ours:
+            aligned = bind_kernels(replace(site, kernels=site.kernels | {DENSE}))
+        bias = self._weights.bias_of(each)
+        return BoundMatmul(each, held, bias, norm, codes, aligned, unaligned)
+
     def takes_few(self, each: Linear) -> bool:
         """Whether one row's product in a decode step is by the kernels of few rows."""
-        held = self._weights.held(product_of(each))
-        if not self._is_ours(held) or self._codes_for(each, 1, True) is not None:
-            return False
-        return not (self._takes_library(each, held, 1, True) or self._is_wide(held, 1))
-
-    def _codes_for(self, each: Linear, num_rows: int, decodes: bool) -> Copy | None:
-        """Return the e4m3 copy for a matmul. Strict steps use none: small ones have no kernel."""
-        return None if self._strict else self.copies.codes_for(each, num_rows, decodes=decodes)
+        return self._bound(each, True).aligned.kernel(1) == GEMV
 
     def _is_ours(self, held: HeldWeight) -> bool:
         return self._is_native and held.num_columns % 4 == 0
-
-    def _takes_library(self, each: Linear, held: HeldWeight, num_rows: int, decodes: bool) -> bool:
-        if self._exact:
-            return True
-        if self._strict:
-            return not (decodes and self._has_one_order(held))
-        return self.copies.is_library_faster(each, num_rows)
-
-    def _is_dense(self, held: HeldWeight, x: Tensor, norm: object) -> bool:
-        """Whether `dense.cu` takes a product of x, or of its norm, which lies in whole tiles."""
-        if not self._has_dense or not self._is_ours(held):
-            return False
-        return native_dense.takes(held, len(x), None if norm is not None else x)
 
     def _is_many(self, held: HeldWeight, out: Tensor, x: Tensor) -> bool:
         """Whether `dense_many.cu` takes gate and up."""
@@ -187,18 +196,8 @@ class Products:
         """
         mixer = self._before_mixers.get(id(each))
         is_late = held.kind == "bf16" and isinstance(mixer, Attend)
-        return mixer is not None and num_rows >= (_LEAST_ALONE_BF16 if is_late else _LEAST_ALONE)
-
-    def _in_parts(self, held: HeldWeight, num_rows: int) -> bool:
-        return self._strict or in_parts(held, num_rows)
-
-    def _is_wide(self, held: HeldWeight, num_rows: int) -> bool:
-        """Whether `wide.cu` takes a product. Only in strict steps have its sums to be those of few
-        rows: else a row's bits depend on how many there are in any case.
-        """
-        return self._arranged.numel() > 0 and native_wide.takes(
-            held, num_rows, same_bits=self._strict
-        )
+        least = tuning()["matmul"]["min_rows_before_mixer"]
+        return mixer is not None and num_rows >= least["bf16" if is_late else "blocks"]
 
     def _way(self, held: HeldWeight, num_rows: int) -> native_wide.Way:
         return native_wide.choose_way(held, num_rows, same_bits=self._strict)
@@ -239,14 +238,11 @@ class Products:
         reader = self._readers.get(id(each))
         if reader is None:
             return out, 0
-        held = self._weights.held(product_of(reader))
-        goes_elsewhere = self._takes_library(reader, held, num_rows, decodes) or (
-            self._codes_for(reader, num_rows, decodes) is not None
-        )
-        if goes_elsewhere or not self._is_wide(held, num_rows):
+        bound = self._bound(reader, decodes)
+        if bound.unaligned.kernel(num_rows) != BLOCK:
             return out, 0
         self._is_fed = True
-        return self._fed, native_wide.num_places(self._way(held, num_rows), num_rows)
+        return self._fed, native_wide.num_places(self._way(bound.held, num_rows), num_rows)
 
     def _native_product(
         self,

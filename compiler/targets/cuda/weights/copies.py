@@ -10,16 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import dequantise
 from tilewright.compiler.targets.cuda.steps.buffers import padded
 from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI, exact_rows
-from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, TILE_ROWS, HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, HeldWeight
 from tilewright.compiler.targets.cuda.weights.stream import Wanted, Weights, product_of
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.program.instructions import Linear, Plan
 
-_LEAST_CUT, _LEAST_UNCUT = 65, 129
 _PIECES = 16
 _LIBRARY_MULTIPLE = 16
 
@@ -157,13 +155,6 @@ class Copies:
         copy = self._copies.get(product_of(each))
         return None if copy is None or copy.scales is not None else copy.values
 
-    def is_library_faster(self, each: Linear, num_rows: int) -> bool:
-        """Whether the library, on values that are held, was measured faster with so many rows on an
-        H200 than kernels that read blocks.
-        """
-        least = _LEAST_UNCUT if _is_uncut(each) else _LEAST_CUT
-        return num_rows >= least and self.values_of(each) is not None
-
 
 def _dense(held: HeldWeight) -> Tensor:
     """Dequantise a weight as `Products` does for one product, so that the library's bits are the
@@ -174,13 +165,6 @@ def _dense(held: HeldWeight) -> Tensor:
     values = values[:, : held.num_columns]
     dequantise(values, held)
     return values
-
-
-def _is_uncut(each: Linear) -> bool:
-    """Whether kernels that read blocks walk over a weight's whole K, as over those with many rows:
-    these kernels are the faster ones.
-    """
-    return each.weight.shape[0] >= TILE_ROWS * native.UNCUT_TILES
 
 
 def _codes(held: HeldWeight) -> Copy | None:

@@ -147,20 +147,21 @@ def choose_way(held: HeldWeight, num_tokens: int, *, is_codes: bool = False) -> 
     return Way(eights, 1, min(slices, _MOST_SLICES))
 
 
-def takes(held: HeldWeight, num_tokens: int, x: Tensor | None = None) -> bool:
-    """Whether a product with bfloat16 rows is one of these, of ``x [M, K]`` where it is given:
-    where whole models, or above 64 tokens chains of products, were measured faster on an H200 than
-    with the kernels of few tokens and the library.
+def rows_of(held: HeldWeight) -> range:
+    """The numbers of tokens of products with bfloat16 rows that are among these: where whole
+    models, or above 64 tokens chains of products, were measured faster on an H200 than with the
+    kernels of few tokens and the library.
     """
     if held.kind != "bf16" or held.num_experts > 1:
-        return False
-    if x is not None and not has_room(x):
-        return False
-    if num_tokens <= _SOME_TOKENS:
-        return num_tokens > FEW_TOKENS
-    turns = _turns(held)
-    is_large = _MANY_TURNS <= turns <= _MOST_TURNS
-    return num_tokens <= MAX_TOKENS and (is_large or held.num_columns > _LONG_COLUMNS)
+        return range(0)
+    is_large = _MANY_TURNS <= _turns(held) <= _MOST_TURNS
+    is_large = is_large or held.num_columns > _LONG_COLUMNS
+    return range(FEW_TOKENS + 1, (MAX_TOKENS if is_large else _SOME_TOKENS) + 1)
+
+
+def takes(held: HeldWeight, num_tokens: int, x: Tensor | None = None) -> bool:
+    """Whether a product is in :func:`rows_of`, of ``x [M, K]`` where it is given."""
+    return num_tokens in rows_of(held) and (x is None or has_room(x))
 
 
 def takes_codes(held: HeldWeight, num_tokens: int) -> bool:

@@ -218,17 +218,22 @@ def why_not(device: torch.device) -> str:
     return nvrtc.why_not(device, SOURCE)
 
 
-def takes(held: HeldWeight, num_tokens: int, *, same_bits: bool = True) -> bool:
-    """Whether a product with a weight is one of these: where it was measured faster on an H200, or
-    without ``same_bits`` (:func:`choose_way`) on an H100.
+def rows_of(held: HeldWeight, *, same_bits: bool = True) -> range:
+    """The numbers of tokens of products with a weight that are among these: where they were
+    measured faster on an H200, or without ``same_bits`` (:func:`choose_way`) on an H100.
     """
     if held.kind not in TILE_BYTES or held.num_experts > 1 or held.num_columns % 4:
-        return False
+        return range(0)
     if num_slices(held) == 1:
-        return (16 if held.kind == "bfp8" else 32) < num_tokens <= MAX_TOKENS
+        return range((16 if held.kind == "bfp8" else 32) + 1, MAX_TOKENS + 1)
     is_large = held.num_row_tiles >= _LEAST_WHOLE and not same_bits
     most = MAX_TOKENS if is_large else _MOST_CUT
-    return (16 if held.num_row_tiles > _MANY_TILES else 32) < num_tokens <= most
+    return range((16 if held.num_row_tiles > _MANY_TILES else 32) + 1, most + 1)
+
+
+def takes(held: HeldWeight, num_tokens: int, *, same_bits: bool = True) -> bool:
+    """Whether a product of so many tokens is in :func:`rows_of`."""
+    return num_tokens in rows_of(held, same_bits=same_bits)
 
 
 def scratch(num_columns: int, device: torch.device) -> Tensor:

@@ -1,0 +1,40 @@
+"""A matmul with its weight and its kernels, bound at load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
+from tilewright.compiler.targets.cuda.kernels.matmul.table import DENSE, KernelRanges
+from tilewright.compiler.targets.cuda.weights.copies import Copy
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.program.instructions import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class BoundMatmul:
+    """A matmul in one phase with all that is known at load.
+
+    Attributes:
+        each: Instruction of the plan.
+        held, bias, norm: Weight, bias, and the norm before the matmul with its epsilon.
+        codes: e4m3 copy of the weight. None: there is none, or the fidelity does not permit it.
+        aligned, unaligned: Kernels by rows, with and without those that the copy engine feeds.
+    """
+
+    each: Linear
+    held: HeldWeight
+    bias: Tensor | None
+    norm: tuple[Tensor, float] | None
+    codes: Copy | None
+    aligned: KernelRanges
+    unaligned: KernelRanges
+
+    def kernel(self, x: Tensor) -> str:
+        """Return the kernel for an operand."""
+        kernel = self.aligned.kernel(len(x))
+        if kernel == DENSE and self.norm is None and not native_dense.has_room(x):
+            return self.unaligned.kernel(len(x))
+        return kernel
