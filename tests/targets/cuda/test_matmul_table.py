@@ -118,7 +118,7 @@ def matmul_of(
     held = HeldWeight(kind, rows, columns, torch.empty(1, device=META), each.swiglu)
     data = torch.empty(held.data_shape, dtype=held.data_type, device=META)
     held = HeldWeight(kind, rows, columns, data, each.swiglu)
-    weights: Any = SimpleNamespace(held=lambda wanted: held, bias_of=lambda each: None)
+    weights: Any = SimpleNamespace(weight_of=lambda each: held, bias_of=lambda each: None)
     made = Copies.__new__(Copies)
     values = torch.empty(rows, columns, device=META, dtype=torch.bfloat16)
     scales = torch.empty(rows, 1, device=META) if copies == "codes" else None

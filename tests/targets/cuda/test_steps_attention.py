@@ -11,7 +11,6 @@ import torch
 from tilewright.compiler.targets.cuda.kernels.attention import attention as native_attention
 from tilewright.compiler.targets.cuda.kernels.attention import split as attention_shares
 from tilewright.compiler.targets.cuda.kernels.matmul.dense import FEW_TOKENS
-from tilewright.compiler.targets.cuda.steps import attention as steps_attention
 from tilewright.compiler.targets.cuda.steps.attention import Attention
 
 
@@ -33,7 +32,7 @@ def attention_over(
     found._strict, found._decode_scratch = strict, object()
     found._state = SimpleNamespace(pages={"cache": pages}, tables=torch.zeros(3, num_pages))
     found._why_not_native = lambda each: ""
-    found._weights = SimpleNamespace(vector=lambda recipe: None)
+    found._weights = SimpleNamespace(constant=lambda recipe: None)
     return found
 
 
@@ -88,7 +87,6 @@ def test_a_row_over_a_long_table_is_spread_where_that_was_faster(
         raise _AskedError
 
     monkeypatch.setattr(native_attention, "attend_decode", ask)
-    monkeypatch.setattr(steps_attention, "vector_of", lambda recipe: None)
     attention = attention_over(head_dim=256, num_pages=20, is_bfp8=is_bfp8)
     attend(attention, 1)
     assert isinstance(asked[0], attention_shares.Spread) == is_spread

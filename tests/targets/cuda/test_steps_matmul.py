@@ -20,6 +20,7 @@ from tests.tiny import (
     tiny_model,
 )
 from tilewright.compiler.driver import weight_source
+from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.targets.cuda import memory_budget as device_module
 from tilewright.compiler.targets.cuda.graphs import capture
 from tilewright.compiler.targets.cuda.graphs.capture import decode_buckets
@@ -369,3 +370,15 @@ def test_experts_of_more_than_64_rows_take_the_kernels_of_prompts(
     device = torch.device("cuda")
     experts = Experts(plan, weights, device, exact=False, strict=False, max_rows=256)
     assert [experts._is_native(num_rows) for num_rows in (64, 65)] == [True, False]
+
+
+@pytest.mark.parametrize("make", [lambda: tiny_model(**SMALL), test_qwen3_5_moe.make])
+def test_steps_hash_no_recipe(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are bound to instructions: recipes of experts have hundreds of segments."""
+    options = {"compute": "fast", "max_batch": 2, "max_context": 64}
+    executable = compiled(make(), "cuda", precision=precision_of("bf16"), **options)
+    seat = take_seat(executable, 8)
+    for at in (0, 1):
+        step(executable, [(seat, [7], at)])
+    monkeypatch.setattr(WeightRecipe, "__hash__", lambda self: pytest.fail("a recipe is hashed"))
+    step(executable, [(seat, [8], 2)])

@@ -21,7 +21,7 @@ from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import Rows
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers
 from tilewright.compiler.targets.cuda.steps.cublas import attend_from_start
-from tilewright.compiler.targets.cuda.weights.stream import Weights, vector_of
+from tilewright.compiler.targets.cuda.weights.stream import Weights
 from tilewright.compiler.targets.program.instructions import Attend, Plan
 
 LIBRARY_ATTENTION = 512
@@ -116,7 +116,7 @@ class Attention:
             positions=rows.positions,
             slots=rows.slots,
             block_tables=self._state.tables,
-            inv_freq=self._weights.vector(vector_of(each.inv_freq)),
+            inv_freq=self._weights.constant(each.inv_freq),
             num_heads=each.num_heads,
             scale=each.scale,
             window=each.window,
@@ -145,7 +145,7 @@ class Attention:
             positions=rows.positions,
             slots=rows.slots,
             block_tables=self._state.tables,
-            inv_freq=self._weights.vector(vector_of(each.inv_freq)),
+            inv_freq=self._weights.constant(each.inv_freq),
             num_heads=each.num_heads,
             interleaved=each.interleaved,
         )

@@ -114,7 +114,7 @@ class Experts:
                 if each.logits.width > native_route.MAX_EXPERTS:
                     return f"{each.logits.width} experts"
             elif isinstance(each, ExpertLinear | ExpertSum):
-                held, is_sum = self._weights.held(product_of(each)), isinstance(each, ExpertSum)
+                held, is_sum = self._weights.weight_of(each), isinstance(each, ExpertSum)
                 if not native_experts.takes(held, num_tokens=max_rows, top_k=top_k, is_sum=is_sum):
                     return f"{held.num_experts} experts of {held.num_columns} columns"
         return native_experts.why_not(device) if top_k else ""
@@ -136,7 +136,7 @@ class Experts:
             if not plain or down.residual or up.swiglu != first.swiglu:
                 continue
             pairs = ((first, up), (last, down))
-            held = [[self._weights.held(product_of(each)) for each in pair] for pair in pairs]
+            held = [[self._weights.weight_of(each) for each in pair] for pair in pairs]
             if all(native_experts.takes_shared(shared, own) for own, shared in held):
                 found |= {id(expert): shared for expert, shared in pairs}
         return found
@@ -155,8 +155,8 @@ class Experts:
             pairs = []
             for each in (first, last):
                 along = self._shared.get(id(each))
-                shared = None if along is None else self._weights.held(product_of(along))
-                pairs.append((self._weights.held(product_of(each)), shared))
+                shared = None if along is None else self._weights.weight_of(along)
+                pairs.append((self._weights.weight_of(each), shared))
             if native_few_experts.takes_choice(pairs, router.logits.width, router.top_k):
                 found.add(id(router))
         return found
@@ -206,7 +206,7 @@ class Experts:
             return left_to_products(each, logits, positions)
         if router is None or not takes_joined(len(logits)):
             return routed(each, logits, positions)
-        held = self._weights.held(product_of(router))
+        held = self._weights.weight_of(router)
         return routed_with_product(
             each, step.view(router.out), step.view(router.x), held, positions
         )
@@ -248,7 +248,7 @@ class Experts:
         return MOST_PAIRS if is_most and has_copy_engine(self._device) else MANY_PAIRS
 
     def _products(self, each: ExpertLinear, step: Buffers) -> None:
-        routing, held = self._routing, self._weights.held(product_of(each))
+        routing, held = self._routing, self._weights.weight_of(each)
         assert routing is not None
         out, x = step.view(each.out), step.view(each.x)
         top_k, swiglu = routing.top_k, each.swiglu
@@ -257,7 +257,7 @@ class Experts:
         for part, tiles in routing.native_parts():
             shared = None
             if given is not None:
-                weight = self._weights.held(product_of(given))
+                weight = self._weights.weight_of(given)
                 shared_x, shared_out = step.view(given.x)[part], step.view(given.out)[part]
                 shared = native_experts.Shared(shared_x, weight, shared_out)
             native_experts.expert_linear(
@@ -282,12 +282,12 @@ class Experts:
             shared, gate = step.view(each.shared[0])[part], step.view(each.shared[1])[part]
         along = self._shared.get(id(each))
         if along is not None:
-            weight = self._weights.held(product_of(along))
+            weight = self._weights.weight_of(along)
             shared = native_experts.Shared(step.view(along.x)[part], weight)
         native_experts.expert_sum(
             step.view(each.out)[part],
             step.view(each.x)[part],
-            self._weights.held(product_of(each)),
+            self._weights.weight_of(each),
             tiles,
             routing.weights[part],
             residual=each.residual,
@@ -298,7 +298,7 @@ class Experts:
         )
 
     def _sum(self, each: ExpertSum, step: Buffers) -> None:
-        routing, held = self._routing, self._weights.held(product_of(each))
+        routing, held = self._routing, self._weights.weight_of(each)
         assert routing is not None
         for part, tiles in routing.native_parts():
             self._sum_native(each, step, routing, part, tiles)

@@ -47,7 +47,7 @@ from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.copies import Copies, Copy
 from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
-from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of, vector_of
+from tilewright.compiler.targets.cuda.weights.stream import Weights
 from tilewright.compiler.targets.program.instructions import Attend, Linear, Plan
 
 LEAST_STRICT = 16
@@ -145,13 +145,13 @@ class Products:
         return found
 
     def _bind(self, each: Linear, decodes: bool) -> BoundMatmul:
-        held, norm = self._weights.held(product_of(each)), None
+        held, norm = self._weights.weight_of(each), None
         if each.norm is not None:
-            norm = self._weights.vector(vector_of(each.norm)), each.eps
+            norm = self._weights.constant(each.norm), each.eps
         codes = None
         if not self._strict:
             codes = self.copies.codes_for(each, LEAST_LOFI, decodes=decodes)
-        is_ours = self._is_ours(held)
+        is_ours, values = self._is_ours(held), self.copies.values_of(each)
         kernels = {CUBLAS, E4M3, GEMV if is_ours else TRITON}
         if self._arranged.numel():
             kernels.add(BLOCK)
@@ -160,7 +160,7 @@ class Products:
             decodes,
             EXACT if self._exact else STRICT if self._strict else FAST,
             frozenset(kernels),
-            has_values=self.copies.values_of(each) is not None,
+            has_values=values is not None,
             has_codes=codes is not None,
             has_one_order=self._has_one_order(held),
         )
@@ -168,7 +168,7 @@ class Products:
         if self._has_dense and is_ours:
             aligned = bind_kernels(replace(site, kernels=site.kernels | {DENSE}))
         bias = self._weights.bias_of(each)
-        return BoundMatmul(each, held, bias, norm, codes, aligned, unaligned)
+        return BoundMatmul(each, held, bias, norm, codes, values, aligned, unaligned)
 
     def takes_few(self, each: Linear) -> bool:
         """Whether one row's product in a decode step is by the kernels of few rows."""
@@ -351,7 +351,7 @@ class Products:
         # With the weight's rows of zeros: the library is slow at odd widths.
         is_whole = held.kind == "bf16" and stride == len(held.data) > held.num_rows
         is_whole = is_whole and not (each.swiglu or each.residual)
-        values = self.copies.values_of(each)
+        values = self._bound(each, False).values
         weight = values
         if weight is None:
             weight = self._dense(held, stride if is_whole else held.num_rows)

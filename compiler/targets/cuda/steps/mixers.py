@@ -24,7 +24,7 @@ from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import Rows
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers
 from tilewright.compiler.targets.cuda.steps.experts import Experts, experts_bytes
-from tilewright.compiler.targets.cuda.weights.stream import Weights, vector_of
+from tilewright.compiler.targets.cuda.weights.stream import Weights
 from tilewright.compiler.targets.program.instructions import (
     Convolve,
     DeltaRule,
@@ -121,8 +121,8 @@ class Mixers:
             step.view(each.out),
             self._inputs(each, step, convolve.x),
             step.view(each.z),
-            (self._weights.vector(vector_of(each.norm)), each.eps),
-            weight=self._weights.vector(vector_of(convolve.weight)).flatten(1),
+            (self._weights.constant(each.norm), each.eps),
+            weight=self._weights.constant(convolve.weight).flatten(1),
             window=self._state.sequences[convolve.state.name],
             state=self._state.sequences[each.state.name],
             positions=rows.positions,
@@ -133,7 +133,7 @@ class Mixers:
     def _convolve(
         self, each: Convolve, step: Buffers, rows: Rows, decodes: bool, starts: Tensor | None
     ) -> None:
-        weight = self._weights.vector(vector_of(each.weight)).flatten(1)
+        weight = self._weights.constant(each.weight).flatten(1)
         what = step.view(each.out), step.view(each.x), weight
         window = self._state.sequences[each.state.name]
         where = {"window": window, "positions": rows.positions, "slots": rows.slots}
@@ -151,8 +151,8 @@ class Mixers:
             step.view(qkv),
             step.view(each.a),
             step.view(each.b),
-            self._weights.vector(vector_of(each.a_log)),
-            self._weights.vector(vector_of(each.dt_bias)),
+            self._weights.constant(each.a_log),
+            self._weights.constant(each.dt_bias),
             each.num_key_heads,
             each.key_dim,
         )
@@ -162,7 +162,7 @@ class Mixers:
     ) -> None:
         inputs = self._inputs(each, step, each.qkv)
         out, z = step.view(each.out), step.view(each.z)
-        weight = self._weights.vector(vector_of(each.norm))
+        weight = self._weights.constant(each.norm)
         state = self._state.sequences[each.state.name]
         where = {"state": state, "positions": rows.positions, "slots": rows.slots}
         if decodes:

@@ -12,7 +12,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers
 from tilewright.compiler.targets.cuda.steps.matmul import Products, epilogue_of
 from tilewright.compiler.targets.cuda.steps.plan_readers import norms_before
-from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of, vector_of
+from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of
 from tilewright.compiler.targets.program.instructions import Linear, Norm, Plan
 
 
@@ -43,7 +43,7 @@ class Norms:
     def run(self, each: Norm, step: Buffers, *, decodes: bool) -> None:
         """Make a norm, where that is not left to :meth:`run_product`."""
         out, x = step.view(each.out), step.view(each.x)
-        weight = self._weights.vector(vector_of(each.weight))
+        weight = self._weights.constant(each.weight)
         if not (decodes and self._is_native and _is_plain(out, x)):
             rms_norm(out, x, weight, eps=each.eps)
         elif len(x) > 1 or id(each) not in self._made:
@@ -60,11 +60,11 @@ class Norms:
         native.linear(
             step.view(each.out),
             x,
-            self._weights.held(product_of(each)),
+            self._weights.weight_of(each),
             epilogue=epilogue_of(each),
             num_tokens=1,
             bias=self._weights.bias_of(each),
-            norm=(self._weights.vector(vector_of(norm.weight)), norm.eps),
+            norm=(self._weights.constant(norm.weight), norm.eps),
             normed=normed,
         )
         return True

@@ -30,7 +30,7 @@ from tilewright.compiler.targets.cuda.steps.mixers import Mixers
 from tilewright.compiler.targets.cuda.steps.norms import Norms
 from tilewright.compiler.targets.cuda.steps.overlap import Beside
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Copies, Kinds
-from tilewright.compiler.targets.cuda.weights.stream import Weights, table_of, vector_of
+from tilewright.compiler.targets.cuda.weights.stream import Weights
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
     OPERAND,
@@ -288,11 +288,11 @@ class Steps:
         self, each: Plain, step: Buffers, rows: Rows, kernels: _Kernels, *, decodes: bool
     ) -> None:
         if isinstance(each, Embed):
-            embed(step.view(each.out), rows.tokens, self._weights.held(table_of(each)).data)
+            embed(step.view(each.out), rows.tokens, self._weights.weight_of(each).data)
         elif isinstance(each, SwiGLU):
             swiglu_apart(step.view(each.out), step.view(each.gate), step.view(each.up))
         elif isinstance(each, NormHeads):
-            weights = [self._weights.vector(vector_of(one)) for one in (each.q_norm, each.k_norm)]
+            weights = [self._weights.constant(one) for one in (each.q_norm, each.k_norm)]
             views = step.view(each.out), step.view(each.qkv)
             alone = True if decodes else False if kernels.is_strict else None
             rms_norm_heads(*views, *weights, num_heads=each.num_heads, eps=each.eps, alone=alone)
@@ -314,7 +314,7 @@ class Steps:
         if isinstance(each, AllReduce):
             exchange.all_reduce(out, x, wire=wire)
             return
-        norm = None if each.norm is None else self._weights.vector(vector_of(each.norm))
+        norm = None if each.norm is None else self._weights.constant(each.norm)
         normed = None if each.normed is None else step.view(each.normed)
         exchange.all_reduce_add(x, out, wire=wire, out=normed, norm=norm, eps=each.eps)
 

@@ -106,6 +106,8 @@ class Weights:
 
     def __init__(self, placed: dict[Wanted, Placed]) -> None:
         self._placed = placed
+        self._by_instruction: dict[int, tuple[object, HeldWeight]] = {}
+        self._by_recipe: dict[int, tuple[WeightRecipe, Tensor]] = {}
 
     def held(self, wanted: Wanted) -> HeldWeight:
         """Find a product's weight, or a table, as the device holds it."""
@@ -123,7 +125,26 @@ class Weights:
         """A product's bias, in the order of its rows as they are held."""
         if product.bias is None:
             return None
-        return self.vector(vector_of(product.bias, is_paired=product.swiglu))
+        found = self._by_recipe.get(id(product.bias))
+        if found is None or found[0] is not product.bias:
+            bias = self.vector(vector_of(product.bias, is_paired=product.swiglu))
+            found = self._by_recipe[id(product.bias)] = product.bias, bias
+        return found[1]
+
+    def weight_of(self, each: Linear | ExpertLinear | ExpertSum | Embed) -> HeldWeight:
+        """Return the weight of an instruction. Only the first call hashes its recipe."""
+        found = self._by_instruction.get(id(each))
+        if found is None or found[0] is not each:
+            wanted = table_of(each) if isinstance(each, Embed) else product_of(each)
+            found = self._by_instruction[id(each)] = each, self.held(wanted)
+        return found[1]
+
+    def constant(self, recipe: WeightRecipe) -> Tensor:
+        """Return a norm or a constant. Only the first call hashes the recipe."""
+        found = self._by_recipe.get(id(recipe))
+        if found is None or found[0] is not recipe:
+            found = self._by_recipe[id(recipe)] = recipe, self.vector(vector_of(recipe))
+        return found[1]
 
     @property
     def num_bytes(self) -> int:
