@@ -8,7 +8,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -247,13 +247,15 @@ class DecodeBucket(Bucket):
         self.choice.take_likeliest(self.logits, advancing=self.rows.positions)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Seated:
     """The seats in the rows of a bucket, in order, and their rows of the table, padding included.
 
     ``drawing``: what their draws ask for; None where all are greedy. ``is_late``: some of them are
-    chosen for by the host. ``lengths [B]`` (int64): positions that they hold, which go on here and
-    are the sittings' again once :meth:`settle` has said so.
+    chosen for by the host. ``lengths [B]`` (int64): positions that they held at first.
+    ``num_steps``: steps since then; sittings know of them once :meth:`settle` has told them.
+    ``num_covered``: steps for which every seat is known to have pages. An unchanged step reads and
+    writes two integers.
     """
 
     seats: tuple[Seat, ...]
@@ -262,16 +264,25 @@ class Seated:
     drawing: Drawing | None
     is_late: bool
     lengths: np.ndarray
+    num_steps: int = 0
+    num_covered: int = 0
+    longest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.longest = int(self.lengths.max())
 
     def advance(self, state: PagedState) -> int:
         """Each seat has one position more, for which it must have a page; those of the longest."""
-        np.add(self.lengths, 1, out=self.lengths)
-        state.check_all(self.seats, self.lengths)
-        return int(self.lengths.max())
+        self.num_steps += 1
+        if self.num_steps > self.num_covered:
+            free = state.check_all(self.seats, self.lengths + self.num_steps)
+            self.num_covered = self.num_steps + free
+        return self.longest + self.num_steps
 
     def settle(self, sittings: Mapping[Seat, Sitting]) -> None:
         """Tell those who still sit how many positions they hold."""
-        for seat, length in zip(self.seats, self.lengths.tolist(), strict=True):
+        lengths = (self.lengths + self.num_steps).tolist()
+        for seat, length in zip(self.seats, lengths, strict=True):
             if (sitting := sittings.get(seat)) is not None:
                 sitting.length = length
 

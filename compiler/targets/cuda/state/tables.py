@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -106,12 +107,15 @@ class PagedState:
         room = int(self._room[seat])
         assert end <= room or not self.pages, f"seat {seat} has pages up to {room}, not {end}"
 
-    def check_all(self, seats: Sequence[Seat], ends: np.ndarray) -> None:
-        """:meth:`check`, of several seats."""
-        if not self.pages or bool((ends <= self._room[list(seats)]).all()):
-            return
-        for seat, end in zip(seats, ends.tolist(), strict=True):
-            self.check(seat, end)
+    def check_all(self, seats: Sequence[Seat], ends: np.ndarray) -> int:
+        """:meth:`check`, of several seats; the positions that each of them has left at least."""
+        if not self.pages:
+            return sys.maxsize
+        free = int((self._room[list(seats)] - ends).min(initial=sys.maxsize))
+        if free < 0:
+            for seat, end in zip(seats, ends.tolist(), strict=True):
+                self.check(seat, end)
+        return free
 
     def clear(self, seat: Seat) -> None:
         """A seat has no pages any more; what is queued on the device still comes first."""
