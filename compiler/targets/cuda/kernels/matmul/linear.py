@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
+from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, HeldWeight
 
 MAX_TOKENS = 64
@@ -150,16 +151,14 @@ def most_tokens(held: HeldWeight) -> int:
     return 32 if num_slices(held) == 1 or is_small else 16
 
 
+_GEMV = tuning()["matmul"]["gemv"]
 _WALKS: dict[str, tuple[Walk, ...]] = {
-    "bf16": (Walk(3, 2), Walk(2, 2), Walk(2, 1)),
-    "bfp8": (Walk(4, 2), Walk(3, 2), Walk(4, 1)),
-    "bfp4": (Walk(3, 2), Walk(3, 1)),
+    kind: tuple(Walk(*sizes) for sizes in walks) for kind, walks in _GEMV["walks"].items()
 }
 """Of one token: the first that has room. Measured in whole models on an H200: one block a
 multiprocessor is as fast in a chain of one shape, and a tenth to a half slower in a model."""
 
-
-_FEW_DEPTH = {"bf16": 3, "bfp8": 4, "bfp4": 3}
+_FEW_DEPTH: dict[str, int] = _GEMV["few_depth"]
 """Of 2 to 16 tokens, by one block a multiprocessor."""
 
 
@@ -190,23 +189,8 @@ def _walks_well(held: HeldWeight, num_tokens: int) -> bool:
 
 
 _GRIDS = {
-    "bf16": {
-        1: (Grid(7, 1, 2), Grid(7, 1, 2), Grid(7, 1, 3), Grid(7, 1, 4)),
-        2: (Grid(7, 1, 2), Grid(7, 1, 2), Grid(7, 1, 2), Grid(7, 1, 2)),
-        4: (Grid(6, 1, 2), Grid(6, 1, 2), Grid(6, 1, 2), Grid(7, 2, 3)),
-    },
-    "bfp8": {
-        1: (Grid(4, 1, 4), Grid(6, 1, 4), Grid(7, 1, 3), Grid(8, 1, 4)),
-        2: (Grid(6, 1, 4), Grid(6, 1, 4), Grid(7, 1, 4), Grid(7, 1, 4)),
-        4: (Grid(6, 1, 3), Grid(6, 1, 3), Grid(7, 1, 3), Grid(7, 1, 4)),
-        8: (Grid(6, 1, 3), Grid(6, 1, 3), Grid(7, 1, 3), Grid(7, 1, 3)),
-    },
-    "bfp4": {
-        1: (Grid(6, 1, 4), Grid(6, 1, 4), Grid(7, 1, 4), Grid(8, 1, 4)),
-        2: (Grid(6, 1, 5), Grid(6, 1, 5), Grid(7, 1, 5), Grid(7, 1, 5)),
-        4: (Grid(7, 1, 4), Grid(7, 1, 4), Grid(7, 1, 4), Grid(7, 1, 4)),
-        8: (Grid(7, 1, 4), Grid(7, 1, 4), Grid(7, 1, 4), Grid(7, 1, 4)),
-    },
+    kind: {int(eights): tuple(Grid(*sizes) for sizes in grids) for eights, grids in each.items()}
+    for kind, each in _GEMV["grids"].items()
 }
 """Of several tokens, by eights of them: for few rows of few columns and of more, for more rows, and
 for an uncut weight.

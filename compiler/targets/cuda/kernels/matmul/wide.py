@@ -22,6 +22,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.linear import (
     product_arguments,
     room_of,
 )
+from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, HeldWeight
 
 MAX_TOKENS = 512
@@ -105,12 +106,8 @@ TALL = Way(4, 4)
 
 _FEW_TOKENS = 64
 _STEP_US = {
-    Way(8, 2, 1, is_whole=True): 0.70,
-    Way(8, 2, 2, is_whole=True): 1.13,
-    Way(16, 2, 1, is_whole=True): 0.90,
-    Way(16, 2, 2, is_whole=True): 1.47,
-    Way(24, 2, is_whole=True): 1.10,
-    Way(8, 4): 1.45,
+    Way(each["eights"], each["groups"], each["resident"], is_whole=each["is_whole"]): each["us"]
+    for each in tuning()["matmul"]["block"]["step_us"]
 }
 """Microseconds that blocks which fill a device take for 128 columns, each group of them for its
 own: measured with bfp8 on an H100 by `bench/cuda/wide_rate.py`, of 4,096 to 28,672 rows.
