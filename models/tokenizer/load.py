@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tilewright.models.checkpoints.base import TokenizerSource
+from tilewright.models.tokenizer.mapped import read_mapped
 from tilewright.models.tokenizer.tokenizer import Tokenizer
 from tilewright.models.tokenizer.vocabulary import Vocabulary, read_folder
 from tilewright.models.tokenizer.vocabulary_dllama import read_tokenizer
@@ -16,6 +19,15 @@ def load_tokenizer(source: TokenizerSource) -> Tokenizer:
         CheckpointError: files or metadata that are missing, corrupt or of a kind not read.
     """
     return Tokenizer(read_vocabulary(source))
+
+
+def load_mapped(path: Path, where: Path) -> Tokenizer:
+    """The tokenizer of a file of `Tokenizer.mapped_bytes`; messages name ``where``.
+
+    Raises:
+        CheckpointError: for another file, or a damaged one.
+    """
+    return Tokenizer(read_mapped(path, where))
 
 
 def read_vocabulary(source: TokenizerSource) -> Vocabulary:

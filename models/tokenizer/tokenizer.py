@@ -18,6 +18,8 @@ from tokenizers import decoders
 
 from tilewright.errors import CheckpointError, RequestError, allowed
 from tilewright.models.tokenizer.chat_template import ChatTemplate, Message
+from tilewright.models.tokenizer.mapped import mapped_bytes
+from tilewright.models.tokenizer.mapped_backend import MappedBackend
 from tilewright.models.tokenizer.vocabulary import (
     Vocabulary,
     library_errors,
@@ -64,6 +66,8 @@ class Tokenizer:
     @property
     def num_ids(self) -> int:
         """Ids from here on have no token; models may have logits for them all the same."""
+        if isinstance(self._backend, MappedBackend):
+            return self._backend.num_ids
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @property
@@ -218,6 +222,15 @@ class Tokenizer:
             CheckpointError: a folder that is not new or empty, or cannot be written.
         """
         write_folder(self._vocabulary, folder)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether it comes from a file of `mapped_bytes`, which then costs no work."""
+        return isinstance(self._backend, MappedBackend)
+
+    def mapped_bytes(self) -> bytes:
+        """The file of which `tilewright.models.tokenizer.load.load_mapped` makes it again, fast."""
+        return mapped_bytes(self._vocabulary)
 
     def checked_id(self, index: int) -> int:
         """``index`` as a plain int, whatever kind of whole number it is.
