@@ -34,6 +34,7 @@ __all__ = [
     "find_model",
     "find_model_or_shape",
     "load_model",
+    "model_files",
     "model_types",
     "quantised_types",
 ]
@@ -138,6 +139,17 @@ def check_header(found: FoundModel) -> None:
     check(found)
 
 
+def model_files(found: FoundModel) -> tuple[Path, ...]:
+    """The files that a model's configuration, weights and tokenizer are read from, by their names
+    alone; none of a shape, nor where they are not found.
+    """
+    if isinstance(found, ShapeName):
+        return ()
+    from tilewright.models.checkpoints.model_files import model_files as files
+
+    return files(found)
+
+
 def quantised_types(found: FoundModel) -> tuple[str, ...]:
     """The block types that the tensors of a model are stored in (``Q4_1``), those of the most bytes
     first, by the header alone; none of floats, nor of a shape.
@@ -152,13 +164,16 @@ def quantised_types(found: FoundModel) -> tuple[str, ...]:
     return types(found)
 
 
-def load_model(path: str | FoundModel | None = None) -> LoadedModel:
+def load_model(
+    path: str | FoundModel | None = None, *, tokenizer: Tokenizer | None = None
+) -> LoadedModel:
     """Open a model: its module without weights, its tensors, its tokenizer. No weights are read.
 
     Args:
         path: a Hugging Face folder, a GGUF file, a folder of distributed-llama's, a name on the
             hub (``OWNER/NAME[@REVISION][:FILE.gguf]``), ``shape:NAME`` for random weights of a
             known shape; None, or ``smollm2``: the default model.
+        tokenizer: the model's own, where it is open; None reads it.
 
     Raises:
         CheckpointError: files that are missing, cut short, corrupt, of a kind that is not read,
@@ -181,7 +196,8 @@ def load_model(path: str | FoundModel | None = None) -> LoadedModel:
         )
     module = _empty_module(config)
     check_tensors(checkpoint, stored_shapes(module))
-    tokenizer = load_tokenizer(checkpoint.tokenizer_source)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(checkpoint.tokenizer_source)
     if max(tokenizer.eos_ids, default=0) >= config.vocab_size:
         raise CheckpointError(
             f"{found}: end token id {max(tokenizer.eos_ids)} is not in the vocabulary; "

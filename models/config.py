@@ -140,11 +140,16 @@ class ModelConfig:
 
         LongRoPE turns differently beyond its original length.
         """
+        return next((each for each in self.contexts if max_context <= each), self.max_positions)
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """The context lengths that programs are built for, ascending."""
         if isinstance(self.rope.scaling, LongRopeScaling):
             original = self.rope.scaling.original_max_positions
-            if max_context <= original < self.max_positions:
-                return original
-        return self.max_positions
+            if original < self.max_positions:
+                return (original, self.max_positions)
+        return (self.max_positions,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,13 +41,16 @@ WITHOUT_TORCH = (
     "tilewright.models.checkpoints.headers",
     "bench.peers.command",
     "tilewright.cli.main",
+    "tilewright.cli.processes.batch_engine",
+    "tilewright.cli.processes.serve_engine",
+    "tilewright.compiler.artifacts.start",
+    "tilewright.llm",
+    "tilewright.loading.source",
 )
 
 WITH_TORCH = (
     "tilewright.compiler.ops",
     "tilewright.compiler.driver",
-    "tilewright.loading.source",
-    "tilewright.llm",
 )
 
 IMPORT_EACH = """

@@ -6,6 +6,7 @@ It knows text, messages and answers; seats, pages and steps are the runtime's.
 from __future__ import annotations
 
 import itertools
+import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -164,7 +165,9 @@ class LLM:
             devices=tuple(devices),
         )
         options = read_model_options(asked, CHECKPOINT_PRECISION)
-        source = open_source(options.path)
+        source = open_source(options.path, use_cache=use_cache, progress=progress)
+        for note in source.notes:
+            warnings.warn(note, stacklevel=2)
         if max_seats < 1:
             raise ConfigError(f"max_seats {max_seats}; allowed: 1 or more")
         choices = CompileOptions(

@@ -1,63 +1,76 @@
-"""How long a compiled folder takes to start, in processes of its own: seconds from the process's
-start to each mark, and the peak of its memory. ``python -m bench.targets.start FOLDER``.
+"""Start time: seconds from exec to the first token of ``tilewright run``, CPU time, peak memory.
+
+``python -m bench.targets.start [MODEL] [--runs 5] [--cold]``. A warm start follows one run that
+fills the cache. A cold start has an empty cache each time. Needs a machine without other work.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-_ROUNDS = 5
-_CHILD = "--child"
+from tilewright.options.arguments import integer, option, parse
+from tilewright.utils.files import CACHE_VARIABLE
+
+_PROMPT = "Name the capital of France, please, and one river that flows through it."
+_LINE = "first token after {:.2f} s, CPU time {:.2f} s, peak {:.0f} MB"
+_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arguments:
+    model: str | None = option(
+        "a model or a compiled folder (default: the default model)", "model", nargs="?"
+    )
+    prompt: str = option("the prompt", default=_PROMPT)
+    runs: int = option("number of measured runs (default: 5)", default=5, type=integer(1, 100))
+    cold: bool = option("empty the cache before each run", default=False)
 
 
 def main(argv: list[str]) -> int:
-    """Start the folder some times, and print the medians of the marks."""
-    if argv[0] == _CHILD:
-        return _run(Path(argv[1]), int(argv[2]))
-    folder = str(Path(argv[0]).resolve())
+    """Print a line a run, and the minimum."""
+    words = "Measure the time from exec to the first token of tilewright run."
+    arguments = parse(_Arguments, argv, prog="python -m bench.targets.start", description=words)
+    environment = {name: text for name, text in os.environ.items() if name != _BYTECODE}
+    command = [sys.executable, "-m", "tilewright.cli.main", "run", "--prompt", arguments.prompt]
+    command += ["--max-tokens", "1", *([] if arguments.model is None else [arguments.model])]
     found = []
-    for _ in range(_ROUNDS):
-        started = str(time.monotonic_ns())
-        command = [sys.executable, "-m", "bench.targets.start", _CHILD, folder, started]
-        said = subprocess.run(command, capture_output=True, text=True, check=True)
-        found.append(json.loads(said.stdout))
-    for name in found[0]:
-        values = [each[name] for each in found]
-        print(f"{name:28s} {statistics.median(values):10.3f}   {min(values):.3f} at best")
+    with tempfile.TemporaryDirectory() as folder:
+        environment[CACHE_VARIABLE] = folder
+        if not arguments.cold:
+            _start(command, environment)
+            time.sleep(3.5)  # digests of younger files are not remembered
+            _start(command, environment)
+        for number in range(arguments.runs):
+            if arguments.cold:
+                environment[CACHE_VARIABLE] = str(Path(folder) / str(number))
+            found.append(_start(command, environment))
+            print(_LINE.format(*found[-1]), flush=True)
+    print(f"best of {len(found)}: {_LINE.format(*map(min, zip(*found, strict=True)))}")
     return 0
 
 
-def _run(folder: Path, started: int) -> int:
-    """One start, its marks as JSON."""
-    marks: dict[str, float] = {}
-
-    def mark(name: str) -> None:
-        marks[name] = (time.monotonic_ns() - started) / 1e9
-
-    mark("interpreter (s)")
-    from tilewright.llm import LLM
-
-    mark("imports (s)")
-    with LLM(folder) as llm:
-        mark("ready (s)")
-        llm.generate("The", max_tokens=1)
-        mark("first token (s)")
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    peak = re.search(r"VmHWM:\s+(\d+)", status)
-    assert peak is not None
-    marks["processor time (s)"] = sum(os.times()[:2])
-    marks["peak memory (MB)"] = int(peak[1]) * 1024 / 1e6
-    marks["torch imported"] = float("torch" in sys.modules)
-    print(json.dumps(marks))
-    return 0
+def _start(command: list[str], environment: dict[str, str]) -> tuple[float, float, float]:
+    """Return seconds to the first byte of the answer, CPU seconds, and peak memory (MB)."""
+    began = time.perf_counter()
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        first_s = time.perf_counter() - began
+        said = process.stderr.read()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(said.decode(errors="replace").strip())
+    return first_s, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    raise SystemExit(main(sys.argv[1:]))

@@ -164,6 +164,19 @@ class ProgramCache:
         except BlockingIOError:
             raise ConfigError(f"program {key}: a process loads it; allowed: after that") from None
 
+    @contextmanager
+    def existing(
+        self, key: str, *, wait: Callable[[], None]
+    ) -> Iterator[tuple[Path, Manifest] | None]:
+        """`entry` of a program that is there; None where there is no sound one."""
+        entry = self._programs / key
+        with contextlib.ExitStack() as stack:
+            manifest = None
+            with contextlib.suppress(OSError):
+                stack.enter_context(_locked(self._path(key, _LOCK), wait))
+                manifest = self._sound(entry)
+            yield None if manifest is None else (entry, manifest)
+
     def _sound(self, entry: Path) -> Manifest | None:
         try:
             manifest = open_folder(entry, self.memory)

@@ -28,20 +28,36 @@ def file_digest(path: Path, memory: Path) -> str:
         OSError: when the file cannot be read, or changes while it is.
     """
     before = _state(path)
-    kept = memory / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
-    try:
-        state, digest = json.loads(kept.read_text(encoding="ascii"))
-        if state == before and isinstance(digest, str) and len(digest) == 64:
-            return digest
-    except (OSError, ValueError, TypeError):
-        pass
+    known = remembered_digest(path, memory)
+    if known is not None:
+        return known
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if _state(path) != before:
         raise OSError(f"{path} changes while it is read")
     if time.time_ns() - max(before[3:]) > _SETTLED_NS:
-        write_whole(kept, json.dumps([before, digest]).encode())
+        write_whole(_kept(path, memory), json.dumps([before, digest]).encode())
     return digest
+
+
+def remembered_digest(path: Path, memory: Path) -> str | None:
+    """`file_digest` without reading the file; None where it is not remembered.
+
+    Raises:
+        OSError: when there is no such file.
+    """
+    found = _state(path)
+    try:
+        state, digest = json.loads(_kept(path, memory).read_text(encoding="ascii"))
+        if state == found and isinstance(digest, str) and len(digest) == 64:
+            return digest
+    except (OSError, ValueError, TypeError):
+        pass
+    return None
+
+
+def _kept(path: Path, memory: Path) -> Path:
+    return memory / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
 
 
 def write_whole(path: Path, data: bytes) -> None:

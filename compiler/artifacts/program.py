@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tilewright.compiler.driver import (
     weight_source,
 )
 from tilewright.compiler.ir.serialise import graph_json
-from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary
 from tilewright.compiler.targets.interface.base import CompileOptions, Progress
 from tilewright.compiler.targets.interface.compiled import Compiled, check_options, silent
 from tilewright.compiler.targets.table import get_target
@@ -130,8 +131,10 @@ def compile_cached(
     target: str = "cpu",
     options: CompileOptions | None = None,
     progress: Progress = silent,
+    on_cached: Callable[[str, PrecisionSummary], None] | None = None,
 ) -> Compiled:
-    """`compile_model`, through a cache; where that cannot be used, a note says so.
+    """`compile_model`, through a cache; where that cannot be used, a note says so. ``on_cached``
+    receives the key of a program that is in the cache.
 
     A rank's part is an entry of its own. Random weights, which no file stands for, are made anew
     each time and not kept. Raises as `compile_model`.
@@ -144,19 +147,9 @@ def compile_cached(
     summary = resolve_precision(model, precision).summary(precision.name)
     key = functools.partial(_key, model, summary.id, cache, target=target, options=options)
     wanted = key()
-    asked: Any = {name: getattr(options, name) for name in ("compute", "parallel", "rank")}
 
     def build(folder: Path) -> None:
-        manifest = write_program(
-            model,
-            precision,
-            folder,
-            target=target,
-            max_context=options.max_context,
-            progress=progress,
-            serves=options,
-            **asked,
-        )
+        manifest = _write_served(model, precision, folder, target, options, progress)
         if key() != wanted:
             raise CheckpointError(f"{model.checkpoint.path}: changed while it was compiled")
         seal_folder(folder, manifest, cache.memory)
@@ -169,8 +162,32 @@ def compile_cached(
             model, precision, target=target, options=options, progress=progress
         )
         return replace(compiled, notes=(str(error), *compiled.notes))
+    if on_cached is not None:
+        on_cached(wanted, summary)
     # the same program may have been built under another name of the same configuration
     return replace(compiled, precision=summary)
+
+
+def _write_served(
+    model: CompilableModel,
+    precision: PrecisionConfig,
+    folder: Path,
+    target: str,
+    options: CompileOptions,
+    progress: Progress,
+) -> Manifest:
+    """`write_program` for the options that are served at once."""
+    asked: Any = {name: getattr(options, name) for name in ("compute", "parallel", "rank")}
+    return write_program(
+        model,
+        precision,
+        folder,
+        target=target,
+        max_context=options.max_context,
+        progress=progress,
+        serves=options,
+        **asked,
+    )
 
 
 def _key(

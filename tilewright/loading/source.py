@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,14 +15,23 @@ from tilewright.compiler.artifacts.loading import load_program
 from tilewright.compiler.artifacts.manifest import Manifest
 from tilewright.compiler.artifacts.paths import digest_memory, is_compiled
 from tilewright.compiler.artifacts.rank_programs import own_part
+from tilewright.compiler.artifacts.start import (
+    MAX_BYTES,
+    DamagedStartError,
+    Start,
+    StartProgram,
+    config_key,
+    load_started,
+)
 from tilewright.compiler.devices import CPU_BACKENDS
 from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary
 from tilewright.compiler.targets.interface.base import CompileOptions, Progress
-from tilewright.compiler.targets.interface.compiled import Compiled
+from tilewright.compiler.targets.interface.compiled import Compiled, silent
 from tilewright.compiler.targets.table import get_target
 from tilewright.distributed import hello
 from tilewright.errors import CheckpointError
 from tilewright.loading.ranks import Job, compile_ranks
+from tilewright.loading.start import find_start, keep_start
 from tilewright.models import (
     FoundModel,
     LoadedModel,
@@ -30,8 +40,8 @@ from tilewright.models import (
     load_model,
     quantised_types,
 )
-from tilewright.models.checkpoints.base import TokenizerSource
-from tilewright.models.tokenizer.load import load_tokenizer
+from tilewright.models.tokenizer.load import load_mapped
+from tilewright.models.tokenizer.saved import read_saved
 from tilewright.models.tokenizer.tokenizer import Tokenizer
 from tilewright.options.arguments import ModelOptions
 
@@ -41,7 +51,11 @@ TOKENIZER = "tokenizer"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model as commands see it; exactly one of ``model`` and ``manifest`` is there."""
+    """A model as commands see it, from a checkpoint (``load``) or a compiled folder (``manifest``).
+
+    ``load``: builds the model of the checkpoint, once. ``start``: its record in the start index.
+    ``notes``: lines for the user.
+    """
 
     name: str
     content_hash: str
@@ -50,8 +64,15 @@ class Source:
     tokenizer: Tokenizer
     path: FoundModel
     weights: Weights
-    model: LoadedModel | None = None
+    load: Callable[[], LoadedModel] | None = None
     manifest: Manifest | None = None
+    start: Start | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> LoadedModel | None:
+        """The model of the checkpoint, built when it is first asked for; None for a folder."""
+        return None if self.load is None else self.load()
 
     def checkpoint_model(self) -> LoadedModel:
         """Build the model of the checkpoint, its weights loaded on demand.
@@ -59,23 +80,43 @@ class Source:
         Raises:
             CheckpointError: for a compiled folder, which has none.
         """
-        if self.model is None:
+        if self.load is None:
             raise CheckpointError(
                 f"{self.path}: a compiled folder has no checkpoint, and there is no fp32 reference "
                 "of its model in the cache; allowed: measure its accuracy once from the checkpoint"
             )
-        return self.model
+        return self.load()
 
 
-def open_source(path: FoundModel, rank: int = 0) -> Source:
-    """Open a checkpoint, a shape or a compiled folder; no weights are read or made. ``rank``: whose
-    program of a folder is looked at, where it has several.
+def open_source(
+    path: FoundModel, rank: int = 0, *, use_cache: bool = True, progress: Progress = silent
+) -> Source:
+    """Open a checkpoint, a shape or a compiled folder; no weights are read or made. A model of the
+    start index is not built until it is asked for.
+
+    Args:
+        rank: whose program of a folder is looked at, where it has several.
+        use_cache: whether the start index is asked.
+        progress: is told where a model is built.
 
     Raises:
         CheckpointError: for anything that is neither, or damaged.
     """
-    if isinstance(path, ShapeName) or not is_compiled(path):
-        return source_of(load_model(path), path)
+    if not isinstance(path, ShapeName) and is_compiled(path):
+        return _open_folder(path, rank)
+    notes: tuple[str, ...] = ()
+    if use_cache:
+        try:
+            start = find_start(path, max_bytes=MAX_BYTES)
+            if start is not None:
+                return _open_started(path, start)
+        except (DamagedStartError, CheckpointError) as error:
+            notes = (str(error),)
+    progress("opening the model", 0, 1)
+    return replace(source_of(load_model(path), path), notes=notes)
+
+
+def _open_folder(path: Path, rank: int) -> Source:
     manifest = open_folder(path, digest_memory(), rank)
     facts = manifest.model
     return Source(
@@ -83,10 +124,34 @@ def open_source(path: FoundModel, rank: int = 0) -> Source:
         content_hash=facts.content_hash,
         num_layers=facts.num_layers,
         max_positions=facts.max_positions,
-        tokenizer=load_tokenizer(TokenizerSource(path / TOKENIZER)),
+        tokenizer=read_saved(path / TOKENIZER),
         path=path,
         weights=facts.weights,
         manifest=manifest,
+    )
+
+
+def _open_started(path: FoundModel, start: Start) -> Source:
+    facts = start.record.model
+    tokenizer = load_mapped(start.tokenizer, Path(str(path)))
+
+    @functools.cache
+    def load() -> LoadedModel:
+        model = load_model(path, tokenizer=tokenizer)
+        if model.checkpoint.content_hash() != facts.content_hash:
+            raise CheckpointError(f"{path}: changed while it was opened")
+        return model
+
+    return Source(
+        name=facts.name,
+        content_hash=facts.content_hash,
+        num_layers=facts.num_layers,
+        max_positions=facts.max_positions,
+        tokenizer=tokenizer,
+        path=path,
+        weights=facts.weights,
+        load=load,
+        start=start,
     )
 
 
@@ -100,7 +165,7 @@ def source_of(model: LoadedModel, path: FoundModel) -> Source:
         tokenizer=model.tokenizer,
         path=path,
         weights=model.weights,
-        model=model,
+        load=lambda: model,
     )
 
 
@@ -108,16 +173,21 @@ def precision_of(source: Source, precision: PrecisionConfig | None) -> Precision
     """The configuration on this model: the one asked for, or the one it was compiled with."""
     if source.manifest is not None:
         return source.manifest.precision
+    assert precision is not None
+    known = None if source.start is None else source.start.record.precision_of(precision)
+    if known is not None:
+        return known
     from tilewright.compiler.driver import resolve_precision
 
-    assert source.model is not None and precision is not None
-    return resolve_precision(source.model, precision).summary(precision.name)
+    return resolve_precision(source.checkpoint_model(), precision).summary(precision.name)
 
 
 def precision_title(source: Source, precision: PrecisionSummary) -> str:
     """Return the name and the formats of a configuration on this model; see
     `PrecisionSummary.title`. The file of a compiled folder is not known.
     """
+    if source.start is not None:
+        return precision.title(source.start.record.stored_types)
     is_folder = not isinstance(source.path, ShapeName) and is_compiled(source.path)
     return precision.title(() if is_folder else quantised_types(source.path))
 
@@ -135,9 +205,16 @@ def served_facts(source: Source, compiled: Compiled, *, arithmetic: str) -> dict
         "device": compiled.executable.device_name,
         "arithmetic": arithmetic,
     }
-    if source.model is not None:
-        facts["parameters"] = str(sum(each.numel() for each in source.model.module.parameters()))
+    if source.load is not None:
+        facts["parameters"] = str(num_parameters(source))
     return facts
+
+
+def num_parameters(source: Source) -> int:
+    """The number of parameters of a checkpoint's model."""
+    if source.start is not None:
+        return source.start.record.num_parameters
+    return sum(each.numel() for each in source.checkpoint_model().module.parameters())
 
 
 def settle_backend(choices: ModelOptions, progress: Progress) -> ModelOptions:
@@ -212,11 +289,11 @@ def _compile_ranks(
         assert isinstance(source.path, Path), "a shape has no manifest"
         own_part(source.path, source.manifest, options)
         choices = replace(choices, target=source.manifest.target)
-    elif source.model is not None:
+    else:
         # A compiled folder is opened and run without torch, which the mesh needs.
         from tilewright.compiler.mesh import split_heads
 
-        heads, parallel = source.model.config, grouping.parallel
+        heads, parallel = source.checkpoint_model().config, grouping.parallel
         split_heads(heads.num_heads, heads.num_kv_heads, parallel.tensor, parallel.policy)
     job = Job(str(source.path), choices.target, choices.precision, options, use_cache)
 
@@ -256,16 +333,43 @@ def compile_alone(
         assert isinstance(source.path, Path), "a shape has no manifest"
         compiled = load_program(source.path, source.manifest, options, progress)
     else:
-        from tilewright.compiler.artifacts.program import compile_cached
-        from tilewright.compiler.driver import compile_model
-
-        model, precision = source.checkpoint_model(), choices.precision
-        assert precision is not None
-        how: Any = {"target": choices.target, "options": options, "progress": progress}
-        if use_cache and choices.dump_dir is None and get_target(choices.target).is_cached:
-            compiled = compile_cached(model, precision, ProgramCache.default(), **how)
-        else:
-            compiled = compile_model(model, precision, dump_dir=choices.dump_dir, **how)
+        compiled = _compile_checkpoint(source, choices, options, progress, use_cache=use_cache)
         compiled = replace(compiled, notes=(*choices.notes, *compiled.notes))
     compiled.executable.num_tokens = source.tokenizer.num_ids
     return compiled
+
+
+def _compile_checkpoint(
+    source: Source,
+    choices: ModelOptions,
+    options: CompileOptions,
+    progress: Progress,
+    *,
+    use_cache: bool,
+) -> Compiled:
+    """The program of a checkpoint: of the start index, of the cache, or compiled."""
+    precision = choices.precision
+    assert precision is not None
+    how: Any = {"target": choices.target, "options": options, "progress": progress}
+    is_cached = use_cache and choices.dump_dir is None and get_target(choices.target).is_cached
+    if is_cached and source.start is not None:
+        started = load_started(source.start, precision, ProgramCache.default(), **how)
+        if started is not None:
+            return started
+    from tilewright.compiler.artifacts.program import compile_cached
+    from tilewright.compiler.driver import compile_model
+
+    model = source.checkpoint_model()
+    if not is_cached:
+        return compile_model(model, precision, dump_dir=choices.dump_dir, **how)
+
+    def keep(key: str, summary: PrecisionSummary) -> None:
+        keep_start(
+            source,
+            precision,
+            StartProgram(key, config_key(precision), summary),
+            choices.target,
+            options,
+        )
+
+    return compile_cached(model, precision, ProgramCache.default(), on_cached=keep, **how)

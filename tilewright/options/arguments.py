@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -17,8 +18,15 @@ from tilewright.compiler.precision import AUTO, PrecisionConfig, load_precision
 from tilewright.compiler.targets.interface.modes import COMPUTE_MODES
 from tilewright.distributed.grouping import Grouping, check_devices, read_grouping
 from tilewright.errors import ConfigError, allowed
-from tilewright.models import FoundModel, check_header, find_model_or_shape
-from tilewright.options.default_precision import ChosenPrecision
+from tilewright.models import (
+    FoundModel,
+    ShapeName,
+    check_header,
+    find_model_or_shape,
+    model_files,
+    quantised_types,
+)
+from tilewright.options.default_precision import ChosenPrecision, default_precision
 from tilewright.utils.files import check_fresh
 
 _TARGETS = ("reference", "null", "cpu", "cuda", "n150", "n300", "t3k", "tg")
@@ -306,11 +314,12 @@ class ModelOptions:
 
 
 def read_model_options(
-    arguments: ModelArguments | argparse.Namespace, default_precision: str, *, runs: bool = True
+    arguments: ModelArguments | argparse.Namespace, default: str, *, runs: bool = True
 ) -> ModelOptions:
     """Check them with no more of the model than its header; a hub name is fetched.
 
     Args:
+        default: the precision without ``--precision``.
         runs: whether this machine is to run what is compiled, and not only to write it.
 
     Raises:
@@ -327,15 +336,18 @@ def read_model_options(
     is_auto = target == "cpu" and arguments.backend in (None, AUTO)
     if runs:
         _check_devices(target, grouping, is_auto=is_auto)
-    named, notes = arguments.precision or default_precision, tuple[str, ...]()
+    named, notes = arguments.precision or default, tuple[str, ...]()
     if named != AUTO:
         load_precision(named)  # a name is checked before a model is fetched
     dump_dir = dump_folder(None if arguments.dump is None else Path(arguments.dump))
     found = find_model_or_shape(arguments.model)
-    check_header(found)
+    known = _known_types(found)
+    if known is None:
+        check_header(found)
     on_onnxruntime = None
     if named == AUTO:
-        chosen, on_onnxruntime = default_precision(found, target, is_auto=is_auto)
+        types = quantised_types(found) if known is None else known
+        chosen, on_onnxruntime = default_precision(found, types, target, is_auto=is_auto)
         notes = (chosen.reason,)
     return ModelOptions(
         path=found,
@@ -348,6 +360,20 @@ def read_model_options(
         grouping=grouping,
         on_onnxruntime=on_onnxruntime,
     )
+
+
+def _known_types(found: FoundModel) -> tuple[str, ...] | None:
+    """`quantised_types` of a model that the start index has, whose header was read before."""
+    if isinstance(found, ShapeName):
+        return None
+    from tilewright.compiler.artifacts.start import DamagedStartError, StartIndex
+
+    index = StartIndex.default()
+    key = index.key_of(found.name, model_files(found))
+    with contextlib.suppress(DamagedStartError):
+        record = None if key is None else index.record(key)
+        return None if record is None else record.stored_types
+    return None
 
 
 def _of_folder(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import glob
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tilewright.compiler.devices import CPU_BACKENDS
 from tilewright.compiler.precision import PrecisionConfig, choose_precision, load_precision
-from tilewright.models import FoundModel, quantised_types
+from tilewright.models import FoundModel
 
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 
@@ -23,14 +24,15 @@ class ChosenPrecision:
 
 
 def default_precision(
-    found: FoundModel, target: str, *, is_auto: bool
+    found: FoundModel, types: Sequence[str], target: str, *, is_auto: bool
 ) -> tuple[ChosenPrecision, ChosenPrecision | None]:
     """Return the configuration of ``auto`` for a model.
 
     The second value replaces it if ONNX Runtime runs the target cpu. None: the same.
-    ``is_auto``: whether the backend is chosen later, and native kernels are expected.
+    ``types``: stored block types of the weights. ``is_auto``: the backend is chosen later, and
+    native kernels are expected.
     """
-    types, num_bytes = quantised_types(found), _file_bytes(found)
+    num_bytes = _file_bytes(found)
     targets = (CPU_BACKENDS["native"], target) if is_auto else (target,)
     chosen = [choose_precision(types, each, num_bytes) for each in targets]
     first, *others = [ChosenPrecision(load_precision(name), why) for name, why in chosen]

@@ -41,7 +41,7 @@ def run(options: RunOptions) -> int:
 
     screen = err() if options.as_json else out()
     try:
-        source = open_source(options.model.path)
+        source = open_source(options.model.path, use_cache=options.use_cache)
     finally:
         sign.clear()
     if measure.is_emulated(source, options):

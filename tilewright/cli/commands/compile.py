@@ -205,6 +205,7 @@ def _write_program(
     from tilewright.compiler.artifacts.folder import seal_folder
     from tilewright.compiler.artifacts.program import write_program, write_ranks
     from tilewright.loading.source import TOKENIZER
+    from tilewright.models.tokenizer.saved import save
 
     assert options.precision is not None
     how: Any = {
@@ -218,7 +219,7 @@ def _write_program(
     else:
         parallel = options.grouping.parallel
         manifest = write_ranks(model, options.precision, folder, parallel=parallel, **how)
-    model.tokenizer.save(folder / TOKENIZER)
+    save(model.tokenizer, folder / TOKENIZER)
     seal_folder(folder, manifest, digest_memory())
     return manifest.notes
 

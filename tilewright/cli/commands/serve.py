@@ -96,11 +96,10 @@ def _serve(options: ServeOptions, argv: list[str], sign: Sign) -> int:
 
 def _load_tokenizer(folder: Path, chat_template: str | None) -> Tokenizer:
     """The tokenizer that the engine has left, with another chat template where one is named."""
-    from tilewright.models.checkpoints.base import TokenizerSource
-    from tilewright.models.tokenizer.load import read_vocabulary
+    from tilewright.models.tokenizer.saved import saved_vocabulary
     from tilewright.models.tokenizer.tokenizer import Tokenizer
 
-    vocabulary = read_vocabulary(TokenizerSource(folder))
+    vocabulary = saved_vocabulary(folder)
     if chat_template is not None:
         vocabulary = replace(vocabulary, chat_template=chat_template)
     return Tokenizer(vocabulary)

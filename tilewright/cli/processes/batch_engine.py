@@ -27,11 +27,14 @@ from tilewright.runtime.grammar.matchers import grammars_of
 from tilewright.runtime.service import EngineService, QueueTransport
 from tilewright.serve.jobs import Served, fingerprint_of
 from tilewright.serve.prompt.template import read_template
+from tilewright.serve.web.server_log import say
 
 
 def open_batch_source(options: BatchOptions) -> Source:
     """The model of a batch, with the tokenizer that was asked for; no weights are read."""
-    source = open_source(options.model.path)
+    source = open_source(options.model.path, use_cache=not options.no_cache)
+    for note in source.notes:
+        say(note)
     if options.tokenizer is None:
         return source
     return replace(source, tokenizer=load_tokenizer(TokenizerSource(options.tokenizer)))

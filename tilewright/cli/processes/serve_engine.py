@@ -54,11 +54,17 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.targets.interface.compiled import silent
     from tilewright.loading.source import open_source
+    from tilewright.models.tokenizer.saved import save
     from tilewright.runtime.grammar.matchers import grammars_of
     from tilewright.runtime.service import EngineService
+    from tilewright.serve.web.server_log import say
 
-    source = open_source(options.model.path)
-    source.tokenizer.save(folder / TOKENIZER)
+    source = open_source(options.model.path, use_cache=not options.no_cache)
+    for note in source.notes:
+        say(note)
+    # a mapped file costs the engine seconds if there is none yet, and saves the front as many
+    write = save if source.tokenizer.is_mapped else type(source.tokenizer).save
+    write(source.tokenizer, folder / TOKENIZER)
     compiled = options.compile(
         source, options.model, seats=options.max_seats, progress=silent, ends_process=True
     )

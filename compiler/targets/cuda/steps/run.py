@@ -217,7 +217,7 @@ class Steps:
 
     def _pool_rows(self, x: Tensor) -> Tensor:
         norm = self._plan.final_norm
-        return pool_rows(x, norm and (self._weights.vector(vector_of(norm[0])), norm[1]))
+        return pool_rows(x, norm and (self._weights.constant(norm[0]), norm[1]))
 
     def _prefill(
         self,
