@@ -1,14 +1,18 @@
 """Wheels that carry the native CPU kernels: where TILEWRIGHT_WHEEL_KERNELS is 1, they are
-compiled into the wheel, which is then one processor's. All else stands in pyproject.toml.
+compiled into the wheel, which is then one processor's, or into the clone of an editable
+installation. All else stands in pyproject.toml.
 
 A compiler that fails costs the kernels alone: an installation without them compiles its own, or
 runs ONNX Runtime.
 """
 
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -43,13 +47,24 @@ class BuildWithKernels(build_py):
         super().run()
         if not HAS_KERNELS:
             return
-        library = Path(self.build_lib, NATIVE, RECIPE.packaged_name())
+        library = Path("" if self.editable_mode else self.build_lib, NATIVE, RECIPE.packaged_name())
+        if library.exists():
+            return
+        for outdated in library.parent.glob("kernels-*.so"):
+            outdated.unlink()
         with tempfile.TemporaryDirectory() as folder:
             try:
-                for command in RECIPE.commands(COMPILER, Path(folder), library):
-                    subprocess.run(command, check=True)
+                *objects, link = RECIPE.commands(COMPILER, Path(folder), Path(folder, library.name))
+                with ThreadPoolExecutor(os.cpu_count()) as pool:
+                    list(pool.map(_run, objects))
+                _run(link)
+                shutil.copyfile(Path(folder, library.name), library)
             except (OSError, subprocess.CalledProcessError) as error:
                 print(f"the native CPU kernels are left out: {error}", file=sys.stderr)
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True)
 
 
 class OfOneProcessor(Distribution):

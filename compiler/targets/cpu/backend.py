@@ -5,6 +5,7 @@ or can be, else ONNX Runtime.
 from __future__ import annotations
 
 from tilewright.compiler.targets.cpu.native.library import binding as lib
+from tilewright.compiler.targets.cpu.native.library.build import is_built
 from tilewright.compiler.targets.interface.base import Progress
 from tilewright.errors import CompileError
 
@@ -21,13 +22,13 @@ def choose_backend(progress: Progress) -> tuple[str, str]:
 
     The native library is built now where it was not. It has kernels for every architecture.
     """
-    progress(_BUILDING, 0, 1)
+    if not is_built():
+        progress(_BUILDING, 0, 1)
     try:
         best = lib.library().tw_best_isa()
     except CompileError as error:
         reason = str(error).removeprefix("backend native: ").partition("; allowed")[0]
         return ONNXRUNTIME, f"backend auto: onnxruntime, for native cannot be built: {reason}"
-    progress(_BUILDING, 1, 1)
     if not best:
         return ONNXRUNTIME, "backend auto: onnxruntime, for native is slow on this processor"
     return NATIVE, f"backend auto: native, {lib.ISA_NAMES[best]}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from tilewright.loading.source import Source
 
 _REDRAW_S = 0.1
+_NEW_LINE_S, _SAME_LINE_S = 1.0, 5.0
+"""Seconds before a plain line about another kind of work, and between lines about the same."""
 _SAMPLING = "sampling"
 
 
@@ -125,15 +128,20 @@ def messages_of(system: str | None) -> list[dict[str, str]]:
 class Sign:
     """A dim line of standard error that says what is being done; the next one replaces it.
 
-    Where that is no terminal there is none, and `note` writes its lines plain.
+    Without a terminal, `note` writes plain lines, and so does a thread about slow work: a line for
+    each kind of work that takes over a second, and a line every five seconds.
     """
 
     def __init__(self) -> None:
         self._shown_at = 0.0
+        self._work = self._how_far = ""
+        self._stop: threading.Event | None = None
 
     def show(self, text: str) -> None:
         """Show what is being done now, until something else is."""
-        if sys.stderr.isatty():
+        if not sys.stderr.isatty():
+            self.clear()
+        else:
             self._write(f"\r\x1b[K{self._dim(text[:100])}\r")
 
     def opening(self, model: object) -> None:
@@ -141,11 +149,27 @@ class Sign:
         self.show(f"opening {model or DEFAULT_MODEL}")
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Say how far a compilation has come, ten times a second at the most."""
-        now = time.monotonic()
-        if now - self._shown_at > _REDRAW_S:
-            self._shown_at = now
-            self.show(f"{what} {100 * done // max(total, 1)} %")
+        """Say how far a compilation has come: at most ten times a second on a terminal."""
+        now, self._work = time.monotonic(), what
+        self._how_far = f"{what} {100 * done // max(total, 1)} %"
+        if sys.stderr.isatty():
+            if now - self._shown_at > _REDRAW_S:
+                self._shown_at = now
+                self.show(self._how_far)
+        elif self._stop is None:
+            self._stop = threading.Event()
+            threading.Thread(target=self._tell, args=(self._stop,), daemon=True).start()
+
+    def _tell(self, stop: threading.Event) -> None:
+        told, told_at = "", 0.0
+        while not stop.wait(_NEW_LINE_S):
+            now = time.monotonic()
+            if self._work != told:
+                told, told_at = self._work, now
+                self._write(f"{told} ...\n")
+            elif now - told_at >= _SAME_LINE_S:
+                told_at = now
+                self._write(f"{self._how_far}\n")
 
     def note(self, text: str) -> None:
         """Print a line that stays above what is being done."""
@@ -158,7 +182,10 @@ class Sign:
         self._write(f"{text}\n")
 
     def clear(self) -> None:
-        """Take away the line of what is being done."""
+        """Take away the line of what is being done, and end plain lines about it."""
+        if self._stop is not None:
+            self._stop.set()
+            self._stop = None
         if sys.stderr.isatty():
             self._write("\r\x1b[K")
 
@@ -177,7 +204,10 @@ def open_asked(asked: Asked, sign: Sign) -> Source:
     with _collected_later():
         from tilewright.loading.source import open_source
 
-        source = open_source(asked.model.path)
+        use_cache = not asked.arguments.no_cache
+        source = open_source(asked.model.path, use_cache=use_cache, progress=sign.progress)
+    for note in source.notes:
+        sign.note(note)
     if source.weights == "random":
         from tilewright.cli.terminal.console import RANDOM_NOTE
 

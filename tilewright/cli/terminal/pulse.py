@@ -44,7 +44,8 @@ class PulsingSign(Sign):
     def progress(self, what: str, done: int, total: int) -> None:
         """Say how far a compilation has come, ten times a second at the most."""
         self._doing = lambda: f"{what} {100 * done // max(total, 1)} %"
-        super().progress(what, done, total)
+        if sys.stderr.isatty():
+            super().progress(what, done, total)
 
     def follow(self, doing: Callable[[], str]) -> None:
         """Ask ``doing`` from now on what is being done, from another thread."""

@@ -37,6 +37,26 @@ def find_compiler() -> list[str] | None:
     return None
 
 
+def is_built() -> bool:
+    """Return whether a library exists, so that loading compiles nothing."""
+    if packaged_library().exists():
+        return True
+    compiler = find_compiler()
+    return compiler is not None and _cached_library(compiler).exists()
+
+
+def packaged_library() -> Path:
+    """Return the path of the library in the wheel, for these sources and this processor."""
+    return Path(__file__).parent / packaged_name()
+
+
+def _cached_library(compiler: Sequence[str]) -> Path:
+    """Return the path of the library in the cache, built or not."""
+    named = os.environ.get("TILEWRIGHT_NATIVE")
+    folder = Path(named) if named else cache_dir() / "native"
+    return folder / f"{_key(compiler)}.so"
+
+
 @functools.cache
 def library_path() -> Path:
     """The shared library: what came with the package, where it is of these sources, else what the
@@ -45,7 +65,7 @@ def library_path() -> Path:
     Raises:
         CompileError: where there is no compiler, or it refuses.
     """
-    packaged = Path(__file__).parent / packaged_name()
+    packaged = packaged_library()
     if packaged.exists():
         return packaged
     compiler = find_compiler()
@@ -56,9 +76,8 @@ def library_path() -> Path:
             f"backend native: no C++ compiler{sought}; allowed: --backend onnxruntime, or g++ or "
             "clang++ of C++20 (CXX=path)"
         )
-    named = os.environ.get("TILEWRIGHT_NATIVE")
-    folder = Path(named) if named else cache_dir() / "native"
-    path = folder / f"{_key(compiler)}.so"
+    path = _cached_library(compiler)
+    folder = path.parent
     if path.exists():
         return path
     try:
@@ -112,6 +131,11 @@ def _finish(process: subprocess.Popen[bytes]) -> None:
 
 def _key(compiler: Sequence[str]) -> str:
     """What the library depends on: the sources, the compiler, the flags."""
-    said = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+    said = _version_of(tuple(compiler), os.stat(compiler[0]).st_mtime_ns)
     named = " ".join((*compiler, *compiler_words("CXXFLAGS")))
     return digest(said + named.encode())[:32]
+
+
+@functools.cache
+def _version_of(compiler: tuple[str, ...], changed_ns: int) -> bytes:
+    return subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout

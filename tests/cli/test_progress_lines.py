@@ -1,0 +1,29 @@
+"""Plain lines about slow work on standard error without a terminal."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tilewright.cli.arguments import ask
+
+
+def test_progress_without_a_terminal_is_plain_lines_about_slow_work(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ask, "_NEW_LINE_S", 0.05)
+    monkeypatch.setattr(ask, "_SAME_LINE_S", 0.2)
+    sign = ask.Sign()
+    sign.progress("trace", 0, 1)
+    sign.clear()  # quick work is not said
+    sign.progress("building", 0, 1)
+    time.sleep(0.4)
+    sign.progress("weights", 1, 4)
+    time.sleep(0.4)
+    sign.clear()
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "building ..." and "weights ..." in lines and lines[-1] == "weights 25 %"
+    assert {*lines} <= {"building ...", "building 0 %", "weights ...", "weights 25 %"}
+    time.sleep(0.1)
+    assert capfd.readouterr().err == ""
