@@ -22,6 +22,7 @@ COMMANDS = {
     "compare-batch": ("bench.batch.command", "batch and llama.cpp's server"),
     "compare-targets": ("bench.targets.command", "targets and the fp32 reference"),
     "compare-replicas": ("bench.serving.replicas", "one server with several engines"),
+    "compare-calibrated": ("bench.calibration.command", "calibrated weights and round to nearest"),
     "batch-answers": ("bench.batch.answers", "batch and single requests"),
     "make-batch": ("bench.batch.made", "write a data set for tilewright batch"),
     "bench-nodes": ("bench.nodes.command", "CPU nodes and links between them"),

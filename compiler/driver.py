@@ -71,8 +71,9 @@ def compile_model(
     backend = get_target(target)
     resolved = resolve_precision(model, precision)
     parallel, rank = backend.settled(options), options.rank
+    how: Any = {"dump_dir": dump_dir, "parallel": parallel, "rank": rank}
     graph_module, ctx = lower_model(
-        model, resolved, backend.stages(), report, dump_dir=dump_dir, parallel=parallel, rank=rank
+        model, resolved, backend.stages(), report, block_axis=backend.block_axis, **how
     )
     backend.check_room(graph_module, options)
     source = weight_source(model, options.max_context, parallel)
@@ -155,6 +156,7 @@ def lower_model(
     dump_dir: Path | None = None,
     parallel: Parallel = ALONE,
     rank: int = 0,
+    block_axis: str = "",
 ) -> tuple[GraphModule, PassContext]:
     """Trace the model and run a target's stages, each followed by its verification.
 
@@ -167,7 +169,8 @@ def lower_model(
         weights = weight_source(model, options.max_context, parallel)
         executable = backend.compile(lowered[0], weights, options, report)
 
-    ``dump_dir``, else what ``TILEWRIGHT_DUMP`` names, receives the graph after every pass.
+    ``block_axis``: that of the target (`Target.block_axis`). ``dump_dir``, else what
+    ``TILEWRIGHT_DUMP`` names, receives the graph after every pass.
 
     Raises:
         CompileError: where the model cannot be dealt to so many ranks.
@@ -178,6 +181,8 @@ def lower_model(
         precision,
         dump_dir=dump_folder(dump_dir),
         stored_type=model.checkpoint.stored_type,
+        calibrated=getattr(model.checkpoint, "calibrated", None),
+        target_axis=block_axis,
         parallel=parallel,
         rank=rank,
     )
@@ -199,7 +204,8 @@ def _lower_ranks(
     stages = with_ranks(stages)
     end = stages.index(RANK)
     graph_module, stored_type = trace_model(model), model.checkpoint.stored_type
-    ctx = PassContext(precision, stored_type=stored_type, parallel=parallel)
+    calibrated = getattr(model.checkpoint, "calibrated", None)
+    ctx = PassContext(precision, stored_type=stored_type, calibrated=calibrated, parallel=parallel)
     found = []
     for stage in stages[:end]:
         run_passes(graph_module, stage.passes, ctx, verify=stage.verify)

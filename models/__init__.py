@@ -30,6 +30,7 @@ __all__ = [
     "LoadedModel",
     "ShapeName",
     "Weights",
+    "calibrated_precision",
     "check_header",
     "find_model",
     "find_model_or_shape",
@@ -164,6 +165,20 @@ def quantised_types(found: FoundModel) -> tuple[str, ...]:
     return types(found)
 
 
+def calibrated_precision(found: FoundModel) -> str | None:
+    """Return the configuration that a calibrated folder is bound to, as a name or heading; None
+    for other models.
+
+    Raises:
+        CheckpointError: see `check_header`.
+    """
+    if isinstance(found, ShapeName):
+        return None
+    from tilewright.models.checkpoints.calibrated.manifest import is_calibrated, read_manifest
+
+    return read_manifest(found).facts.precision if is_calibrated(found) else None
+
+
 def load_model(
     path: str | FoundModel | None = None, *, tokenizer: Tokenizer | None = None
 ) -> LoadedModel:
@@ -229,7 +244,9 @@ def _empty_module(config: ModelConfig) -> nn.Module:
 
 
 def _in_folder(folder: Path) -> Path:
-    if (folder / "config.json").is_file():
+    from tilewright.models.checkpoints.calibrated.manifest import is_calibrated
+
+    if (folder / "config.json").is_file() or is_calibrated(folder):
         return folder
     from tilewright.models.checkpoints.gguf.parts import is_later_part
 

@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compiler.passes",),
     ("compiler.targets",),
     ("compiler.driver",),
+    ("compiler.calibration",),
     ("compiler.artifacts",),
     ("runtime",),
     ("options",),

@@ -59,6 +59,7 @@ def write_program(
     backend = get_target(target)
     resolved, settled = resolve_precision(model, precision), backend.settled(options)
     asked: dict[str, Any] = {"dump_dir": dump_dir, "parallel": settled, "rank": rank}
+    asked["block_axis"] = backend.block_axis
     graph_module, ctx = lower_model(model, resolved, backend.stages(), progress, **asked)
     if serves is not None:
         backend.check_room(graph_module, serves)

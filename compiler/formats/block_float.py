@@ -100,8 +100,15 @@ class BlockFloat(DataFormat):
         import torch
 
         encoded = self.quantise(x, axis=axis)
-        codes = self._codes(encoded.mantissas)
-        return torch.cat([encoded.exponents.reshape(-1), self._join(codes.reshape(-1))])
+        return torch.cat([encoded.exponents.reshape(-1), self.pack_codes(encoded.mantissas)])
+
+    def pack_codes(self, mantissas: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of mantissas, flat, each row padded to whole blocks."""
+        return self._join(self._codes(mantissas).reshape(-1))
+
+    def unpack_codes(self, data: torch.Tensor) -> torch.Tensor:
+        """Return the mantissas of :meth:`pack_codes`, flat, with the padding."""
+        return self._mantissas(self._split(data))
 
     def unpack(self, data: torch.Tensor, shape: Sequence[int], *, axis: int = -1) -> torch.Tensor:
         """The inverse of :meth:`pack`, as float32; refuses data of another size."""
@@ -112,7 +119,7 @@ class BlockFloat(DataFormat):
         num_blocks = -(-moved[-1] // BLOCK_SIZE)
         num_exponents = moved[:-1].numel() * num_blocks
         flat = data.reshape(-1)
-        mantissas = self._mantissas(self._split(flat[num_exponents:]))
+        mantissas = self.unpack_codes(flat[num_exponents:])
         encoded = BlockEncoded(
             exponents=flat[:num_exponents].view(*moved[:-1], num_blocks),
             mantissas=mantissas.view(*moved[:-1], -1)[..., : moved[-1]],

@@ -97,11 +97,14 @@ class GgmlFormat(DataFormat):
 
         Codes of 4 and 5 bits have code j in the low nibble of byte j, and code j + 16 in the high.
         """
-        import torch
-
         from tilewright.compiler.formats.rows import pad_blocks
 
-        encoded = self.quantise(pad_blocks(x.movedim(axis, -1), BLOCK_SIZE))
+        return self.pack_encoded(self.quantise(pad_blocks(x.movedim(axis, -1), BLOCK_SIZE)))
+
+    def pack_encoded(self, encoded: ScaledEncoded) -> torch.Tensor:
+        """Return the bytes of :meth:`pack` for codes with whole blocks along the last axis."""
+        import torch
+
         blocks = encoded.codes.reshape(-1, BLOCK_SIZE)
         shared = (encoded.scales, encoded.minimums)
         parts = [each.reshape(-1, 1).view(torch.uint8) for each in shared if each is not None]

@@ -57,13 +57,55 @@ def _assign_weight(node: Node, ctx: PassContext) -> None:
     recipe = info(weight).recipe
     assert recipe is not None
     wanted = ctx.precision.format(facts.tensor_group, layer=facts.layer, fqn=facts.fqn)
-    if wanted == STORED:
+    if ctx.calibrated is not None:
+        _check_calibrated(recipe, facts.fqn, wanted, ctx)
+    if wanted != STORED and _is_stored_as(recipe, wanted, ctx):
+        held = recipe.as_stored(wanted)
+    elif wanted == STORED:
         held = recipe.as_stored(_stored_format(recipe, facts.fqn, ctx))
     else:
         # an axis means nothing without blocks, and must not tell equal weights apart
         axis = ctx.precision.block_axis if get_format(wanted).block > 1 else "in"
         held = recipe.with_format(wanted, axis)
     set_info(weight, recipe=held, tensor_group=facts.tensor_group)
+
+
+def _is_stored_as(recipe: WeightRecipe, wanted: str, ctx: PassContext) -> bool:
+    """Return whether a weight's codes can be kept: all its tensors have calibrated codes of the
+    format. Codes of one scale are not those that packing the values again would choose.
+    """
+    if ctx.calibrated is None or ctx.stored_type is None or ctx.precision.block_axis != "in":
+        return False
+    stored = {stored_format(ctx.stored_type(name)) for name in recipe.names}
+    return get_format(wanted).block > 1 and stored == {wanted}
+
+
+def _check_calibrated(recipe: WeightRecipe, fqn: str, wanted: str, ctx: PassContext) -> None:
+    """Refuse a calibrated weight in another format, or with blocks along another axis.
+
+    float32 holds the values of every format.
+
+    Raises:
+        CompileError: naming the weight, what was asked for, and what it is calibrated for.
+    """
+    assert ctx.calibrated is not None
+    for name in recipe.names:
+        found = ctx.calibrated(name)
+        if found is None or wanted == "fp32":
+            continue
+        format_, axis = found
+        if wanted != format_:
+            raise CompileError(
+                f"{fqn}: {wanted}, but the weights are calibrated for {format_}; allowed: the "
+                "precision of the calibrated folder, or the original checkpoint"
+            )
+        held = ctx.target_axis or ctx.precision.block_axis
+        if held != axis:
+            raise CompileError(
+                f"{fqn}: blocks along {held}, but the weights are calibrated for blocks along "
+                f"{axis}; allowed: a target and a configuration with block_axis {axis}, or "
+                f"tilewright calibrate --block-axis {held}"
+            )
 
 
 def _stored_format(recipe: WeightRecipe, fqn: str, ctx: PassContext) -> str:

@@ -22,6 +22,8 @@ class PassContext:
     """What passes may ask and tell: the precision asked for, notes for the user, a report of each
     pass that ran, and the folder that graphs are dumped to (None: nowhere). ``stored_type`` tells
     the type that a checkpoint's tensor is stored in, by its name (None: nobody knows).
+    ``calibrated`` returns format and block axis of a calibrated tensor (None: not calibrated).
+    ``target_axis``: the only axis of blocks that the target has, if it has only one.
     ``parallel`` and ``rank``: the group that a graph is dealt over, and whose program it becomes;
     ``places`` tells of each tensor group which axes of its weights are dealt, and what each rank
     has of them.
@@ -32,6 +34,8 @@ class PassContext:
     reports: list[PassReport] = field(default_factory=list)
     dump_dir: Path | None = None
     stored_type: Callable[[str], str] | None = None
+    calibrated: Callable[[str], tuple[str, str] | None] | None = None
+    target_axis: str = ""
     parallel: Parallel = ALONE
     rank: int = 0
     places: list[tuple[str, str, str]] = field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tilewright.models.checkpoints.base import Checkpoint
+from tilewright.models.checkpoints.calibrated.manifest import is_calibrated
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -13,6 +14,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: files that are missing, cut short, corrupt or of a kind that is not read.
     """
+    if is_calibrated(path):
+        from tilewright.models.checkpoints.calibrated.checkpoint import CalibratedCheckpoint
+
+        return CalibratedCheckpoint(path)
     if path.is_dir():
         from tilewright.models.checkpoints.huggingface.checkpoint import SafetensorsCheckpoint
 

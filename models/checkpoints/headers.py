@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from tilewright.models.architectures.table import check_model_type, find_gguf_type
+from tilewright.models.checkpoints.calibrated.manifest import is_calibrated, read_manifest
 from tilewright.models.checkpoints.dllama import header as dllama_header
 from tilewright.models.checkpoints.gguf import header as gguf_header
 from tilewright.models.checkpoints.gguf.parts import parts_of
@@ -24,6 +25,9 @@ def check_header(path: Path) -> None:
     Raises:
         CheckpointError: as `open_checkpoint` would.
     """
+    if is_calibrated(path):
+        read_manifest(path)
+        return
     if path.is_dir():
         where = path / "config.json"
         values = read_json(where)

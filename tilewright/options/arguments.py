@@ -21,6 +21,7 @@ from tilewright.errors import ConfigError, allowed
 from tilewright.models import (
     FoundModel,
     ShapeName,
+    calibrated_precision,
     check_header,
     find_model_or_shape,
     model_files,
@@ -345,7 +346,9 @@ def read_model_options(
     if known is None:
         check_header(found)
     on_onnxruntime = None
-    if named == AUTO:
+    if arguments.precision in (None, AUTO) and (own := calibrated_precision(found)) is not None:
+        named, notes = own, ("precision: of the calibrated folder",)
+    elif named == AUTO:
         types = quantised_types(found) if known is None else known
         chosen, on_onnxruntime = default_precision(found, types, target, is_auto=is_auto)
         notes = (chosen.reason,)

@@ -1,7 +1,4 @@
-"""The narrow waist: what a target is, what an executable promises; its steps stand in step.py.
-
-Imports no torch: a packed program may be run without it.
-"""
+"""The narrow waist: what a target is, what an executable promises. Imports no torch."""
 
 from __future__ import annotations
 
@@ -218,8 +215,8 @@ class Target(ABC):
     ``is_emulated``: whether its executables have a device's numbers without the device, so that
     their speed says nothing of it. ``emits``: the kinds that a model can be written as for it; a
     program, which :meth:`load` runs, and those of :meth:`emit`. ``wire``: the format of partial
-    sums between its ranks. ``reach_back``: positions that a layer with a window holds before it;
-    None where it holds all of a context.
+    sums between its ranks. ``reach_back``: positions that a layer with a window holds before it, if
+    not all of a context. ``block_axis``: the only axis of weight blocks, if there is only one.
     """
 
     name: str
@@ -228,6 +225,7 @@ class Target(ABC):
     emits: tuple[str, ...] = ("program",)
     wire: str = "fp32"
     reach_back: int | None = None
+    block_axis: str = ""
 
     @abstractmethod
     def stages(self) -> tuple[Stage, ...]:

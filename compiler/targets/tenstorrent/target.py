@@ -84,6 +84,7 @@ class BoardTarget(Target):
     """One board, or the mesh of chips in one box."""
 
     is_emulated = True
+    block_axis = "out"
     emits = ("program", "ttnn")
 
     def __init__(self, name: str) -> None:

@@ -247,13 +247,12 @@ def _emit(
     for name in ("length", "context"):
         if (given := getattr(arguments, name) or 1) > longest:
             raise ConfigError(f"--{name} {given}; allowed by this model: 1 to {longest}")
-    is_float = options.precision is None or kind == "engine"
-    precision = load_precision(_FLOAT) if is_float else options.precision
-    assert precision is not None
+    precision = (options.precision if kind != "engine" else None) or load_precision(_FLOAT)
     resolved, notes = resolve_precision(model, precision), list[str]()
+    how: Any = {"dump_dir": options.dump_dir, "block_axis": _target_of(kind, options).block_axis}
 
     def lower(stages: Sequence[Stage]) -> GraphModule:
-        found, ctx = lower_model(model, resolved, stages, progress, dump_dir=options.dump_dir)
+        found, ctx = lower_model(model, resolved, stages, progress, **how)
         notes.extend(ctx.notes)
         return found
 

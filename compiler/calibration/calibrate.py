@@ -1,0 +1,349 @@
+"""Calibration of a model for one precision: forward, second moments, codes, segment by segment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from tilewright.compiler.calibration.forward import LayeredForward, Moments, Segment
+from tilewright.compiler.calibration.grids import grid_of
+from tilewright.compiler.calibration.methods import (
+    DAMPING,
+    PASSES,
+    Factors,
+    factorize,
+    gptq,
+    imatrix,
+)
+from tilewright.compiler.calibration.plan import (
+    FloatPlan,
+    MatrixPlan,
+    SegmentPlan,
+    plan_segments,
+)
+from tilewright.compiler.driver import CompilableModel, lower_model, weight_source
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.formats.coded_rows import code_rows
+from tilewright.compiler.ir.recipe import load_dense
+from tilewright.compiler.precision import ResolvedPrecision
+from tilewright.compiler.targets.interface.base import Progress
+from tilewright.compiler.targets.pipeline import MATCH, PRECISION
+from tilewright.errors import CompileError
+
+METHODS = ("gptq", "imatrix", "rtn")
+_PIECE_ROWS = 4096
+"""Rows of a matrix that a CPU thread processes as one job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method and its settings; ``importance``: squares by weight name, in place of a text."""
+
+    name: str = "gptq"
+    damping: float = DAMPING
+    passes: int = PASSES
+    importance: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CodedMatrix:
+    """Rows ``[first, first + num_rows)`` of a tensor as bytes of its format."""
+
+    name: str
+    first: int
+    num_rows: int
+    format: str
+    axis: str
+    data: Tensor
+
+
+class SegmentWriter(Protocol):
+    """The folder that receives the tensors of each segment."""
+
+    def has(self, segment: str) -> bool:
+        """Return whether a segment's tensors are written."""
+
+    def write(
+        self, segment: str, matrices: Iterable[CodedMatrix], floats: Mapping[str, Tensor]
+    ) -> None:
+        """Write the tensors of a segment, all or none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model's graph with its precision, and what is written with each of its segments."""
+
+    graph_module: GraphModule
+    plans: tuple[SegmentPlan, ...]
+
+
+def prepare(model: CompilableModel, precision: ResolvedPrecision, progress: Progress) -> Prepared:
+    """Plan the calibration of a model for a precision.
+
+    Raises:
+        CompileError: for a precision without weights in blocks, or one that keeps a file's codes.
+    """
+    graph_module, _ = lower_model(model, precision, (MATCH, PRECISION), progress)
+    plans = plan_segments(graph_module, is_tied=model.config.tie_embeddings)
+    if not any(plan.matrices for plan in plans):
+        raise CompileError(
+            f"{model.name}: the configuration has no weight in blocks; allowed: one with bfp4 or "
+            "q40 weights, as performance"
+        )
+    return Prepared(graph_module, plans)
+
+
+def calibrate(
+    model: CompilableModel,
+    prepared: Prepared,
+    tokens_ST: Tensor,
+    writer: SegmentWriter,
+    *,
+    method: Method,
+    device: torch.device,
+    progress: Progress,
+) -> tuple[str, ...]:
+    """Write the calibrated weights of a model; return notes for the user.
+
+    Segments that the writer has are not calibrated again. A forward runs only for the others.
+
+    Raises:
+        CompileError: for moments that are NaN or infinite, or a format that is not calibrated.
+    """
+    plans, graph_module = prepared.plans, prepared.graph_module
+    source = weight_source(model, model.config.max_positions)
+    run = _Run(model, source, writer, method, device)
+    needs_text = method.name != "rtn" and method.importance is None
+    forward = LayeredForward(graph_module, source, tokens_ST, device) if needs_text else None
+    open_plans = [index for index, plan in enumerate(plans) if not writer.has(plan.segment.name)]
+    last = max((i for i in open_plans if _needs_moments(plans[i])), default=-1)
+    total = len(plans)
+    for index, plan in enumerate(plans):
+        moments = None
+        if forward is not None and index <= last:
+            moments = _observe(
+                forward,
+                plan,
+                full=method.name == "gptq",
+                watches=index in open_plans,
+                report=lambda part, index=index: progress(
+                    "calibrate", index * 100 + part, total * 100
+                ),
+            )
+        if index in open_plans:
+            run.write(plan, moments)
+        progress("calibrate", (index + 1) * 100, total * 100)
+    return tuple(run.notes)
+
+
+def _needs_moments(plan: SegmentPlan) -> bool:
+    return any(not matrix.is_exact for matrix in plan.matrices)
+
+
+def _observe(
+    forward: LayeredForward,
+    plan: SegmentPlan,
+    *,
+    full: bool,
+    watches: bool,
+    report: Callable[[int], None],
+) -> Moments:
+    """Run a segment; return the moments of the inputs of its calibrated products."""
+    moments, segment = Moments(full=full), plan.segment
+    watched = {m.product for m in plan.matrices if not m.is_exact} if watches else set()
+    skip = _unread(segment)
+    weights = forward.load(segment)
+
+    def watch(node: Node, arguments: tuple[Any, ...]) -> None:
+        if node in watched:
+            moments.add(node, arguments)
+
+    for done in forward.run(segment, weights, watch, skip=skip):
+        report(60 * done // forward.num_groups)
+    return moments
+
+
+def _unread(segment: Segment) -> frozenset[Node]:
+    """Return the products whose results only the output reads: the head."""
+    return frozenset(
+        node for node in segment.products if all(user.op == "output" for user in node.users)
+    )
+
+
+class _Run:
+    """One calibration: quantizes and writes the tensors of segments."""
+
+    def __init__(
+        self,
+        model: CompilableModel,
+        source: Callable[[str], Tensor],
+        writer: SegmentWriter,
+        method: Method,
+        device: torch.device,
+    ) -> None:
+        self._model, self._source, self._writer = model, source, writer
+        self._method, self._device = method, device
+        self.notes: list[str] = []
+
+    def write(self, plan: SegmentPlan, moments: Moments | None) -> None:
+        """Quantize and write the tensors of a segment."""
+        factors = self._factors(plan, moments) if self._method.name == "gptq" else {}
+        jobs = [
+            (matrix, piece)
+            for matrix in plan.matrices
+            for piece in _pieces(matrix.recipe.shape[0], self._device)
+        ]
+
+        def code(job: tuple[MatrixPlan, tuple[int, int]]) -> Tensor:
+            torch.set_num_threads(1)  # of this thread
+            return self._code(job[0], job[1], moments, factors)
+
+        with torch.no_grad():
+            if self._device.type == "cpu":
+                before = torch.get_num_threads()
+                with ThreadPoolExecutor(os.cpu_count()) as pool:
+                    coded = list(pool.map(code, jobs))
+                torch.set_num_threads(before)
+            else:
+                coded = [self._code(*job, moments, factors) for job in jobs]
+        floats = {each.name: self._float(each) for each in plan.floats}
+        self._writer.write(plan.segment.name, _joined(jobs, coded), floats)
+
+    def _factors(self, plan: SegmentPlan, moments: Moments | None) -> dict[object, Factors]:
+        """Return the factors of every input of a calibrated product, with moments of its own."""
+        found: dict[object, Factors] = {}
+        for matrix in plan.matrices:
+            if matrix.is_exact or (key := _key(matrix)) in found:
+                continue
+            assert moments is not None and matrix.product is not None
+            values, counts = _of_expert(moments, matrix)
+            if not bool(values.isfinite().all()):
+                raise CompileError(
+                    f"{matrix.name}: second moments are NaN or infinite; allowed: a model with "
+                    "finite activations"
+                )
+            if int(counts) == 0:
+                self.notes.append(f"{matrix.name}: no token of the text; rounded to nearest")
+                continue
+            assert matrix.recipe.format is not None
+            is_out = matrix.recipe.block_axis == "out"
+            block = 1 if is_out else get_format(matrix.recipe.format).block
+            found[key] = factorize(values, block, damping=self._method.damping)
+        return found
+
+    def _code(
+        self,
+        matrix: MatrixPlan,
+        piece: tuple[int, int],
+        moments: Moments | None,
+        factors: Mapping[object, Factors],
+    ) -> Tensor:
+        """Return the codes of some rows of a matrix: uint8, rows along the block axis."""
+        assert matrix.recipe.format is not None
+        format_ = get_format(matrix.recipe.format)
+        grid, is_out = grid_of(format_), matrix.recipe.block_axis == "out"
+        if grid is None:
+            raise CompileError(f"{matrix.name}: format {format_.name} is not calibrated")
+        dense = load_dense(matrix.recipe, self._source)
+        weight = dense[piece[0] : piece[1]].to(self._device)
+        method = self._method.name
+        importance = self._importance(matrix, moments)
+        if matrix.is_exact or method == "rtn":
+            encoded = format_.quantise(weight.T.contiguous() if is_out else weight)
+        elif method == "gptq" and _key(matrix) in factors:
+            own = factors[_key(matrix)]
+            passes = self._method.passes
+            encoded = gptq(weight, grid, own, along_out=is_out, passes=passes)
+        elif method == "imatrix" and importance is not None:
+            encoded = imatrix(weight.T if is_out else weight, grid, None if is_out else importance)
+        else:
+            encoded = format_.quantise(weight.T.contiguous() if is_out else weight)
+        return code_rows(format_, encoded).cpu()
+
+    def _importance(self, matrix: MatrixPlan, moments: Moments | None) -> Tensor | None:
+        """Return the mean squares of a matrix's inputs; None if no token reached it."""
+        if matrix.is_exact or self._method.name != "imatrix":
+            return None
+        if self._method.importance is not None:
+            name = matrix.recipe.segments[0].name
+            found = self._method.importance.get(matrix.name, self._method.importance.get(name))
+            if found is not None and found.numel() != matrix.recipe.shape[-1]:
+                raise CompileError(
+                    f"{matrix.name}: importance of {found.numel()} inputs; allowed: "
+                    f"{matrix.recipe.shape[-1]}"
+                )
+            if found is None:
+                self.notes.append(f"{matrix.name}: not in the imatrix file; rounded to nearest")
+            return None if found is None else found.to(self._device)
+        assert moments is not None
+        values, counts = _of_expert(moments, matrix)
+        if not bool(values.isfinite().all()):
+            raise CompileError(f"{matrix.name}: mean squares are NaN or infinite")
+        if int(counts) == 0:
+            self.notes.append(f"{matrix.name}: no token of the text; rounded to nearest")
+            return None
+        return values
+
+    def _float(self, plan: FloatPlan) -> Tensor:
+        found: Tensor = self._model.checkpoint.get(plan.source)
+        if plan.format is None:
+            return found
+        if not bool(found.isfinite().all()):
+            raise CompileError(f"{plan.source}: holds NaN or inf; allowed: finite values")
+        kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        return found.to(kinds[plan.format])
+
+
+def _pieces(num_rows: int, device: torch.device) -> list[tuple[int, int]]:
+    step = _PIECE_ROWS if device.type == "cpu" else num_rows
+    return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+
+
+def _joined(
+    jobs: list[tuple[MatrixPlan, tuple[int, int]]], coded: list[Tensor]
+) -> Iterable[CodedMatrix]:
+    """Put the pieces of each matrix together again."""
+    whole: dict[int, tuple[MatrixPlan, list[Tensor]]] = {}
+    for (matrix, _), data in zip(jobs, coded, strict=True):
+        whole.setdefault(id(matrix), (matrix, []))[1].append(data)
+    for matrix, parts in whole.values():
+        format_, axis = matrix.recipe.format, matrix.recipe.block_axis
+        assert format_ is not None
+        data = _beside(parts, format_) if axis == "out" else torch.cat(parts)
+        num_rows = matrix.recipe.shape[0]
+        yield CodedMatrix(matrix.name, matrix.first, num_rows, format_, axis, data)
+
+
+def _beside(parts: list[Tensor], format_name: str) -> Tensor:
+    """Join rows that run along the outputs: exponents of all parts come before their codes."""
+    format_ = get_format(format_name)
+    if len(parts) == 1:
+        return parts[0]
+    if not format_.name.startswith("bfp"):
+        return torch.cat(parts, 1)
+    share = format_.shared_bits / (format_.block * format_.element_bits + format_.shared_bits)
+    ends = [round(part.shape[1] * share) for part in parts]
+    heads = [part[:, :end] for part, end in zip(parts, ends, strict=True)]
+    return torch.cat([*heads, *(p[:, e:] for p, e in zip(parts, ends, strict=True))], 1)
+
+
+def _key(matrix: MatrixPlan) -> object:
+    """Return what matrices have in common that read the same input in the same blocks."""
+    assert matrix.product is not None and matrix.recipe.format is not None
+    block = 1 if matrix.recipe.block_axis == "out" else get_format(matrix.recipe.format).block
+    return matrix.product.args[0], matrix.expert, block
+
+
+def _of_expert(moments: Moments, matrix: MatrixPlan) -> tuple[Tensor, Tensor]:
+    assert matrix.product is not None
+    values, counts = moments.of(matrix.product)
+    if matrix.expert is None:
+        return values, counts
+    return values[matrix.expert], counts[matrix.expert]

@@ -1,0 +1,139 @@
+"""Quantization grids: candidate scales for a block, rounding, and assembly of a format's encoding.
+
+value = code * scale + minimum. Layout: B elements of a block first, rows N last (``[B, N]``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.formats import BlockFloat, DataFormat, GgmlFormat
+from tilewright.compiler.formats.base import BlockEncoded, Encoded, ScaledEncoded
+
+_MIN_EXPONENT, _MAX_EXPONENT = -110, 127
+# Divisors of the largest value, in signed codes: the usual divisor first.
+_SIGNED_STEPS = (8.0, 7.5, 7.0, 8.5, 9.0, 9.75, -7.0, -7.5, -8.0, -8.75)
+_SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.83, 0.78)
+_WIDE_SHRINKS = (1.0, 0.98, 0.96)
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """Scales and minimums (None: zero) of blocks, float32 of one shape."""
+
+    scale: Tensor
+    minimum: Tensor | None = None
+
+    def pick(self, best_N: Tensor) -> Scales:
+        """Select candidate ``best_N[n]`` of scales ``[C, N]`` for each row."""
+        index = best_N.unsqueeze(0)
+        minimum = None if self.minimum is None else self.minimum.gather(0, index)[0]
+        return Scales(self.scale.gather(0, index)[0], minimum)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid(ABC):
+    """The grid of a block format: integer codes from ``low`` to ``high``."""
+
+    format: DataFormat
+    low: int
+    high: int
+
+    @abstractmethod
+    def candidates(self, block_BN: Tensor) -> Scales:
+        """Return candidate scales ``[C, N]`` for N blocks. The format's own choice is first."""
+
+    @abstractmethod
+    def encode(self, codes_RK: Tensor, scales_RM: Scales) -> Encoded:
+        """Return the format's encoding of signed codes with blocks along the last axis."""
+
+    def codes(self, values: Tensor, scales: Scales) -> Tensor:
+        """Round values to codes, as float32. A scale of zero gives the code zero."""
+        inverse = scales.scale.reciprocal().masked_fill_(scales.scale == 0, 0)
+        shifted = values if scales.minimum is None else values - scales.minimum
+        return (shifted * inverse).round_().clamp_(self.low, self.high)
+
+    def values(self, codes: Tensor, scales: Scales) -> Tensor:
+        """Return the values of float32 codes."""
+        found = codes * scales.scale
+        return found if scales.minimum is None else found.add_(scales.minimum)
+
+
+class BlockFloatGrid(Grid):
+    """Block floating point: the exponent of the largest value, or the next smaller one."""
+
+    def candidates(self, block_BN: Tensor) -> Scales:
+        assert isinstance(self.format, BlockFloat)
+        largest_N = block_BN.abs().amax(0)
+        exponent_N = torch.frexp(largest_N).exponent - 1
+        shift = self.format.mantissa_bits - 1
+        steps = [
+            torch.ldexp(
+                torch.ones_like(largest_N),
+                (exponent_N - less).clamp(_MIN_EXPONENT, _MAX_EXPONENT) - shift,
+            )
+            for less in (0, 1)
+        ]
+        return Scales(torch.stack(steps).masked_fill_(largest_N < 2.0**_MIN_EXPONENT, 0))
+
+    def encode(self, codes_RK: Tensor, scales_RM: Scales) -> Encoded:
+        # A host chooses the exponent of the values again. The values stay the same.
+        wide_RK = scales_RM.scale.repeat_interleave(self.format.block, 1)
+        values_RK = codes_RK.float() * wide_RK[:, : codes_RK.shape[1]]
+        encoded = self.format.quantise(values_RK)
+        assert isinstance(encoded, BlockEncoded)
+        return encoded
+
+
+class ScaledGrid(Grid):
+    """Blocks of ggml with a float16 scale, and a float16 minimum where the format has one."""
+
+    def candidates(self, block_BN: Tensor) -> Scales:
+        assert isinstance(self.format, GgmlFormat)
+        if self.format.has_minimums:
+            least_N, most_N = block_BN.amin(0), block_BN.amax(0)
+            spread_N, middle_N = (most_N - least_N) / self.high, (most_N + least_N) / 2
+            half_N = (most_N - least_N) / 2
+            scale = torch.stack([spread_N * shrink for shrink in _SHRINKS])
+            minimum = torch.stack([middle_N - half_N * shrink for shrink in _SHRINKS])
+            return Scales(_half(scale), _half(minimum))
+        if self.low == -self.high:  # codes on both sides alike
+            largest_N = block_BN.abs().amax(0)
+            return Scales(_half(torch.stack([largest_N / self.high * s for s in _WIDE_SHRINKS])))
+        largest_N = block_BN.gather(0, block_BN.abs().argmax(0, keepdim=True))[0]
+        steps = [step * -self.low / 8.0 for step in _SIGNED_STEPS]
+        return Scales(_half(torch.stack([largest_N / -step for step in steps])))
+
+    def encode(self, codes_RK: Tensor, scales_RM: Scales) -> Encoded:
+        assert isinstance(self.format, GgmlFormat)
+        minimums = scales_RM.minimum
+        return ScaledEncoded(
+            codes=(codes_RK + self.format.zero_point).to(self.format.code_dtype),
+            scales=scales_RM.scale.half(),
+            axis=-1,
+            minimums=None if minimums is None else minimums.half(),
+        )
+
+
+def _half(x: Tensor) -> Tensor:
+    """Round to float16, within its range."""
+    return x.clamp(-65504, 65504).half().float()
+
+
+def grid_of(format_: DataFormat) -> Grid | None:
+    """Return the grid of a block format, or None for a format without blocks to choose."""
+    if isinstance(format_, BlockFloat):
+        most = (1 << format_.mantissa_bits) - 1
+        return BlockFloatGrid(format_, -most, most)
+    if isinstance(format_, GgmlFormat):
+        if format_.has_minimums:
+            return ScaledGrid(format_, 0, (1 << format_.element_bits) - 1)
+        if format_.zero_point == 0:
+            most = (1 << (format_.element_bits - 1)) - 1
+            return ScaledGrid(format_, -most, most)
+        return ScaledGrid(format_, -format_.zero_point, format_.zero_point - 1)
+    return None

@@ -1,0 +1,141 @@
+"""Which tensors a calibrated folder has: formats, block axes, and the weights to calibrate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from tilewright.compiler import ops
+from tilewright.compiler.calibration.forward import PRODUCTS, Segment, segments_of
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.ir.info import WEIGHT, info
+from tilewright.compiler.ir.recipe import Segment as Rows
+from tilewright.compiler.ir.recipe import WeightRecipe, cut
+from tilewright.errors import CompileError
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+EXACT_BITS = 8
+"""Formats with elements of so many bits are rounded to nearest by every method: their error is
+below the noise of an evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPlan:
+    """A matrix with blocks: some rows of a checkpoint's tensor.
+
+    Attributes:
+        name: Name of the tensor in the folder.
+        first: Its first row there, counted over all axes but the last.
+        recipe: The rows in the checkpoint, as a weight of two axes.
+        product: The product that reads the matrix; None for an embedding.
+        expert: Index of the expert, or None.
+    """
+
+    name: str
+    first: int
+    recipe: WeightRecipe
+    product: Node | None = None
+    expert: int | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether every method rounds this matrix to nearest."""
+        assert self.recipe.format is not None
+        is_wide = get_format(self.recipe.format).element_bits >= EXACT_BITS
+        return is_wide or self.product is None
+
+
+@dataclass(frozen=True, slots=True)
+class FloatPlan:
+    """A tensor without blocks: ``format`` is a float format, or None to keep the stored type."""
+
+    name: str
+    source: str
+    format: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlan:
+    """The tensors that are written with a segment of the graph."""
+
+    segment: Segment
+    matrices: tuple[MatrixPlan, ...]
+    floats: tuple[FloatPlan, ...]
+
+
+def plan_segments(graph_module: GraphModule, *, is_tied: bool) -> tuple[SegmentPlan, ...]:
+    """Assign every tensor of the model to the first segment that reads it.
+
+    Raises:
+        CompileError: for a weight that is kept in its file's format.
+    """
+    known: set[tuple[str, int]] = set()
+    found = []
+    for segment in segments_of(graph_module):
+        matrices: list[MatrixPlan] = []
+        floats: list[FloatPlan] = []
+        for weight in segment.weights:
+            recipe = info(weight).recipe
+            if recipe is None or info(weight).role != WEIGHT:
+                continue
+            reader = next(iter(weight.users))
+            product = reader if reader.target in PRODUCTS and reader.args[1] is weight else None
+            is_head = is_tied and product is not None and recipe.names == (EMBEDDING,)
+            name = HEAD if is_head else None
+            if product is None and reader.target is not ops.embedding.overload:
+                floats += [FloatPlan(s, s, None) for s in recipe.names]
+                continue
+            if recipe.is_stored:
+                raise CompileError(
+                    f"{info(weight).fqn}: precision stored keeps the codes of the file; allowed: "
+                    "a configuration with named formats, as performance"
+                )
+            assert recipe.format is not None
+            if get_format(recipe.format).block == 1:
+                floats += [FloatPlan(name or s, s, recipe.format) for s in recipe.names]
+            else:
+                matrices += _matrices(recipe, product, name)
+        found.append(
+            SegmentPlan(
+                segment,
+                tuple(m for m in matrices if _is_new(known, (m.name, m.first))),
+                tuple(f for f in floats if _is_new(known, (f.name, -1))),
+            )
+        )
+    return tuple(found)
+
+
+def _is_new(known: set[tuple[str, int]], key: tuple[str, int]) -> bool:
+    if key in known:
+        return False
+    known.add(key)
+    return True
+
+
+def _matrices(recipe: WeightRecipe, product: Node | None, name: str | None) -> list[MatrixPlan]:
+    """Return a weight's rows, cut at its experts and at the tensors that they come from."""
+    is_stack = len(recipe.shape) == 3
+    count, num_rows = (recipe.shape[0], recipe.shape[1]) if is_stack else (1, recipe.shape[0])
+    found = []
+    for index in range(count):
+        for rows in cut(recipe, index * num_rows, (index + 1) * num_rows):
+            part = WeightRecipe(
+                (rows,), (rows.num_rows, recipe.shape[-1]), recipe.format, recipe.block_axis
+            )
+            first = rows.rows[0] if rows.rows is not None else 0
+            expert = index if is_stack else None
+            found.append(MatrixPlan(name or rows.name, first, part, product, expert))
+    return found
+
+
+def moved_rows(plans: Sequence[SegmentPlan]) -> dict[str, list[tuple[int, int]]]:
+    """Return the ranges of rows of every tensor with blocks, in order."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for plan in plans:
+        for matrix in plan.matrices:
+            rows: Rows = matrix.recipe.segments[0]
+            end = matrix.first + rows.num_rows
+            found.setdefault(matrix.name, []).append((matrix.first, end))
+    return {name: sorted(ranges) for name, ranges in found.items()}

@@ -1,0 +1,1 @@
+"""Calibrated folders: weights as codes of their formats, bound to one precision."""

@@ -1,0 +1,193 @@
+"""``tilewright calibrate`` and the folders that it writes, on tiny models."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import prefill, random_tokens
+from tilewright.cli.main import main
+from tilewright.compiler.driver import compile_model
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.precision import load_precision
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.models import LoadedModel, calibrated_precision, load_model
+from tilewright.models.checkpoints.calibrated.manifest import MANIFEST, PARTIAL, read_manifest
+
+SHORT = ("--tokens", "2048", "--length", "64")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(f"word {n * n} of {n}" for n in range(400)))
+    return path
+
+
+@pytest.fixture
+def calibrated(
+    tiny_gguf: Path, text: Path, tmp_path: Path, run: Callable[..., str]
+) -> Callable[..., Path]:
+    def make(*options: str, name: str = "calibrated", path: Path = tiny_gguf) -> Path:
+        folder = tmp_path / name
+        run("calibrate", path, "-o", folder, "--text", text, *SHORT, *options)
+        return folder
+
+    return make
+
+
+def logits(model: LoadedModel, precision: str, target: str = "reference") -> torch.Tensor:
+    compute = "fast" if target == "n150" else "exact"
+    options = CompileOptions(max_context=64, compute=compute, num_threads=1)
+    compiled = compile_model(model, load_precision(precision), target=target, options=options)
+    return prefill(compiled.executable, random_tokens(20, vocab_size=200))
+
+
+@pytest.mark.parametrize("precision", ["performance", "all-bfp4", "all-q40"])
+def test_calibrate_writes_codes_that_every_target_has(
+    precision: str, calibrated: Callable[..., Path], tiny_gguf: Path
+) -> None:
+    folder = calibrated("--precision", precision)
+    found, original = load_model(folder), load_model(tiny_gguf)
+    assert calibrated_precision(folder) == precision and found.name == original.name
+    facts = read_manifest(folder).facts
+    assert (facts.method, facts.original) == ("gptq", original.checkpoint.content_hash())
+    assert facts.num_tokens == 2048 and found.tokenizer.encode("a b") == [
+        *original.tokenizer.encode("a b")
+    ]
+    name = "model.layers.0.mlp.gate_proj.weight"
+    values, dense = found.checkpoint.get(name), original.checkpoint.get(name)
+    format_ = get_format("q40" if precision == "all-q40" else "bfp4")
+    assert not torch.equal(values, format_.round_trip(dense))
+    assert torch.equal(found.checkpoint.get(name, slice(3, 7)), values[3:7])
+    if precision != "all-q40":
+        assert torch.equal(format_.round_trip(values), values)
+    reference = logits(found, precision)
+    floats = logits(found, "reference")
+    assert torch.allclose(reference, floats, atol=2e-2), "the codes are those of the folder"
+    assert torch.allclose(logits(found, precision, "cpu"), reference, atol=2e-2)
+
+
+def test_calibrated_weights_are_refused_in_another_format_or_axis(
+    calibrated: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = calibrated("--precision", "all-bfp4")
+
+    def refusal(*options: str) -> str:
+        assert main(["run", str(folder), "--prompt", "a", *options]) == 2
+        return capfd.readouterr().err.splitlines()[-1]
+
+    assert "bfp8, but the weights are calibrated for bfp4" in refusal("--precision", "all-bfp8")
+    other = tmp_path / "out.yaml"
+    other.write_text("inherits: all-bfp4\nblock_axis: out\n")
+    said = refusal("--precision", str(other))
+    assert "blocks along out, but the weights are calibrated for blocks along in" in said
+    assert "--block-axis out" in said
+
+
+def test_calibrate_along_out_for_a_board(
+    calibrated: Callable[..., Path], board_folder: Path, run: Callable[..., str]
+) -> None:
+    along_out = calibrated("--block-axis", "out", name="out", path=board_folder)
+    found = load_model(along_out)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    values = found.checkpoint.get(name)
+    assert torch.equal(get_format("bfp4").round_trip(values, axis=0), values)
+    assert torch.equal(found.checkpoint.get(name, slice(3, 7)), values[3:7])
+    precision = calibrated_precision(along_out)
+    assert precision is not None and precision.endswith("block_axis = out")
+    on_board = logits(found, precision, "n150")
+    assert torch.allclose(on_board, logits(found, precision), atol=0.5)
+    along_in = calibrated(name="in", path=board_folder)
+    assert main(["run", str(along_in), "--target", "n150", "--prompt", "a"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--text", "{empty}"), "is empty; allowed: a text"),
+        (("--text", "{tiny}"), "the calibration text has"),
+        (("--text", "{missing}"), "cannot be read"),
+        (("--text", "{binary}"), "not UTF-8"),
+        (("--precision", "stored"), "has no weight in blocks"),
+        (("--precision", "auto"), "allowed: a configuration with formats"),
+        (("--fast", "--method", "gptq"), "--fast and --method gptq; allowed: one"),
+        (("--method", "rtn", "--text", "{tiny}"), "--text with --method rtn"),
+    ],
+)
+def test_calibrate_refuses_bad_input_and_writes_nothing(
+    options: tuple[str, ...],
+    said: str,
+    tiny_gguf: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    files = {"empty": b" \n", "tiny": b"a few words", "binary": b"\xff\xfe\x00"}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    files["missing"] = b""
+    words = [o.format(**{name: tmp_path / name for name in files}) for o in options]
+    folder = tmp_path / "new"
+    assert main(["calibrate", str(tiny_gguf), "-o", str(folder), *SHORT, *words]) == 2
+    assert said in capfd.readouterr().err
+    assert not (folder / MANIFEST).exists() and not list(tmp_path.glob("new/*.safetensors"))
+
+
+def test_calibrate_killed_goes_on_and_gives_the_same_weights(
+    calibrated: Callable[..., Path], tiny_gguf: Path, text: Path, tmp_path: Path
+) -> None:
+    whole, folder = calibrated(), tmp_path / "killed"
+    argv = ["calibrate", str(tiny_gguf), "-o", str(folder), "--text", str(text), *SHORT]
+    command = [sys.executable, "-m", "tilewright.cli.main", *argv]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as child:
+        while not (folder / "layer-00000.safetensors").exists() and child.poll() is None:
+            time.sleep(0.002)
+        os.kill(child.pid, signal.SIGKILL)
+    if not (folder / MANIFEST).exists():
+        assert (folder / PARTIAL).exists()
+        assert main(["run", str(folder), "--prompt", "a"]) == 2
+        assert main([*argv, "--fast"]) == 2, "another method does not go on there"
+        assert main(argv) == 0
+    for path in whole.glob("*.safetensors"):
+        assert (folder / path.name).read_bytes() == path.read_bytes(), path.name
+    assert json.loads((folder / MANIFEST).read_text()) == json.loads((whole / MANIFEST).read_text())
+
+
+def test_an_unreached_expert_is_rounded_to_nearest(tmp_path: Path) -> None:
+    from tests.tiny import tiny_model
+    from tilewright.compiler.calibration.calibrate import CodedMatrix, Method, calibrate, prepare
+    from tilewright.compiler.driver import resolve_precision
+
+    model = tiny_model(
+        model_type="qwen3_moe", num_experts=6, experts_per_token=1, expert_size=32, std=0.3
+    )
+    written: list[CodedMatrix] = []
+
+    class Writer:
+        def has(self, segment: str) -> bool:
+            return False
+
+        def write(self, segment: str, matrices: object, floats: object) -> None:
+            written.extend(matrices)  # type: ignore[arg-type, call-overload]
+
+    tokens = torch.full((2, 8), 5)
+    notes = calibrate(
+        model,
+        prepare(model, resolve_precision(model, load_precision("all-bfp4")), lambda *_: None),
+        tokens,
+        Writer(),
+        method=Method(),
+        device=torch.device("cpu"),
+        progress=lambda *_: None,
+    )
+    assert notes and all("no token of the text; rounded to nearest" in note for note in notes)
+    assert {m.name for m in written} >= {"model.layers.0.mlp.experts.3.gate_proj.weight"}

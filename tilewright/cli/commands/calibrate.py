@@ -1,0 +1,317 @@
+"""``tilewright calibrate``: weights whose codes are chosen on a text, in a folder to run."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shlex
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewright.compiler.precision import AUTO, load_precision
+from tilewright.errors import ConfigError
+from tilewright.models import FoundModel, calibrated_precision, check_header, find_model_or_shape
+from tilewright.options.arguments import check_text, integer, option, output_folder, parse
+from tilewright.utils.files import read_regular
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilewright.compiler.calibration.calibrate import Method
+    from tilewright.compiler.precision import PrecisionConfig, ResolvedPrecision
+    from tilewright.compiler.targets.interface.base import Progress
+    from tilewright.models import LoadedModel
+    from tilewright.models.checkpoints.calibrated.manifest import CalibrationFacts
+
+_TEXT = Path(__file__).parents[2] / "evaluate" / "cases" / "calibration.txt"
+_DEFAULT_TEXT = "the package's text"
+_MIN_SEQUENCES = 4
+_CPU, _CUDA = "cpu", "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    model: str | None = option(
+        "checkpoint to calibrate, as for tilewright run (default: smollm2)", "model", nargs="?"
+    )
+    precision: str = option(
+        "configuration of the weights: a name in precision_cfgs/, a file or a heading",
+        default="performance",
+        metavar="NAME",
+    )
+    output: str | None = option(
+        "a new or empty folder, or that of an interrupted calibration", "-o", "--output",
+        metavar="DIR",
+    )  # fmt: skip
+    text: str | None = option(
+        f"UTF-8 text file to calibrate on (default: {_DEFAULT_TEXT} of several domains)",
+        metavar="FILE",
+    )
+    imatrix: str | None = option(
+        "importance matrix of llama.cpp, in place of a text", metavar="FILE"
+    )
+    fast: bool = option("the method imatrix: one forward, no factorization", default=False)
+    method: str | None = option(
+        "gptq, imatrix or rtn (round to nearest) (default: gptq)",
+        choices=("gptq", "imatrix", "rtn"),
+    )
+    block_axis: str | None = option(
+        "axis of the blocks: in, or out for Tenstorrent boards (default: the configuration's)",
+        choices=("in", "out"),
+    )
+    tokens: int = option(
+        "number of tokens, at most", default=65536, type=integer(256, 1 << 24), metavar="N"
+    )
+    length: int = option(
+        "tokens of a sequence", default=256, type=integer(16, 1 << 16), metavar="N"
+    )
+    device: str | None = option(
+        "cpu or cuda (default: cuda if there is a GPU)", choices=(_CPU, _CUDA)
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Run ``tilewright calibrate`` with the arguments behind it; returns the exit code."""
+    options = parse(
+        _Options,
+        argv,
+        prog="tilewright calibrate",
+        description="Choose the codes of block formats on a text, and write a folder to run.",
+    )
+    name = _method_name(options)
+    found = find_model_or_shape(options.model)
+    check_header(found)
+    if calibrated_precision(found) is not None:
+        raise ConfigError(f"{found}: is calibrated already; allowed: the original checkpoint")
+    if options.precision == AUTO:
+        raise ConfigError(f"--precision {AUTO}; allowed: a configuration with formats")
+    precision = load_precision(options.precision)
+    output = _output(options.output)
+    text = _read_text(options) if name != "rtn" and options.imatrix is None else ""
+    return _run(options, name, found, precision, output, text)
+
+
+def _method_name(options: _Options) -> str:
+    """Return the method that the options name.
+
+    Raises:
+        ConfigError: for options that exclude each other.
+    """
+    if options.fast and options.method not in (None, "imatrix"):
+        raise ConfigError(f"--fast and --method {options.method}; allowed: one of them")
+    if options.imatrix is not None and options.text is not None:
+        raise ConfigError("--imatrix and --text; allowed: one of them")
+    if options.imatrix is not None and options.method not in (None, "imatrix"):
+        raise ConfigError(f"--imatrix with --method {options.method}; allowed: --method imatrix")
+    if options.method == "rtn" and options.text is not None:
+        raise ConfigError("--text with --method rtn; allowed: --method gptq or imatrix")
+    if options.fast or options.imatrix is not None:
+        return "imatrix"
+    return options.method or "gptq"
+
+
+def _output(named: str | None) -> Path:
+    from tilewright.models.checkpoints.calibrated.manifest import read_partial
+
+    if named and read_partial(Path(named).expanduser()) is not None:
+        return Path(named).expanduser()
+    return output_folder(named)
+
+
+def _read_text(options: _Options) -> str:
+    """Return the calibration text.
+
+    Raises:
+        ConfigError: for a file that is missing, empty or not UTF-8.
+    """
+    if options.text is None:
+        return _TEXT.read_text(encoding="utf-8")
+    path = Path(options.text).expanduser()
+    try:
+        text = read_regular(path).decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"--text {path}: cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise ConfigError(f"--text {path}: not UTF-8; allowed: a UTF-8 text file") from None
+    check_text(text, f"--text {path}")
+    if not text.strip():
+        raise ConfigError(f"--text {path}: is empty; allowed: a text of some thousand words")
+    return text
+
+
+def _run(
+    options: _Options,
+    name: str,
+    found: FoundModel,
+    precision: PrecisionConfig,
+    output: Path,
+    text: str,
+) -> int:
+    warnings.filterwarnings("ignore", module="torch")
+    import torch
+
+    from tilewright.cli.terminal.console import err, note
+    from tilewright.compiler.calibration.calibrate import Method, calibrate, prepare
+    from tilewright.compiler.driver import resolve_precision
+    from tilewright.compiler.targets.interface.compiled import silent
+    from tilewright.models import load_model
+    from tilewright.models.checkpoints.calibrated.manifest import TOKENIZER
+    from tilewright.models.checkpoints.calibrated.writer import CalibrationWriter
+
+    device = _device(options.device)
+    model = load_model(found)
+    if options.block_axis not in (None, precision.block_axis):
+        heading = resolve_precision(model, precision).heading()
+        precision = _along(heading, str(options.block_axis))
+    resolved = resolve_precision(model, precision)
+    tokens_ST = _sequences(model, text, options) if text else torch.zeros(0, options.length)
+    prepared = prepare(model, resolved, silent)
+    method = Method(name, importance=_importance(options.imatrix))
+    facts = _facts(options, method, model, precision, resolved, tokens_ST)
+    writer = CalibrationWriter(output, dataclasses.asdict(facts), _shapes(model))
+    if writer.is_resumed:
+        note(err(), f"{output}: goes on with an interrupted calibration")
+    if options.text is None and text:
+        note(err(), f"calibrated on {_DEFAULT_TEXT}; --text FILE of your own domain gives more")
+    started = time.monotonic()
+    with _Progress() as report:
+        how: Any = {"method": method, "device": device, "progress": report}
+        notes = tuple(dict.fromkeys(calibrate(model, prepared, tokens_ST, writer, **how)))
+    if not (output / TOKENIZER).exists():
+        model.tokenizer.save(output / TOKENIZER)
+    writer.finish(facts, model.config, notes)
+    note(err(), *notes)
+    _print_end(output, f"{model.name}, {precision.name}", facts, time.monotonic() - started)
+    return 0
+
+
+def _print_end(output: Path, title: str, facts: CalibrationFacts, seconds: float) -> None:
+    from tilewright.cli.terminal.console import out
+
+    size = sum(each.stat().st_size for each in output.rglob("*") if each.is_file()) / 1e6
+    said = f"{title}, {facts.method}, {facts.num_tokens:,} tokens, {size:,.1f} MB, {seconds:,.0f} s"
+    out().print(f"{output}: {said}", soft_wrap=True)
+    out().print(f"run it: tilewright run {shlex.quote(str(output))}", soft_wrap=True)
+
+
+def _along(heading: str, axis: str) -> PrecisionConfig:
+    plain, _, _ = heading.partition(", block_axis = ")
+    return load_precision(f"{plain}, block_axis = {axis}")
+
+
+def _device(named: str | None) -> torch.device:
+    import torch
+
+    if named is None:
+        named = _CUDA if torch.cuda.is_available() else _CPU
+    elif named == _CUDA and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: there is no GPU; allowed: --device cpu")
+    return torch.device(named)
+
+
+def _sequences(model: LoadedModel, text: str, options: _Options) -> torch.Tensor:
+    """Return the token ids of the text: sequences of equal length, spread over the text.
+
+    Raises:
+        ConfigError: for a text of too few tokens.
+    """
+    from tilewright.compiler.calibration.forward import sequences
+
+    length = min(options.length, model.config.max_positions)
+    tokens = model.tokenizer.encode(text)
+    if len(tokens) < _MIN_SEQUENCES * length:
+        raise ConfigError(
+            f"the calibration text has {len(tokens)} tokens; allowed: {_MIN_SEQUENCES * length} "
+            "or more"
+        )
+    return sequences(tokens, length, options.tokens)
+
+
+def _importance(named: str | None) -> dict[str, torch.Tensor] | None:
+    if named is None:
+        return None
+    from tilewright.models.checkpoints.gguf.imatrix import read_imatrix
+
+    return read_imatrix(Path(named).expanduser())
+
+
+def _facts(
+    options: _Options,
+    method: Method,
+    model: LoadedModel,
+    precision: PrecisionConfig,
+    resolved: ResolvedPrecision,
+    tokens_ST: torch.Tensor,
+) -> CalibrationFacts:
+    """Return the origin of the folder; equal facts give equal weights on equal devices."""
+    from tilewright.models.checkpoints.calibrated.manifest import CalibrationFacts
+
+    content, name = tokens_ST.numpy().tobytes(), options.text or _DEFAULT_TEXT
+    if options.imatrix is not None:
+        content, name = read_regular(Path(options.imatrix).expanduser()), options.imatrix
+    settings: dict[str, Any] = {}
+    if method.name == "gptq":
+        settings = {"damping": method.damping, "passes": method.passes}
+    is_named = precision.name != "heading" and options.precision == precision.name
+    return CalibrationFacts(
+        model=model.name,
+        original=model.checkpoint.content_hash(),
+        precision=precision.name if is_named else resolved.heading(),
+        precision_id=resolved.id,
+        block_axis=resolved.block_axis,
+        method=method.name,
+        text=name if content else "none",
+        text_sha256=hashlib.sha256(content).hexdigest(),
+        num_tokens=tokens_ST.numel(),
+        sequence_length=tokens_ST.shape[1] if content else 0,
+        settings=settings,
+    )
+
+
+def _shapes(model: LoadedModel) -> dict[str, tuple[int, ...]]:
+    from tilewright.models.sources import stored_shapes
+
+    shapes = stored_shapes(model.module)
+    if model.config.tie_embeddings:
+        shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+    return shapes
+
+
+class _Progress:
+    """Progress on standard error: a bar with the time left; without a terminal a line a minute."""
+
+    def __enter__(self) -> Progress:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        from tilewright.cli.terminal.console import err
+
+        self._started = self._said = time.monotonic()
+        columns = (
+            TextColumn("{task.description:<12}"),
+            BarColumn(),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+        )
+        console = err()
+        self._bar = Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        )
+        self._bar.start()
+        self._task = self._bar.add_task("calibrate", total=None)
+        self._is_terminal = console.is_terminal
+        return self._report
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()
+
+    def _report(self, what: str, done: int, total: int) -> None:
+        self._bar.update(self._task, description=what, completed=done, total=total)
+        now = time.monotonic()
+        if what == "calibrate" and not self._is_terminal and done and now - self._said > 60:
+            self._said = now
+            left = (now - self._started) * (total - done) / done
+            print(f"calibrate: {100 * done // total} %, {left:,.0f} s left", file=sys.stderr)
