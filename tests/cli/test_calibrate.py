@@ -191,3 +191,22 @@ def test_an_unreached_expert_is_rounded_to_nearest(tmp_path: Path) -> None:
     )
     assert notes and all("no token of the text; rounded to nearest" in note for note in notes)
     assert {m.name for m in written} >= {"model.layers.0.mlp.experts.3.gate_proj.weight"}
+
+
+def test_bench_compares_calibrated_weights_with_their_original(
+    calibrated: Callable[..., Path],
+    tiny_gguf: Path,
+    run: Callable[..., str],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = calibrated("--precision", "all-bfp4", "--fast")
+    case = ("--case", "performance-top-1", "--no-results", "--no-cache", "--json")
+    assert main(["bench", str(folder), *case]) == 2
+    assert "allowed: with --reference PATH" in capfd.readouterr().err
+    nearest = json.loads(run("bench", tiny_gguf, *case, "--precision", "all-bfp4"))
+    found = json.loads(run("bench", folder, *case, "--reference", tiny_gguf))
+    assert found["accuracy"]["reference_id"] == nearest["accuracy"]["reference_id"]
+    assert found["accuracy"]["paired"]["base"] == "round to nearest"
+    other = calibrated(name="other")
+    assert main(["bench", str(folder), *case, "--reference", str(other)]) == 2
+    assert "not the checkpoint that" in capfd.readouterr().err

@@ -55,6 +55,7 @@ class Source:
 
     ``load``: builds the model of the checkpoint, once. ``start``: its record in the start index.
     ``notes``: lines for the user.
+    ``original``: the checkpoint whose fp32 values accuracy is compared with; None: its own.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Source:
     manifest: Manifest | None = None
     start: Start | None = None
     notes: tuple[str, ...] = ()
+    original: Source | None = None
 
     @property
     def model(self) -> LoadedModel | None:

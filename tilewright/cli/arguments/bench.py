@@ -125,6 +125,11 @@ class RunOptions:
         metavar="FILE",
         type=Path,
     )
+    reference: str | None = option(
+        "the checkpoint that accuracy is compared with: the original of a calibrated folder",
+        group="measuring",
+        metavar="PATH",
+    )
     as_json: bool = option(
         "print only the result, as JSON", "--json", default=False, group="measuring"
     )

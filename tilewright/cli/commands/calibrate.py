@@ -64,7 +64,7 @@ class _Options:
         choices=("in", "out"),
     )
     tokens: int = option(
-        "number of tokens, at most", default=65536, type=integer(256, 1 << 24), metavar="N"
+        "number of tokens, at most", default=16384, type=integer(256, 1 << 24), metavar="N"
     )
     length: int = option(
         "tokens of a sequence", default=256, type=integer(16, 1 << 16), metavar="N"

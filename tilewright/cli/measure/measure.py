@@ -96,8 +96,9 @@ def plan_jobs(source: Source, options: RunOptions, *, max_groups: int = 1) -> Pl
     if case.token_accuracy:
         text = options.accuracy_text
         subject, _ = subject_of(source, text)
-        if source.model is None and known_reference(subject, text) is None:
-            source.checkpoint_model()
+        truth = source.original or source
+        if truth.model is None and known_reference(subject, text) is None:
+            truth.checkpoint_model()
         context = max(context, ACCURACY_CONTEXT)
     return Plan(tuple(jobs), context)
 
@@ -159,11 +160,14 @@ def measure_accuracy(
         compute=compiled.compute,
     )
     base_id = load_precision(accuracy.BASE).resolve(source.num_layers, source.name).id
-    base = None
-    if compiled.precision.id != base_id:
+    own_id, base, base_name = compiled.precision.id, None, accuracy.BASE
+    if source.original is not None:  # other weights: round to nearest is the base, if it is known
+        base, base_name = accuracy.recall(reference, key(precision_id=own_id)), "round to nearest"
+        own_id = f"{own_id}-{source.content_hash[:12]}"
+    elif own_id != base_id:
         base = accuracy.recall(reference, key(precision_id=base_id))
-    accuracy.remember(predictions, reference, key(precision_id=compiled.precision.id))
-    return accuracy.score(predictions, reference, base=base, text=text.name)
+    accuracy.remember(predictions, reference, key(precision_id=own_id))
+    return accuracy.score(predictions, reference, base=base, base_name=base_name, text=text.name)
 
 
 def subject_of(source: Source, text: AccuracyText | None = None) -> tuple[Subject, list[int]]:
@@ -172,6 +176,7 @@ def subject_of(source: Source, text: AccuracyText | None = None) -> tuple[Subjec
     Raises:
         ConfigError: for random weights, or a text of too few tokens.
     """
+    source = source.original or source
     if source.weights == "random":
         raise ConfigError(
             f"accuracy of {source.path}: random weights have none; allowed: a checkpoint, or a "
@@ -193,7 +198,7 @@ def find_reference(
     Raises:
         CheckpointError: when a reference has to be made of a compiled folder.
     """
-    text = text or accuracy_text()
+    text, source = text or accuracy_text(), source.original or source
     subject, tokens = subject_of(source, text)
 
     def build() -> tuple[Reference, Tensor]:

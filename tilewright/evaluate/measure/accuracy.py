@@ -115,6 +115,7 @@ def score(
     reference: Reference,
     *,
     base: Predictions | None = None,
+    base_name: str = BASE,
     text: str = ACCURACY_TEXT,
 ) -> Accuracy:
     """Hits, counts, intervals, mean KL, and the comparison with ``base`` where there is one.
@@ -127,7 +128,7 @@ def score(
     ]
     paired = None
     if base is not None:
-        paired = Paired.from_hits(BASE, theirs=_right(base, reference), ours=right)
+        paired = Paired.from_hits(base_name, theirs=_right(base, reference), ours=right)
     kl_mean, kl_error = mean_and_error(predictions.kl) if predictions.kl else (None, None)
     return Accuracy.from_counts(
         reference.id,

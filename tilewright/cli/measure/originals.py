@@ -1,0 +1,43 @@
+"""The checkpoint that accuracy of other weights is compared with (``bench --reference``)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tilewright.cli.arguments.bench import RunOptions
+from tilewright.errors import ConfigError
+from tilewright.loading.source import Source, open_source
+from tilewright.models import check_header, find_model
+from tilewright.models.checkpoints.calibrated.checkpoint import CalibratedCheckpoint
+
+
+def with_original(source: Source, options: RunOptions) -> Source:
+    """Return the source with the original that the options name.
+
+    Raises:
+        ConfigError: for accuracy of a calibrated folder without its original, or with another
+            checkpoint than that it was calibrated from.
+    """
+    checkpoint = None if source.model is None else source.model.checkpoint
+    facts = checkpoint.facts if isinstance(checkpoint, CalibratedCheckpoint) else None
+    if options.reference is None:
+        if facts is not None and options.case.token_accuracy:
+            raise ConfigError(
+                f"{source.path}: accuracy of calibrated weights; allowed: with --reference PATH, "
+                f"the checkpoint of {facts.model} that they were made of"
+            )
+        return source
+    found = find_model(options.reference)
+    check_header(found)
+    original = open_source(found)
+    if facts is not None and original.content_hash != facts.original:
+        raise ConfigError(
+            f"--reference {options.reference}: not the checkpoint that {source.path} was "
+            f"calibrated from; allowed: content hash {facts.original[:12]}"
+        )
+    if original.tokenizer.content_hash() != source.tokenizer.content_hash():
+        raise ConfigError(
+            f"--reference {options.reference}: another tokenizer than that of {source.path}; "
+            "allowed: a checkpoint with the same tokenizer"
+        )
+    return replace(source, original=original)
