@@ -74,7 +74,7 @@ def imatrix(weight_NK: Tensor, grid: Grid, importance_K: Tensor | None) -> Encod
 
     Blocks run along the last axis; rows may be columns of a weight.
     """
-    num_rows, size = weight_NK.shape
+    size = weight_NK.shape[1]
     block = grid.format.block
     pad = torch.nn.functional.pad
     weight_NK = pad(weight_NK, (0, -size % block))

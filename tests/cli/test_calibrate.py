@@ -210,3 +210,66 @@ def test_bench_compares_calibrated_weights_with_their_original(
     other = calibrated(name="other")
     assert main(["bench", str(folder), *case, "--reference", str(other)]) == 2
     assert "not the checkpoint that" in capfd.readouterr().err
+
+
+def test_calibrated_q40_codes_reach_gguf_and_dllama_unchanged(
+    calibrated: Callable[..., Path], tiny_gguf: Path, tmp_path: Path, run: Callable[..., str]
+) -> None:
+    folder = calibrated("--precision", "all-q40")
+    found = load_model(folder).checkpoint
+    gguf, dllama = tmp_path / "gguf", tmp_path / "dllama"
+    run("convert", folder, "--to", "gguf", "--original", tiny_gguf, "-o", gguf)
+    run("convert", folder, "-o", dllama)
+    repacked = 0
+    for path in (gguf, dllama):
+        written = load_model(path).checkpoint
+        for name in found.names:
+            if "proj" in name:
+                values = found.get(name)
+                assert torch.equal(written.get(name), values), name
+                assert written.stored_type(name) == "Q4_0"
+                repacked += not torch.equal(get_format("q40").round_trip(values), values)
+    assert repacked, "packing the values again would lose codes"
+    chat = "a tiny text"
+    assert load_model(gguf).tokenizer.encode(chat) == load_model(folder).tokenizer.encode(chat)
+
+
+@pytest.mark.parametrize("kind", ["binary", "gguf"])
+def test_imatrix_of_llama_cpp_gives_the_importance(
+    kind: str, tiny_gguf: Path, tmp_path: Path, run: Callable[..., str]
+) -> None:
+    import struct
+
+    import gguf
+    import numpy as np
+
+    path, name = tmp_path / "imatrix", "blk.0.ffn_gate.weight"
+    size = load_model(tiny_gguf).config.hidden_size
+    squares = np.linspace(0.01, 100, size, dtype=np.float32)
+    if kind == "binary":
+        head = struct.pack("<ii", 1, len(name)) + name.encode() + struct.pack("<ii", 4, size)
+        path.write_bytes(head + (squares * 4).tobytes())
+    else:
+        writer = gguf.GGUFWriter(path, "imatrix")
+        writer.add_tensor(f"{name}.in_sum2", squares[None] * 4)
+        writer.add_tensor(f"{name}.counts", np.array([[4]], np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    folder = tmp_path / "new"
+    run("calibrate", tiny_gguf, "-o", folder, "--imatrix", path)
+    gate, up = (f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up"))
+    found, original = load_model(folder).checkpoint, load_model(tiny_gguf).checkpoint
+    bfp4 = get_format("bfp4")
+    importance = torch.from_numpy(squares)
+
+    def loss(values: torch.Tensor) -> float:
+        return float(((values - original.get(gate)).square() * importance).sum())
+
+    assert loss(found.get(gate)) < loss(bfp4.round_trip(original.get(gate)))
+    assert torch.equal(found.get(up), bfp4.round_trip(original.get(up))), "not in the file"
+    path.write_bytes(path.read_bytes()[:60])
+    assert (
+        main(["calibrate", str(tiny_gguf), "-o", str(tmp_path / "b"), "--imatrix", str(path)]) == 2
+    )

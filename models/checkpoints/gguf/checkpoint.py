@@ -165,6 +165,23 @@ class GGUFCheckpoint:
             release(file, 0, len(file))
         return digest
 
+    def stored_tensors(self) -> Iterator[tuple[str, GGUFTensor]]:
+        """Return the file's tensors by Hugging Face's name.
+
+        Raises:
+            CheckpointError: for a file with tensors in another way than Hugging Face's.
+        """
+        if self._views or any(map(self._is_changed, self._tensors)):
+            raise CheckpointError(
+                f"{self.path}: {self.config.model_type} has other tensors in GGUF; allowed: a "
+                "dense model, as llama or qwen2"
+            )
+        return iter(self._tensors.items())
+
+    def row_order(self, name: str) -> Order | None:
+        """Return the row of the file that each of Hugging Face's rows is; None if they agree."""
+        return self._file_rows(name, self._tensors[name]) if name in self._tensors else None
+
     def _stored(self, tensor: GGUFTensor, low: int, high: int) -> bytes:
         return self._maps[tensor.part][tensor.start + low : tensor.start + high]
 

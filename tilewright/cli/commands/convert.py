@@ -43,9 +43,13 @@ _NOT_IN_NAMES = re.compile(r"[^\w.-]+")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options(CheckpointArguments):
     to: str = option(
-        "dllama: a .m and a .t file; cache: the compiled program that the commands find",
+        "dllama: a .m and a .t file; cache: the compiled program that the commands find; gguf: a "
+        "calibrated folder's q40 or q80 weights in a copy of the GGUF file they came from",
         default="dllama",
-        choices=("dllama", "cache"),
+        choices=("dllama", "cache", "gguf"),
+    )
+    original: str | None = option(
+        "of --to gguf: the GGUF file that the folder was calibrated from", metavar="FILE"
     )
     verbose: bool = option("print the notes of the compiler", "-v", "--verbose", default=False)
     weights: str | None = option(
@@ -63,6 +67,11 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.dump is not None:
         raise ConfigError("--dump with convert; allowed: with tilewright compile")
+    if arguments.to == "gguf":
+        refuse_given(arguments, (*_OF_CACHE, "weights"), "--to gguf; allowed: without --{name}")
+        take_checkpoint(arguments)
+        return _to_gguf(arguments)
+    refuse_given(arguments, ("original",), f"--to {arguments.to}; allowed: --to gguf")
     names, other = (_OF_CACHE, "cache") if arguments.to == "dllama" else (_OF_DLLAMA, "dllama")
     said = f"--to {arguments.to}; allowed: without --{{name}}, or --to {other}"
     refuse_given(arguments, names, said)
@@ -117,6 +126,36 @@ def _write_dllama(model: LoadedModel, folder: Path, weights: str, progress: Prog
         raise NoRoomError(
             f"{path.name}: cannot be written ({error.strerror}); allowed: a folder with room for it"
         ) from None
+
+
+def _to_gguf(arguments: argparse.Namespace) -> int:
+    output = output_folder(arguments.output)
+    if arguments.original is None:
+        raise ConfigError("--to gguf without --original; allowed: --original FILE.gguf")
+    paths = find_model(arguments.model), find_model(arguments.original)
+    for path in paths:
+        check_header(path)
+    from tilewright.cli.terminal.console import compile_progress, err, out, print_files
+    from tilewright.compiler.artifacts.folder import fresh_folder
+    from tilewright.models.checkpoints.calibrated.checkpoint import CalibratedCheckpoint
+    from tilewright.models.checkpoints.containers import open_checkpoint
+    from tilewright.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
+    from tilewright.models.checkpoints.gguf.replacement import write_replacement
+
+    calibrated, original = map(open_checkpoint, paths)
+    if not isinstance(calibrated, CalibratedCheckpoint):
+        raise ConfigError(f"{paths[0]}: is not calibrated; allowed: a folder of calibrate")
+    if not isinstance(original, GGUFCheckpoint):
+        raise ConfigError(f"--original {paths[1]}: allowed: a .gguf file")
+    name = _NOT_IN_NAMES.sub("_", calibrated.facts.model) + "-calibrated.gguf"
+    with fresh_folder(output) as folder, compile_progress(err()) as progress:
+        try:
+            with (folder / name).open("wb") as file:
+                write_replacement(original, calibrated, file, progress)
+        except OSError as error:
+            raise NoRoomError(f"{name}: cannot be written ({error.strerror})") from None
+    print_files(out(), output)
+    return 0
 
 
 def _to_cache(arguments: argparse.Namespace) -> int:

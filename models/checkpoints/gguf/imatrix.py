@@ -1,0 +1,83 @@
+"""Importance matrices of llama.cpp: mean squares of each weight's inputs, from either file format.
+
+Read are the GGUF format and the older binary one. Matrices of experts are left out.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.errors import CheckpointError, one_line
+from tilewright.models.checkpoints.gguf.checkpoint import hf_name
+from tilewright.utils.files import read_regular
+
+_MAX_ENTRIES, _MAX_NAME = 1 << 20, 1 << 10
+_SUMS, _COUNTS = ".in_sum2", ".counts"
+
+
+def read_imatrix(path: Path) -> dict[str, Tensor]:
+    """Return mean squares, float32 ``[inputs]``, by Hugging Face's name of the weight.
+
+    Raises:
+        CheckpointError: for a file that is missing, cut short, or of another kind.
+    """
+    try:
+        data = read_regular(path)
+        found = _read_gguf(path) if data[:4] == b"GGUF" else _read_binary(data)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, IndexError, struct.error) as error:
+        raise CheckpointError(f"{path}: not an imatrix file: {one_line(error)}") from None
+    named = {hf_name(name): torch.from_numpy(values) for name, values in found.items()}
+    if not named:
+        raise CheckpointError(f"{path}: no entries; allowed: an imatrix file of llama.cpp")
+    for name, values in named.items():
+        if not bool(values.isfinite().all()) or bool((values < 0).any()):
+            raise CheckpointError(f"{path}: {name}: values are negative, NaN or infinite")
+    return named
+
+
+def _read_binary(data: bytes) -> dict[str, np.ndarray]:
+    """Read a count, then for each entry its name, its number of calls and its values."""
+
+    def integer(at: int) -> int:
+        value: int = struct.unpack_from("<i", data, at)[0]
+        return value
+
+    count, at = integer(0), 4
+    if not 0 < count <= _MAX_ENTRIES:
+        raise ValueError(f"{count} entries")
+    found: dict[str, np.ndarray] = {}
+    for _ in range(count):
+        length = integer(at)
+        if not 0 < length <= _MAX_NAME:
+            raise ValueError(f"a name of {length} bytes")
+        name = data[at + 4 : at + 4 + length].decode("utf-8")
+        at += 4 + length
+        calls, size = integer(at), integer(at + 4)
+        at += 8
+        if size < 0 or at + 4 * size > len(data):
+            raise ValueError(f"{name}: {size} values in {len(data) - at} bytes")
+        values = np.frombuffer(data, "<f4", size, at).astype(np.float32)
+        found[name] = values / max(1, calls)
+        at += 4 * size
+    return found
+
+
+def _read_gguf(path: Path) -> dict[str, np.ndarray]:
+    import gguf
+
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+    found = {}
+    for name, sums in tensors.items():
+        if name.endswith(_SUMS):
+            counts = np.asarray(tensors[name.removesuffix(_SUMS) + _COUNTS], np.float32).reshape(-1)
+            if counts.size == 1:
+                values = np.asarray(sums, np.float32).reshape(-1)
+                found[name.removesuffix(_SUMS)] = values / max(1.0, float(counts[0]))
+    return found

@@ -1,0 +1,118 @@
+"""A GGUF file with the tensors of another checkpoint: metadata of the file, codes as they are."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+
+from tilewright.compiler.formats.ggml_blocks import Bytes
+from tilewright.errors import CheckpointError, allowed
+from tilewright.models.checkpoints.calibrated.checkpoint import CalibratedCheckpoint
+from tilewright.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from tilewright.models.checkpoints.gguf.header import TENSOR_TYPES
+
+_ALIGNMENT = 32
+_FILE_TYPE = "general.file_type"
+_FILE_TYPES = {"Q4_0": 2, "Q8_0": 7}
+_HEAD, _OUTPUT = "lm_head.weight", "output.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor of the new file: ``name`` in GGUF, ``source`` in the calibrated folder."""
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+def write_replacement(
+    original: GGUFCheckpoint,
+    calibrated: CalibratedCheckpoint,
+    file: BinaryIO,
+    progress: Callable[[str, int, int], None],
+) -> None:
+    """Write the original's file with the calibrated folder's tensors.
+
+    Raises:
+        CheckpointError: for weights in formats that GGUF has not, or another model.
+        OSError: when ``file`` cannot be written.
+    """
+    if original.content_hash() != calibrated.facts.original:
+        raise CheckpointError(
+            f"{original.path}: not the file that {calibrated.path} was calibrated from"
+        )
+    entries = list(_entries(original, calibrated))
+    file.write(_header(original.path, entries))
+    for done, entry in enumerate(entries):
+        data = _data(original, calibrated, entry)
+        assert data.nbytes == entry.nbytes, entry.name
+        file.write(data.tobytes() + bytes(-data.nbytes % _ALIGNMENT))
+        progress("weights", done + 1, len(entries))
+
+
+def _entries(original: GGUFCheckpoint, calibrated: CalibratedCheckpoint) -> Iterator[_Entry]:
+    for name, tensor in original.stored_tensors():
+        yield _entry(tensor.name, name, calibrated)
+    if _HEAD in calibrated.names and _HEAD not in original.names:
+        yield _entry(_OUTPUT, _HEAD, calibrated)
+
+
+def _entry(name: str, source: str, calibrated: CalibratedCheckpoint) -> _Entry:
+    meta, codes = calibrated.names[source], calibrated.calibrated(source)
+    if codes is not None and meta.dtype == "F32":
+        raise CheckpointError(
+            f"{calibrated.path}: {source} has codes of {codes[0]} along {codes[1]}; "
+            + allowed(("q40 and q80 along in, as precision all-q40",))
+        )
+    _, block, block_bytes = TENSOR_TYPES[meta.dtype]
+    nbytes = math.prod(meta.shape) // block * block_bytes
+    return _Entry(name, source, meta.shape, meta.dtype, nbytes)
+
+
+def _data(original: GGUFCheckpoint, calibrated: CalibratedCheckpoint, entry: _Entry) -> Bytes:
+    """Return a tensor's bytes, rows in the file's order."""
+    if entry.dtype in ("F32", "F16", "BF16"):
+        rows: Bytes = calibrated.get(entry.source).contiguous().view(torch.uint8).numpy()
+        rows = rows.reshape(entry.shape[0], -1)
+    else:
+        rows = calibrated.stored(entry.source)[1]
+    order = original.row_order(entry.source)
+    if order is None:
+        return rows
+    placed = np.empty_like(rows)
+    placed[order] = rows
+    return placed
+
+
+def _header(path: Path, entries: list[_Entry]) -> bytes:
+    """Return everything before the data: the metadata as it is, but for the file's type."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    first = min(tensor.field.offset for tensor in reader.tensors)
+    start = min(f.offset for n, f in reader.fields.items() if not n.startswith("GGUF."))
+    metadata = bytearray(np.asarray(reader.data[start:first]).tobytes())
+    if (known := reader.fields.get(_FILE_TYPE)) is not None:
+        types = [e.dtype for e in entries if e.dtype in _FILE_TYPES]
+        end = known.offset - start + sum(int(part.nbytes) for part in known.parts)
+        metadata[end - 4 : end] = struct.pack("<I", _FILE_TYPES[max(types, key=types.count)])
+    num_fields = sum(not name.startswith("GGUF.") for name in reader.fields)
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(entries), num_fields) + bytes(metadata)
+    at = 0
+    for entry in entries:
+        name = entry.name.encode()
+        head += struct.pack("<Q", len(name)) + name + struct.pack("<I", len(entry.shape))
+        head += struct.pack(f"<{len(entry.shape)}Q", *reversed(entry.shape))
+        head += struct.pack("<IQ", TENSOR_TYPES[entry.dtype][0], at)
+        at += entry.nbytes + -entry.nbytes % _ALIGNMENT
+    return head + bytes(-len(head) % _ALIGNMENT)
