@@ -95,11 +95,11 @@ class LayeredForward:
         most = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
         step = max(1, most // self._length)
         inputs = [n for n in graph_module.graph.nodes if info(n).role == INPUT]
-        self._groups: list[dict[Node, Tensor]] = []
+        self.groups: list[dict[Node, Tensor]] = []
         for part_ST in tokens_ST.split(step):
             positions = torch.arange(self._length).repeat(part_ST.shape[0])
             values = {"tokens": part_ST.flatten(), "positions": positions}
-            self._groups.append({n: values[str(n.target)].to(device) for n in inputs})
+            self.groups.append({n: values[str(n.target)].to(device) for n in inputs})
 
     def load(self, segment: Segment) -> dict[Node, Tensor]:
         """Load the weights and constants of a segment."""
@@ -111,7 +111,6 @@ class LayeredForward:
                 found[node] = values.to(self._device, non_blocking=True)
         return found
 
-    @torch.no_grad()
     def run(
         self, segment: Segment, weights: Weights, watch: Watch, *, skip: frozenset[Node]
     ) -> Iterator[int]:
@@ -119,44 +118,51 @@ class LayeredForward:
 
         Products call ``watch`` first. Products in ``skip`` are not computed.
         """
-        cast = {
-            argument: weights[argument].to(self._dtype)
-            for node in segment.products
-            if node not in skip and isinstance(argument := node.args[1], Node)
-        }
-        for index, group in enumerate(self._groups):
-            values: dict[Node, Any] = {**weights, **group}
-            for node in segment.nodes:
-                arguments = torch.fx.node.map_arg(node.args, values.__getitem__)
-                if node.target in PRODUCTS:
-                    watch(node, arguments)
-                    if node in skip:
-                        continue
-                    values[node] = self._product(node, arguments, cast)
-                else:
-                    values[node] = self._call(node, arguments)
-            kept = {n: v for n, v in values.items() if n in segment.live or n.op == "placeholder"}
-            self._groups[index] = {n: v for n, v in kept.items() if n not in weights}
+        cast = self.cast(segment, weights, skip)
+        for index, group in enumerate(self.groups):
+            self.groups[index] = self.step(segment, cast, group, watch, skip=skip)
             yield index + 1
+
+    def cast(self, segment: Segment, weights: Weights, skip: frozenset[Node]) -> Weights:
+        """Return the weights with those of products in the type of products."""
+        products = {node.args[1] for node in segment.products if node not in skip}
+        return {n: w.to(self._dtype) if n in products else w for n, w in weights.items()}
+
+    @torch.no_grad()
+    def step(
+        self,
+        segment: Segment,
+        weights: Weights,
+        group: Mapping[Node, Tensor],
+        watch: Watch,
+        *,
+        skip: frozenset[Node],
+    ) -> dict[Node, Tensor]:
+        """Run a segment on the values of one group; return the values for later segments."""
+        values: dict[Node, Any] = {**weights, **group}
+        for node in segment.nodes:
+            arguments = torch.fx.node.map_arg(node.args, values.__getitem__)
+            if node.target not in PRODUCTS:
+                values[node] = self._call(node, arguments)
+                continue
+            watch(node, arguments)
+            if node not in skip:
+                values[node] = self._product(node, arguments)
+        kept = {n: v for n, v in values.items() if n in segment.live or n in group}
+        return {n: v for n, v in kept.items() if n not in weights}
 
     @property
     def num_groups(self) -> int:
         """Number of groups of sequences."""
-        return len(self._groups)
+        return len(self.groups)
 
-    def outputs(self, node: Node) -> Tensor:
-        """Return a live value of all sequences, a token a row."""
-        return torch.cat([group[node] for group in self._groups])
-
-    def _product(self, node: Node, arguments: tuple[Any, ...], cast: Weights) -> Tensor:
-        x, _, *rest = arguments
-        weight = node.args[1]
-        assert isinstance(weight, Node)
+    def _product(self, node: Node, arguments: tuple[Any, ...]) -> Tensor:
+        x, weight, *rest = arguments
         if node.target is ops.expert_linear.overload:
-            found: Tensor = ops.expert_linear.reference(x.to(self._dtype), cast[weight], *rest)
+            found: Tensor = ops.expert_linear.reference(x.to(self._dtype), weight, *rest)
             return found.to(x.dtype)
         bias = rest[0] if rest else None
-        product = torch.nn.functional.linear(x.to(self._dtype), cast[weight]).to(x.dtype)
+        product = torch.nn.functional.linear(x.to(self._dtype), weight).to(x.dtype)
         return product if bias is None else product + bias
 
     def _call(self, node: Node, arguments: tuple[Any, ...]) -> Any:

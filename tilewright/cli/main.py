@@ -28,6 +28,7 @@ VERBS = {
     "bench": (f"{_COMMANDS}.bench", "measure a model or a server: speed, memory, accuracy"),
     "sweep": ("tilewright.cli.sweep.main", "measure many configurations and find the best"),
     "calibrate": (f"{_COMMANDS}.calibrate", "choose the codes of weights on a text"),
+    "trace": (f"{_COMMANDS}.trace_model", "find the layers that lose accuracy"),
     "models": (f"{_COMMANDS}.models", "list and remove cached programs and downloaded models"),
     "pull": (f"{_COMMANDS}.pull", "download a model from the Hugging Face hub"),
 }

@@ -1,0 +1,1 @@
+"""Accuracy of calibrated weights beside round to nearest, on texts of several domains."""

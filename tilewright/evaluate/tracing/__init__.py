@@ -1,0 +1,1 @@
+"""Trace: in which layers, operations and settings accuracy is lost."""

@@ -1,0 +1,64 @@
+"""A trace as a table and as a figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tilewright.evaluate.report.table import Table
+from tilewright.evaluate.tracing.layer_trace import Trace, TraceRow
+
+
+def trace_table(trace: Trace, most: int) -> Table:
+    """Return the first rows of a trace."""
+    names = (
+        "place",
+        "operation",
+        "format",
+        "KL gain (nats)",
+        "top-1 gain (positions)",
+        "own error",
+        "error",
+        "correlation",
+    )
+    return Table.of(names, [_cells(row) for row in trace.rows[:most]])
+
+
+def _cells(row: TraceRow) -> tuple[str, ...]:
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    return (
+        row.place,
+        row.operation,
+        row.format,
+        number(row.kl_gain, "+.5f"),
+        number(row.flips, "+d"),
+        number(row.own_error, ".4f"),
+        number(row.error, ".4f"),
+        number(row.correlation, ".5f"),
+    )
+
+
+def plot_trace(trace: Trace, path: Path, title: str) -> None:
+    """Write the own error of every operation by layer.
+
+    Raises:
+        ConfigError: where the plot library is missing, or the file cannot be written.
+    """
+    from tilewright.evaluate.plots.style import save, settings
+
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in trace.rows:
+        if row.place.startswith("layer ") and row.own_error is not None:
+            lines.setdefault(row.operation, []).append((int(row.place[6:]), row.own_error))
+    with settings():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        for name, points in sorted(lines.items()):
+            points.sort()
+            axes.plot([x for x, _ in points], [y for _, y in points], marker=".", label=name)
+        axes.set(xlabel="layer", ylabel="relative error of outputs", title=title)
+        axes.legend()
+        save(figure, path)

@@ -1,0 +1,95 @@
+"""Settings of a whole model restored in turn on a target: KV, activations, fidelity, weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.driver import CompilableModel, compile_model
+from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.precision.fragment import Fragment, read_rule
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable, Progress
+from tilewright.compiler.targets.interface.step import (
+    Choosing,
+    Chunk,
+    Edit,
+    Open,
+    Pages,
+    Seat,
+    Step,
+)
+from tilewright.errors import ConfigError
+from tilewright.evaluate.tracing.layer_trace import ALL, TraceRow
+from tilewright.evaluate.tracing.logits import observe
+from tilewright.runtime.memory.pages import pages_of
+
+_WEIGHTS = ("ff1_3", "ff2", "wqkv", "wo", "lm_head")
+_RESTORED: dict[str, tuple[str, dict[str, str]]] = {
+    "weights": ("bf16", dict.fromkeys(_WEIGHTS, "bf16")),
+    "kv_cache": ("bf16", {"kv_cache": "bf16"}),
+    "activation": ("bf16", {"activation": "bf16"}),
+    "fidelity": (
+        "hifi4",
+        dict.fromkeys(("li_ff1_3", "li_ff2", "li_qkv_prefill", "li_o_prefill"), "hifi4"),
+    ),
+}
+
+
+def restored(precision: PrecisionConfig, settings: dict[str, str]) -> PrecisionConfig:
+    """Return a configuration with settings that no rule of it overrides."""
+    formats = {key: value for key, value in settings.items() if not key.startswith("li_")}
+    fidelities = {key: value for key, value in settings.items() if key.startswith("li_")}
+    rule = read_rule("*", {"precision": formats, "fidelity": fidelities}, where="trace")
+    fragment = Fragment(source="trace", rules=(rule,))
+    return dataclasses.replace(precision, fragments=(*precision.fragments, fragment))
+
+
+def restored_settings(
+    model: CompilableModel,
+    precision: PrecisionConfig,
+    tokens_ST: Tensor,
+    target: str,
+    original: CompilableModel,
+    progress: Progress,
+) -> tuple[TraceRow, ...]:
+    """Return a row for each setting, largest gain first, on one sequence of prefill.
+
+    Raises:
+        CompileError: where the target does not run the model.
+    """
+    truth = observe(original, "reference", tokens_ST[:1])
+    wanted = (truth.hidden @ truth.head.T).log_softmax(-1)
+
+    def score(chosen: PrecisionConfig, subject: CompilableModel) -> tuple[float, int]:
+        options = CompileOptions(max_context=tokens_ST.shape[1])
+        compiled = compile_model(subject, chosen, target=target, options=options, progress=progress)
+        found = _logits(compiled.executable, tokens_ST[0].tolist()).log_softmax(-1)
+        compiled.executable.close()
+        kl = (wanted.exp() * (wanted - found)).sum(-1).mean()
+        return float(kl), int((found.argmax(-1) == wanted.argmax(-1)).sum())
+
+    base_kl, base_right = score(precision, model)
+    rows = []
+    for name, (value, settings) in _RESTORED.items():
+        subject = original if name == "weights" else model
+        try:
+            kl, right = score(restored(precision, settings), subject)
+        except ConfigError:
+            continue  # a model without such a group
+        gain = base_kl - kl
+        rows.append(TraceRow(ALL, name, value, kl_gain=gain, flips=right - base_right))
+    return tuple(sorted(rows, key=lambda row: row.kl_gain or 0.0, reverse=True))
+
+
+def _logits(executable: Executable, tokens: list[int]) -> Tensor:
+    """Return the logits ``[T, vocabulary]`` of one prefill."""
+    executable.reset()
+    seat, size = Seat(0), executable.capabilities.page_size
+    edits: list[Edit] = [Open(seat, Choosing())]
+    if size:
+        edits.append(Pages(seat, 0, tuple(range(pages_of(len(tokens), size)))))
+    chunk = Chunk(seat, 0, tuple(tokens), echoes=True)
+    output = executable.step(Step(prompts=(chunk,), edits=tuple(edits), want_logits=True))
+    return torch.cat([part.logits() for part in output.parts if part.logits is not None])
