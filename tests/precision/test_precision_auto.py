@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.ggml_blocks import SHAPES, write_llama
 from tilewright.compiler.formats import STORED_NAMES, get_format
 from tilewright.compiler.ir.info import Compute, NodeInfo
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.precision import choose_precision, load_precision
 from tilewright.compiler.precision.auto import HOLDS_STORED, SMALL, SMALL_BYTES
+from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.table import get_target, target_names
+from tilewright.loading.source import settle_backend
+from tilewright.options.arguments import ModelArguments, read_model_options
+from tilewright.options.default_precision import default_precision
 
 QUANTISED = [name for name in STORED_NAMES if get_format(name).block > 1]
 
@@ -36,3 +43,31 @@ def test_targets_that_hold_stored_weights_hold_every_format(target: str, name: s
     recipe = WeightRecipe((Segment("w", 64),), (64, 256)).as_stored(name)
     facts = NodeInfo(tensor_group="ff2", compute=Compute("hifi2", "hifi2"))
     assert get_target(target).holding(recipe, facts, compute="fast").kind
+
+
+def test_a_small_file_has_another_configuration_for_onnxruntime(tmp_path: Path) -> None:
+    """Which has one arithmetic for both phases; the size is that of all parts of a file."""
+    model = write_llama(tmp_path / "tiny.gguf", dict.fromkeys(SHAPES, "Q4_0"), embedding="Q8_0")
+    first, other = default_precision(model, ("Q4_0", "Q8_0"), "cpu", is_auto=True)
+    assert other is not None
+    assert (first.precision.name, other.precision.name) == (SMALL, "stored")
+    assert default_precision(model, ("Q4_0", "Q8_0"), "cpu", is_auto=False)[0] == other
+    split = model.rename(tmp_path / "tiny-00001-of-00002.gguf")
+    with (tmp_path / "tiny-00002-of-00002.gguf").open("wb") as rest:
+        rest.truncate(SMALL_BYTES)  # a sparse file
+    assert default_precision(split, ("Q4_0", "Q8_0"), "cpu", is_auto=True) == (other, None)
+
+
+def test_settling_on_onnxruntime_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_llama(tmp_path / "tiny.gguf", dict.fromkeys(SHAPES, "Q4_0"), embedding="Q8_0")
+    options = read_model_options(ModelArguments(model=str(model)), "auto")
+    monkeypatch.setattr(
+        "tilewright.compiler.targets.cpu.backend.choose_backend",
+        lambda progress: ("cpu", "backend auto: onnxruntime, for this test"),
+    )
+    settled = settle_backend(options, silent)
+    assert settled.precision == load_precision("stored")
+    assert [each.split(",")[0] for each in settled.notes] == [
+        "precision auto: stored",
+        "backend auto: onnxruntime",
+    ]
