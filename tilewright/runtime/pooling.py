@@ -42,7 +42,10 @@ class Pooling:
             return False
         total = pooled.last.astype("f8")
         if self.kind == MEAN:
-            total = sum(each.total.astype("f8") for _, each in self._chunks) / num_tokens
+            total = pooled.total.astype("f8")
+            for _, each in self._chunks[:-1]:
+                total += each.total
+            total /= num_tokens
         self.vector = normalized(total)
         self._chunks.clear()
         return True

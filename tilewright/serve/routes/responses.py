@@ -46,7 +46,8 @@ async def _create(request: web.Request) -> web.StreamResponse:
         headers["x-unconstrained-tools"] = job.unheld.encode("ascii", "replace").decode()[:500]
     follower = Follower(job, front.client, front.metrics, aside=front.aside, request_id=request[ID])
     if job.streams:
-        headers |= request[HEADERS]
+        common = request[HEADERS]
+        headers |= common
         return await answer_stream(
             request,
             job,
