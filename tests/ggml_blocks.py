@@ -32,6 +32,13 @@ SCALES_AT = {
     "TQ2_0": (64,),
     "MXFP4": (),
     "NVFP4": (),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
+    "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
+    "IQ1_S": (0,),
+    "IQ1_M": (),
 }
 
 
@@ -53,6 +60,8 @@ def random_blocks(dtype: str, num_blocks: int, seed: int = 0) -> np.ndarray:
     blocks = rng.integers(0, 256, (num_blocks, SIZES[dtype][1]), dtype=np.uint8)
     if dtype == "MXFP4":
         blocks[:, 0] = rng.integers(119, 124, num_blocks)
+    if dtype == "IQ1_M":  # of the nibbles of its scale, those of sign and exponent
+        blocks[:, 55] = blocks[:, 55] & 0x0F | 0x20
     for at in SCALES_AT[dtype]:
         sign = rng.choice([-1.0, 1.0], (num_blocks, 1))
         scales = sign * np.exp2(rng.uniform(-10, -5, (num_blocks, 1)))

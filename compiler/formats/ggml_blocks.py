@@ -21,6 +21,7 @@ from tilewright.compiler.formats.ggml_bits import (
     scale_at,
     signed,
 )
+from tilewright.compiler.formats.ggml_grid_blocks import GRID_DECODERS
 from tilewright.compiler.formats.ggml_small_blocks import LARGER, SMALL_DECODERS
 
 # Blocks are decoded in pieces of about this many values, so that temporaries stay in cache.
@@ -45,6 +46,13 @@ SIZES: Mapping[str, tuple[int, int]] = {
     "TQ2_0": (256, 66),
     "MXFP4": (32, 17),
     "NVFP4": (64, 36),
+    "IQ2_XXS": (256, 66),
+    "IQ2_XS": (256, 74),
+    "IQ2_S": (256, 82),
+    "IQ3_XXS": (256, 98),
+    "IQ3_S": (256, 110),
+    "IQ1_S": (256, 50),
+    "IQ1_M": (256, 56),
 }
 """Values and bytes of a block, by ggml's name of the type."""
 
@@ -195,6 +203,7 @@ DECODERS: Mapping[str, Decoder] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     **SMALL_DECODERS,
+    **GRID_DECODERS,
 }
 
 

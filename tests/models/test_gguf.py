@@ -138,15 +138,15 @@ def test_bad_rope_factors(
 def test_refused_type_is_named_with_the_allowed_ones(
     tmp_path: Path, make_llama: Callable[..., Any], write_gguf: Callable[..., Path]
 ) -> None:
-    stored = np.zeros((2, 50), np.uint8)
-    kind = gguf.GGMLQuantizationType.IQ1_S
+    stored = np.zeros((2, 40), np.uint8)
+    kind = gguf.GGMLQuantizationType.Q8_1
     path = write_gguf(
         tmp_path / "m.gguf",
         make_llama(),
         extra=lambda writer: writer.add_tensor("odd.weight", stored, raw_dtype=kind),
     )
     with pytest.raises(
-        CheckpointError, match=r"'odd\.weight' has type IQ1_S.*allowed: F32, F16.*, Q6_K"
+        CheckpointError, match=r"'odd\.weight' has type Q8_1.*allowed: F32, F16.*, Q6_K"
     ):
         GGUFCheckpoint(path)
 

@@ -54,12 +54,18 @@ TENSOR_TYPES: Mapping[str, tuple[int, int, int]] = {
     "TQ2_0": (35, 256, 66),
     "MXFP4": (39, 32, 17),
     "NVFP4": (40, 64, 36),
+    "IQ2_XXS": (16, 256, 66),
+    "IQ2_XS": (17, 256, 74),
+    "IQ2_S": (22, 256, 82),
+    "IQ3_XXS": (18, 256, 98),
+    "IQ3_S": (21, 256, 110),
+    "IQ1_S": (19, 256, 50),
+    "IQ1_M": (29, 256, 56),
 }
 _TYPE_NAMES = {entry[0]: name for name, entry in TENSOR_TYPES.items()}
 # ggml's other types, for the message that refuses them.
 _REFUSED = {
-    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S",
-    22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 41: "Q1_0",
+    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0",
 }  # fmt: skip
 
 

@@ -68,7 +68,6 @@ def config_of_hf(values: Mapping[str, object], *, where: Path | str) -> ModelCon
         values = _text_values(values, model_type, where)
     keys = Keys({**architecture.hf_defaults, **values}, where)
     quantization_of(values, str(where))
-    keys.get("quantization_config")
     hidden = keys.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = keys.integer("num_attention_heads", 1, MAX_HEADS)
     head_dim = read_head_dim(keys, "head_dim", hidden, num_heads)
