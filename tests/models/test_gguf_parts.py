@@ -90,6 +90,16 @@ def move(path: Path, target: Path) -> None:
     target.write_bytes(path.read_bytes())
 
 
+def recount(path: Path) -> None:
+    for number in (1, 2, 3):
+        renumber(named(path, number), "split.tensors.count", 21)
+
+
+def repeat(path: Path) -> None:
+    move(named(path, 2), named(path, 3))
+    renumber(named(path, 3), "split.no", 2)
+
+
 @pytest.mark.parametrize(
     ("damage", "opened", "words"),
     [
@@ -100,12 +110,12 @@ def move(path: Path, target: Path) -> None:
         (lambda p: renumber(p, "split.count", 5), 2, r"first of 5 parts .*-00001-of-00005\.gguf"),
         (lambda p: renumber(p, "split.count", 1), 2, r"00002.*: m-00001.*is a whole file"),
         (
-            lambda p: [renumber(named(p, at), "split.tensors.count", 21) for at in (1, 2, 3)],
+            recount,
             1,
             r"split\.tensors\.count = 21, but its 3 parts have 20 tensors",
         ),
         (
-            lambda p: (move(named(p, 2), named(p, 3)), renumber(named(p, 3), "split.no", 2)),
+            repeat,
             1,
             r"m-00003.*tensor '.*' is in m-00002-of-00003\.gguf too",
         ),
