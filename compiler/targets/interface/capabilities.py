@@ -8,29 +8,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an executable's steps may look like; schedulers respect it.
+    """Limits of an executable's steps. The scheduler respects them.
 
     Attributes:
-        max_seats: sequences with state at a time. max_context: positions of a sequence.
-        page_size: positions of a page; 0: a seat's state lies in one piece, and no page is named.
-        num_pages: of the pool. num_snapshots: of per-sequence state; 0 where none can be kept.
-        has_sequence_state: whether sequences keep state that cannot be cut back to a position.
-        num_held: positions that some layers hold of a longer sequence, its last; 0: all of them.
-        reach_back: how far a sequence that was longer than ``num_held`` can be cut back.
-        cell: the smallest piece of a prompt that is worth reading the weights for.
-        max_prompts: pieces of prompts in one step. max_step_tokens: tokens of them together.
-        runs_ahead: a step may be given before the last one's tokens have been read.
-        marks: snapshots inside of a piece of a prompt, at whole pages, which it is not cut for.
-        passes: where rows that decode may share one pass with prompts (`StepOutput.is_mixed`): for
-            up to so many rows and prompts, ascending, the tokens of prompts that a pass is made of.
-        most_shared: tokens of prompts that share a pass with others, each in whole pages, at most.
-        far: positions before a prompt's token with which it takes twice as long as without any; 0:
-            as long anywhere, as far as is known.
-        invariant: what a row's bits depend on: ``rows``, on the request alone; ``batch``, on the
-            cells its prompt was cut into; ``none``, on what it runs beside, by rounding.
+        max_seats: Maximum number of sequences with state.
+        max_context: Maximum number of positions per sequence.
+        page_size: Positions per page. 0: contiguous state, without pages.
+        num_pages: Pages in the pool.
+        num_snapshots: Snapshots of per-sequence state. 0: no snapshots.
+        has_sequence_state: Whether per-sequence state exists. It has no truncation.
+        num_held: Number of retained positions in windowed layers. 0: all positions.
+        reach_back: Maximum rollback beyond ``num_held``.
+        cell: Minimum chunk size with efficient use of the weights.
+        max_prompts: Maximum number of prefill chunks per step.
+        max_step_tokens: Maximum number of prefill tokens per step.
+        runs_ahead: Whether a step may start before the previous output is read.
+        marks: Maximum number of snapshots inside a chunk, at page boundaries.
+        passes: Captured sizes of mixed batches, ascending: ``(max_rows, prefill_sizes)``. Example:
+            ``((16, (256, 512)),)``. Empty: no mixed batches (`StepOutput.is_mixed`).
+        most_shared: Maximum number of prefill tokens in a mixed batch, in whole pages per chunk.
+        far: Context length at which a prompt token costs twice as much as at position 0. 0: the
+            cost does not depend on the position.
+        invariant: ``rows``: bits depend on the request only. ``batch``: bits also depend on the
+            chunk sizes. ``none``: bits also depend on concurrent requests, by rounding.
         hidden_size: Width of the final hidden states (`Chunk.pools`). 0: chunks cannot pool.
-        invariant_rows: Maximum number of open sequences for which ``invariant`` holds. Steps with
-            more open sequences may share passes. 0: ``invariant`` holds for every step.
+        invariant_rows: Maximum number of open sequences for ``invariant``. Larger steps may share
+            passes. 0: no limit.
     """
 
     max_seats: int
@@ -63,13 +66,13 @@ class Capabilities:
         return (self.invariant_rows or sys.maxsize) if self.invariant == "rows" else 0
 
     def can_cut(self, reached: int, position: int) -> bool:
-        """Whether a seat that has had ``reached`` positions has what is seen from ``position``."""
+        """Return whether truncation from ``reached`` positions to ``position`` is possible."""
         return not self.num_held or reached <= max(self.num_held, position + self.reach_back)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes an executable holds: weights, of them those held once more, and the whole state."""
+    """Bytes of an executable: weights, their copies, and state."""
 
     weights: int
     state: int

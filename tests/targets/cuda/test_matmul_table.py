@@ -76,7 +76,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def selections(kernels: list[str]) -> Iterator[str]:
     """Yield a line a case: ranges of rows with the kernels that run."""
-    arithmetics = ({"exact": True}, {"is_native": False}, {}, {"strict": True})
+    arithmetics: tuple[dict[str, Any], ...] = (
+        {"exact": True},
+        {"is_native": False},
+        {},
+        {"strict": True},
+    )
     for kind, name, copies, how in product(
         ("bf16", "bfp8", "bfp4"), SHAPES, ("", "values", "codes"), arithmetics
     ):

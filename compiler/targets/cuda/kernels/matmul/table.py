@@ -1,4 +1,4 @@
-"""Op table of dense matmuls: the kernel of a weight for each range of rows. Excludes launches."""
+"""Op table of dense matmuls: kernel selection by weight and rows. Excludes launches."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class MatmulSite:
     """A matmul of a plan in one phase, without its number of rows.
 
     Attributes:
-        weight: Packed weight, of which only format and shape count.
-        decodes: Whether the rows are of a decode step.
+        weight: Packed weight. Only format and shape are read.
+        decodes: Whether this is a decode step.
         arithmetic: ``exact``, ``strict`` or ``fast``.
-        kernels: Kernels that run on the device for this weight.
-        has_values: Whether a bfloat16 copy of the weight exists.
+        kernels: Available kernels for the device and the weight.
+        has_values: Whether a bfloat16 copy exists.
         has_codes: Whether an e4m3 copy exists and the fidelity of the phase permits it.
         has_one_order: Whether `GEMV` gives a row the same bits in all strict decode steps.
     """
@@ -47,7 +47,7 @@ class MatmulSite:
 
 @dataclass(frozen=True, slots=True)
 class MatmulRow:
-    """A row of the table: a kernel, and the rows of a matmul for which it was the fastest."""
+    """A table row: a kernel and the range of rows with the best measured speed."""
 
     kernel: str
     arithmetics: tuple[str, ...]
@@ -55,7 +55,7 @@ class MatmulRow:
     rows: Callable[[MatmulSite], range]
 
     def rows_of(self, site: MatmulSite) -> range:
-        """Return the rows of ``site`` that this kernel takes."""
+        """Return the range of rows for this kernel."""
         is_there = self.kernel in site.kernels and site.arithmetic in self.arithmetics
         return self.rows(site) if is_there and site.weight.kind in self.formats else _NONE
 
@@ -73,14 +73,14 @@ class KernelRanges:
 
 
 def _library_rows(site: MatmulSite) -> range:
-    """The library on a bfloat16 copy, which was faster than kernels that read blocks."""
+    """cuBLAS on a bfloat16 copy is faster than `BLOCK` from this number of rows."""
     least = tuning()["matmul"]["library_min_rows"]
     is_uncut = site.weight.num_rows >= 16 * native.UNCUT_TILES
     return range(least["uncut" if is_uncut else "cut"], _EVERY.stop) if site.has_values else _NONE
 
 
 def _gemv_rows(site: MatmulSite) -> range:
-    """One launch, or in decode steps several: always in strict ones, else for large weights."""
+    """Decode steps launch several times: strict steps always, fast steps for large weights."""
     held, most = site.weight, native.most_tokens(site.weight)
     if site.decodes and site.arithmetic == STRICT:
         return _EVERY
@@ -119,11 +119,11 @@ MATMUL = (
     MatmulRow(TRITON, (STRICT, FAST), _FORMATS, lambda site: range(1, native.MAX_TOKENS + 1)),
     MatmulRow(CUBLAS, (STRICT, FAST), _FORMATS, lambda site: _EVERY),
 )
-"""The first row of the table that takes a number of rows gives the kernel."""
+"""Selection order: the first table row with a matching range gives the kernel."""
 
 
 def bind_kernels(site: MatmulSite) -> KernelRanges:
-    """Return the kernels of a matmul for all numbers of rows."""
+    """Return the kernel ranges for a matmul."""
     found = [(row.kernel, row.rows_of(site)) for row in MATMUL]
     bounds = {1} | {bound for _, rows in found if rows for bound in (rows.start, rows.stop)}
     starts, kernels = list[int](), list[str]()
