@@ -139,9 +139,10 @@ def _has_tables(values: Mapping[str, Any]) -> bool:
 
 def _ends_in_bytes(pre_tokenizer: Mapping[str, Any] | None) -> bool:
     """Return whether the last pre-tokenizer step maps a byte to one character."""
-    while pre_tokenizer and pre_tokenizer["type"] == "Sequence":
-        pre_tokenizer = (pre_tokenizer["pretokenizers"] or [None])[-1]
-    return bool(pre_tokenizer) and pre_tokenizer["type"] == "ByteLevel"
+    step: Mapping[str, Any] = pre_tokenizer or {}
+    while step.get("type") == "Sequence":
+        step = (step["pretokenizers"] or [{}])[-1]
+    return step.get("type") == "ByteLevel"
 
 
 def _added(values: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -73,7 +73,8 @@ def test_mapped_tokenizer_of_a_checkpoint_equals_it(kind: str, tmp_path: Path) -
     assert (again.vocab_size, again.num_ids) == (ours.vocab_size, ours.num_ids)
     assert (again.bos_id, again.eos_ids) == (ours.bos_id, ours.eos_ids)
     assert (again.special_ids, again.chat_template) == (ours.special_ids, ours.chat_template)
-    if ours.has_chat_template:
+    assert again.has_chat_template == ours.has_chat_template
+    if ours.chat_template:
         assert again.apply_chat_template(MESSAGES) == ours.apply_chat_template(MESSAGES)
     for index in range(ours.num_ids + 2):
         assert again.token_bytes(index) == ours.token_bytes(index)

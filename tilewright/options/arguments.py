@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -20,14 +19,13 @@ from tilewright.distributed.grouping import Grouping, check_devices, read_groupi
 from tilewright.errors import ConfigError, allowed
 from tilewright.models import (
     FoundModel,
-    ShapeName,
     calibrated_precision,
     check_header,
     find_model_or_shape,
-    model_files,
     quantised_types,
 )
 from tilewright.options.default_precision import ChosenPrecision, default_precision
+from tilewright.options.known_types import known_types
 from tilewright.utils.files import check_fresh
 
 _TARGETS = ("reference", "null", "cpu", "cuda", "n150", "n300", "t3k", "tg")
@@ -342,14 +340,14 @@ def read_model_options(
         load_precision(named)  # a name is checked before a model is fetched
     dump_dir = dump_folder(None if arguments.dump is None else Path(arguments.dump))
     found = find_model_or_shape(arguments.model)
-    known = _known_types(found)
+    known = known_types(found)
     if known is None:
         check_header(found)
     on_onnxruntime = None
     if arguments.precision in (None, AUTO) and (own := calibrated_precision(found)) is not None:
         named, notes = own, ("precision: of the calibrated folder",)
     elif named == AUTO:
-        types = quantised_types(found) if known is None else known
+        types = known or quantised_types(found)
         chosen, on_onnxruntime = default_precision(found, types, target, is_auto=is_auto)
         notes = (chosen.reason,)
     return ModelOptions(
@@ -363,20 +361,6 @@ def read_model_options(
         grouping=grouping,
         on_onnxruntime=on_onnxruntime,
     )
-
-
-def _known_types(found: FoundModel) -> tuple[str, ...] | None:
-    """`quantised_types` of a model that the start index has, whose header was read before."""
-    if isinstance(found, ShapeName):
-        return None
-    from tilewright.compiler.artifacts.start import DamagedStartError, StartIndex
-
-    index = StartIndex.default()
-    key = index.key_of(found.name, model_files(found))
-    with contextlib.suppress(DamagedStartError):
-        record = None if key is None else index.record(key)
-        return None if record is None else record.stored_types
-    return None
 
 
 def _of_folder(
