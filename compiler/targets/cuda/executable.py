@@ -150,7 +150,7 @@ class CudaExecutable(Executable):
         limits = self.capabilities
         shares = limits.shares_passes(len(self._sittings))
         riding = step.decode if shares and self._rides(step) else ()
-        decodes = () if riding else self._cut(step.decode)
+        decodes = () if riding else self._buckets.cut(step.decode)
         batches, alone = split(
             step.prompts, limits.max_prompts if shares else 1,
             marks=limits.marks, most_rows=limits.most_shared, beside=bool(riding),
@@ -161,15 +161,6 @@ class CudaExecutable(Executable):
             parts += self._joined.run(batch, step, () if index else riding)
         parts += [part for each in alone if (part := self._prompt(each, step)) is not None]
         return StepOutput(tuple(parts), is_mixed=bool(riding) and len(batches) == 1 and not alone)
-
-    def _cut(self, seats: tuple[Seat, ...]) -> tuple[tuple[Seat, ...], ...]:
-        """Seats that decode, as many as a bucket has rows in each part: where one is enough, the
-        same tuple, which the next step is compared with.
-        """
-        most = self._buckets.rows[-1]
-        if len(seats) <= most:
-            return (seats,) if seats else ()
-        return tuple(seats[first : first + most] for first in range(0, len(seats), most))
 
     def _rides(self, step: Step) -> bool:
         """Whether the rows that decode take part in a batch of pieces of prompts: where all of

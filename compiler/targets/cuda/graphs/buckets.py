@@ -19,6 +19,7 @@ from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
 from tilewright.compiler.targets.cuda.state.token_batch import Rows
 from tilewright.compiler.targets.cuda.steps.run import Steps
 from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.interface.step import Seat
 from tilewright.compiler.targets.interface.token_masks import num_words
 from tilewright.compiler.targets.program.instructions import Plan
 
@@ -65,6 +66,15 @@ class Buckets:
         self.batches: dict[int, BatchBucket] = {}
         self._prepared_rows = prepared_rows
         self._later: deque[Callable[[], object]] = deque()
+
+    def cut(self, seats: tuple[Seat, ...]) -> tuple[tuple[Seat, ...], ...]:
+        """Split decode rows by the largest bucket. One bucket is enough: return the same tuple,
+        which the next step compares by identity.
+        """
+        most = self.rows[-1]
+        if len(seats) <= most:
+            return (seats,) if seats else ()
+        return tuple(seats[first : first + most] for first in range(0, len(seats), most))
 
     def decode(self, num_rows: int) -> DecodeBucket:
         """The smallest bucket for so many rows."""
