@@ -206,6 +206,11 @@ def test_made_up_weights_are_whole_or_not_there(
     path.write_text(json.dumps(CONFIG))
     assert ran(made) == (0, "") and [*made.parent.iterdir()] == [made]
     settings = read_settings(CONFIG, torch.device("cpu"))
+    state = torch.load(made, weights_only=True)
+    assert (
+        state.keys() == settings.shapes().keys() == load_weights(str(made.parent), settings).keys()
+    )
+    torch.save({f"model.{name}": each for name, each in state.items()}, made)
     assert load_weights(str(made.parent), settings).keys() == settings.shapes().keys()
     code, error = ran(path / "model.pt")
     assert code == 2 and error.count("\n") == 1

@@ -9,7 +9,7 @@ import ast
 import dataclasses
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ _SECTIONS = {
     "mixer_steps": "The walk over mixers",
     "torch_steps": "On a CPU",
     "mixer_torch": "Mixers on a CPU",
+    "pages": "Memory of requests on a GPU",
     "kernels": "Kernels",
     "triton_products": "Products of few rows",
     "cuda_source": "Kernels of products of few rows",
@@ -39,7 +40,6 @@ _SECTIONS = {
     "mixer_kernels": "Kernels of mixers",
     "native_source": "Kernels in CUDA C++",
     "native_cuda": "Kernels in CUDA C++ on a device",
-    "pages": "Memory of requests on a GPU",
     "launches": "What an instruction launches",
     "../../kernels/attention/split": "How attention is shared out",
     "../../kernels/attention/attention": "What attention's kernel is handed",
@@ -73,8 +73,11 @@ _NATIVE = {
     "native_family": (),
 }
 """Sections of files with `NativeChoices` alone; what is taken of modules that are no parts."""
+_NOTED = ("kernels", "mixer_kernels")
+"""Sections under whose headings the docstrings of their parts stand."""
 _PRODUCTS = {"triton": "TritonProducts", "cuda": "CudaProducts"}
 _ROOTS = ("create_engine", "Engine", "main", "PLAN", "CHOICES", "FAMILY")
+_CHOICES = "@dataclass(frozen=True)\nclass Choices"
 _HEADER = '''"""An engine for {title}.
 
 Written by Tilewright {version}, from the typed program of this model: {layers} layers that
@@ -92,8 +95,6 @@ check it against the eager reference at its end:
 
     python engine.py --self-test [--config model_config.json --weights FOLDER] [--device cpu]
 """
-
-from __future__ import annotations
 '''
 
 
@@ -114,7 +115,7 @@ def engine_text(plan: Plan, choices: Choices, *, title: str, num_layers: int) ->
         bodies["native_source"] = [_Piece(_sources_text(choices.native), 1)]
         bases = ", ".join(_bases(family, choices.native))
         bodies["native_family"][0] = _with_bases(bodies["native_family"][0], bases)
-        family = f"on_native({family})"
+        family = f"replace({family}, on_gpu=NativeExecutor)"
     bodies["family"][-1] = _Piece(f"FAMILY = {family}", 1)
     products = f"FEW_ROWS = {_PRODUCTS[choices.products]}()"
     bodies["launches"] = [
@@ -122,18 +123,23 @@ def engine_text(plan: Plan, choices: Choices, *, title: str, num_layers: int) ->
         for each in bodies["launches"]
     ]
     kept = _reached([each.text for body in bodies.values() for each in body])
+    used = "\n".join(kept)
+    bodies["plan"] = [_with_fields(each, choices, used) for each in bodies["plan"]]
+    kept |= {each.text for each in bodies["plan"] if each.text.startswith(_CHOICES)}
     sections = []
     for name in bodies:
         body = [each for each in bodies[name] if each.text in kept]
         if not body:
             continue
-        note = "" if name == "generated" else _comment(texts[name])
-        sections.append(f"# {'-' * 98}\n# {_SECTIONS[name]}{note}{_joined(body)}")
+        note = _comment(texts[name]) if name in _NOTED else ""
+        shown = [replace(each, text=_first_paragraphs(each.text)) for each in body]
+        heading = f"# {'-' * 8} {_SECTIONS[name]} ".ljust(100, "-")
+        sections.append(f"{heading}{note}{_joined(shown)}")
     imports = _imports(texts.values(), "\n".join(sections))
     ending = 'if __name__ == "__main__":\n    sys.exit(main())\n'
     first, *others = sections
     header = _HEADER.format(title=title, version=__version__, layers=num_layers)
-    begin = f"{header}\n{imports}\n\n{first}"
+    begin = f"{header}\n{imports}\n\n\n{first}"
     return "\n\n\n".join((begin, *others, ending))
 
 
@@ -143,6 +149,17 @@ class _Piece:
 
     text: str
     gap: int
+
+
+def _with_fields(piece: _Piece, choices: Choices, used: str) -> _Piece:
+    """`Choices` without fields that the file does not read and that have their default."""
+    if not piece.text.startswith(_CHOICES):
+        return piece
+    usual = {each.name: each.default for each in dataclasses.fields(Choices)}
+    unread = [name for name in usual if f"CHOICES.{name}" not in used]
+    dropped = tuple(f"    {n}: " for n in unread if getattr(choices, n) == usual[n])
+    lines = [line for line in piece.text.splitlines() if not line.startswith(dropped)]
+    return _Piece("\n".join(lines), piece.gap)
 
 
 def _sources_text(native: tuple[str, ...]) -> str:
@@ -187,12 +204,31 @@ def _body(source: str) -> list[_Piece]:
     return found
 
 
+def _first_paragraphs(text: str) -> str:
+    """A definition whose docstrings end after a paragraph, but `create_engine`'s."""
+    lines, tree = text.splitlines(), ast.parse(text)
+    kinds = ast.ClassDef | ast.FunctionDef
+    nodes = [each for each in ast.walk(tree) if isinstance(each, kinds)]
+    if not nodes or nodes[0].name == "create_engine":
+        return text
+    for node in sorted(nodes, key=lambda each: each.lineno, reverse=True):
+        said = node.body[0]
+        if _is_text(said) and said.end_lineno and "" in lines[said.lineno - 1 : said.end_lineno]:
+            stop = lines.index("", said.lineno - 1)
+            last = lines[stop - 1] + '"""'
+            ending = (
+                [last] if len(last) <= 100 else [lines[stop - 1], " " * said.col_offset + '"""']
+            )
+            lines[stop - 1 : said.end_lineno] = ending
+    return "\n".join(lines)
+
+
 def _joined(body: Iterable[_Piece]) -> str:
     """Pieces behind a heading, as far apart as they were, or a formatter wants them."""
-    text, was_block = "", True
+    text, was_block = "", False
     for each in body:
         is_block = each.text.startswith(("def ", "class ", "@", "async "))
-        gap = 2 if is_block or (was_block and text) else max(each.gap, 1) if not text else each.gap
+        gap = 0 if not text else 2 if is_block or was_block else each.gap
         text += "\n" * (gap + 1) + each.text
         was_block = is_block
     return text

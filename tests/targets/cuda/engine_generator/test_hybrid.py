@@ -133,7 +133,7 @@ def test_a_bad_configuration_is_refused_by_key(said: str, hybrid: Any, tmp_path:
 def test_a_missing_expert_is_named(hybrid: Any, tmp_path: Path) -> None:
     made(hybrid, tmp_path)
     state = torch.load(tmp_path / "model.pt", weights_only=True)
-    del state["model.layers.2.mlp.experts.down_proj"]
+    del state["layers.2.mlp.experts.down_proj"]
     torch.save(state, tmp_path / "model.pt")
     said = r"no layers.2.mlp.experts.down_proj; expected: of shape \[8, 128, 64\]"
     with pytest.raises(ValueError, match=said):

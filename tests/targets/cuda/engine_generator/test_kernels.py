@@ -10,16 +10,18 @@ import pytest
 import torch
 
 from tests.targets.cuda.engine_generator.conftest import CONFIG, Folder
-from tilewright.compiler.targets.cuda.engine_generator.parts import launches
+from tilewright.compiler.targets.cuda.engine_generator.parts import cuda_steps, launches
 from tilewright.compiler.targets.cuda.engine_generator.parts.cuda_steps import (
     Captured,
     CudaExecutor,
 )
 from tilewright.compiler.targets.cuda.engine_generator.parts.engine import Engine
+from tilewright.compiler.targets.cuda.engine_generator.parts.generated import PLAN
 from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices, Linear, Plan
 from tilewright.compiler.targets.cuda.engine_generator.parts.reference import Reference
 from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import error_of
 from tilewright.compiler.targets.cuda.engine_generator.parts.settings import Settings, read_settings
+from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Bound, with_ends
 from tilewright.compiler.targets.cuda.engine_generator.parts.triton_products import APART, INSIDE
 from tilewright.compiler.targets.cuda.engine_generator.parts.weights import load_weights
 from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
@@ -39,9 +41,9 @@ class Interpreted(CudaExecutor):
         inputs = torch.zeros(3, size, dtype=torch.int64)
         inputs[1] = -1
         graph: Any = None
-        return Captured(graph, inputs, {})
+        return Captured(graph, inputs, inputs)
 
-    def _replay(self, found: Captured) -> dict[str, torch.Tensor]:
+    def _replay(self, found: Captured) -> torch.Tensor:
         return self._run_decode(found.inputs, self.splits)
 
 
@@ -127,28 +129,42 @@ def test_the_way_of_the_fastest_right_step_is_chosen(
     assert ways == {True: APART, False: launches.LIBRARY} and len(chosen) == 5
 
 
-def test_pages_grow_and_shrink(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later chunks go when their last page does; places are counted from the first chunk."""
-    monkeypatch.setattr(f"{PARTS}.pages.CHUNK", 2)
+def test_rehearsed_calls_fit_into_a_new_engine(folder: Folder) -> None:
     executor, _, _ = engines("half", folder)
-    pages = executor.pages
-    first = pages.take(2)
-    more = pages.take(3)
-    assert len(set(first + more)) == 5 and len(pages._chunks) == 3
-    assert all(place % 16 == 0 for place in first + more)
-    pages.give(more[:2])
-    pages.give([more[2], *first])
-    assert list(pages._chunks) == [0]
-    assert sorted(pages.take(2)) == sorted(first)
+    calls, size = list(executor.rehearsals()), executor.pages.size
+    assert {(4, 64), (8, 16), (1, 94)} <= set(calls)
+    for count, length in calls:
+        opened = [executor._open(length + 2) for _ in range(count)]
+        assert executor.pages.size == size
+        executor.release(*opened)
+
+
+def test_values_end_with_their_last_reader() -> None:
+    steps = (*PLAN.first, *PLAN.layer, *PLAN.layer, *PLAN.last)
+    values = {each.out for each in steps if hasattr(each, "out")}
+    program = with_ends([Bound(each, 0) for each in steps])
+    layer = ["", "qkv", "heads", "", "inner"]
+    ends = ["".join(values & {*each.ends}) for each in program]
+    assert ends == ["", *layer, *layer, "x", "last"]
+
+
+def test_prompts_are_cut_by_their_number_and_their_tokens() -> None:
+    assert cuda_steps._cuts([1] * 40) == [16, 32, 40]
+    assert cuda_steps._cuts([4096, 4096, 1, 9000]) == [2, 3, 4]
 
 
 def test_seats_are_added_when_they_run_out(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{PARTS}.cuda_steps.NUM_SEATS", 2)
     executor, _, _ = engines("half", folder)
+    table = executor._table.data_ptr()
     opened = [executor._open(70) for _ in range(5)]
     executor._upload_pages(opened)
     assert sorted(each.seat for each in opened) == [0, 1, 2, 3, 4]
-    assert len(executor._table) == 8 and executor._table[opened[0].seat, 1] == opened[0].pages[1]
+    assert executor._seats.size == 6 and executor._table.data_ptr() == table
+    for each in opened:
+        assert executor._table[each.seat, 1] == each.pages[1] * executor.pages.page_size
+    executor.release(*opened)
+    assert executor._seats.size == 2
 
 
 @pytest.mark.gpu

@@ -129,9 +129,9 @@ class Interpreted(HybridCudaExecutor):
         inputs = torch.zeros(3, size, dtype=torch.int64)
         inputs[1] = -1
         graph: Any = None
-        return Captured(graph, inputs, {})
+        return Captured(graph, inputs, inputs)
 
-    def _replay(self, found: Captured) -> dict[str, torch.Tensor]:
+    def _replay(self, found: Captured) -> torch.Tensor:
         return self._run_decode(found.inputs, 1)
 
 

@@ -297,7 +297,8 @@ def test_files_have_the_sources_of_their_choices_alone(plan: Plan) -> None:
     native = NativeChoices(native=("attention",))
     text = engine_text(plan, native, title="a test", num_layers=2)
     assert "NativeChoices" not in usual and "SOURCES" not in usual
-    assert 'NativeChoices(native=("attention",))' in text and "FAMILY = on_native(LLAMA)" in text
+    assert 'NativeChoices(native=("attention",))' in text
+    assert "replace(LLAMA, on_gpu=NativeExecutor)" in text
     assert '"attention.cu": r"""' in text and "experts.cu" not in text
     assert "KERNELS(name" in text and "\nALL(" not in text and "tilewright" not in text
     compile(text, "engine.py", "exec")

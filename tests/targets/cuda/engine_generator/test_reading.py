@@ -137,7 +137,7 @@ def test_bad_weights_are_refused_by_name_and_shape(
     refused("no such folder", tmp_path / "nowhere")
     refused("no weights; allowed: model.pt")
     state = torch.load(Path(folder()) / "model.pt", weights_only=True)
-    name = "model.layers.1.mlp.up_proj.weight"
+    name = "layers.1.mlp.up_proj.weight"
     whole = state.pop(name)
     torch.save(state, tmp_path / "model.pt")
     refused(r"no layers.1.mlp.up_proj.weight; expected: of shape \[96, 64\]")

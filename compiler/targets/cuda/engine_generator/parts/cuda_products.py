@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import re
+import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.engine_generator.parts.cuda_source import PRODUCTS
+from tilewright.compiler.targets.cuda.engine_generator.parts.pages import call
 from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Bound
 
 STREAMED = "streamed"
@@ -22,39 +25,10 @@ STEP = 128
 SHARED = 227 * 1024
 """Bytes of shared memory that a block may have."""
 
+Sizes = tuple[int, int, int]
+
 UNCUT_TILES = 1024
 """Tiles of 16 rows from which on a weight's columns are not cut into slices."""
-
-
-class Product(ctypes.Structure):
-    """`Product` of `PRODUCTS`."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "x", "norm", "out")),
-        *((name, ctypes.c_int) for name in ("num_rows", "num_outputs", "num_steps", "num_tiles")),
-        *((name, ctypes.c_int) for name in ("num_slices", "epilogue", "norm_is_float")),
-        ("eps", ctypes.c_float),
-    )
-
-
-class Attribute(ctypes.Structure):
-    """A ``CUlaunchAttribute``: what is asked for of a launch."""
-
-    _fields_ = (("kind", ctypes.c_uint64), ("value", ctypes.c_uint * 16))
-
-
-class Launch(ctypes.Structure):
-    """A ``CUlaunchConfig``."""
-
-    _fields_ = (
-        *(("blocks", ctypes.c_uint * 3), ("threads", ctypes.c_uint * 3)),
-        *(("shared", ctypes.c_uint), ("stream", ctypes.c_void_p)),
-        *(("attributes", ctypes.POINTER(Attribute)), ("num_attributes", ctypes.c_uint)),
-    )
-
-
-CLUSTER, CHAINED = 4, 6
-"""Attributes: blocks that reach each other's memory, and placement beside the kernels ahead."""
 
 
 class CudaProducts:
@@ -98,30 +72,45 @@ def cuda_product(
     """``x weight^T`` to ``out``, added to it, or of gates and ups, by ``epilogue`` 0, 1, 2."""
     num_tiles, num_steps = -(-weight.shape[0] // 16), weight.shape[1] // STEP
     num_slices = 1 if num_tiles >= UNCUT_TILES else 8
-    given = Product(
-        *(each if each is None else each.data_ptr() for each in (weight, x, norm, out)),
-        *(len(x), out.shape[1], num_steps, num_tiles, num_slices, epilogue),
-        norm is not None and norm.dtype == torch.float32,
-        eps,
-    )
+    places = (each if each is None else each.data_ptr() for each in (weight, x, norm, out))
+    sizes = len(x), out.shape[1], num_steps, num_tiles, num_slices, epilogue
+    is_float = norm is not None and norm.dtype == torch.float32
+    given = struct.pack("@4P7if", *(place or 0 for place in places), *sizes, is_float, eps)
     if len(x) == 1:
         depth = 3 if num_steps <= 54 else 2  # so that two blocks have room beside each other
         found = torch.cuda.get_device_properties(weight.device)
-        grid = min(num_tiles, 2 * found.multi_processor_count), 1
+        grid = min(num_tiles, 2 * found.multi_processor_count), 1, 1
         name, threads, shared = f"one_row_{depth}", 256, num_steps * 256 + depth * 32768
     else:
         eights, tiles, warps, depth = _shape_of(len(x), num_tiles)
-        grid = -(-num_tiles // (warps * tiles)), num_slices
+        grid = -(-num_tiles // (warps * tiles)), num_slices, 1
         name, threads = f"some_rows_{eights}_{tiles}_{depth}", 32 * warps
         shared = depth * (eights * 8 * (STEP + 8) * 2 + warps * tiles * 4096)
-    attributes = [Attribute(CHAINED, (1,))] if chained else []
-    attributes += [Attribute(CLUSTER, (1, grid[1], 1))] if grid[1] > 1 else []
-    listed = (Attribute * len(attributes))(*attributes)
-    stream = torch.cuda.current_stream().cuda_stream
-    launch = Launch((*grid, 1), (threads, 1, 1), shared, stream, listed, len(attributes))
     kernel = _kernels(weight.device.index, weight.dtype)[name]
-    places = (ctypes.c_void_p * 1)(ctypes.addressof(given))
-    _check(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx(ctypes.byref(launch), kernel, places, None))
+    how: dict[str, Any] = {"shared": shared, "cluster": (1, grid[1], 1), "chained": chained}
+    launch(kernel, ctypes.create_string_buffer(given), grid, threads, **how)
+
+
+def launch(
+    kernel: Any,
+    arguments: Any,
+    blocks: Sizes,
+    threads: int,
+    *,
+    shared: int = 0,
+    cluster: Sizes = (1, 1, 1),
+    chained: bool,
+) -> None:
+    """Run a kernel. ``cluster``: blocks that reach each other's memory. ``chained``: it is placed
+    beside the kernels ahead.
+    """
+    wanted = [(6, 1, 0, 0)] * chained + [(4, *cluster)] * (cluster != (1, 1, 1))
+    attributes = b"".join(struct.pack("@Q3I52x", *each) for each in wanted)  # CUlaunchAttribute
+    held, stream = ctypes.create_string_buffer(attributes), torch.cuda.current_stream().cuda_stream
+    sizes = *blocks, threads, 1, 1, shared, stream, ctypes.addressof(held), len(wanted)
+    config = ctypes.create_string_buffer(struct.pack("@7I2PI4x", *sizes))  # CUlaunchConfig
+    places = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+    call("cuLaunchKernelEx", config, kernel, places, None)
 
 
 def _shape_of(num_rows: int, num_tiles: int) -> tuple[int, int, int, int]:
@@ -136,8 +125,8 @@ def _shape_of(num_rows: int, num_tiles: int) -> tuple[int, int, int, int]:
 @functools.cache
 def _kernels(device: int, dtype: torch.dtype) -> dict[str, Any]:
     """The kernels of `PRODUCTS` for operands of a type, by name, loaded on a device."""
-    made = [line for line in PRODUCTS.splitlines() if line.startswith(("ONE_ROW(", "SOME_ROWS("))]
-    names = [line.lower().replace("(", "_").replace(", ", "_").rstrip(")") for line in made]
+    made = re.findall(r"(ONE_ROW|SOME_ROWS)\((\d.*?)\)", PRODUCTS)
+    names = [f"{kind.lower()}_{numbers.replace(', ', '_')}" for kind, numbers in made]
     major, minor = torch.cuda.get_device_capability(device)
     options = f"-DHALF={int(dtype == torch.float16)}", f"-arch=sm_{major}{minor}"
     return load_kernels(machine_code("products.cu", PRODUCTS, {}, *options), names, device)
@@ -174,18 +163,13 @@ def machine_code(name: str, text: str, headers: Mapping[str, str], *options: str
 
 def load_kernels(binary: bytes, names: Iterable[str], device: int) -> dict[str, Any]:
     """Kernels of machine code by name, on a device, with all the shared memory that may be."""
-    driver, module, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), {}
+    module, found = ctypes.c_void_p(), {}
     torch.cuda.synchronize(device)  # makes the context that the module is loaded into
-    _check(driver.cuModuleLoadData(ctypes.byref(module), binary))
+    call("cuModuleLoadData", ctypes.byref(module), binary)
     for name in names:
         kernel, fixed = ctypes.c_void_p(), ctypes.c_int()
-        _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()))
-        _check(driver.cuFuncGetAttribute(ctypes.byref(fixed), 1, kernel))  # shared bytes
-        _check(driver.cuFuncSetAttribute(kernel, 8, SHARED - fixed.value))  # most to come
+        call("cuModuleGetFunction", ctypes.byref(kernel), module, name.encode())
+        call("cuFuncGetAttribute", ctypes.byref(fixed), 1, kernel)  # shared bytes
+        call("cuFuncSetAttribute", kernel, 8, SHARED - fixed.value)  # most to come
         found[name] = kernel
     return found
-
-
-def _check(result: int) -> None:
-    if result:
-        raise RuntimeError(f"CUDA: error {result}")

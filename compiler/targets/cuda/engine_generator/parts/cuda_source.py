@@ -8,8 +8,7 @@ PRODUCTS = r"""
 // y[M, N] = x[M, K] W[N, K]^T of 1 to 32 rows of x, in 16 bits, summed in float32 by
 // mma.m16n8k16: 16 rows of W (a tile) by 8 rows of x. K goes in steps of 128 columns. A weight
 // of few tiles is cut into 8 slices of K, so that every warp of the device has some of it.
-typedef unsigned int u32;
-typedef unsigned short u16;
+typedef unsigned int u32; typedef unsigned short u16;
 #define INLINE __device__ __forceinline__
 #define EACH(i, n) _Pragma("unroll") for (int i = 0; i < n; ++i)
 constexpr int ADD = 1, SWIGLU = 2;  // what becomes of y; 0: it is stored
@@ -39,19 +38,13 @@ INLINE void read_matrices(u32 (&v)[4], u32 from) {
 }
 #if HALF
 #define TYPE "f16"
-INLINE float widen(u16 v) {
-  float d;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(v));
-  return d;
-}
+INLINE float widen(u16 v) { float d; asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(v)); return d; }
 #else
 #define TYPE "bf16"
 INLINE float widen(u16 v) { return __uint_as_float((u32)v << 16); }
 #endif
 INLINE u16 narrow(float v) {
-  u16 d;
-  asm("cvt.rn." TYPE ".f32 %0, %1;" : "=h"(d) : "f"(v));
-  return d;
+  u16 d; asm("cvt.rn." TYPE ".f32 %0, %1;" : "=h"(d) : "f"(v)); return d;
 }
 INLINE float rounded(float v) { return widen(narrow(v)); }
 INLINE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -94,8 +87,7 @@ INLINE void multiply_step(float (&sums)[TILES][EIGHTS][4], u32 weight, u32 x, u3
     EACH(half, 2) EACH(r, TILES)
         read_matrices(a[half][r], (weight ^ half * 32) + r * STEP_BYTES + j * 1024);
     EACH(m, EIGHTS) {
-      u32 b[4];
-      read_matrices(b, x + m * x_eight + j * 64);
+      u32 b[4]; read_matrices(b, x + m * x_eight + j * 64);
       EACH(half, 2) EACH(r, TILES) multiply(sums[r][m], a[half][r], b[2 * half], b[2 * half + 1]);
     }
   }
@@ -119,8 +111,7 @@ INLINE float factor(const Product &p, int at) {
 }
 // The RMSNorm of one row by 256 threads, four columns at a time.
 INLINE void normalise(const Product &p, u16 *to) {
-  __shared__ float parts[8];
-  constexpr int MOST = 8;
+  __shared__ float parts[8]; constexpr int MOST = 8;
   const int num_columns = p.num_steps * STEP, first = threadIdx.x * 4;
   ushort4 values[MOST];
   for (int at = threadIdx.x * 32; at < num_columns; at += 256 * 32)
@@ -169,18 +160,13 @@ template <int DEPTH> INLINE void one_row(const Product &p) {
   auto fetch = [&](int slot) {
     if (next_tile < p.num_tiles) {
       source.fetch(ring + slot * STEP_BYTES);
-      if (++next_step == num_steps) {
-        next_step = 0, next_tile += tile_stride;
-        source.skip(jump);
-      }
+      if (++next_step == num_steps) { next_step = 0, next_tile += tile_stride; source.skip(jump); }
     }
     commit();
   };
   release_dependents();
   EACH(slot, DEPTH) fetch(slot);
-  if (p.norm) {
-    normalise(p, x);
-  } else {
+  if (p.norm) { normalise(p, x); } else {
     wait_for_inputs();
     for (int at = threadIdx.x * 8; at < p.num_steps * STEP; at += 256 * 8)
       *(uint4 *)(x + at) = *(const uint4 *)(p.x + at);
@@ -216,17 +202,12 @@ template <int DEPTH> INLINE void one_row(const Product &p) {
       multiply_step<1, 1>(sums, from + slot * STEP_BYTES, x_first + step * (STEP * 2), 0);
       __syncwarp();
       fetch(slot);
-      if (++step == num_steps) {
-        step = 0;
-        finish_tile();
-        if (tile >= p.num_tiles) break;
-      }
+      if (++step == num_steps) { step = 0; finish_tile(); if (tile >= p.num_tiles) break; }
     }
   }
 }
 INLINE float read_of_rank(u32 address, int rank) {
-  u32 there;
-  float value;
+  u32 there; float value;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there));
   return value;
@@ -237,8 +218,7 @@ INLINE void cluster_barrier() {
 // Up to EIGHTS * 8 rows of x. A warp owns TILES tiles; DEPTH - 1 steps of x and of weights are on
 // their way. Where K is cut, the 8 blocks along y, a cluster, take a slice each, and then add up
 // their shares of the rows from each other's shared memory.
-template <int EIGHTS, int TILES, int DEPTH>
-INLINE void some_rows(const Product &p) {
+template <int EIGHTS, int TILES, int DEPTH> INLINE void some_rows(const Product &p) {
   extern __shared__ __align__(128) unsigned char memory[];
   constexpr int X_ROW = (STEP + X_PADDING) * 2, X_BYTES = EIGHTS * 8 * X_ROW;
   constexpr int W_BYTES = TILES * STEP_BYTES;
@@ -252,8 +232,7 @@ INLINE void some_rows(const Product &p) {
   Source source(p, num_tiles ? tile : 0, first, lane);
   auto fetch_w = [&](int slot) {
     EACH(r, TILES) if (r < num_tiles) {
-        Source one = source;
-        one.skip(r * source.tile_bytes);
+        Source one = source; one.skip(r * source.tile_bytes);
         one.fetch(ring + slot * W_BYTES + r * STEP_BYTES);
       }
     source.skip(STEP * 2);
@@ -274,10 +253,7 @@ INLINE void some_rows(const Product &p) {
   release_dependents();
   EACH(i, DEPTH - 1) if (i < num_steps) fetch_w(i);
   wait_for_inputs();
-  EACH(i, DEPTH - 1) {
-    if (i < num_steps) fetch_x(i);
-    commit();
-  }
+  EACH(i, DEPTH - 1) { if (i < num_steps) fetch_x(i); commit(); }
   float sums[TILES][EIGHTS][4] = {};
   const u32 from = ring + weight_offset(lane), x_from = x_ring + x_offset(lane, X_ROW);
   int left = num_steps;
@@ -285,10 +261,8 @@ INLINE void some_rows(const Product &p) {
     EACH(slot, DEPTH) {
       wait_copies<DEPTH - 2>();
       __syncthreads();
-      if (left >= DEPTH) {
-        fetch_w((slot + DEPTH - 1) % DEPTH);
-        fetch_x((slot + DEPTH - 1) % DEPTH);
-      }
+      const int next = (slot + DEPTH - 1) % DEPTH;
+      if (left >= DEPTH) { fetch_w(next); fetch_x(next); }
       commit();
       multiply_step<EIGHTS, TILES>(sums, from + slot * W_BYTES, x_from + slot * X_BYTES, 8 * X_ROW);
       if (--left == 0) break;

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
+from itertools import cycle
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,18 +23,31 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.launches import (
     CudaKernels,
     Tokens,
 )
-from tilewright.compiler.targets.cuda.engine_generator.parts.pages import PAGE, Pages
-from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Gather, Linear
+from tilewright.compiler.targets.cuda.engine_generator.parts.pages import (
+    PAGE,
+    SPARE_PAGES,
+    Pages,
+    Rows,
+    call,
+)
+from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Linear
 from tilewright.compiler.targets.cuda.engine_generator.parts.settings import EngineError, Settings
-from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Bound, Values
+from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Bound
 
-MOST_TOKENS = 8192
-"""Tokens of prompts that are computed together; a longer prompt goes alone."""
+MOST_TOKENS, MOST_PROMPTS = 8192, 16
+"""Tokens of prompts that are computed together, and prompts; a longer prompt goes alone."""
 
 SPLIT_FROM = 512
 """Positions from which decode attention is cut into parts."""
 
-NUM_SEATS = 64
+QUERIES = 16, 32, 64
+"""Tokens of a prompt that a program of attention may be compiled for."""
+
+NUM_SEATS = 16
+"""Seats with memory in a new engine, and the number that is added at a time."""
+
+IN_FLIGHT, MESSAGE = 32, 8192
+"""Copies to the device that may wait for it, and the numbers in the longest of them."""
 
 
 @dataclass
@@ -43,11 +61,26 @@ class CudaSequence:
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph, the tensor that it reads and the values that it leaves."""
+    """A graph, the tensor that it reads and the value that it leaves."""
 
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
-    values: Values
+    value: Tensor
+
+
+def shown(tensor: Tensor) -> Tensor:
+    """A tensor without a claim on its memory: graphs of one pool use the same."""
+    place = {"data": (tensor.data_ptr(), False), "typestr": "|u1", "version": 3}
+    held = SimpleNamespace(__cuda_array_interface__={"shape": (tensor.nbytes,), **place})
+    return torch.as_tensor(held, device=tensor.device).view(tensor.dtype).view(tensor.shape)
+
+
+@cache
+def side_stream(device: torch.device) -> Any:
+    """The stream of a process that captures. Torch would make 128 streams, which take memory."""
+    found = ctypes.c_void_p()
+    call("cuStreamCreate", ctypes.byref(found), 1)
+    return torch.cuda.ExternalStream(found.value, device=device)
 
 
 class CudaExecutor(CudaKernels):
@@ -63,33 +96,51 @@ class CudaExecutor(CudaKernels):
     ) -> None:
         if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
             raise EngineError(f"device '{device}'; GPUs that torch finds here: {count}")
-        super().__init__(tensors, settings, device)
-        last = next(i for i, each in enumerate(self.program) if isinstance(each.does, Gather))
-        self._body, self._tail = self.program[:last], self.program[last:]
-        self.pages = Pages(settings, device)
-        self._graphs: dict[tuple[str, int, int], Captured] = {}
-        self._graph_memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._rows = torch.empty(0, -(-settings.max_positions // PAGE), dtype=torch.int64)
-        self._make_seats(NUM_SEATS)
-        with self._here():
-            self._prepare()
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            super().__init__(tensors, settings, device)
+            self.pages = Pages(settings, device)
+            self._make_seats()
+            self._graphs: dict[tuple[str, int, int], Captured] = {}
+            if device.type == "cuda":
+                self._prepare()
 
     def _prepare(self) -> None:
-        """Compile every kernel and capture the graphs that calls are expected to need."""
-        if self.device.type != "cuda":
-            return
-        for rows in CHOICES.batches:
-            self._time_products(rows)
-        for rows in CHOICES.batches:
-            for splits in {1, self._splits(rows, self.settings.max_positions)}:
-                self._captured("decode", rows, splits)
-        for rows in self.prompt_sizes:
-            if rows <= self.settings.max_positions * CHOICES.batches[-1]:
-                self._captured("prompts", rows, 1)
-        for rows in CHOICES.batches:
-            x = torch.zeros(rows, self.settings.hidden_size, dtype=self.settings.dtype)
-            self.run(self._tail[1:], {self._tail[0].does.out: x.to(self.device)}, None)
+        """Compile every kernel and capture every graph, the largest first: others fit into it."""
+        slots = torch.empty(IN_FLIGHT, MESSAGE, dtype=torch.int64, pin_memory=True)
+        self._messages = cycle([(slot, torch.cuda.Event()) for slot in slots])
+        self._graph_memory = torch.cuda.graph_pool_handle()
+        gc.collect()  # nothing that goes may be freed while a graph is captured
         torch.cuda.synchronize(self.device)
+        with torch.cuda.stream(side_stream(self.device)):
+            for rows in CHOICES.batches:
+                self._time_products(rows)
+            for queries in QUERIES if self.prompt_sizes else ():
+                self._run_prompts(self._inputs("prompts", self._rows_of(queries)), 1)
+            for size in reversed(self.prompt_sizes):
+                self._captured("prompts", size, 1)
+            for rows in reversed(CHOICES.batches):
+                for splits in {1, self._splits(rows, self.settings.max_positions)}:
+                    self._captured("decode", rows, splits)
+            for each in self._graphs.values():
+                each.graph.replay()  # the first time takes longer
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+    def rehearsals(self) -> Iterable[tuple[int, int]]:
+        """Those that fit into a new engine."""
+        most, room = self.settings.max_positions - 2, self.pages.size
+        calls = [(n, min(size // n, most)) for size in self.trial_sizes() for n in CHOICES.batches]
+        return [(n, k) for n, k in calls if 0 < k < (room // n - 1 - SPARE_PAGES) * PAGE]
+
+    def trial_sizes(self) -> Iterable[int]:
+        """Tokens of prompts to try: a size for each graph."""
+        return self.prompt_sizes
+
+    def _rows_of(self, queries: int) -> int:
+        """Tokens of prompts from which a program attends for so many of them."""
+        return queries * -(-self.num_processors // self.settings.num_heads)
 
     def _time_products(self, rows: int) -> None:
         """Find the way of each product with which a decode step of so many rows is fastest."""
@@ -120,7 +171,7 @@ class CudaExecutor(CudaKernels):
 
     def _step_time(self, rows: int) -> float:
         """Milliseconds of a few decode steps of so many rows, by the ways that are chosen now."""
-        graph = self._capture("decode", self._inputs("decode", rows), 1, pool=None).graph
+        graph = self._capture("decode", rows, 1).graph
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for index in range(7):
             if index == 2:
@@ -147,8 +198,7 @@ class CudaExecutor(CudaKernels):
                 first = stop
             self._upload_pages(sequences)  # for later steps, while the device computes
         except Exception:
-            for each in sequences:
-                self.release(each)
+            self.release(*sequences)
             raise
         return sequences, logits[0] if len(logits) == 1 else torch.cat(logits)
 
@@ -161,13 +211,14 @@ class CudaExecutor(CudaKernels):
         inputs = self._send(staged, None if found is None else found.inputs)
         if not is_here:
             torch.cat([each.to(self.device) for each in prompts], out=inputs[0, :count])
-        values = self._replay(found) if found else self._run_prompts(inputs)
-        x = values[self._tail[0].does.x].index_select(0, inputs[3, : len(prompts)])
-        return self.run(self._tail[1:], {self._tail[0].does.out: x}, None)["logits"]
+        if found is None:
+            return self._run_prompts(inputs, len(prompts))
+        return self._replay(found)[: len(prompts)].clone()
 
-    def _run_prompts(self, inputs: Tensor) -> Values:
-        tokens, starts, places, _ = inputs
-        return self.run(self._body, {}, Tokens(tokens, starts=starts, places=places))
+    def _run_prompts(self, inputs: Tensor, count: int) -> Tensor:
+        tokens, starts, places, lasts = inputs
+        batch = Tokens(tokens, starts=starts, places=places, lasts=lasts[:count])
+        return self.run(self.program, {}, batch)["logits"]
 
     def _staged(
         self, sequences: Sequence[CudaSequence], prompts: Sequence[Tensor], size: int
@@ -183,7 +234,8 @@ class CudaExecutor(CudaKernels):
         for each in sequences:
             starts.extend([len(starts)] * each.length)
             for page in each.pages:
-                places.extend(range(page, page + PAGE * width, width))
+                first = page * self.pages.page_size
+                places.extend(range(first, first + PAGE * width, width))
             del places[len(starts) :]
             lasts.append(len(starts) - 1)
         starts.extend(range(len(starts), size))
@@ -196,16 +248,19 @@ class CudaExecutor(CudaKernels):
 
     def decode(self, sequences: Sequence[CudaSequence], tokens: Tensor) -> Tensor:
         with self._here():
-            return self._decode(sequences, tokens)
+            grown = [each for each in sequences if each.length == len(each.pages) * PAGE]
+            for each in grown:
+                each.pages += self.pages.take(1)
+            if grown:
+                self._upload_pages(grown, only_last=True)
+            most = CHOICES.batches[-1]
+            firsts = range(0, len(sequences), most)
+            found = [self._decode(sequences[i : i + most], tokens[i : i + most]) for i in firsts]
+            return found[0] if len(found) == 1 else torch.cat(found)
 
     def _decode(self, sequences: Sequence[CudaSequence], tokens: Tensor) -> Tensor:
-        grown = [each for each in sequences if each.length == len(each.pages) * PAGE]
-        for each in grown:
-            each.pages += self.pages.take(1)
-        if grown:
-            self._upload_pages(grown)
         count, longest = len(sequences), max(each.length for each in sequences)
-        size = next((size for size in CHOICES.batches if size >= count), -(-count // 64) * 64)
+        size = next(size for size in CHOICES.batches if size >= count)
         found = self._captured("decode", size, self._splits(size, longest))
         padding = [0] * (size - count)
         positions = [*(each.length for each in sequences), *([-1] * (size - count))]
@@ -215,15 +270,15 @@ class CudaExecutor(CudaKernels):
         self._send(torch.tensor([ids, positions, seats]), found.inputs)
         if not is_here:
             found.inputs[0, :count].copy_(tokens)
-        values = self._replay(found)
+        logits = self._replay(found)[:count].clone()
         for each in sequences:
             each.length += 1
-        return values["logits"][:count].clone()
+        return logits
 
-    def _run_decode(self, inputs: Tensor, splits: int) -> Values:
+    def _run_decode(self, inputs: Tensor, splits: int) -> Tensor:
         tokens, positions, seats = inputs
         batch = Tokens(tokens, positions=positions, seats=seats, table=self._table, splits=splits)
-        return self.run(self.program, {}, batch)
+        return self.run(self.program, {}, batch)["logits"]
 
     def _splits(self, rows: int, longest: int) -> int:
         """Parts of decode attention: enough to fill the device, where there is enough to do."""
@@ -235,15 +290,14 @@ class CudaExecutor(CudaKernels):
     # Graphs.
 
     def _captured(self, kind: str, size: int, splits: int) -> Captured:
-        """The graph of a step of this size, captured when it is first asked for."""
+        """The graph of a step of this size."""
         key = kind, size, splits
         if key not in self._graphs:
-            inputs, pool = self._inputs(kind, size), self._graph_memory
-            self._graphs[key] = self._capture(kind, inputs, splits, pool)
+            self._graphs[key] = self._capture(kind, size, splits, self._graph_memory)
         return self._graphs[key]
 
     def _inputs(self, kind: str, size: int) -> Tensor:
-        """What a graph reads: rows of padding."""
+        """The tensor that a graph reads, with rows of padding."""
         inputs = torch.zeros(3 if kind == "decode" else 4, size, dtype=torch.int64)
         if kind == "decode":
             inputs[1] = -1
@@ -251,25 +305,30 @@ class CudaExecutor(CudaKernels):
             inputs[1], inputs[2] = torch.arange(size), -1
         return inputs.to(self.device)
 
-    def _capture(self, kind: str, inputs: Tensor, splits: int, pool: Any) -> Captured:
-        """``pool``: of memory that its graphs share, which live as long as the engine; or None."""
+    def _capture(self, kind: str, size: int, splits: int, *pool: Any) -> Captured:
+        """``pool``: of memory that graphs share, which live as long as the engine."""
+        inputs = self._inputs(kind, size)
 
-        def step() -> Values:
+        def step() -> Tensor:
             if kind == "decode":
-                return {"logits": self._run_decode(inputs, splits)["logits"]}
-            x = self._tail[0].does.x
-            return {x: self._run_prompts(inputs)[x]}
+                return self._run_decode(inputs, splits)
+            return self._run_prompts(inputs, MOST_PROMPTS)
 
-        step()  # compiles what is new
-        torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            values = step()
-        return Captured(graph, inputs, values)
+        with torch.cuda.stream(side_stream(self.device)):
+            step()  # compiles what is new
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()  # also memory of earlier graphs that were only timed
+            graph.capture_begin(*pool)
+            try:
+                value = step()
+            finally:
+                graph.capture_end()
+        return Captured(graph, inputs, shown(value))
 
-    def _replay(self, found: Captured) -> Values:
+    def _replay(self, found: Captured) -> Tensor:
         found.graph.replay()
-        return found.values
+        return found.value
 
     def _here(self) -> Any:
         """Kernels go to the current device, which need not be the engine's."""
@@ -277,46 +336,57 @@ class CudaExecutor(CudaKernels):
 
     # Seats and pages.
 
+    def _make_seats(self, state_bytes: int = 0) -> None:
+        """The table of pages, by seats. ``state_bytes``: memory of a seat beside its row."""
+        width = -(-self.settings.max_positions // PAGE)
+        self._seats = Rows(NUM_SEATS, NUM_SEATS, 8 * width + state_bytes, self.device)
+        self._table = self._seats.tensor((width,), torch.int64)
+
     def _open(self, length: int) -> CudaSequence:
-        if not self._free_seats:
-            self._make_seats(2 * len(self._rows))
-        pages = self.pages.take(-(-length // PAGE))
-        return CudaSequence(self._free_seats.pop(), pages, length)
+        (seat,) = self._seats.take(1)
+        try:
+            spare = SPARE_PAGES * self._seats.num_taken
+            return CudaSequence(seat, self.pages.take(-(-length // PAGE), spare), length)
+        except torch.OutOfMemoryError:
+            self._seats.give([seat])
+            raise
 
-    def release(self, sequence: CudaSequence) -> None:
-        self.pages.give(sequence.pages)
-        self._free_seats.append(sequence.seat)
+    def release(self, *sequences: CudaSequence) -> None:
+        with self._here():
+            for each in sequences:
+                self.pages.give(each.pages)
+                self._seats.give([each.seat])
 
-    def _make_seats(self, count: int) -> None:
-        """The table of pages, with ``count`` rows; graphs that read a smaller one are dropped."""
-        fresh = torch.zeros(count, self._rows.shape[1], dtype=torch.int64)
-        taken = len(self._rows)
-        fresh[:taken] = self._rows
-        self._rows, self._table = fresh, fresh.to(self.device)
-        self._free_seats = list(reversed(range(taken, count)))
-        self._graphs = {key: each for key, each in self._graphs.items() if key[0] != "decode"}
-
-    def _upload_pages(self, sequences: Sequence[CudaSequence]) -> None:
+    def _upload_pages(self, sequences: Sequence[CudaSequence], only_last: bool = False) -> None:
+        """Write the places of sequences' pages to their rows of the table."""
+        at, places, width = array("q"), array("q"), self._table.shape[1]
         for each in sequences:
-            self._rows[each.seat, : len(each.pages)] = torch.tensor(each.pages)
-        seats = torch.tensor([each.seat for each in sequences])
-        self._table.index_copy_(0, self._send(seats), self._send(self._rows[seats]))
+            first = len(each.pages) - 1 if only_last else 0
+            at.extend(range(each.seat * width + first, each.seat * width + len(each.pages)))
+            places.extend(page * self.pages.page_size for page in each.pages[first:])
+        found = self._send(torch.frombuffer(at + places, dtype=torch.int64).view(2, -1))
+        self._table.view(-1).index_copy_(0, *found)
 
     def _send(self, values: Tensor, to: Tensor | None = None) -> Tensor:
-        """Copy a tensor of the host's to the device, without waiting for what the device does."""
-        if self.device.type == "cuda":
-            values = values.pin_memory()
+        """Copy numbers of the host's to the device, without waiting for what the device does."""
         if to is None:
-            return values.to(self.device, non_blocking=True)
-        return to.copy_(values, non_blocking=True)
+            to = torch.empty_like(values, device=self.device)
+        if self.device.type != "cuda" or values.numel() > MESSAGE:
+            return to.copy_(values)
+        slot, event = next(self._messages)
+        event.synchronize()
+        held = slot[: values.numel()].view(values.shape)
+        to.copy_(held.copy_(values), non_blocking=True)
+        event.record()
+        return to
 
 
 def _cuts(lengths: Sequence[int]) -> list[int]:
-    """Where a list of prompts is cut, so that a step has few enough tokens."""
-    cuts, total = [], 0
+    """Where a list of prompts is cut, so that a step has few enough prompts and tokens."""
+    cuts, total, first = [], 0, 0
     for index, length in enumerate(lengths):
-        if total and total + length > MOST_TOKENS:
+        if total and (total + length > MOST_TOKENS or index - first == MOST_PROMPTS):
             cuts.append(index)
-            total = 0
+            total, first = 0, index
         total += length
     return [*cuts, len(lengths)]

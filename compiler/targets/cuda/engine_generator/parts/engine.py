@@ -18,34 +18,6 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Execut
 from tilewright.compiler.targets.cuda.engine_generator.parts.weights import load_weights
 
 
-def create_engine(
-    model_config: Mapping[str, Any], weight_dir: str, device: str | torch.device = "cuda"
-) -> Engine:
-    """Load a model and prepare all that its requests will need; its memory goes with the engine.
-
-    Args:
-        model_config: keys as in a Hugging Face Llama's config.json.
-        weight_dir: a folder with ``model.pt``, or another file of weights.
-        device: ``cuda``, ``cuda:N`` or ``cpu``.
-
-    Raises:
-        EngineError: for a configuration or weights that cannot be read, or a device that is not
-            there.
-    """
-    place = read_device(device)
-    settings = FAMILY.read_settings(model_config, place)
-    tensors = load_weights(str(weight_dir), settings)
-    executor = FAMILY.on_gpu if place.type == "cuda" else FAMILY.on_cpu
-    return Engine(executor(tensors, settings, place), settings)
-
-
-def read_device(device: str | torch.device) -> torch.device:
-    """A device by its name; it need not be there."""
-    if not re.fullmatch("(cpu|cuda)(:[1-9]?[0-9])?", str(device)):
-        raise EngineError(f"device {str(device)!r}; allowed: cuda, cuda:N, cpu")
-    return torch.device(device)
-
-
 class Engine:
     """Requests by id, each with what it remembers. Calls may name any of them in any order."""
 
@@ -103,6 +75,16 @@ class Engine:
             if sequence is not None:
                 self._executor.release(sequence)
 
+    def rehearse(self) -> None:
+        """Make calls with tokens of both devices: the first of a kind takes longer."""
+        for count, length in self._executor.rehearsals():
+            for device in ("cpu", self._executor.device):
+                prompts, ids = torch.zeros(count, length, device=device).long(), range(count)
+                self.prefill(ids, list(prompts))
+                for _ in range(2):
+                    self.decode(ids, prompts.view(-1)[:count])
+                self.remove(ids)
+
     def _no_logits(self) -> Tensor:
         s, device = self._settings, self._executor.device
         return torch.empty(0, s.vocab_size, dtype=s.dtype, device=device)
@@ -134,3 +116,33 @@ class Engine:
             if low < 0 or high > last:
                 wrong = low if low < 0 else high
                 raise EngineError(f"{what}: token {wrong}; allowed: 0 to {last}")
+
+
+def create_engine(
+    model_config: Mapping[str, Any], weight_dir: str, device: str | torch.device = "cuda"
+) -> Engine:
+    """Load a model and prepare all that its requests will need; its memory goes with the engine.
+
+    Args:
+        model_config: keys as in a Hugging Face Llama's config.json.
+        weight_dir: a folder with ``model.pt``, or another file of weights.
+        device: ``cuda``, ``cuda:N`` or ``cpu``.
+
+    Raises:
+        EngineError: for a configuration or weights that cannot be read, or a device that is not
+            there.
+    """
+    place = read_device(device)
+    settings = FAMILY.read_settings(model_config, place)
+    tensors = load_weights(str(weight_dir), settings)
+    executor = FAMILY.on_gpu if place.type == "cuda" else FAMILY.on_cpu
+    engine = Engine(executor(tensors, settings, place), settings)
+    engine.rehearse()
+    return engine
+
+
+def read_device(device: str | torch.device) -> torch.device:
+    """A device by its name; it need not be there."""
+    if not re.fullmatch("(cpu|cuda)(:[1-9]?[0-9])?", str(device)):
+        raise EngineError(f"device {str(device)!r}; allowed: cuda, cuda:N, cpu")
+    return torch.device(device)

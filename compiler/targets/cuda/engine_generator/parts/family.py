@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,4 +42,4 @@ LLAMA = Family(read_settings, TorchExecutor, CudaExecutor, Reference, SMALL_CONF
 HYBRID = Family(
     read_hybrid_settings, HybridTorchExecutor, HybridCudaExecutor, HybridReference, HYBRID_CONFIG
 )
-FAMILY = LLAMA
+FAMILY = replace(LLAMA)

@@ -8,15 +8,17 @@ are ``CHAINED``, it may only read weights.
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 try:
     import triton
     import triton.language as tl
 except ImportError:  # torch for CPUs comes without it, and no kernel is launched there
-    triton = tl = None
+    triton, tl = None, SimpleNamespace(constexpr=None)
 
 # one kernel for all numbers of rows that fit it
-jit = partial(triton.jit, do_not_specialize=["num_rows"]) if triton else lambda kernel: kernel
+COUNTS = ["num_rows", "num_tokens", "num_pairs"]
+jit = partial(triton.jit, do_not_specialize=COUNTS) if triton else lambda kernel: kernel
 
 
 def power(size: int) -> int:

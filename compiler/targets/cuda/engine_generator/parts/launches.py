@@ -23,7 +23,12 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.kernels import (
 )
 from tilewright.compiler.targets.cuda.engine_generator.parts.pages import PAGE, Pages
 from tilewright.compiler.targets.cuda.engine_generator.parts.settings import Settings, turn_table
-from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Bound, Executor
+from tilewright.compiler.targets.cuda.engine_generator.parts.steps import (
+    Bound,
+    Executor,
+    Values,
+    with_ends,
+)
 from tilewright.compiler.targets.cuda.engine_generator.parts.triton_products import TritonProducts
 
 BLOCK = 1024
@@ -45,13 +50,15 @@ class Tokens:
     """``tokens [T]`` and whose they are, int64.
 
     Of prompts, ``starts [T]``: the row where each token's prompt begins; ``places [T]``: where its
-    keys go, in elements from the pages' base. Of a decode step, ``positions`` and ``seats [T]``:
-    rows of ``table [seats, pages]``; attention is cut into ``splits`` parts.
+    keys go, in elements from the pages' base; ``lasts``: rows whose logits are asked for. Of a
+    decode step, ``positions`` and ``seats [T]``: rows of ``table [seats, pages]``; attention is cut
+    into ``splits`` parts.
     """
 
     tokens: Tensor
     starts: Tensor | None = None
     places: Tensor | None = None
+    lasts: Tensor | None = None
     positions: Tensor | None = None
     seats: Tensor | None = None
     table: Tensor | None = None
@@ -67,7 +74,7 @@ class CudaKernels(Executor):
         self, tensors: dict[str, Tensor], settings: Settings, device: torch.device
     ) -> None:
         self.settings, self.device = settings, device
-        self.program = self.bind(tensors)
+        self.program = with_ends(self.bind(tensors))
         self.turns = turn_table(settings, device)
         self.num_processors, self.chained = 1, False
         if device.type == "cuda":
@@ -91,7 +98,7 @@ class CudaKernels(Executor):
         """Where a layer's keys lie in a page."""
         return self.settings.place_of(each.layer) * self.pages.layer_size
 
-    def embed(self, each: Bound, batch: Tokens) -> Tensor:
+    def embed(self, each: Bound, values: Values, batch: Tokens) -> Tensor:
         table = each.weight
         assert table is not None
         out = table.new_empty(len(batch.tokens), table.shape[1])
@@ -107,7 +114,8 @@ class CudaKernels(Executor):
         return out
 
     def product(self, each: Bound, x: Tensor, residual: Tensor | None) -> Tensor:
-        way = WAYS.get(self._shape(each, len(x))) or self.ways(each, len(x))[0]
+        rows = next((rows for rows in CHOICES.batches if rows >= len(x)), len(x))
+        way = WAYS.get(self._shape(each, rows)) or self.ways(each, len(x))[0]
         return self.product_by(way, each, x, residual)
 
     def ways(self, each: Bound, num_rows: int) -> tuple[str, ...]:
@@ -140,10 +148,11 @@ class CudaKernels(Executor):
         has_norm = each.norm is not None
         return (num_rows, *weight.shape, weight.dtype, has_norm, does.residual, does.swiglu)
 
-    def gather(self, x: Tensor, batch: Tokens) -> Tensor:
-        return x  # every row of a decode step is a request's last
+    def gather(self, each: Bound, values: Values, batch: Tokens) -> Tensor:
+        x = values[each.does.x]  # every row of a decode step is a request's last
+        return x if batch.lasts is None else x.index_select(0, batch.lasts)
 
-    def attend(self, each: Bound, qkv: Tensor, batch: Tokens) -> Tensor:
+    def attended(self, each: Bound, qkv: Tensor, batch: Tokens) -> Tensor:
         out = qkv.new_empty(len(qkv), self.settings.num_heads * self.settings.head_dim)
         if batch.starts is not None:
             self._attend_prompts(each, qkv, batch, out)

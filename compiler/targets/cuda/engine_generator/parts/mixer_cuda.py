@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.engine_generator.parts.cuda_steps import (
+    QUERIES,
     CudaExecutor,
     CudaSequence,
 )
@@ -32,12 +34,13 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_steps import 
     BoundMixer,
     MixedExecutor,
 )
+from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Values
 
 FEW_PAIRS = 64
 """Pairs of a row and an expert up to which each reads its expert's weights by itself."""
 
-WARMING = (1, 12, 200)
-"""Tokens of prompts that are run once so that their kernels are compiled."""
+WARMING, MOST_WARMING = (1, 12, 200, 1100), 2048
+"""Tokens of prompts that are run once so that their kernels are compiled; the most of others."""
 
 
 class HybridCudaExecutor(MixedExecutor, CudaExecutor):
@@ -47,34 +50,18 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
 
     settings: HybridSettings
     prompt_sizes = ()
+    _spans: Tensor
 
-    def __init__(
-        self, tensors: dict[str, Tensor], settings: HybridSettings, device: torch.device
-    ) -> None:
-        s = settings
+    def trial_sizes(self) -> Iterable[int]:
+        return (*WARMING, *(min(self._rows_of(each), MOST_WARMING) for each in QUERIES))
+
+    def _make_seats(self, state_bytes: int = 0) -> None:
+        s = self.settings
         window = s.num_linear, s.mixed_width, s.taps - 1
         memory = s.num_linear, s.value_heads, s.key_dim, s.value_dim
-        self._windows = torch.empty(0, *window, device=device)
-        self._memories = torch.empty(0, *memory, device=device)
-        self._spans = torch.empty(3, 0, dtype=torch.int64, device=device)
-        super().__init__(tensors, settings, device)
-
-    def _prepare(self) -> None:
-        super()._prepare()
-        if self.device.type == "cuda":
-            for length in WARMING:
-                prompt = torch.zeros(min(length, self.settings.max_positions), dtype=torch.int64)
-                (sequence,), _ = self.prefill([prompt])
-                self.release(sequence)
-            torch.cuda.synchronize(self.device)
-
-    def _make_seats(self, count: int) -> None:
-        super()._make_seats(count)
-        for name in ("_windows", "_memories"):
-            before = getattr(self, name)
-            after = before.new_zeros(count, *before.shape[1:])
-            after[: len(before)] = before
-            setattr(self, name, after)
+        super()._make_seats(4 * (math.prod(window) + math.prod(memory)))
+        self._windows = self._seats.tensor(window, torch.float32)
+        self._memories = self._seats.tensor(memory, torch.float32)
 
     def _prompts(self, sequences: Sequence[CudaSequence], prompts: Sequence[Tensor]) -> Tensor:
         counts = [len(prompt) for prompt in prompts]
@@ -83,20 +70,22 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
         self._spans = self._send(torch.tensor([firsts, counts, seats]))
         return super()._prompts(sequences, prompts)
 
-    def gated_attend(self, each: BoundMixer, x: Tensor, batch: Tokens) -> Tensor:
+    def gated_attend(self, each: BoundMixer, values: Values, batch: Tokens) -> Tensor:
+        x = values[each.does.x]
         s, width = self.settings, x.shape[1]
         qkv = x.new_empty(len(x), s.qkv_heads * s.head_dim)
         norms = each.tensors["q_norm"], each.tensors["k_norm"]
         given = qkv, x, *norms, width, s.eps
         self.launch(norm_heads_kernel, (len(x), s.qkv_heads), *given, **self._heads())
-        heads = self.attend(each, qkv, batch)
+        heads = self.attended(each, qkv, batch)
         out, size = torch.empty_like(heads), heads.shape[1]
         grid = len(x), -(-size // BLOCK)
         gates = x[:, width - size :]
         self.launch(gate_kernel, grid, out, heads, gates, size, width, BLOCK=BLOCK)
         return out
 
-    def delta_rule(self, each: BoundMixer, x: Tensor, batch: Tokens) -> Tensor:
+    def delta_rule(self, each: BoundMixer, values: Values, batch: Tokens) -> Tensor:
+        x = values[each.does.x]
         s, place = self.settings, self.settings.place_of(each.layer)
         if batch.starts is None:
             mixed = self._convolve_tokens(each, x, batch, place)
@@ -155,15 +144,10 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
         self._windows[seats, place] = kept.transpose(1, 2)
         return F.silu(total)
 
-    def experts(
-        self,
-        each: BoundMixer,
-        out: Tensor,
-        x: Tensor,
-        logits: Tensor,
-        shared: Tensor,
-        batch: Tokens,
-    ) -> Tensor:
+    def experts(self, each: BoundMixer, values: Values, batch: Tokens) -> Tensor:
+        does = each.does
+        out, x = values[does.out], values[does.x]
+        logits, shared = values[does.logits], values[does.shared]
         s, num_pairs = self.settings, len(x) * self.settings.num_chosen
         shares = torch.empty(len(x), s.num_chosen, device=self.device)
         chosen = torch.empty_like(shares, dtype=torch.int32)
@@ -179,8 +163,8 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
         if num_pairs > FEW_PAIRS:
             order = torch.empty_like(chosen)
             starts = chosen.new_empty(s.num_experts + 1)
-            block = min(4096, power(num_pairs))
             made = order, starts, chosen, num_pairs
+            block = min(4096, power(num_pairs)) if batch.starts is None else 4096
             self.launch(order_kernel, (s.num_experts + 1,), *made, BLOCK=block)
         inner = x.new_empty(num_pairs, s.expert_size)
         products = x.new_empty(num_pairs, s.hidden_size)

@@ -28,6 +28,7 @@ class GatedAttend(Mixer):
     through an RMSNorm first; what comes out is multiplied by the sigmoid of the gates.
     """
 
+    name = "gated_attend"
     q_norm: str
     k_norm: str
 
@@ -46,6 +47,7 @@ class DeltaRule(Mixer):
     Out comes ``norm(S'^T q) * silu(z)``.
     """
 
+    name = "delta_rule"
     convolution: str
     a_log: str
     dt_bias: str
@@ -65,6 +67,7 @@ class Experts(Mixer):
     ups of an expert lie in ``gates_ups``, its last product in ``downs``.
     """
 
+    name, residual = "experts", True
     logits: str
     shared: str
     gates_ups: str

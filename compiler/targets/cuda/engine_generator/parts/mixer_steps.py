@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.engine_generator.parts.hybrid_settings import HybridSettings
 from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_plan import (
-    DeltaRule,
     Experts,
-    GatedAttend,
     Mixer,
 )
 from tilewright.compiler.targets.cuda.engine_generator.parts.settings import Settings
-from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Bound, Executor, Values
+from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Bound, Executor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,37 +42,9 @@ def bind_mixers(
 
 
 class MixedExecutor(Executor):
-    """Runs mixers besides the instructions that all plans have."""
+    """Binds mixers besides the instructions that all plans have."""
 
     settings: HybridSettings
 
     def bind(self, tensors: dict[str, Tensor]) -> list[Bound]:
         return bind_mixers(super().bind(tensors), tensors, self.settings, self.device)
-
-    def run(self, program: Sequence[Bound], values: Values, batch: Any) -> Values:
-        for each in program:
-            does = each.does
-            if not isinstance(each, BoundMixer):
-                super().run([each], values, batch)
-            elif isinstance(does, GatedAttend):
-                values[does.out] = self.gated_attend(each, values[does.x], batch)
-            elif isinstance(does, DeltaRule):
-                values[does.out] = self.delta_rule(each, values[does.x], batch)
-            elif isinstance(does, Experts):
-                given = values[does.x], values[does.logits], values[does.shared]
-                values[does.out] = self.experts(each, values[does.out], *given, batch)
-        return values
-
-    @abstractmethod
-    def gated_attend(self, each: BoundMixer, x: Tensor, batch: Any) -> Tensor:
-        """What `GatedAttend` says."""
-
-    @abstractmethod
-    def delta_rule(self, each: BoundMixer, x: Tensor, batch: Any) -> Tensor:
-        """What `DeltaRule` says."""
-
-    @abstractmethod
-    def experts(
-        self, each: BoundMixer, out: Tensor, x: Tensor, logits: Tensor, shared: Tensor, batch: Any
-    ) -> Tensor:
-        """What `Experts` says."""

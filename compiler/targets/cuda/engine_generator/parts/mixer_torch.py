@@ -16,6 +16,7 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_steps import 
     BoundMixer,
     MixedExecutor,
 )
+from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Values
 from tilewright.compiler.targets.cuda.engine_generator.parts.torch_steps import (
     ROOM,
     TorchBatch,
@@ -47,20 +48,22 @@ class HybridTorchExecutor(MixedExecutor, TorchExecutor):
         cache = self._cache(length + ROOM)
         return HybridTorchSequence(cache, windows=windows, memories=memories)
 
-    def gated_attend(self, each: BoundMixer, x: Tensor, batch: TorchBatch) -> Tensor:
+    def gated_attend(self, each: BoundMixer, values: Values, batch: TorchBatch) -> Tensor:
+        x = values[each.does.x]
         s = self.settings
         q_width, width = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
         q, k, v, gate = x.split((q_width, width, width, q_width), dim=1)
         q = self._normed_heads(q, each.tensors["q_norm"])
         k = self._normed_heads(k, each.tensors["k_norm"])
-        heads = self.attend(each, torch.cat((q, k, v), dim=1), batch)
+        heads = self.attended(each, torch.cat((q, k, v), dim=1), batch)
         return (heads * torch.sigmoid(gate.float())).to(x.dtype)
 
     def _normed_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         heads = x.unflatten(1, (-1, self.settings.head_dim)).float()
         return (unit_scaled(heads, self.settings.eps) * weight).to(x.dtype).flatten(1)
 
-    def delta_rule(self, each: BoundMixer, x: Tensor, batch: TorchBatch) -> Tensor:
+    def delta_rule(self, each: BoundMixer, values: Values, batch: TorchBatch) -> Tensor:
+        x = values[each.does.x]
         s = self.settings
         widths = s.mixed_width, s.value_heads * s.value_dim, s.value_heads, s.value_heads
         mixed, z, a, b = x.float().split(widths, dim=1)
@@ -82,15 +85,10 @@ class HybridTorchExecutor(MixedExecutor, TorchExecutor):
         x = F.silu(F.conv1d(seen.unsqueeze(0), weight, groups=len(weight))[0].T)
         return split_mixed(x, s)
 
-    def experts(
-        self,
-        each: BoundMixer,
-        out: Tensor,
-        x: Tensor,
-        logits: Tensor,
-        shared: Tensor,
-        batch: TorchBatch,
-    ) -> Tensor:
+    def experts(self, each: BoundMixer, values: Values, batch: TorchBatch) -> Tensor:
+        does = each.does
+        out, x = values[does.out], values[does.x]
+        logits, shared = values[does.logits], values[does.shared]
         s = self.settings
         logits, gate = logits.float().split((s.num_experts, 1), dim=1)
         shares, chosen = logits.softmax(-1).topk(s.num_chosen)

@@ -9,18 +9,13 @@ from typing import Any
 import torch
 
 from tilewright.compiler.targets.cuda.engine_generator.parts.cuda_products import (
-    CHAINED,
-    CLUSTER,
-    Attribute,
-    Launch,
-    _check,
+    Sizes,
     _nvrtc,
+    launch,
     load_kernels,
     machine_code,
 )
 from tilewright.compiler.targets.cuda.engine_generator.parts.native_source import SOURCES
-
-Sizes = tuple[int, int, int]
 
 
 def takes_native(device: torch.device, dtype: torch.dtype) -> bool:
@@ -43,15 +38,9 @@ def native_launch(
     """Run a kernel: its source, the line that makes it, its name; ``cluster``: blocks that are
     placed together.
     """
-    attributes = [Attribute(CHAINED, (1,))] if chained else []
-    attributes += [Attribute(CLUSTER, cluster)] if cluster != (1, 1, 1) else []
-    listed = (Attribute * len(attributes))(*attributes)
-    stream = torch.cuda.current_stream().cuda_stream
-    launch = Launch(blocks, (threads, 1, 1), shared, stream, listed, len(attributes))
     function = _native(*kernel, torch.cuda.current_device())
-    places = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-    driver = ctypes.CDLL("libcuda.so.1")
-    _check(driver.cuLaunchKernelEx(ctypes.byref(launch), function, places, None))
+    how: dict[str, Any] = {"shared": shared, "cluster": cluster, "chained": chained}
+    launch(function, arguments, blocks, threads, **how)
 
 
 @functools.cache

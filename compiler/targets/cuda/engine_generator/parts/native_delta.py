@@ -21,21 +21,21 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_step import (
 class NativeDelta(HybridCudaExecutor):
     """Linear attention of one token a row."""
 
-    _slots: Tensor
+    _state_rows: Tensor
 
-    def _run_decode(self, inputs: Tensor, splits: int) -> Values:
+    def _run_decode(self, inputs: Tensor, splits: int) -> Tensor:
         # what a seat keeps of all layers lies together: the kernel counts layers
-        self._slots = inputs[2] * self.settings.num_linear
+        self._state_rows = inputs[2] * self.settings.num_linear
         return super()._run_decode(inputs, splits)
 
-    def delta_rule(self, each: BoundMixer, x: Tensor, batch: Tokens) -> Tensor:
-        s = self.settings
+    def delta_rule(self, each: BoundMixer, values: Values, batch: Tokens) -> Tensor:
+        s, x = self.settings, values[each.does.x]
         dim, heads, columns = s.key_dim, s.value_heads, 0
         if dim in (64, 128) and dim == s.value_dim and s.taps in (2, 3, 4):
             columns = columns_of_a_block(heads, s.key_heads, dim)
         is_step = batch.starts is None and batch.positions is not None
         if not (is_step and columns and takes_native(self.device, x.dtype)):
-            return super().delta_rule(each, x, batch)
+            return super().delta_rule(each, values, batch)
         assert batch.positions is not None
         out = x.new_empty(len(x), heads * dim)
         _, z, a, b = x.split((s.mixed_width, heads * dim, heads, heads), dim=1)
@@ -51,7 +51,7 @@ class NativeDelta(HybridCudaExecutor):
             state=self._memories[:, place].data_ptr(),
             out=out.data_ptr(),
             positions=batch.positions.data_ptr(),
-            slots=self._slots.data_ptr(),
+            slots=self._state_rows.data_ptr(),
             **dict.fromkeys(("x_stride", "a_stride", "b_stride", "z_stride"), x.stride(0)),
             out_stride=out.stride(0),
             num_heads=heads,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from tilewright.compiler.targets.cuda.engine_generator.parts.family import Family
 from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_cuda import HybridCudaExecutor
 from tilewright.compiler.targets.cuda.engine_generator.parts.native_attend import NativeAttention
 from tilewright.compiler.targets.cuda.engine_generator.parts.native_delta import NativeDelta
@@ -13,8 +10,3 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.native_experts impo
 
 class NativeExecutor(NativeAttention, NativeExperts, NativeDelta, HybridCudaExecutor):
     """Steps on a GPU."""
-
-
-def on_native(family: Family) -> Family:
-    """A family whose steps on a GPU are run so."""
-    return replace(family, on_gpu=NativeExecutor)

@@ -1,6 +1,14 @@
-"""Where keys and values lie on a GPU: pages of a few positions of all layers, taken and given."""
+"""GPU memory behind reserved addresses. It grows in place, so graphs stay valid."""
 
 from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import heapq
+import math
+import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,57 +18,167 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.settings import Set
 PAGE = 64
 """Positions of a page."""
 
-CHUNK = 256
-"""Pages that memory grows by, fewer where they are large."""
+POSITIONS, MORE_POSITIONS = 4096, 1024
+"""Positions with memory in a new engine, and the number that is added at a time."""
 
-CHUNK_BYTES = 1 << 30
+SPARE_PAGES = 4
+"""Free pages that a prefill leaves for each request, so that decode steps map no memory."""
+
+MOST_ROWS = 1 << 16
 
 
-class Pages:
-    """Pages by number of elements from ``base``, which lets memory grow under captured graphs.
+driver = functools.cache(lambda: ctypes.CDLL("libcuda.so.1"))
 
-    A page holds ``[layers, 2, kv heads, PAGE, head_dim]``. The first chunk lives with the engine, a
-    later one until its last page is given back.
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of the driver.
+
+    Raises:
+        OutOfMemoryError, RuntimeError: the driver returns an error.
+    """
+    result = getattr(driver(), name)(*arguments)
+    if result:
+        kind = torch.OutOfMemoryError if result == 2 else RuntimeError
+        raise kind(f"{name}: CUDA error {result}")
+
+
+class Addresses:
+    """A range of GPU addresses. `grow` gives memory to the first bytes.
+
+    Tensors show it through ``__cuda_array_interface__`` and keep it alive.
     """
 
+    def __init__(self, limit: int, device: torch.device) -> None:
+        torch.cuda.synchronize(device)  # makes the context
+        self._device, self._parts = device, list[int]()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._kind = (ctypes.c_uint64 * 4)(1, 1 | index << 32)  # CUmemAllocationProp: of the device
+        self._access = (ctypes.c_int * 3)(1, index, 3)  # CUmemAccessDesc: read and write
+        granule, self._first = ctypes.c_size_t(), ctypes.c_uint64()
+        call("cuMemGetAllocationGranularity", ctypes.byref(granule), self._kind, 0)
+        self._granule = granule.value
+        self._limit = self._rounded(limit)
+        sizes = ctypes.c_size_t(self._limit), ctypes.c_size_t(0)
+        zeros = ctypes.c_uint64(0), ctypes.c_uint64(0)
+        call("cuMemAddressReserve", ctypes.byref(self._first), *sizes, *zeros)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        place = self._first.value, False
+        return {"shape": (self._limit,), "typestr": "|u1", "data": place, "version": 3}
+
+    def grow(self, size: int) -> None:
+        """Map memory to the first ``size`` bytes."""
+        if (missing := self._rounded(size) - sum(self._parts)) > 0:
+            try:
+                self._map(missing)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                self._map(missing)
+
+    def shrink(self, num_parts: int = 1) -> None:
+        """Unmap all memory but that from the first calls to `grow`."""
+        if len(self._parts) > num_parts:
+            torch.cuda.synchronize(self._device)  # kernels may still read it
+        while len(self._parts) > num_parts:
+            size = self._parts.pop()
+            call("cuMemUnmap", *self._part(sum(self._parts), size))
+
+    def _map(self, size: int) -> None:
+        handle, zero = ctypes.c_uint64(), ctypes.c_uint64(0)
+        where, length = self._part(sum(self._parts), size)
+        call("cuMemCreate", ctypes.byref(handle), length, self._kind, zero)
+        try:
+            call("cuMemMap", where, length, ctypes.c_size_t(0), handle, zero)
+        finally:
+            call("cuMemRelease", handle)  # mapped memory stays until it is unmapped
+        self._parts.append(size)
+        call("cuMemSetAccess", where, length, self._access, ctypes.c_size_t(1))
+
+    def _part(self, begin: int, size: int) -> tuple[ctypes.c_uint64, ctypes.c_size_t]:
+        return ctypes.c_uint64(self._first.value + begin), ctypes.c_size_t(size)
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self._granule) * self._granule
+
+    def __del__(self) -> None:
+        if getattr(self, "_first", None) and not sys.is_finalizing():
+            self.shrink(0)
+            call("cuMemAddressFree", *self._part(0, self._limit))
+
+
+class Rows:
+    """Rows of tensors by number. The lowest free row is taken first.
+
+    The first ``least`` rows have memory. More rows get memory ``step`` at a time. They lose it when
+    the last row is given back.
+    """
+
+    def __init__(self, least: int, step: int, row_bytes: int, device: torch.device) -> None:
+        self._least, self._step, self._device = least, step, device
+        room = 1 << 28
+        if device.type == "cuda":
+            room = torch.cuda.get_device_properties(device).total_memory
+        self._limit = max(least, min(MOST_ROWS, room // row_bytes))
+        self._free, self.size, self.num_taken = [*range(least)], least, 0
+        self._tensors: list[tuple[Tensor, Addresses | None]] = []
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor ``[limit, *shape]`` on the device. A row without memory must not be touched."""
+        row_bytes, addresses = math.prod(shape) * dtype.itemsize, None
+        if self._device.type == "cuda":
+            addresses = Addresses(self._limit * row_bytes, self._device)
+            addresses.grow(self.size * row_bytes)
+            flat = torch.as_tensor(addresses, device=self._device)[: self._limit * row_bytes]
+        else:
+            flat = torch.empty(self._limit * row_bytes, dtype=torch.uint8)
+        found = flat.view(dtype).view(self._limit, *shape)
+        found[: self.size].zero_()
+        self._tensors.append((found, addresses))
+        return found
+
+    def take(self, count: int, spare: int = 0) -> list[int]:
+        """Take ``count`` free rows. ``spare``: rows to leave free, if memory allows.
+
+        Raises:
+            OutOfMemoryError: there are not enough rows.
+        """
+        if (missing := count + spare - len(self._free)) > 0:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                self._grow(self.size + -(-missing // self._step) * self._step)
+        if count > len(self._free):
+            raise torch.OutOfMemoryError(f"{self.num_taken} rows are in use, no memory for more")
+        self.num_taken += count
+        return [heapq.heappop(self._free) for _ in range(count)]
+
+    def give(self, rows: list[int]) -> None:
+        """Free rows that no step reads any more."""
+        for row in rows:
+            heapq.heappush(self._free, row)
+        self.num_taken -= len(rows)
+        if not self.num_taken and self.size > self._least:
+            for _, addresses in self._tensors:
+                if addresses is not None:
+                    addresses.shrink()
+            self._free, self.size = [*range(self._least)], self._least
+
+    def _grow(self, size: int) -> None:
+        size = min(size, self._limit)
+        for tensor, addresses in self._tensors:
+            if addresses is not None:
+                addresses.grow(size * tensor[0].nbytes)
+            tensor[self.size : size].zero_()
+        self._free += range(self.size, size)  # still a heap
+        self.size = size
+
+
+class Pages(Rows):
+    """Pages of keys and values, ``[layers, 2, kv heads, PAGE, head_dim]`` each."""
+
     def __init__(self, settings: Settings, device: torch.device) -> None:
-        s = self._settings = settings
-        self._device = device
+        s = settings
         self.layer_size = 2 * s.num_kv_heads * PAGE * s.head_dim
         self.page_size = s.num_cached * self.layer_size
-        self._chunk = max(1, min(CHUNK, CHUNK_BYTES // (self.page_size * s.dtype.itemsize)))
-        self.base = self._allocate()
-        self._chunks = {0: self.base}  # by the place of their first element
-        self._free = {0: self._places(0)}
-
-    def take(self, count: int) -> list[int]:
-        """So many free pages; memory is allocated where there are not enough."""
-        taken: list[int] = []
-        while True:
-            for free in self._free.values():
-                while free and len(taken) < count:
-                    taken.append(free.pop())
-            if len(taken) == count:
-                return taken
-            try:
-                chunk = self._allocate()
-            except torch.OutOfMemoryError:
-                self.give(taken)
-                raise
-            first = (chunk.data_ptr() - self.base.data_ptr()) // chunk.itemsize
-            self._chunks[first], self._free[first] = chunk, self._places(first)
-
-    def give(self, pages: list[int]) -> None:
-        """Pages that nobody reads any more."""
-        for page in pages:
-            first = max(each for each in self._chunks if each <= page)
-            self._free[first].append(page)
-            if first and len(self._free[first]) == self._chunk:
-                del self._chunks[first], self._free[first]
-
-    def _allocate(self) -> Tensor:
-        size = self._chunk * self.page_size
-        return torch.empty(size, dtype=self._settings.dtype, device=self._device)
-
-    def _places(self, first: int) -> list[int]:
-        return [first + index * self.page_size for index in reversed(range(self._chunk))]
+        bytes_of_page = self.page_size * s.dtype.itemsize
+        super().__init__(POSITIONS // PAGE, MORE_POSITIONS // PAGE, bytes_of_page, device)
+        self.base = self.tensor((self.page_size,), s.dtype).view(-1)

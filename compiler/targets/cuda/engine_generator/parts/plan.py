@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 
 class Instruction:
-    """A step of a plan."""
+    """A step of a plan. ``name``: of the method that runs it. ``residual``: it reads ``out``."""
+
+    name, residual = "", False
 
 
 @dataclass(frozen=True)
 class Embed(Instruction):
     """``out`` begins as the row of ``table`` for each token."""
 
+    name = "embed"
     out: str
     table: str
 
@@ -25,6 +28,7 @@ class Linear(Instruction):
     added to ``out``. ``swiglu``: the weights are gate and up, the result is silu(gate) * up.
     """
 
+    name = "linear"
     out: str
     x: str
     weights: tuple[str, ...]
@@ -37,6 +41,7 @@ class Linear(Instruction):
 class Norm(Instruction):
     """An RMSNorm that no product computes itself."""
 
+    name = "norm"
     out: str
     x: str
     weight: str
@@ -46,6 +51,7 @@ class Norm(Instruction):
 class Attend(Instruction):
     """Rotate q and k, remember k and v, attend causally to all that is remembered."""
 
+    name = "attend"
     out: str
     qkv: str
 
@@ -54,6 +60,7 @@ class Attend(Instruction):
 class Gather(Instruction):
     """Keep each request's last row: only its logits are asked for."""
 
+    name = "gather"
     out: str
     x: str
 
@@ -85,7 +92,7 @@ class Choices:
         keys: cached positions that decode attention takes at once, also of several pages.
         queries: tokens of a prompt that a program attends for, fewer where there are few.
         prompts: sizes in tokens of the graphs for prompts; longer ones are launched one by one.
-        batches: numbers of requests of the graphs for decode; others are captured when first used.
+        batches: numbers of requests of the graphs for decode; more are decoded in several steps.
     """
 
     products: str = "triton"
@@ -98,5 +105,5 @@ class Choices:
     warps: int = 4
     keys: int = 64
     queries: int = 64
-    prompts: tuple[int, ...] = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    prompts: tuple[int, ...] = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)

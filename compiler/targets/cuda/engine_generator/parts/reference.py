@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,20 +11,11 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.engine_generator.parts.settings import Settings, turn_table
 
-SMALL_CONFIG = {
-    "model_type": "tiny_llama",
-    "torch_dtype": "float16",
-    "vocab_size": 509,
-    "hidden_size": 192,
-    "intermediate_size": 320,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 48,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-}
+SMALL_CONFIG: dict[str, Any] = {"model_type": "tiny_llama", "torch_dtype": "float16"}
+SMALL_CONFIG |= {"vocab_size": 509, "hidden_size": 192, "intermediate_size": 320}
+SMALL_CONFIG |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 48}
+SMALL_CONFIG |= {"num_hidden_layers": 3, "max_position_embeddings": 256}
+SMALL_CONFIG |= {"rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 
 
 class Reference:

@@ -31,12 +31,12 @@ ATOL = RTOL = 1e-2
 
 
 def random_weights(settings: Settings, seed: int) -> dict[str, Tensor]:
-    """A state dict with Hugging Face's names: N(0, 0.02), norms around 1."""
+    """A state dict with the contract's names: N(0, 0.02), norms around 1."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, shape in settings.shapes().items():
         values = settings.centre(name) + torch.randn(shape, generator=generator) * 0.02
-        found[name if name == "lm_head.weight" else f"model.{name}"] = values.half()
+        found[name] = values.half()
     return found
 
 

@@ -12,16 +12,10 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Instruction, Plan
 
-ALIASES = {
-    "hidden_size": ("dim",),
-    "num_hidden_layers": ("n_layers",),
-    "num_attention_heads": ("n_heads",),
-    "num_key_value_heads": ("n_kv_heads",),
-    "rms_norm_eps": ("norm_eps",),
-    "rope_theta": ("rope_base",),
-    "max_position_embeddings": ("max_seq_len",),
-    "torch_dtype": ("dtype",),
-}
+ALIASES = {"hidden_size": "dim", "num_hidden_layers": "n_layers", "rms_norm_eps": "norm_eps"}
+ALIASES |= {"num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads"}
+ALIASES |= {"rope_theta": "rope_base", "max_position_embeddings": "max_seq_len"}
+ALIASES |= {"torch_dtype": "dtype"}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 ROPE_STYLES = ("interleaved", "half")
 ROPE_SCALINGS = ("default", "linear", "llama3")
@@ -168,7 +162,7 @@ def read_settings(config: Mapping[str, Any], device: torch.device) -> Settings:
 
 
 def _value(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    names = (key, *ALIASES.get(key, ()))
+    names = (key, *([ALIASES[key]] if key in ALIASES else []))
     found = next((config[name] for name in names if config.get(name) is not None), default)
     if found is None:
         others = "".join(f" (or {name!r})" for name in names[1:])
@@ -228,6 +222,9 @@ def inverse_frequencies(settings: Settings, num_channels: int) -> Tensor:
 
 def turn_table(settings: Settings, device: torch.device) -> Tensor:
     """Cosines, then sines, of every position: ``[positions, head_dim]`` in the model's type."""
+    speeds = settings.frequencies().to(device)
+    turns = speeds.new_empty(settings.max_positions, 2 * len(speeds), dtype=settings.dtype)
     positions = torch.arange(settings.max_positions, dtype=torch.float32, device=device)
-    angles = positions[:, None] * settings.frequencies().to(device)
-    return torch.cat((angles.cos(), angles.sin()), dim=1).to(settings.dtype)
+    angles = positions[:, None] * speeds
+    turns[:, : len(speeds)], turns[:, len(speeds) :] = angles.cos(), angles.sin()
+    return turns

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +11,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.engine_generator.parts.generated import PLAN
 from tilewright.compiler.targets.cuda.engine_generator.parts.plan import (
-    Attend,
     Embed,
-    Gather,
     Instruction,
     Linear,
     Norm,
@@ -27,26 +24,36 @@ Values = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Bound:
-    """An instruction with its layer and weights: stacked rows ``[out, in]``, a norm ``[in]``."""
+    """An instruction with its layer and weights: stacked rows ``[out, in]``, a norm ``[in]``.
+
+    ``ends``: values that no later instruction reads.
+    """
 
     does: Any
     layer: int
     weight: Tensor | None = None
     norm: Tensor | None = None
+    ends: tuple[str, ...] = ()
 
 
 def bind(tensors: dict[str, Tensor], settings: Settings, device: torch.device) -> list[Bound]:
     """The plan, layer by layer, with its weights on a device in the model's type."""
     on_device: dict[tuple[str, ...], Tensor] = {}  # a tied table is placed once
+    sizes = {t.data_ptr(): t.numel() for t in tensors.values() if isinstance(t, Tensor)}
+    whole = (sum(sizes.values()) + settings.max_positions * settings.head_dim + 1024**2) * 2
+    if device.type == "cuda" and whole < 1024**3:  # the allocator keeps it: a piece for all weights
+        torch.empty(whole, dtype=torch.uint8, device=device)
 
     def place(names: tuple[str, ...], dtype: torch.dtype = settings.dtype) -> Tensor:
         parts = [tensors[name] for name in names]
         key = tuple(str(part.data_ptr()) for part in parts)
         if key not in on_device:
-            moved = [part.to(device, dtype, copy=True) for part in parts]
-            rest = -sum(len(part) for part in moved) % 16  # rows of zeros: kernels read whole tiles
-            moved.append(moved[0].new_zeros(rest, *moved[0].shape[1:]))
-            on_device[key] = torch.cat(moved)[: -rest or None]
+            count = sum(len(part) for part in parts)
+            shape = -(-count // 16) * 16, *parts[0].shape[1:]  # kernels read whole tiles
+            whole = torch.empty(shape, dtype=dtype, device=device)
+            torch.cat([part.to(device, dtype) for part in parts], out=whole[:count])
+            whole[count:].zero_()
+            on_device[key] = whole[:count]
         return on_device[key]
 
     def bound(each: Instruction, layer: int = 0, prefix: str = "") -> Bound:
@@ -67,65 +74,58 @@ def bind(tensors: dict[str, Tensor], settings: Settings, device: torch.device) -
     return program + [bound(each) for each in PLAN.last]
 
 
-class Executor(ABC):
+def with_ends(program: Sequence[Bound]) -> list[Bound]:
+    """The same program, with `Bound.ends`."""
+    read, found = {"logits"}, list[Bound]()
+    for each in reversed(program):
+        out, inputs = {each.does.out}, vars(each.does).items()
+        names = {value for key, value in inputs if isinstance(value, str) and key != "out"}
+        names |= out if each.does.residual else set()
+        found.append(replace(each, ends=tuple((names | out) - read)))
+        read = (read - out) | names
+    return found[::-1]
+
+
+class Executor:
     """Runs the plan on a device and keeps what sequences remember; knows no request ids.
 
-    A sequence is whatever `prefill` returns for a prompt: only its ``length`` is looked at.
+    A sequence is whatever ``prefill`` returns for a prompt: only its ``length`` is looked at.
+    ``decode`` adds a token to each of some sequences, ``release`` forgets them. An instruction is
+    run by the method of its name.
     """
 
     device: torch.device
     settings: Settings
     program: list[Bound]
+    prefill: Callable[..., tuple[list[Any], Tensor]]
+    decode: Callable[..., Tensor]
+    release: Callable[..., None]
+    product: Callable[[Bound, Tensor, Tensor | None], Tensor]
+    normed: Callable[[Bound, Tensor], Tensor]
+    attended: Callable[[Bound, Tensor, Any], Tensor]
+
+    def rehearsals(self) -> Iterable[tuple[int, int]]:
+        """Calls to make in a new engine: prompts and their length."""
+        return ()
 
     def bind(self, tensors: dict[str, Tensor]) -> list[Bound]:
         """The plan with its weights."""
         return bind(tensors, self.settings, self.device)
 
-    @abstractmethod
-    def prefill(self, prompts: Sequence[Tensor]) -> tuple[list[Any], Tensor]:
-        """A new sequence for each prompt, and the logits of their last tokens ``[B, vocab]``."""
-
-    @abstractmethod
-    def decode(self, sequences: Sequence[Any], tokens: Tensor) -> Tensor:
-        """One more token ``[B]`` for each sequence: logits ``[B, vocab]``."""
-
-    @abstractmethod
-    def release(self, sequence: Any) -> None:
-        """Forget a sequence; its memory is free for others."""
-
     def run(self, program: Sequence[Bound], values: Values, batch: Any) -> Values:
         """The instructions of ``program`` in order; ``batch`` says whose the rows are."""
         for each in program:
-            does = each.does
-            if isinstance(does, Embed):
-                values[does.out] = self.embed(each, batch)
-            elif isinstance(does, Linear):
-                residual = values[does.out] if does.residual else None
-                values[does.out] = self.product(each, values[does.x], residual)
-            elif isinstance(does, Norm):
-                values[does.out] = self.normed(each, values[does.x])
-            elif isinstance(does, Attend):
-                values[does.out] = self.attend(each, values[does.qkv], batch)
-            elif isinstance(does, Gather):
-                values[does.out] = self.gather(values[does.x], batch)
+            values[each.does.out] = getattr(self, each.does.name)(each, values, batch)
+            for name in each.ends:
+                values.pop(name, None)
         return values
 
-    @abstractmethod
-    def embed(self, each: Bound, batch: Any) -> Tensor:
-        """The table's rows of the batch's tokens."""
+    def linear(self, each: Bound, values: Values, batch: Any) -> Tensor:
+        residual = values[each.does.out] if each.does.residual else None
+        return self.product(each, values[each.does.x], residual)
 
-    @abstractmethod
-    def product(self, each: Bound, x: Tensor, residual: Tensor | None) -> Tensor:
-        """What `Linear` says."""
+    def norm(self, each: Bound, values: Values, batch: Any) -> Tensor:
+        return self.normed(each, values[each.does.x])
 
-    @abstractmethod
-    def normed(self, each: Bound, x: Tensor) -> Tensor:
-        """What `Norm` says."""
-
-    @abstractmethod
-    def attend(self, each: Bound, qkv: Tensor, batch: Any) -> Tensor:
-        """What `Attend` says: heads side by side."""
-
-    @abstractmethod
-    def gather(self, x: Tensor, batch: Any) -> Tensor:
-        """What `Gather` says."""
+    def attend(self, each: Bound, values: Values, batch: Any) -> Tensor:
+        return self.attended(each, values[each.does.qkv], batch)

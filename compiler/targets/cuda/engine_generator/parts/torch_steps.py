@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.engine_generator.parts.settings import Settings, turn_table
-from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Bound, Executor
+from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Bound, Executor, Values
 
 ROOM = 64
 """Positions that a sequence's memory grows by."""
@@ -58,8 +58,8 @@ class TorchExecutor(Executor):
                 each.cache = longer
         return self._step(sequences, tokens.split(1))
 
-    def release(self, sequence: TorchSequence) -> None:
-        """Its cache goes with it."""
+    def release(self, *sequences: TorchSequence) -> None:
+        """Their caches go with them."""
 
     def _cache(self, positions: int) -> Tensor:
         s = self.settings
@@ -79,7 +79,7 @@ class TorchExecutor(Executor):
             each.length += rows.stop - rows.start
         return logits
 
-    def embed(self, each: Bound, batch: TorchBatch) -> Tensor:
+    def embed(self, each: Bound, values: Values, batch: TorchBatch) -> Tensor:
         assert each.weight is not None
         return F.embedding(batch.tokens, each.weight)
 
@@ -97,10 +97,10 @@ class TorchExecutor(Executor):
             return F.silu(gate) * up
         return y if residual is None else residual + y
 
-    def gather(self, x: Tensor, batch: TorchBatch) -> Tensor:
-        return x[[rows.stop - 1 for _, rows in batch.spans]]
+    def gather(self, each: Bound, values: Values, batch: TorchBatch) -> Tensor:
+        return values[each.does.x][[rows.stop - 1 for _, rows in batch.spans]]
 
-    def attend(self, each: Bound, qkv: Tensor, batch: TorchBatch) -> Tensor:
+    def attended(self, each: Bound, qkv: Tensor, batch: TorchBatch) -> Tensor:
         s = self.settings
         heads = qkv.view(len(qkv), s.qkv_heads, s.head_dim)
         q, k, v = heads.split((s.num_heads, s.num_kv_heads, s.num_kv_heads), dim=1)

@@ -19,19 +19,11 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.settings import Eng
 SUFFIXES = (".pt", ".bin", ".safetensors")
 WRAPPERS = ("state_dict", "model", "weights")
 PREFIXES = ("module.", "_orig_mod.", "model.", "language_model.")
-META_NAMES = {
-    "tok_embeddings": "embed_tokens",
-    "output": "lm_head",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-}
+META_NAMES = {"tok_embeddings": "embed_tokens", "output": "lm_head"}
+META_NAMES |= {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+META_NAMES |= {f"attention.w{name}": f"self_attn.{name}_proj" for name in "qkvo"}
+META_NAMES |= {"feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj"}
+META_NAMES |= {"feed_forward.w3": "mlp.up_proj"}
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
 SAFETENSORS_DTYPES |= {"BF16": torch.bfloat16}
 

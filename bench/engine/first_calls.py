@@ -1,0 +1,394 @@
+"""First calls and memory of an emitted engine on one GPU. `command` measures later calls.
+
+``PYTHONPATH=. python3 -m bench.engine.first_calls`` writes an engine and random weights. A spawned
+process for each case loads the file by its path, without a name in ``sys.modules``. It prints:
+
+- the first call, the tenth and the median. The first may differ from the tenth by 10 %.
+- the time until the last call returns, while the GPU still computes, and garbage collections.
+- memory without the context: weights, mapped memory and the rest. The rest may have 200 MB.
+- memory after steps in `create_engine`, and spilled registers in Triton kernels.
+- memory for torch's matmuls and streams, in a process without an engine.
+- growth: pointers and graphs with more than 4,096 positions, and memory after the engine.
+
+``--against PATH`` names another engine.py, or a checkout to write it. Two processes of each file
+run in turn. The exit code is 1 if a limit is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import importlib.util
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright.compiler.targets.cuda.engine_generator.cases import Trace, cases
+from tilewright.compiler.targets.cuda.engine_generator.parts.generated import PLAN
+from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices
+from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import random_weights
+from tilewright.compiler.targets.cuda.engine_generator.parts.settings import read_settings
+from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
+
+CONFIG = {
+    "model_type": "tiny_llama",
+    "torch_dtype": "float16",
+    "vocab_size": 4096,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 192,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+LIMIT_MB, LIMIT_SHARE = 200.0, 0.1
+STEPS = ("bind", "_make_seats", "_time_products", "_prepare")
+"""Executor methods. Memory is noted after each."""
+
+PARTS = ("launch", "product_by", "_capture", "_replay")
+"""Executor methods to note if they take memory outside torch's allocator."""
+
+
+def load(path: str, *, registered: bool = False) -> Any:
+    """Load a file by its path. Old files must be in ``sys.modules``."""
+    spec = importlib.util.spec_from_file_location("evaluated", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if registered:
+        sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def used_mb() -> float:
+    """Used GPU memory, by any process."""
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return float(total - free) / 1e6
+
+
+def mapped_mb(engine: Any) -> float:
+    """Memory behind reserved addresses."""
+    executor = engine._executor
+    tensors = (*executor.pages._tensors, *executor._seats._tensors)
+    return sum(sum(addresses._parts) for _, addresses in tensors) / 1e6
+
+
+def watch(executor: Any, notes: list[str], begin: float) -> None:
+    """Note memory after `STEPS`."""
+
+    def watched(method: Any) -> Any:
+        @functools.wraps(method)
+        def run(*given: Any, **named: Any) -> Any:
+            begun = time.perf_counter()
+            found = method(*given, **named)
+            took = time.perf_counter() - begun
+            reserved = torch.cuda.memory_reserved() / 1e6
+            used = f"{used_mb() - begin:.0f} MB in use, {reserved:.0f} of them torch's"
+            numbers = [str(each) for each in given if isinstance(each, int)]
+            notes.append(f"{method.__name__}({', '.join(numbers)}): {took:.2f} s; {used}")
+            return found
+
+        return run
+
+    for name in STEPS:
+        if hasattr(executor, name):
+            setattr(executor, name, watched(getattr(executor, name)))
+
+
+def watch_parts(executor: Any, notes: list[str]) -> None:
+    """Note `PARTS` that take memory outside torch's allocator."""
+
+    def others_mb() -> float:
+        return used_mb() - torch.cuda.memory_reserved() / 1e6
+
+    def watched(method: Any) -> Any:
+        @functools.wraps(method)
+        def run(*given: Any, **named: Any) -> Any:
+            if torch.cuda.is_current_stream_capturing():
+                return method(*given, **named)
+            before = others_mb()
+            found = method(*given, **named)
+            if (grown := others_mb() - before) > 1:
+                what = [getattr(each, "__name__", each) for each in given[1:3]]
+                names = " ".join(str(each) for each in what if isinstance(each, str | int | tuple))
+                notes.append(f"  {method.__name__} {names}: {grown:.0f} MB that are not torch's")
+            return found
+
+        return run
+
+    for name in PARTS:
+        setattr(executor, name, watched(getattr(executor, name)))
+
+
+def spills(module: Any) -> list[str]:
+    """Triton kernels with spilled registers: 32-bit values a thread."""
+    found = []
+    for name, kernel in vars(module).items():
+        for caches in getattr(kernel, "device_caches", {}).values():
+            compiled = caches[0].values() if isinstance(caches, tuple) else ()
+            most = max((getattr(each, "n_spills", 0) or 0 for each in compiled), default=0)
+            if most:
+                found.append(f"{name} {most}")
+    return found
+
+
+class Collections:
+    """Seconds in garbage collections since the last `take`."""
+
+    def __init__(self) -> None:
+        self._begun, self.seconds = 0.0, 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, facts: dict[str, int]) -> None:
+        if phase == "start":
+            self._begun = time.perf_counter()
+        else:
+            self.seconds += time.perf_counter() - self._begun
+
+    def take(self) -> float:
+        found, self.seconds = self.seconds, 0.0
+        return found
+
+
+def timed(trace: Trace, engine: Any) -> tuple[float, float]:
+    """Seconds for all calls, and until the last returns."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    trace.run(engine)
+    returned = time.perf_counter() - begun
+    torch.cuda.synchronize()
+    return time.perf_counter() - begun, returned
+
+
+def measure_library(given: dict[str, Any], results: Any) -> None:
+    """Put memory of torch's matmuls and streams into a queue, with the allocator's share."""
+    torch.zeros(1, device="cuda")
+    begin, found = (used_mb(), torch.cuda.memory_reserved() / 1e6), {}
+    weight = torch.zeros(3072, 768, device="cuda", dtype=torch.float16)
+    for name, rows in (("a matmul of 1 row", 1), ("and of 512 rows", 512)):
+        torch.nn.functional.linear(weight[:rows], weight)
+        torch.addmm(weight[:rows, :1].expand(rows, 3072), weight[:rows], weight.T)
+        reserved = torch.cuda.memory_reserved() / 1e6 - begin[1]
+        found[name] = f"{used_mb() - begin[0] - reserved:.0f} MB, torch's {reserved:.0f}"
+    before = used_mb()
+    torch.cuda.Stream()
+    found["a stream of torch's pools"] = f"{used_mb() - before:.0f} MB"
+    results.put(found)
+
+
+def measure_case(given: dict[str, Any], case: str, results: Any) -> None:
+    """Measure a case in this fresh process. The result goes into a queue."""
+    torch.zeros(1, device="cuda")
+    begin, notes = used_mb(), list[str]()
+    module = load(given["engine"], registered=given["old"])
+    if given["notes"]:
+        watch(module.CudaExecutor, notes, begin)
+    if given["notes"] == "parts":
+        watch_parts(module.CudaExecutor, notes)
+    begun = time.perf_counter()
+    engine = module.create_engine(given["config"], given["weights"], "cuda")
+    found: dict[str, Any] = {"create_s": time.perf_counter() - begun, "created": used_mb() - begin}
+    found["graphs"] = len(engine._executor._graphs)
+    found["mapped"] = 0.0 if given["old"] else mapped_mb(engine)
+    trace = Trace(cases()[case], given["config"]["vocab_size"], given["tokens"])
+    collections = Collections()
+    seconds, returned, collected = list[float](), list[float](), list[float]()
+    for _ in range(given["repeats"]):
+        collections.take()
+        for times, each in zip((seconds, returned), timed(trace, engine), strict=True):
+            times.append(1e3 * each)
+        collected.append(1e3 * collections.take())
+        engine.remove(trace.requests)
+    found |= {"ms": seconds, "returned": returned, "collected": collected}
+    found["used"], found["reserved"] = used_mb() - begin, torch.cuda.memory_reserved() / 1e6
+    found["new_graphs"] = len(engine._executor._graphs) - found["graphs"]
+    found["notes"] = [*notes, f"spilled: {', '.join(spills(module)) or 'nothing'}"]
+    results.put(found)
+
+
+def measure_growth(given: dict[str, Any], results: Any) -> None:
+    """Measure prompts beyond the first memory, and several engines. Facts go into a queue."""
+    torch.zeros(1, device="cuda")
+    module, config = load(given["engine"]), given["config"]
+    engine = module.create_engine(config, given["weights"], "cuda")
+    executor = engine._executor
+    graphs, first = len(executor._graphs), mapped_mb(engine)
+    places = executor.pages.base.data_ptr(), executor._table.data_ptr()
+    length, vocab = min(1024, config["max_position_embeddings"] - 8), config["vocab_size"]
+    prompts = [torch.randint(0, vocab, (length,)) for _ in range(40)]
+    begun = time.perf_counter()
+    engine.prefill(list(range(40)), prompts)
+    torch.cuda.synchronize()
+    facts: dict[str, Any] = {
+        "prefill of 40 x 1,024 that maps (s)": round(time.perf_counter() - begun, 3)
+    }
+    grown = mapped_mb(engine)
+    rows = [engine.decode(list(range(40)), torch.arange(40)) for _ in range(4)]
+    decoded = mapped_mb(engine)
+    alone = module.create_engine(config, given["weights"], "cuda")
+    alone.prefill([7], [prompts[7]])
+    expected = [alone.decode([7], torch.tensor([7])) for _ in range(4)]
+    errors = [module.error_of(a[7:8], b) for a, b in zip(rows, expected, strict=True)]
+    same = places == (executor.pages.base.data_ptr(), executor._table.data_ptr())
+    engine.remove(list(range(40)))
+    facts |= {"mapped (MB): first, grown, decoded, removed": [first, grown, decoded]}
+    facts["mapped (MB): first, grown, decoded, removed"] += [mapped_mb(engine)]
+    facts |= {"pointers stay": same, "new graphs": len(executor._graphs) - graphs}
+    facts["error beside a small engine, of the tolerance"] = max(errors)
+    settings = module.read_settings(config, torch.device("cuda", 0))
+    tensors = module.load_weights(given["weights"], settings)
+    reference = module.Reference(tensors, settings, torch.device("cuda", 0))
+    found = module.compare(alone, reference, settings, seed=0, operations=given["operations"])
+    facts["random calls, worst error of the tolerance"] = found[0]
+    del engine, executor, alone, rows, expected, reference, tensors
+    used = []
+    for _ in range(given["engines"]):
+        module.create_engine(config, given["weights"], "cuda").remove([])
+        gc.collect()
+        torch.cuda.empty_cache()
+        used.append(used_mb())
+    facts["memory after engines (MB, less the first's)"] = [round(u - used[0], 2) for u in used]
+    good = same and not facts["new graphs"] and first == mapped_mb_at(facts) and grown == decoded
+    results.put({"facts": facts, "good": bool(good and max(*errors, found[0]) <= 1)})
+
+
+def mapped_mb_at(facts: dict[str, Any]) -> float:
+    """Mapped memory after all requests are removed."""
+    return float(facts["mapped (MB): first, grown, decoded, removed"][-1])
+
+
+def in_child(function: Any, *given: Any) -> dict[str, Any]:
+    """Run a function in a spawned process. Return the item it puts into its last argument."""
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    child = context.Process(target=function, args=(*given, results))
+    child.start()
+    while child.is_alive() and results.empty():
+        time.sleep(0.05)
+    found = None if results.empty() else results.get()
+    child.join()
+    if found is None:
+        raise SystemExit(f"{function.__name__}: the process ended with {child.exitcode}")
+    return dict(found)
+
+
+def report(case: str, found: dict[str, Any], weights: float) -> bool:
+    """Print a case's lines and return whether it keeps its limits."""
+    first, tenth = found["ms"][0], found["ms"][9]
+    median = statistics.median(found["ms"])
+    share, rest = first / tenth - 1, found["used"] - weights - found["mapped"]
+    good = abs(share) <= LIMIT_SHARE and rest <= LIMIT_MB and not found["new_graphs"]
+    print(
+        f"{case}: first {first:.3f} ms, tenth {tenth:.3f} ({100 * share:+.1f} %), median "
+        f"{median:.3f}; created in {found['create_s']:.1f} s; memory {found['used']:.0f} MB "
+        f"({found['created']:.0f} created) = weights {weights:.0f} + mapped {found['mapped']:.0f} "
+        f"+ {rest:.0f} (limit {LIMIT_MB:.0f}); torch reserved {found['reserved']:.0f}; "
+        f"{found['graphs']} graphs, {found['new_graphs']} captured later: "
+        f"{'good' if good else 'MISSED'}",
+        flush=True,
+    )
+    for name in ("ms", "returned", "collected"):
+        print(f"  {name}: " + " ".join(f"{each:.3f}" for each in found[name]))
+    for note in found["notes"]:
+        print("  " + note)
+    return good
+
+
+def write_engine(path: Path, products: str, num_layers: int) -> None:
+    """Write the engine.py of this checkout."""
+    choices = Choices(products=products)
+    path.write_text(engine_text(PLAN, choices, title="a check", num_layers=num_layers), "utf-8")
+
+
+def other_engine(given: argparse.Namespace, folder: Path) -> Path:
+    """The file to compare with, written by its own checkout."""
+    other, path = Path(given.against).resolve(), folder / "old_engine.py"
+    if other.is_file():
+        return other
+    layers = CONFIG["num_hidden_layers"]
+    base = "tilewright.compiler.targets.cuda.engine_generator"
+    script = (
+        f"import sys, pathlib; sys.path.insert(0, {str(other)!r})\n"
+        f"from {base} import parts\n"
+        f"from {base}.parts.generated import PLAN\n"
+        f"from {base}.parts.plan import Choices\n"
+        f"from {base}.write import engine_text\n"
+        f"assert parts.__file__.startswith({str(other)!r}), parts.__file__\n"
+        f"text = engine_text(PLAN, Choices(products={given.products!r}), title='old', "
+        f"num_layers={layers})\npathlib.Path({str(path)!r}).write_text(text)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(other)}
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=folder, env=environment)
+    return path
+
+
+def compare_with(old: dict[str, Any], new: dict[str, Any], case: str) -> None:
+    """Print medians for two files, each in two processes, in turn."""
+    found = [in_child(measure_case, each, case) for each in (old, new, old, new)]
+    medians = " ".join(f"{statistics.median(each['ms'][1:]):.3f}" for each in found)
+    firsts = " ".join(f"{each['ms'][0]:.3f}" for each in found)
+    returned = " ".join(f"{statistics.median(each['returned'][1:]):.3f}" for each in found)
+    print(f"{case}, other this other this: medians {medians}, first {firsts}, until the last call")
+    print(f"  returns {returned}; other memory {found[2]['used']:.0f} MB", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="First calls and memory of an emitted engine.")
+    parser.add_argument("--engine", help="engine.py (default: one is written)")
+    parser.add_argument("--config", help="model_config.json (default: 12 layers of 768)")
+    parser.add_argument("--against", help="another engine.py, or a checkout to write it")
+    parser.add_argument("--products", default="triton", choices=("triton", "cuda"))
+    parser.add_argument("--tokens", default="cuda", choices=("cuda", "cpu"), help="their device")
+    parser.add_argument("--repeats", type=int, default=20, help="calls of a case, 10 or more")
+    parser.add_argument("--operations", type=int, default=60, help="random calls to compare")
+    parser.add_argument("--engines", type=int, default=5, help="engines to make for the memory")
+    given = parser.parse_args(argv)
+    config = json.loads(Path(given.config).read_text("utf-8")) if given.config else CONFIG
+    with tempfile.TemporaryDirectory() as folder:
+        settings = read_settings(config, torch.device("cpu"))
+        tensors = random_weights(settings, 0)
+        torch.save(tensors, Path(folder) / "model.pt")
+        weights = sum(each.numel() for each in tensors.values()) * 2 / 1e6
+        path = Path(given.engine or Path(folder) / "engine.py")
+        if not given.engine:
+            write_engine(path, given.products, int(str(config["num_hidden_layers"])))
+        asked = {**vars(given), "engine": str(path.resolve()), "config": config, "weights": folder}
+        asked |= {"notes": "", "old": False}
+        for name, fact in in_child(measure_library, asked).items():
+            print(f"{name}: {fact}", flush=True)
+        good = []
+        for index, case in enumerate(cases()):
+            found = in_child(measure_case, {**asked, "notes": "" if index else "steps"}, case)
+            good.append(report(case, found, weights))
+        found = in_child(
+            measure_case, {**asked, "notes": "parts", "repeats": 2}, next(iter(cases()))
+        )
+        print("\n".join(("where memory goes:", *found["notes"])), flush=True)
+        if given.against:
+            old = {**asked, "engine": str(other_engine(given, Path(folder))), "old": True}
+            for case in cases():
+                compare_with(old, asked, case)
+        growth = in_child(measure_growth, asked)
+        for name, fact in growth["facts"].items():
+            print(f"{name}: {fact}")
+        good.append(growth["good"])
+    print("all limits are kept" if all(good) else "a limit is MISSED")
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
