@@ -127,15 +127,17 @@ def calibrate(
     total = len(plans)
     for index, plan in enumerate(plans):
         moments = None
+
+        def report(part: int, index: int = index) -> None:
+            progress("calibrate", index * 100 + part, total * 100)
+
         if forward is not None and index <= last:
             moments = _observe(
                 forward,
                 plan,
                 full=method.name == "gptq",
                 watches=index in open_plans,
-                report=lambda part, index=index: progress(
-                    "calibrate", index * 100 + part, total * 100
-                ),
+                report=report,
             )
         if index in open_plans:
             run.write(plan, moments)

@@ -200,12 +200,17 @@ class LayeredForward:
         """Return the attention of all sequences at once; None if torch has no such kernel."""
         if soft_cap or 0 < window < self._length:
             return None
-        heads = [
-            each.view(-1, self._length, *each.shape[1:]).transpose(1, 2).to(self._dtype)
-            for each in (q, k, v)
-        ]
+        q_heads, k_heads, v_heads = (
+            rows.view(-1, self._length, *rows.shape[1:]).transpose(1, 2).to(self._dtype)
+            for rows in (q, k, v)
+        )
         out = torch.nn.functional.scaled_dot_product_attention(
-            *heads, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            q_heads,
+            k_heads,
+            v_heads,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         return out.transpose(1, 2).reshape(q.shape).to(q.dtype)
 

@@ -180,10 +180,10 @@ class _TraceRun:
             ended = self._step(
                 self._pair.lossy, segment, lossy, [s.values for s in stream], skip, stream[0].row
             )
-            for one, values in zip(stream, ended, strict=True):
-                one.values = values
-        for one, values in zip(self._streams[0], before, strict=True):
-            one.values = values
+            for group_stream, new_values in zip(stream, ended, strict=True):
+                group_stream.values = new_values
+        for group_stream, new_values in zip(self._streams[0], before, strict=True):
+            group_stream.values = new_values
         if self._head in segment.nodes:
             weight = self._head.args[1]
             assert isinstance(weight, Node)
