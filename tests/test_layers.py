@@ -80,6 +80,7 @@ ONLY_IN = {
     "llguidance": ("tilewright.runtime.grammar.matchers",),
     "pyarrow": ("tilewright.batch.parquet_rows",),
     "ray": ("tilewright.cli.processes.batch_ray", "demo.serve_ray"),
+    "gguf": ("bench.peers",),
     "llama_cpp": ("bench.peers",),
     "onnxruntime_genai": ("bench.peers",),
     "openvino_genai": ("bench.peers",),

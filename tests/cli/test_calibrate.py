@@ -22,6 +22,7 @@ from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.models import LoadedModel, calibrated_precision, load_model
 from tilewright.models.checkpoints.calibrated.manifest import MANIFEST, PARTIAL, read_manifest
+from tilewright.models.checkpoints.gguf.header import header_of
 
 SHORT = ("--tokens", "2048", "--length", "64")
 
@@ -212,13 +213,41 @@ def test_bench_compares_calibrated_weights_with_their_original(
     assert "not the checkpoint that" in capfd.readouterr().err
 
 
+def in_parts(path: Path, folder: Path) -> Path:
+    """Write a GGUF file again in parts, aligned to 64 bytes; return the first part."""
+    import gguf
+
+    folder.mkdir()
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(folder / "m.gguf", "llama", split_max_tensors=9)
+    writer.add_custom_alignment(64)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            kind, sub_type = field.types[0], field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), kind, sub_type)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return min(folder.iterdir())
+
+
+@pytest.mark.parametrize("splits", [False, True])
 def test_calibrated_q40_codes_reach_gguf_and_dllama_unchanged(
-    calibrated: Callable[..., Path], tiny_gguf: Path, tmp_path: Path, run: Callable[..., str]
+    splits: bool,
+    calibrated: Callable[..., Path],
+    tiny_gguf: Path,
+    tmp_path: Path,
+    run: Callable[..., str],
 ) -> None:
-    folder = calibrated("--precision", "all-q40")
+    original = in_parts(tiny_gguf, tmp_path / "parts") if splits else tiny_gguf
+    folder = calibrated("--precision", "all-q40", path=original)
     found = load_model(folder).checkpoint
     gguf, dllama = tmp_path / "gguf", tmp_path / "dllama"
-    run("convert", folder, "--to", "gguf", "--original", tiny_gguf, "-o", gguf)
+    run("convert", folder, "--to", "gguf", "--original", original, "-o", gguf)
     run("convert", folder, "-o", dllama)
     repacked = 0
     for path in (gguf, dllama):
@@ -230,6 +259,11 @@ def test_calibrated_q40_codes_reach_gguf_and_dllama_unchanged(
                 assert written.stored_type(name) == "Q4_0"
                 repacked += not torch.equal(get_format("q40").round_trip(values), values)
     assert repacked, "packing the values again would lose codes"
+    if splits:
+        (path,) = gguf.iterdir()
+        metadata = header_of(path).metadata
+        assert metadata["general.file_type"] == 2, "mostly Q4_0"
+        assert "split.count" not in metadata
     chat = "a tiny text"
     assert load_model(gguf).tokenizer.encode(chat) == load_model(folder).tokenizer.encode(chat)
 

@@ -90,11 +90,17 @@ class GGUFHeader:
     """What stands before the tensor data; ``nbytes`` is where that data begins.
 
     Metadata values are bool, int, float, str, list[str] or a numpy array of numbers.
+
+    Attributes:
+        alignment: Bytes that the start of every tensor is a multiple of.
+        spans: First byte and end of every metadata pair in the file: its key, type and value.
     """
 
     metadata: Mapping[str, object]
     tensors: Mapping[str, GGUFTensor]
     nbytes: int
+    alignment: int
+    spans: Mapping[str, tuple[int, int]]
 
 
 class _Cursor:
@@ -176,11 +182,14 @@ def read_header(data: memoryview, path: Path) -> GGUFHeader:
     num_tensors = cursor.count("number of tensors", 24)
     num_pairs = cursor.count("number of metadata keys", 13)
     metadata: dict[str, object] = {}
+    spans: dict[str, tuple[int, int]] = {}
     for _ in range(num_pairs):
+        first = cursor.at
         key = cursor.string("metadata key")
         if key in metadata:
             raise cursor.error(f"metadata key {key[:80]!r} stands twice")
         metadata[key] = _value(cursor, key[:80])
+        spans[key] = first, cursor.at
     table = [_tensor_row(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if (
@@ -203,7 +212,7 @@ def read_header(data: memoryview, path: Path) -> GGUFHeader:
             )
         tensors[name] = GGUFTensor(name, shape, dtype, start + offset, nbytes)
     _refuse_overlaps(cursor, tensors)
-    return GGUFHeader(metadata, tensors, min(start, len(data)))
+    return GGUFHeader(metadata, tensors, min(start, len(data)), alignment, spans)
 
 
 def _value(cursor: _Cursor, key: str) -> object:

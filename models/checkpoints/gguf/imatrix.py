@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewright.errors import CheckpointError, one_line
 from tilewright.models.checkpoints.gguf.checkpoint import hf_name
+from tilewright.models.checkpoints.gguf.header import MAGIC, read_header
 from tilewright.utils.files import read_regular
 
 _MAX_ENTRIES, _MAX_NAME = 1 << 20, 1 << 10
@@ -28,7 +29,7 @@ def read_imatrix(path: Path) -> dict[str, Tensor]:
     """
     try:
         data = read_regular(path)
-        found = _read_gguf(path) if data[:4] == b"GGUF" else _read_binary(data)
+        found = _read_gguf(data, path) if data[:4] == MAGIC else _read_binary(data)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, IndexError, struct.error) as error:
@@ -69,15 +70,18 @@ def _read_binary(data: bytes) -> dict[str, np.ndarray]:
     return found
 
 
-def _read_gguf(path: Path) -> dict[str, np.ndarray]:
-    import gguf
+def _read_gguf(data: bytes, path: Path) -> dict[str, np.ndarray]:
+    tensors = read_header(memoryview(data), path).tensors
 
-    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+    def values_of(name: str) -> np.ndarray:
+        tensor = tensors[name]
+        if tensor.dtype != "F32":
+            raise ValueError(f"{name} is {tensor.dtype}; allowed: F32")
+        return np.frombuffer(data, "<f4", tensor.nbytes // 4, tensor.start)
+
     found = {}
-    for name, sums in tensors.items():
-        if name.endswith(_SUMS):
-            counts = np.asarray(tensors[name.removesuffix(_SUMS) + _COUNTS], np.float32).reshape(-1)
-            if counts.size == 1:
-                values = np.asarray(sums, np.float32).reshape(-1)
-                found[name.removesuffix(_SUMS)] = values / max(1.0, float(counts[0]))
+    for stem in (name.removesuffix(_SUMS) for name in tensors if name.endswith(_SUMS)):
+        counts = values_of(stem + _COUNTS)
+        if counts.size == 1:
+            found[stem] = values_of(stem + _SUMS) / np.float32(max(1.0, float(counts[0])))
     return found

@@ -16,10 +16,13 @@ from tilewright.compiler.formats.ggml_blocks import Bytes
 from tilewright.errors import CheckpointError, allowed
 from tilewright.models.checkpoints.calibrated.checkpoint import CalibratedCheckpoint
 from tilewright.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
-from tilewright.models.checkpoints.gguf.header import TENSOR_TYPES
+from tilewright.models.checkpoints.gguf.header import MAGIC, TENSOR_TYPES, GGUFHeader, header_of
+from tilewright.models.checkpoints.mapped_file import map_file
 
-_ALIGNMENT = 32
-_FILE_TYPE = "general.file_type"
+_VERSION = 3
+_U32_PAIR = 16
+"""Bytes of a metadata pair with a 32-bit value, without its key."""
+_FILE_TYPE, _SPLIT = "general.file_type", "split."
 _FILE_TYPES = {"Q4_0": 2, "Q8_0": 7}
 _HEAD, _OUTPUT = "lm_head.weight", "output.weight"
 
@@ -52,11 +55,12 @@ def write_replacement(
             f"{original.path}: not the file that {calibrated.path} was calibrated from"
         )
     entries = list(_entries(original, calibrated))
-    file.write(_header(original.path, entries))
+    header = header_of(original.path)
+    file.write(_header(original.path, header, entries))
     for done, entry in enumerate(entries):
         data = _data(original, calibrated, entry)
         assert data.nbytes == entry.nbytes, entry.name
-        file.write(data.tobytes() + bytes(-data.nbytes % _ALIGNMENT))
+        file.write(data.tobytes() + bytes(-data.nbytes % header.alignment))
         progress("weights", done + 1, len(entries))
 
 
@@ -94,25 +98,24 @@ def _data(original: GGUFCheckpoint, calibrated: CalibratedCheckpoint, entry: _En
     return placed
 
 
-def _header(path: Path, entries: list[_Entry]) -> bytes:
-    """Return everything before the data: the metadata as it is, but for the file's type."""
-    import gguf
+def _header(path: Path, original: GGUFHeader, entries: list[_Entry]) -> bytes:
+    """Return everything before the data.
 
-    reader = gguf.GGUFReader(path)
-    first = min(tensor.field.offset for tensor in reader.tensors)
-    start = min(f.offset for n, f in reader.fields.items() if not n.startswith("GGUF."))
-    metadata = bytearray(np.asarray(reader.data[start:first]).tobytes())
-    if (known := reader.fields.get(_FILE_TYPE)) is not None:
-        types = [e.dtype for e in entries if e.dtype in _FILE_TYPES]
-        end = known.offset - start + sum(int(part.nbytes) for part in known.parts)
-        metadata[end - 4 : end] = struct.pack("<I", _FILE_TYPES[max(types, key=types.count)])
-    num_fields = sum(not name.startswith("GGUF.") for name in reader.fields)
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(entries), num_fields) + bytes(metadata)
+    The metadata is that of the original, without its parts, and with the type of the new file.
+    """
+    data = map_file(path)
+    kept = {key: span for key, span in original.spans.items() if not key.startswith(_SPLIT)}
+    head = bytearray(MAGIC + struct.pack("<IQQ", _VERSION, len(entries), len(kept)))
+    types = [entry.dtype for entry in entries if entry.dtype in _FILE_TYPES]
+    for key, (first, end) in kept.items():
+        head += bytes(data[first:end])
+        if key == _FILE_TYPE and types and end - first == len(key) + _U32_PAIR:
+            head[-4:] = struct.pack("<I", _FILE_TYPES[max(types, key=types.count)])
     at = 0
     for entry in entries:
         name = entry.name.encode()
         head += struct.pack("<Q", len(name)) + name + struct.pack("<I", len(entry.shape))
         head += struct.pack(f"<{len(entry.shape)}Q", *reversed(entry.shape))
         head += struct.pack("<IQ", TENSOR_TYPES[entry.dtype][0], at)
-        at += entry.nbytes + -entry.nbytes % _ALIGNMENT
-    return head + bytes(-len(head) % _ALIGNMENT)
+        at += entry.nbytes + -entry.nbytes % original.alignment
+    return bytes(head) + bytes(-len(head) % original.alignment)
