@@ -64,6 +64,13 @@ def test_figures_and_json_are_asked_for(
     assert "t/s" not in error
 
 
+def test_top_p_zero_is_greedy(
+    tiny_gguf: Path, answer: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("--prompt", "hello", *SIX, "--temperature", "9", "--top-p", "0", "--seed", "5")
+    assert run(capfd, tiny_gguf, *argv)[0] == f"{answer}\n"
+
+
 @pytest.mark.parametrize("argv", [(), ("--prompt", "-")])
 def test_a_prompt_is_read_from_standard_input(
     argv: tuple[str, ...],

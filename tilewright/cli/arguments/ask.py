@@ -61,7 +61,7 @@ class SamplingArguments:
         "0 is off (default: 0)", group=_SAMPLING, type=integer(0, (1 << 31) - 1)
     )
     top_p: float | None = option(
-        "1 is off (default: 1)", group=_SAMPLING, type=real(0, 1, above=True)
+        "1 is off, 0 is greedy (default: 1)", group=_SAMPLING, type=real(0, 1)
     )
     min_p: float | None = option("0 is off (default: 0)", group=_SAMPLING, type=real(0, 1))
     repetition_penalty: float | None = option(

@@ -114,7 +114,7 @@ class RunOptions:
     threads: int | None = option("CPU threads (default: all cores)", type=integer(1, 1024))
     temperature: float = option("0: greedy", default=0.0, group="sampling", type=real(0, 100))
     top_k: int = option("0: off", default=0, group="sampling", type=integer(0, (1 << 31) - 1))
-    top_p: float = option("1: off", default=1.0, group="sampling", type=real(0, 1, above=True))
+    top_p: float = option("1: off, 0: greedy", default=1.0, group="sampling", type=real(0, 1))
     seed: int = option(
         "of the random choices", default=0, group="sampling", type=integer(0, (1 << 63) - 1)
     )

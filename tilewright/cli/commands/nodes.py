@@ -110,7 +110,7 @@ class _Arguments(PathArguments):
         "what each node holds, in proportion, as 2,1,1", type=numbers, metavar="LIST"
     )
     temperature: float = option("0: greedy", default=0.0, type=real(0, 100))
-    topp: float = option("1: off", default=1.0, type=real(0, 1, above=True))
+    topp: float = option("1: off, 0: greedy", default=1.0, type=real(0, 1))
     seed: int = option("of random choices", default=_SEED, type=integer(0, (1 << 63) - 1))
     task: int | None = option(
         "the competition's: 4 nodes, of task 1 with 2 threads and 4096 positions; what is named "
@@ -352,12 +352,12 @@ def _run(
     say: Callable[[str], None],
 ) -> Counted:
     """Read a prompt and continue it, to its steps, of both, or the context's end."""
-    from tilewright.compiler.targets.interface.step import Choosing
+    from tilewright.runtime.sampling import SamplingParams
 
     tokens = source.tokenizer.encode(prompt.text, add_special=True)
     limit = min(prompt.steps, executable.capabilities.max_context)
-    choosing = Choosing(temperature=given.temperature, top_p=given.topp, seed=given.seed)
-    stepper = Stepper(executable, choosing)
+    sampling = SamplingParams(temperature=given.temperature, top_p=given.topp, seed=given.seed)
+    stepper = Stepper(executable, sampling.choosing())
     stepper.evaluate(tokens)
     decoder, text = source.tokenizer.stream(after=tokens), ""
     for token in stepper.predict(tokens, limit):

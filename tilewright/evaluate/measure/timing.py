@@ -40,7 +40,7 @@ class Run:
 
 def sampling_text(sampling: SamplingParams) -> str:
     """How tokens are chosen, as a record says it; empty where each is the likeliest one."""
-    if sampling.temperature <= 0:
+    if sampling.choosing().is_greedy:
         return ""
     return f"temperature {sampling.temperature:g}, top-k {sampling.top_k}, top-p {sampling.top_p:g}"
 
