@@ -21,7 +21,7 @@ from tilewright.errors import ConfigError, TilewrightError
 from tilewright.evaluate.cases.cases import CASES
 from tilewright.evaluate.cases.prompts import sample_prompts
 from tilewright.options import arguments
-from tilewright.options.arguments import option, parse
+from tilewright.options.arguments import OnOff, option, parse
 
 
 def read(model: Path, *argv: str) -> RunOptions:
@@ -306,3 +306,27 @@ def test_option_of_several_values_replaces_its_default() -> None:
     argv = ["--sizes", "3", "--words", "--sizes", "4", "5", "--words", "a"]
     found = parse(Given, argv, prog="x", description="")
     assert found == Given((3, 4, 5), ("a",))
+
+
+@pytest.mark.parametrize("again", [["--size", "2"], ["--size=0"], ["-s0"]])
+def test_single_value_given_twice_is_an_error(again: list[str]) -> None:
+    @dataclass(frozen=True)
+    class Given:
+        size: int = option("size", "-s", "--size", default=0, type=int)
+        is_long: bool = option("long", "--long", default=False)
+        warm: bool = option("warm", default=True, action=OnOff)
+
+    argv = ["--size", "0", "--long", "--long", "--no-warm"]
+    assert parse(Given, argv, prog="x", description="") == Given(0, True, False)
+    with pytest.raises(ConfigError, match="--warm/--no-warm: given twice"):
+        parse(Given, [*argv, "--warm"], prog="x", description="")
+    with pytest.raises(ConfigError, match=r"--size: given twice; allowed: once \(see x --help\)"):
+        parse(Given, [*argv, *again], prog="x", description="")
+
+
+def test_options_of_a_replica_replace_those_of_its_server(tiny_gguf: Path) -> None:
+    argv = [str(tiny_gguf), "--replicas", "2", "--threads", "4", "--replicas", "1", "--threads=2"]
+    found = read_serve_options(argv, last_wins=True)
+    assert (found.replicas, found.threads) == (1, 2)
+    with pytest.raises(ConfigError, match="data-parallel-size: given twice"):
+        read_serve_options(argv)

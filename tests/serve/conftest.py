@@ -88,7 +88,8 @@ def start_server(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         log = tmp_path_factory.mktemp("serve") / "log"
         port = free_port() if port is None else port
         command = [sys.executable, "-P", "-m", "tilewright.cli.main", "serve", str(tiny_gguf)]
-        command += ["--port", str(port), "--threads", "1", *argv]
+        threads = () if "--threads" in argv else ("--threads", "1")
+        command += ["--port", str(port), *threads, *argv]
         with log.open("wb") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ)
         server = Server(port, process, log)

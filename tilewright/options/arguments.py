@@ -39,7 +39,16 @@ _T = TypeVar("_T")
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are :class:`ConfigError`, so that they print as one line."""
+    """An ArgumentParser whose errors are :class:`ConfigError`, so that they print as one line.
+
+    An option with a single value is an error if it is given twice, but for ``last_wins``: then the
+    last value is used.
+    """
+
+    def __init__(self, *args: Any, last_wins: bool = False, **words: Any) -> None:
+        super().__init__(*args, **words)
+        if not last_wins:
+            self.register("action", None, _Once)  # of arguments without an action
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
@@ -106,6 +115,37 @@ def add_options(parser: argparse.ArgumentParser, *kinds: type, without: Sequence
             if words.get("nargs") in ("+", "*"):
                 words = {"action": _Extend, **words}
         groups[group].add_argument(*flags, default=each.default, help=text, **words)
+
+
+class _Once(argparse.Action):
+    """The value of an option. A second one is an error: it would replace the first."""
+
+    _last: argparse.Namespace | None = None
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Set the value (called by argparse)."""
+        if option_string is not None and self._last is namespace:
+            raise argparse.ArgumentError(self, "given twice; allowed: once")
+        self._last = namespace if option_string is not None else None
+        self.set_value(namespace, values, option_string or "")
+
+    def set_value(self, namespace: argparse.Namespace, values: Any, flag: str) -> None:
+        """Store ``values`` of ``flag``, as it was typed."""
+        setattr(namespace, self.dest, values)
+
+
+class OnOff(_Once, argparse.BooleanOptionalAction):
+    """A switch with ``--name`` and ``--no-name``."""
+
+    def set_value(self, namespace: argparse.Namespace, values: Any, flag: str) -> None:
+        """Store whether ``flag`` is ``--name``."""
+        setattr(namespace, self.dest, not flag.startswith("--no-"))
 
 
 class _Extend(argparse.Action):

@@ -21,6 +21,7 @@ from tilewright.evaluate.cases.prompts import (
 )
 from tilewright.options.arguments import (
     ModelOptions,
+    OnOff,
     Parser,
     PathArguments,
     add_options,
@@ -72,7 +73,7 @@ class _CaseChanges:
         "of every prompt", group="prompts", type=integer(1, 1 << 20), metavar="N"
     )
     stop_at_eos: bool | None = option(
-        "end an answer at its end token", group="prompts", action=argparse.BooleanOptionalAction
+        "end an answer at its end token", group="prompts", action=OnOff
     )
     num_repeats: int | None = option(
         "of the whole batch",
@@ -84,7 +85,7 @@ class _CaseChanges:
     token_accuracy: bool | None = option(
         "top-1 and top-5 against the fp32 reference, teacher-forced",
         group="measuring",
-        action=argparse.BooleanOptionalAction,
+        action=OnOff,
     )
 
 

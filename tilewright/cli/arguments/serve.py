@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from tilewright.options.arguments import (
     CHECKPOINT_PRECISION,
     CheckpointArguments,
     ModelOptions,
+    OnOff,
     Parser,
     add_options,
     integer,
@@ -104,7 +104,7 @@ class ServeOptions(EngineArguments):
     cache_replies: bool | None = option(
         "share answers too: the next turn of a chat computes less, and is equal up to rounding "
         "(default: where no promise of bits is kept by leaving it; without pages always)",
-        action=argparse.BooleanOptionalAction,
+        action=OnOff,
         group="engine",
     )
     replicas: int = option(
@@ -157,14 +157,20 @@ class ServeOptions(EngineArguments):
     )
 
 
-def read_serve_options(argv: Sequence[str], sign: Sign | None = None) -> ServeOptions:
+def read_serve_options(
+    argv: Sequence[str], sign: Sign | None = None, *, last_wins: bool = False
+) -> ServeOptions:
     """Read and check the command line of ``tilewright serve``. ``sign`` shows life once it can be
     read, before files are looked at.
+
+    ``last_wins``: An option may be given twice, as an engine has the options of its replica after
+    those of the server.
 
     Raises:
         TilewrightError: for anything that can be seen to be wrong without the model.
     """
     parser = Parser(
+        last_wins=last_wins,
         prog="tilewright serve",
         description="Serve a model over HTTP, as OpenAI's API does; with timings: true in a "
         "request, llama.cpp's figures come too, in streams with the end of each choice.",

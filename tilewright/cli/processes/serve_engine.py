@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     folder = Path(argv[0])
     transport = SocketTransport(folder)
     try:
-        _serve(folder, read_serve_options(argv[1:]), transport)
+        _serve(folder, read_serve_options(argv[1:], last_wins=True), transport)
     except RankError as error:  # the front starts all ranks anew
         print(f"tilewright: {error}", file=sys.stderr)
         return error.exit_code
