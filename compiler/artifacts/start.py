@@ -187,8 +187,49 @@ class StartIndex:
         write_whole(self._path(key, _RECORD), msgspec.json.encode(record))
         self._make_room()
 
+    def files(self) -> dict[str, list[Path]]:
+        """Return the files of every record by its key. Empty if the index is not there."""
+        found: dict[str, list[Path]] = {}
+        with contextlib.suppress(OSError):
+            for path in sorted(self._folder.iterdir()):
+                if path.suffix in (_RECORD, _TOKENIZER):
+                    found.setdefault(path.stem, []).append(path)
+        return found
+
+    def remove(self, key: str) -> None:
+        """Remove a record and its tokenizer file.
+
+        Raises:
+            OSError: a file cannot be removed.
+        """
+        for suffix in (_RECORD, _TOKENIZER):  # a record without a tokenizer file is damaged
+            self._path(key, suffix).unlink(missing_ok=True)
+
+    def forget(self, program: str) -> None:
+        """Remove a program from all records, and the records without another program.
+
+        Raises:
+            OSError: a file cannot be removed.
+        """
+        for key in self.files():
+            record = None
+            with contextlib.suppress(DamagedStartError):
+                record = self.record(key)
+            if record is None:
+                continue
+            kept = {name: each for name, each in record.programs.items() if each.key != program}
+            if not kept:
+                self.remove(key)
+            elif len(kept) < len(record.programs):
+                record = msgspec.structs.replace(record, programs=kept)
+                write_whole(self._path(key, _RECORD), msgspec.json.encode(record))
+
+    @property
+    def _folder(self) -> Path:
+        return self.root / "starts"
+
     def _path(self, key: str, suffix: str) -> Path:
-        return self.root / "starts" / f"{key}{suffix}"
+        return self._folder / f"{key}{suffix}"
 
     def _make_room(self) -> None:
         with contextlib.suppress(OSError):

@@ -14,6 +14,7 @@ from huggingface_hub import constants, errors
 
 from tests.cli.conftest import Refused, Run
 from tilewright.cli.main import main
+from tilewright.compiler.artifacts.start import StartIndex
 from tilewright.utils.child_process import PYTHON
 from tilewright.utils.files import CACHE_VARIABLE
 
@@ -76,6 +77,37 @@ def test_models_lists_sizes_and_removes_by_name_or_id(
     assert run("models", "remove", "some/tiny", program.name[:8]).count("removed ") == 2
     assert not program.exists() and not download.exists()
     assert run("models").startswith("nothing is cached in ")
+
+
+def test_start_record_is_counted_and_goes_with_its_last_program(
+    cache: Path, tiny_gguf: Path, run: Run, refused: Refused
+) -> None:
+    for precision in ("all-q80", "all-q40"):
+        choice = ("--to", "cache", "--backend", "onnxruntime", "--precision", precision)
+        run("convert", tiny_gguf, *choice)
+    home = cache / "cache"
+    first, second = sorted(each for each in (home / "programs").iterdir() if each.is_dir())
+    files = [*first.rglob("*"), *second.rglob("*"), *(home / "starts").iterdir()]
+    total = sum(path.stat().st_size for path in files if path.is_file()) / 1e6
+    assert f" {total:,.1f} MB; programs: " in " ".join(run("models").split())
+    index = StartIndex(home)
+    (key,) = index.files()
+    run("models", "remove", first.name)
+    record = index.record(key)
+    assert record is not None
+    assert [each.key for each in record.programs.values()] == [second.name]
+    run("models", "remove", second.name)
+    assert index.files() == {} and run("models").startswith("nothing is cached in ")
+
+
+def test_damaged_start_record_is_listed_and_removed(cache: Path, run: Run) -> None:
+    index = StartIndex(cache / "cache")
+    folder = index.root / "starts"
+    folder.mkdir(parents=True)
+    (folder / "0123456789.json").write_text("{")
+    assert "damaged" in run("models")
+    assert "removed 01234567 (damaged)" in run("models", "remove", "0123456789")
+    assert index.files() == {}
 
 
 def test_remove_of_a_program_in_use_is_refused_and_removes_nothing(

@@ -1,8 +1,9 @@
-"""``tilewright models``: cached programs and downloaded models, their sizes, their removal."""
+"""``tilewright models``: cached programs, their start records and downloads; sizes and removal."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -22,9 +23,10 @@ _REMOVE = "remove"
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A directory in the program cache, or a repository in the hub cache.
+    """A program or a start record in the cache, or a repository in the hub cache.
 
-    id: First digits of the program key. Empty for a repository.
+    path: Directory, or the record's path without an ending.
+    id: First digits of the key. Empty for a repository.
     used_at: Last use, seconds since the epoch.
     remove: Removes the files.
     """
@@ -59,7 +61,7 @@ def main(argv: list[str]) -> int:
     from tilewright.compiler.artifacts.cache import ProgramCache
 
     cache = ProgramCache.default()
-    found = [*_programs(cache), *_downloads()]
+    found = [*_programs(cache), *_starts(cache.root), *_downloads()]
     if arguments.verb != _REMOVE:
         _print(found, cache.root)
         return 0
@@ -72,8 +74,14 @@ def main(argv: list[str]) -> int:
 def _programs(cache: ProgramCache) -> list[CachedModel]:
     from tilewright.compiler.artifacts.manifest import read_manifest
     from tilewright.compiler.artifacts.paths import MANIFEST
+    from tilewright.compiler.artifacts.start import StartIndex
 
-    found = []
+    index, found = StartIndex(cache.root), []
+
+    def remove(key: str) -> None:
+        cache.remove(key)
+        index.forget(key)
+
     for entry in cache.entries():
         name, target, precision = "damaged", "-", "-"
         with contextlib.suppress(TilewrightError):
@@ -94,7 +102,34 @@ def _programs(cache: ProgramCache) -> list[CachedModel]:
                     precision=precision,
                     num_bytes=sum(each.st_size for each in files),
                     used_at=used_at,
-                    remove=lambda key=entry.name: cache.remove(key),  # type: ignore[misc]
+                    remove=functools.partial(remove, entry.name),
+                )
+            )
+    return found
+
+
+def _starts(root: Path) -> list[CachedModel]:
+    from tilewright.compiler.artifacts.start import StartIndex
+
+    index, found = StartIndex(root), []
+    for key, files in index.files().items():
+        name = "damaged"
+        with contextlib.suppress(TilewrightError):
+            record = index.record(key)
+            name = name if record is None else record.model.name
+        with contextlib.suppress(OSError):
+            facts = [path.stat() for path in files]
+            found.append(
+                CachedModel(
+                    path=files[0].with_suffix(""),
+                    id=key[:_ID_DIGITS],
+                    name=name,
+                    kind="start",
+                    target="-",
+                    precision="-",
+                    num_bytes=sum(each.st_size for each in facts),
+                    used_at=facts[0].st_mtime,
+                    remove=functools.partial(index.remove, key),
                 )
             )
     return found
@@ -117,7 +152,7 @@ def _downloads() -> list[CachedModel]:
             precision="-",
             num_bytes=each.size_on_disk,
             used_at=each.last_accessed,
-            remove=lambda path=each.repo_path: shutil.rmtree(path),  # type: ignore[misc]
+            remove=functools.partial(shutil.rmtree, each.repo_path),
         )
         for each in repositories
         if each.repo_type == "model"
