@@ -126,21 +126,23 @@ def calibrate(
     last = max((i for i in open_plans if _needs_moments(plans[i])), default=-1)
     total = len(plans)
     for index, plan in enumerate(plans):
-        moments = None
+        moments, weights = None, dict[Node, Tensor]()
 
         def report(part: int, index: int = index) -> None:
             progress("calibrate", index * 100 + part, total * 100)
 
         if forward is not None and index <= last:
+            weights = forward.load(plan.segment)
             moments = _observe(
                 forward,
                 plan,
+                weights,
                 full=method.name == "gptq",
                 watches=index in open_plans,
                 report=report,
             )
         if index in open_plans:
-            run.write(plan, moments)
+            run.write(plan, moments, weights)
         progress("calibrate", (index + 1) * 100, total * 100)
     return tuple(run.notes)
 
@@ -152,6 +154,7 @@ def _needs_moments(plan: SegmentPlan) -> bool:
 def _observe(
     forward: LayeredForward,
     plan: SegmentPlan,
+    weights: Mapping[Node, Tensor],
     *,
     full: bool,
     watches: bool,
@@ -161,7 +164,6 @@ def _observe(
     moments, segment = Moments(full=full), plan.segment
     watched = {m.product for m in plan.matrices if not m.is_exact} if watches else set()
     skip = _unread(segment)
-    weights = forward.load(segment)
 
     def watch(node: Node, arguments: tuple[Any, ...]) -> None:
         if node in watched:
@@ -192,10 +194,14 @@ class _Run:
     ) -> None:
         self._model, self._source, self._writer = model, source, writer
         self._method, self._device = method, device
+        self._weights: Mapping[Node, Tensor] = {}
         self.notes: list[str] = []
 
-    def write(self, plan: SegmentPlan, moments: Moments | None) -> None:
+    def write(
+        self, plan: SegmentPlan, moments: Moments | None, weights: Mapping[Node, Tensor]
+    ) -> None:
         """Quantize and write the tensors of a segment."""
+        self._weights = weights
         factors = self._factors(plan, moments) if self._method.name == "gptq" else {}
         jobs = [
             (matrix, piece)
@@ -253,8 +259,7 @@ class _Run:
         grid, is_out = grid_of(format_), matrix.recipe.block_axis == "out"
         if grid is None:
             raise CompileError(f"{matrix.name}: format {format_.name} is not calibrated")
-        dense = load_dense(matrix.recipe, self._source)
-        weight = dense[piece[0] : piece[1]].to(self._device)
+        weight = self._rows(matrix, piece)
         method = self._method.name
         importance = self._importance(matrix, moments)
         if matrix.is_exact or method == "rtn":
@@ -268,6 +273,15 @@ class _Run:
         else:
             encoded = format_.quantise(weight.T.contiguous() if is_out else weight)
         return code_rows(format_, encoded).cpu()
+
+    def _rows(self, matrix: MatrixPlan, piece: tuple[int, int]) -> Tensor:
+        """Return some rows of a matrix: of the loaded weight if there is one."""
+        node = None if matrix.product is None else matrix.product.args[1]
+        if isinstance(node, Node) and node in self._weights:
+            rows = self._weights[node].flatten(0, -2)
+            return rows[matrix.start + piece[0] : matrix.start + piece[1]]
+        dense = load_dense(matrix.recipe, self._source)
+        return dense[piece[0] : piece[1]].to(self._device)
 
     def _importance(self, matrix: MatrixPlan, moments: Moments | None) -> Tensor | None:
         """Return the mean squares of a matrix's inputs; None if no token reached it."""

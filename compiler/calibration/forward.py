@@ -107,8 +107,9 @@ class LayeredForward:
         for node in segment.weights:
             recipe = info(node).recipe
             if recipe is not None:
-                values = self._weight_of(recipe, self._get)
-                found[node] = values.to(self._device, non_blocking=True)
+                with torch.device(self._device):  # of random weights
+                    values = self._weight_of(recipe, self._get)
+                found[node] = values.to(self._device)
         return found
 
     def run(

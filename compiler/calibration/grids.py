@@ -23,10 +23,19 @@ _WIDE_SHRINKS = (1.0, 0.98, 0.96)
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Scales and minimums (None: zero) of blocks, float32 of one shape."""
+    """Scales and minimums (None: zero) of blocks, float32 of one shape.
+
+    ``inverse``: reciprocals of the scales, if they are known; 0 for a scale of zero.
+    """
 
     scale: Tensor
     minimum: Tensor | None = None
+    inverse: Tensor | None = None
+
+    def inverted(self) -> Scales:
+        """Return the same scales with their reciprocals, for use on several columns."""
+        inverse = self.scale.reciprocal().masked_fill_(self.scale == 0, 0)
+        return Scales(self.scale, self.minimum, inverse)
 
     def pick(self, best_N: Tensor) -> Scales:
         """Select candidate ``best_N[n]`` of scales ``[C, N]`` for each row."""
@@ -53,7 +62,7 @@ class Grid(ABC):
 
     def codes(self, values: Tensor, scales: Scales) -> Tensor:
         """Round values to codes, as float32. A scale of zero gives the code zero."""
-        inverse = scales.scale.reciprocal().masked_fill_(scales.scale == 0, 0)
+        inverse = scales.inverse if scales.inverse is not None else scales.inverted().inverse
         shifted = values if scales.minimum is None else values - scales.minimum
         return (shifted * inverse).round_().clamp_(self.low, self.high)
 

@@ -114,7 +114,7 @@ def gptq(
     padding = factors.order.numel() - size
     weight_ND = torch.nn.functional.pad(weight_ND.float(), (0, padding))
     back_D = factors.order.argsort()
-    step = max(_CPU_ROWS, 1 << 22 >> 11) if weight_ND.device.type == "cpu" else num_rows
+    step = _CPU_ROWS if weight_ND.device.type == "cpu" else num_rows
     step = -(-step // grid.format.block) * grid.format.block
     codes, scales, minimums = [], [], []
     for rows_RD in weight_ND.split(step):
@@ -150,7 +150,7 @@ def _along_in(start_DN: Tensor, grid: Grid, factors: Factors) -> tuple[Tensor, S
     scales, minimums = [], []
     for start in range(0, work_DN.shape[0], block):
         end = start + block
-        found = grid.candidates(work_DN[start:end])
+        found = grid.candidates(work_DN[start:end]).inverted()
         count = found.scale.shape[0]
         inner_BCN = work_DN[start:end].unsqueeze(1).repeat(1, count, 1)
         code_BCN, error_BCN = torch.empty_like(inner_BCN), torch.empty_like(inner_BCN)
@@ -163,7 +163,7 @@ def _along_in(start_DN: Tensor, grid: Grid, factors: Factors) -> tuple[Tensor, S
             error_BCN[k] = error
             loss_CN.addcmul_(error, error)
             if k + 1 < block:
-                inner_BCN[k + 1 :] -= part_BB[k, k + 1 :, None, None] * error
+                inner_BCN[k + 1 :].addcmul_(part_BB[k, k + 1 :, None, None], error, value=-1)
         best_N = loss_CN.argmin(0)
         index = best_N.expand(block, 1, -1)
         codes_DN[start:end] = code_BCN.gather(1, index)[:, 0]
@@ -224,9 +224,12 @@ def _descend(
     ``codes_DN`` is changed in place. Each group of columns costs one matrix product.
     """
     block, damped = grid.format.block, factors.damped
-    per_column = [_column(scales, j, block, along_out=along_out) for j in range(codes_DN.shape[0])]
+    columns: dict[int, Scales] = {}
+    for j in range(codes_DN.shape[0]):
+        is_first = along_out or j % block == 0
+        columns[j] = _column(scales, j, block, along_out=along_out) if is_first else columns[j - 1]
     off_DN = start_DN.clone()
-    for j, one in enumerate(per_column):
+    for j, one in columns.items():
         off_DN[j] -= grid.values(codes_DN[j], one)
     residual_DN = damped @ off_DN
     del off_DN
@@ -237,7 +240,7 @@ def _descend(
             own_GG, own_GN = damped[start:end, start:end], residual_DN[start:end].clone()
             changes_GN = torch.empty_like(own_GN)
             for j in range(end - start):
-                one = per_column[start + j]
+                one = columns[start + j]
                 before = grid.values(codes_DN[start + j], one)
                 codes = grid.codes((own_GN[j] * inverses[start + j]).add_(before), one)
                 codes_DN[start + j] = codes
@@ -254,7 +257,8 @@ def _column(scales: Scales, j: int, block: int, *, along_out: bool) -> Scales:
     if along_out:
         scale = scale.repeat_interleave(block)
         minimum = None if minimum is None else minimum.repeat_interleave(block)
-    return Scales(scale, minimum)
+        return Scales(scale, minimum)
+    return Scales(scale, minimum).inverted()
 
 
 def _candidate(scales: Scales, index: int) -> Scales:

@@ -29,6 +29,7 @@ class MatrixPlan:
         name: Name of the tensor in the folder.
         first: Its first row there, counted over all axes but the last.
         recipe: The rows in the checkpoint, as a weight of two axes.
+        start: First row in the weight of the graph, counted over all axes but the last.
         product: The product that reads the matrix; None for an embedding.
         expert: Index of the expert, or None.
     """
@@ -36,6 +37,7 @@ class MatrixPlan:
     name: str
     first: int
     recipe: WeightRecipe
+    start: int = 0
     product: Node | None = None
     expert: int | None = None
 
@@ -119,6 +121,7 @@ def _matrices(recipe: WeightRecipe, product: Node | None, name: str | None) -> l
     is_stack = len(recipe.shape) == 3
     count, num_rows = (recipe.shape[0], recipe.shape[1]) if is_stack else (1, recipe.shape[0])
     found = []
+    start = 0
     for index in range(count):
         for rows in cut(recipe, index * num_rows, (index + 1) * num_rows):
             part = WeightRecipe(
@@ -126,7 +129,8 @@ def _matrices(recipe: WeightRecipe, product: Node | None, name: str | None) -> l
             )
             first = rows.rows[0] if rows.rows is not None else 0
             expert = index if is_stack else None
-            found.append(MatrixPlan(name or rows.name, first, part, product, expert))
+            found.append(MatrixPlan(name or rows.name, first, part, start, product, expert))
+            start += rows.num_rows
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -307,3 +308,60 @@ def test_imatrix_of_llama_cpp_gives_the_importance(
     assert (
         main(["calibrate", str(tiny_gguf), "-o", str(tmp_path / "b"), "--imatrix", str(path)]) == 2
     )
+
+
+def test_calibrate_on_a_full_disk_says_so_and_goes_on_later(
+    tiny_gguf: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from tilewright.models.checkpoints.calibrated import writer
+
+    argv = ["calibrate", str(tiny_gguf), "-o", str(tmp_path / "new"), "--text", str(text), *SHORT]
+    save, count = writer.save_file, [0]
+
+    def full(*arguments: object, **named: object) -> None:
+        count[0] += 1
+        if count[0] == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(*arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(writer, "save_file", full)
+    assert main(argv) == 2
+    assert "cannot be written (No space left on device)" in capfd.readouterr().err
+    assert not list((tmp_path / "new").glob("*.writing"))
+    assert main(argv) == 0
+
+
+def test_moments_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    from tests.tiny import tiny_model
+    from tilewright.compiler.calibration.calibrate import Method, calibrate, prepare
+    from tilewright.compiler.driver import resolve_precision
+    from tilewright.errors import CompileError
+
+    model = tiny_model(std=0.3)
+    weight = model.checkpoint.tensors["model.layers.0.post_attention_layernorm.weight"]
+    weight[0] = 1e30
+
+    class Writer:
+        def has(self, segment: str) -> bool:
+            return False
+
+        def write(self, segment: str, matrices: object, floats: object) -> None:
+            list(matrices)  # type: ignore[call-overload]
+
+    precision = resolve_precision(model, load_precision("all-bfp4"))
+    prepared = prepare(model, precision, lambda *_: None)
+    for name in ("gptq", "imatrix"):
+        with pytest.raises(CompileError, match="NaN or infinite"):
+            calibrate(
+                model,
+                prepared,
+                torch.full((2, 8), 5),
+                Writer(),
+                method=Method(name),
+                device=torch.device("cpu"),
+                progress=lambda *_: None,
+            )
