@@ -1,7 +1,7 @@
-"""``tilewright compare-calibrated``: top-1 and KL of weights against a checkpoint's own in fp32.
+"""``tilewright compare-calibrated``: top-1 and KL against a checkpoint's fp32 weights.
 
-Float arithmetic on the values of the weights: activations, KV formats and fidelity are excluded.
-Texts are files. Every position of a text counts.
+Float arithmetic on format values. Activation, KV formats and fidelity are excluded.
+Every text position counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tilewright.models import calibrated_precision, find_model
 from tilewright.options.arguments import integer, option, parse
 
 _BLOCK = 128
-"""Neighboring positions that count as one observation in paired standard errors."""
+"""Neighboring positions in an observation, for paired standard errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Calibration: weights whose codes are chosen by second moments of activations."""
+"""Calibration: weight codes chosen by second moments."""

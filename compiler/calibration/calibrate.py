@@ -1,4 +1,4 @@
-"""Calibration of a model for one precision: forward, second moments, codes, segment by segment."""
+"""Model calibration for one precision: forward, second moments, codes, segment by segment."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -39,12 +40,12 @@ from tilewright.errors import CompileError
 
 METHODS = ("gptq", "imatrix", "rtn")
 _PIECE_ROWS = 4096
-"""Rows of a matrix that a CPU thread processes as one job."""
+"""Rows in a CPU thread's job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A method and its settings; ``importance``: squares by weight name, in place of a text."""
+    """A method and its settings; ``importance``: mean squares by weight name, instead."""
 
     name: str = "gptq"
     damping: float = DAMPING
@@ -54,7 +55,7 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class CodedMatrix:
-    """Rows ``[first, first + num_rows)`` of a tensor as bytes of its format."""
+    """Rows ``[first, first + num_rows)`` as bytes in the tensor's format."""
 
     name: str
     first: int
@@ -65,7 +66,7 @@ class CodedMatrix:
 
 
 class SegmentWriter(Protocol):
-    """The folder that receives the tensors of each segment."""
+    """A folder under construction, a segment at a time."""
 
     def has(self, segment: str) -> bool:
         """Return whether a segment's tensors are written."""
@@ -73,22 +74,22 @@ class SegmentWriter(Protocol):
     def write(
         self, segment: str, matrices: Iterable[CodedMatrix], floats: Mapping[str, Tensor]
     ) -> None:
-        """Write the tensors of a segment, all or none."""
+        """Write a segment's tensors, all or none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A model's graph with its precision, and what is written with each of its segments."""
+    """A model's graph with its precision, and the plan for each segment."""
 
     graph_module: GraphModule
     plans: tuple[SegmentPlan, ...]
 
 
 def prepare(model: CompilableModel, precision: ResolvedPrecision, progress: Progress) -> Prepared:
-    """Plan the calibration of a model for a precision.
+    """Plan a model's calibration for a precision.
 
     Raises:
-        CompileError: for a precision without weights in blocks, or one that keeps a file's codes.
+        CompileError: for a precision without weights in blocks, or with a file's own codes.
     """
     graph_module, _ = lower_model(model, precision, (MATCH, PRECISION), progress)
     plans = plan_segments(graph_module, is_tied=model.config.tie_embeddings)
@@ -110,12 +111,12 @@ def calibrate(
     device: torch.device,
     progress: Progress,
 ) -> tuple[str, ...]:
-    """Write the calibrated weights of a model; return notes for the user.
+    """Write a model's calibrated weights. Return notes for the user.
 
-    Segments that the writer has are not calibrated again. A forward runs only for the others.
+    Segments in the writer's folder are skipped. The forward ends after the last missing segment.
 
     Raises:
-        CompileError: for moments that are NaN or infinite, or a format that is not calibrated.
+        CompileError: for NaN or infinite moments, or a format without a grid.
     """
     plans, graph_module = prepared.plans, prepared.graph_module
     source = weight_source(model, model.config.max_positions)
@@ -127,10 +128,6 @@ def calibrate(
     total = len(plans)
     for index, plan in enumerate(plans):
         moments, weights = None, dict[Node, Tensor]()
-
-        def report(part: int, index: int = index) -> None:
-            progress("calibrate", index * 100 + part, total * 100)
-
         if forward is not None and index <= last:
             weights = forward.load(plan.segment)
             moments = _observe(
@@ -139,12 +136,17 @@ def calibrate(
                 weights,
                 full=method.name == "gptq",
                 watches=index in open_plans,
-                report=report,
+                report=partial(_report_part, progress, index, total),
             )
         if index in open_plans:
             run.write(plan, moments, weights)
         progress("calibrate", (index + 1) * 100, total * 100)
     return tuple(run.notes)
+
+
+def _report_part(progress: Progress, index: int, total: int, percent: int) -> None:
+    """Report a segment's progress, in percent."""
+    progress("calibrate", index * 100 + percent, total * 100)
 
 
 def _needs_moments(plan: SegmentPlan) -> bool:
@@ -160,7 +162,7 @@ def _observe(
     watches: bool,
     report: Callable[[int], None],
 ) -> Moments:
-    """Run a segment; return the moments of the inputs of its calibrated products."""
+    """Run a segment. Return the moments for its calibrated products."""
     moments, segment = Moments(full=full), plan.segment
     watched = {m.product for m in plan.matrices if not m.is_exact} if watches else set()
     skip = _unread(segment)
@@ -182,7 +184,7 @@ def _unread(segment: Segment) -> frozenset[Node]:
 
 
 class _Run:
-    """One calibration: quantizes and writes the tensors of segments."""
+    """A calibration run: quantizes and writes segments."""
 
     def __init__(
         self,
@@ -200,7 +202,7 @@ class _Run:
     def write(
         self, plan: SegmentPlan, moments: Moments | None, weights: Mapping[Node, Tensor]
     ) -> None:
-        """Quantize and write the tensors of a segment."""
+        """Quantize and write a segment's tensors."""
         self._weights = weights
         factors = self._factors(plan, moments) if self._method.name == "gptq" else {}
         jobs = [
@@ -210,7 +212,7 @@ class _Run:
         ]
 
         def code(job: tuple[MatrixPlan, tuple[int, int]]) -> Tensor:
-            torch.set_num_threads(1)  # of this thread
+            torch.set_num_threads(1)  # in this thread only
             return self._code(job[0], job[1], moments, factors)
 
         with torch.no_grad():
@@ -225,7 +227,7 @@ class _Run:
         self._writer.write(plan.segment.name, _joined(jobs, coded), floats)
 
     def _factors(self, plan: SegmentPlan, moments: Moments | None) -> dict[object, Factors]:
-        """Return the factors of every input of a calibrated product, with moments of its own."""
+        """Return the factors for each product input."""
         found: dict[object, Factors] = {}
         for matrix in plan.matrices:
             if matrix.is_exact or (key := _key(matrix)) in found:
@@ -253,7 +255,7 @@ class _Run:
         moments: Moments | None,
         factors: Mapping[object, Factors],
     ) -> Tensor:
-        """Return the codes of some rows of a matrix: uint8, rows along the block axis."""
+        """Return the codes for some matrix rows: uint8, a row along the block axis."""
         assert matrix.recipe.format is not None
         format_ = get_format(matrix.recipe.format)
         grid, is_out = grid_of(format_), matrix.recipe.block_axis == "out"
@@ -275,7 +277,7 @@ class _Run:
         return code_rows(format_, encoded).cpu()
 
     def _rows(self, matrix: MatrixPlan, piece: tuple[int, int]) -> Tensor:
-        """Return some rows of a matrix: of the loaded weight if there is one."""
+        """Return some matrix rows, from the loaded weight if possible."""
         node = None if matrix.product is None else matrix.product.args[1]
         if isinstance(node, Node) and node in self._weights:
             rows = self._weights[node].flatten(0, -2)
@@ -284,7 +286,7 @@ class _Run:
         return dense[piece[0] : piece[1]].to(self._device)
 
     def _importance(self, matrix: MatrixPlan, moments: Moments | None) -> Tensor | None:
-        """Return the mean squares of a matrix's inputs; None if no token reached it."""
+        """Return the mean squares for a matrix's inputs. None: no token reached it."""
         if matrix.is_exact or self._method.name != "imatrix":
             return None
         if self._method.importance is not None:
@@ -325,7 +327,7 @@ def _pieces(num_rows: int, device: torch.device) -> list[tuple[int, int]]:
 def _joined(
     jobs: list[tuple[MatrixPlan, tuple[int, int]]], coded: list[Tensor]
 ) -> Iterable[CodedMatrix]:
-    """Put the pieces of each matrix together again."""
+    """Join the pieces of each matrix."""
     whole: dict[int, tuple[MatrixPlan, list[Tensor]]] = {}
     for (matrix, _), data in zip(jobs, coded, strict=True):
         whole.setdefault(id(matrix), (matrix, []))[1].append(data)
@@ -338,7 +340,7 @@ def _joined(
 
 
 def _beside(parts: list[Tensor], format_name: str) -> Tensor:
-    """Join rows that run along the outputs: exponents of all parts come before their codes."""
+    """Join rows along the outputs: all exponents come before all codes."""
     format_ = get_format(format_name)
     if len(parts) == 1:
         return parts[0]
@@ -351,7 +353,7 @@ def _beside(parts: list[Tensor], format_name: str) -> Tensor:
 
 
 def _key(matrix: MatrixPlan) -> object:
-    """Return what matrices have in common that read the same input in the same blocks."""
+    """Return an equal key for matrices with the same input and block size."""
     assert matrix.product is not None and matrix.recipe.format is not None
     block = 1 if matrix.recipe.block_axis == "out" else get_format(matrix.recipe.format).block
     return matrix.product.args[0], matrix.expert, block

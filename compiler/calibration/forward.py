@@ -1,4 +1,4 @@
-"""The original model on a calibration text, layer by layer, in float arithmetic.
+"""A float forward over a calibration text, layer by layer.
 
 Only the weights of one segment (a layer, or what is before or after the layers) are loaded at a
 time. Values that later segments read are kept for all sequences.
@@ -30,12 +30,12 @@ _CPU_TOKENS, _GPU_TOKENS = 2048, 8192
 
 Weights: TypeAlias = Mapping[Node, Tensor]
 Watch: TypeAlias = Callable[[Node, tuple[Any, ...]], None]
-"""A function of a product's node and of its arguments."""
+"""A function with two parameters: a product's node and its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive nodes: those of a layer, or those before (index -1) or after all layers."""
+    """Consecutive nodes: a layer, or the nodes before or after all layers."""
 
     name: str
     nodes: tuple[Node, ...]
@@ -44,7 +44,7 @@ class Segment:
 
     @property
     def products(self) -> tuple[Node, ...]:
-        """The nodes that multiply by a weight."""
+        """The matmuls with a weight."""
         return tuple(node for node in self.nodes if node.target in PRODUCTS)
 
 
@@ -68,7 +68,7 @@ def segments_of(graph_module: GraphModule) -> tuple[Segment, ...]:
 
 
 class LayeredForward:
-    """A run of a graph over sequences of equal length, segment after segment.
+    """A graph run over sequences with equal lengths, segment after segment.
 
     Args:
         graph_module: A graph after the stages that match ops.
@@ -102,12 +102,12 @@ class LayeredForward:
             self.groups.append({n: values[str(n.target)].to(device) for n in inputs})
 
     def load(self, segment: Segment) -> dict[Node, Tensor]:
-        """Load the weights and constants of a segment."""
+        """Load a segment's weights and constants."""
         found = {}
         for node in segment.weights:
             recipe = info(node).recipe
             if recipe is not None:
-                with torch.device(self._device):  # of random weights
+                with torch.device(self._device):  # for random weights
                     values = self._weight_of(recipe, self._get)
                 found[node] = values.to(self._device)
         return found
@@ -115,7 +115,7 @@ class LayeredForward:
     def run(
         self, segment: Segment, weights: Weights, watch: Watch, *, skip: frozenset[Node]
     ) -> Iterator[int]:
-        """Run a segment on all groups; yield the number of finished groups.
+        """Run a segment on all groups. Yield the number of finished groups.
 
         Products call ``watch`` first. Products in ``skip`` are not computed.
         """
@@ -125,7 +125,7 @@ class LayeredForward:
             yield index + 1
 
     def cast(self, segment: Segment, weights: Weights, skip: frozenset[Node]) -> Weights:
-        """Return the weights with those of products in the type of products."""
+        """Return the weights, with product weights in the product type."""
         products = {node.args[1] for node in segment.products if node not in skip}
         return {n: w.to(self._dtype) if n in products else w for n, w in weights.items()}
 
@@ -139,7 +139,7 @@ class LayeredForward:
         *,
         skip: frozenset[Node],
     ) -> dict[Node, Tensor]:
-        """Run a segment on the values of one group; return the values for later segments."""
+        """Run a segment on one group's values. Return the values for later segments."""
         values: dict[Node, Any] = {**weights, **group}
         for node in segment.nodes:
             arguments = torch.fx.node.map_arg(node.args, values.__getitem__)
@@ -154,7 +154,7 @@ class LayeredForward:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups of sequences."""
+        """Number of sequence groups."""
         return len(self.groups)
 
     def _product(self, node: Node, arguments: tuple[Any, ...]) -> Tensor:
@@ -198,26 +198,23 @@ class LayeredForward:
         window: int = 0,
         soft_cap: float = 0.0,
     ) -> Tensor | None:
-        """Return the attention of all sequences at once; None if torch has no such kernel."""
+        """Return the attention output for all sequences. None: torch has no kernel for it."""
         if soft_cap or 0 < window < self._length:
             return None
-        q_heads, k_heads, v_heads = (
-            rows.view(-1, self._length, *rows.shape[1:]).transpose(1, 2).to(self._dtype)
-            for rows in (q, k, v)
-        )
+
+        def heads(each: Tensor) -> Tensor:
+            whole = each.view(-1, self._length, *each.shape[1:])
+            return whole.transpose(1, 2).to(self._dtype)
+
+        is_grouped = q.shape[1] != k.shape[1]
         out = torch.nn.functional.scaled_dot_product_attention(
-            q_heads,
-            k_heads,
-            v_heads,
-            is_causal=True,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            heads(q), heads(k), heads(v), is_causal=True, scale=scale, enable_gqa=is_grouped
         )
         return out.transpose(1, 2).reshape(q.shape).to(q.dtype)
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """Return the type in which products are fast: bfloat16 with matrix units, else float32."""
+    """Return the fast product type: bfloat16 with matrix units, else float32."""
     if device.type != "cpu":
         return torch.bfloat16
     has_tiles: Callable[[], bool] | None = getattr(torch.cpu, "_is_amx_tile_supported", None)
@@ -225,9 +222,9 @@ def product_dtype(device: torch.device) -> torch.dtype:
 
 
 class Moments:
-    """Sums of x x^T of inputs, or of their squares only: ``[D, D]`` or ``[D]``, float32.
+    """Sums of x x^T over inputs, or the diagonal only: ``[D, D]`` or ``[D]``, float32.
 
-    Experts have sums of their own: ``[E, D, D]`` or ``[E, D]``.
+    Experts have separate sums: ``[E, D, D]`` or ``[E, D]``.
     """
 
     def __init__(self, *, full: bool) -> None:
@@ -237,7 +234,7 @@ class Moments:
         self._owners: dict[Node, Node] = {}
 
     def add(self, node: Node, arguments: tuple[Any, ...]) -> None:
-        """Add the inputs of a product, once for products that share an input."""
+        """Add a product's inputs. Products with a shared input count once."""
         source, x = node.args[0], arguments[0]
         assert isinstance(source, Node)
         if self._owners.setdefault(source, node) is not node:
@@ -248,7 +245,7 @@ class Moments:
             self._add(source, x.reshape(-1, x.shape[-1]).float(), None)
 
     def of(self, node: Node) -> tuple[Tensor, Tensor]:
-        """Return the mean moments of a product's input and the number of tokens."""
+        """Return a product's mean moments and the number of tokens."""
         source = node.args[0]
         assert isinstance(source, Node)
         sums, counts = self._sums[source], self._counts[source]
@@ -279,7 +276,7 @@ class Moments:
 
 
 def add_products(sums_DD: Tensor, x_TD: Tensor) -> None:
-    """Add x^T x; panels below the diagonal are copies of those above."""
+    """Add x^T x; panels below the diagonal are copied."""
     size = x_TD.shape[1]
     panel = max(256, math.ceil(size / 6 / 64) * 64)
     for start in range(0, size, panel):
@@ -289,6 +286,6 @@ def add_products(sums_DD: Tensor, x_TD: Tensor) -> None:
 
 
 def sequences(tokens: Sequence[int], length: int, most: int) -> Tensor:
-    """Cut token ids into whole sequences, at most ``most`` tokens of them: ``[S, length]``."""
+    """Cut at most ``most`` token ids into whole sequences: ``[S, length]``."""
     count = min(len(tokens), most) // length
     return torch.tensor(tokens[: count * length]).view(count, length)

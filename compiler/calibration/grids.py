@@ -1,6 +1,6 @@
-"""Quantization grids: candidate scales for a block, rounding, and assembly of a format's encoding.
+"""Quantization grids: candidate scales, rounding, and encoding.
 
-value = code * scale + minimum. Layout: B elements of a block first, rows N last (``[B, N]``).
+value = code * scale + minimum. Layout: B block elements first, rows N last (``[B, N]``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tilewright.compiler.formats import BlockFloat, DataFormat, GgmlFormat
 from tilewright.compiler.formats.base import BlockEncoded, Encoded, ScaledEncoded
 
 _MIN_EXPONENT, _MAX_EXPONENT = -110, 127
-# Divisors of the largest value, in signed codes: the usual divisor first.
+# Divisors for the largest value, in signed codes. The usual divisor is first.
 _SIGNED_STEPS = (8.0, 7.5, 7.0, 8.5, 9.0, 9.75, -7.0, -7.5, -8.0, -8.75)
 _SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.83, 0.78)
 _WIDE_SHRINKS = (1.0, 0.98, 0.96)
@@ -23,9 +23,9 @@ _WIDE_SHRINKS = (1.0, 0.98, 0.96)
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Scales and minimums (None: zero) of blocks, float32 of one shape.
+    """Block scales and minimums (None: zero), float32, equal shapes.
 
-    ``inverse``: reciprocals of the scales, if they are known; 0 for a scale of zero.
+    ``inverse``: reciprocals, if known; 0 for a zero scale.
     """
 
     scale: Tensor
@@ -34,11 +34,10 @@ class Scales:
 
     def inverted(self) -> Scales:
         """Return the same scales with their reciprocals, for use on several columns."""
-        inverse = self.scale.reciprocal().masked_fill_(self.scale == 0, 0)
-        return Scales(self.scale, self.minimum, inverse)
+        return Scales(self.scale, self.minimum, _reciprocal(self.scale))
 
     def pick(self, best_N: Tensor) -> Scales:
-        """Select candidate ``best_N[n]`` of scales ``[C, N]`` for each row."""
+        """Select candidate ``best_N[n]`` for each row from scales ``[C, N]``."""
         index = best_N.unsqueeze(0)
         minimum = None if self.minimum is None else self.minimum.gather(0, index)[0]
         return Scales(self.scale.gather(0, index)[0], minimum)
@@ -46,7 +45,7 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class Grid(ABC):
-    """The grid of a block format: integer codes from ``low`` to ``high``."""
+    """A block format's grid: integer codes from ``low`` to ``high``."""
 
     format: DataFormat
     low: int
@@ -58,22 +57,22 @@ class Grid(ABC):
 
     @abstractmethod
     def encode(self, codes_RK: Tensor, scales_RM: Scales) -> Encoded:
-        """Return the format's encoding of signed codes with blocks along the last axis."""
+        """Encode signed codes with blocks along the last axis."""
 
     def codes(self, values: Tensor, scales: Scales) -> Tensor:
-        """Round values to codes, as float32. A scale of zero gives the code zero."""
-        inverse = scales.inverse if scales.inverse is not None else scales.inverted().inverse
+        """Round values to codes, as float32. A zero scale gives the code zero."""
+        inverse = scales.inverse if scales.inverse is not None else _reciprocal(scales.scale)
         shifted = values if scales.minimum is None else values - scales.minimum
         return (shifted * inverse).round_().clamp_(self.low, self.high)
 
     def values(self, codes: Tensor, scales: Scales) -> Tensor:
-        """Return the values of float32 codes."""
+        """Return the values for float32 codes."""
         found = codes * scales.scale
         return found if scales.minimum is None else found.add_(scales.minimum)
 
 
 class BlockFloatGrid(Grid):
-    """Block floating point: the exponent of the largest value, or the next smaller one."""
+    """Block floating point: the largest value's exponent, or that minus 1."""
 
     def candidates(self, block_BN: Tensor) -> Scales:
         assert isinstance(self.format, BlockFloat)
@@ -90,7 +89,7 @@ class BlockFloatGrid(Grid):
         return Scales(torch.stack(steps).masked_fill_(largest_N < 2.0**_MIN_EXPONENT, 0))
 
     def encode(self, codes_RK: Tensor, scales_RM: Scales) -> Encoded:
-        # A host chooses the exponent of the values again. The values stay the same.
+        # The exponent is chosen again from the values. The values stay the same.
         wide_RK = scales_RM.scale.repeat_interleave(self.format.block, 1)
         values_RK = codes_RK.float() * wide_RK[:, : codes_RK.shape[1]]
         encoded = self.format.quantise(values_RK)
@@ -99,7 +98,7 @@ class BlockFloatGrid(Grid):
 
 
 class ScaledGrid(Grid):
-    """Blocks of ggml with a float16 scale, and a float16 minimum where the format has one."""
+    """ggml blocks with a float16 scale, and a float16 minimum in some formats."""
 
     def candidates(self, block_BN: Tensor) -> Scales:
         assert isinstance(self.format, GgmlFormat)
@@ -128,13 +127,18 @@ class ScaledGrid(Grid):
         )
 
 
+def _reciprocal(scale: Tensor) -> Tensor:
+    """Return 1 / scale, 0 for a zero scale."""
+    return scale.reciprocal().masked_fill_(scale == 0, 0)
+
+
 def _half(x: Tensor) -> Tensor:
     """Round to float16, within its range."""
     return x.clamp(-65504, 65504).half().float()
 
 
 def grid_of(format_: DataFormat) -> Grid | None:
-    """Return the grid of a block format, or None for a format without blocks to choose."""
+    """Return a block format's grid. None: nothing to choose."""
     if isinstance(format_, BlockFloat):
         most = (1 << format_.mantissa_bits) - 1
         return BlockFloatGrid(format_, -most, most)

@@ -1,7 +1,7 @@
 """Calibration methods on one weight: diagonal (imatrix), GPTQ with candidate scales, and descent.
 
-Legend: N rows (outputs), D columns (inputs), B elements of a block, C candidate scales, M blocks.
-A weight ``[N, D]`` is processed as ``[D, N]``, all rows at once. Devices are those of the inputs.
+Legend: N rows (outputs), D columns (inputs), B elements in a block, C candidate scales, M blocks.
+A weight ``[N, D]`` is processed as ``[D, N]``, all rows at once. Results are on the input's device.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from tilewright.errors import CompileError
 DAMPING = 0.1
 PASSES = 3
 _GROUP = 32
-"""Columns of one matrix product in descent, and of one update with blocks along out."""
+"""Columns in a descent matmul, and in an update with blocks along out."""
 _CPU_ROWS = 2048
 """Rows processed together on a CPU: the working set stays in its cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What GPTQ needs of second moments, made once for all weights that read the same input.
+    """Factorized second moments, shared by all weights with the same input.
 
-    ``order`` [D]: columns in the order in which they are quantized. ``damped`` [D, D]: second
-    moments with damping, in that order. ``upper`` [D, D]: the upper Cholesky factor of the inverse
-    of ``damped``.
+    ``order`` [D]: the order in which columns are quantized. ``damped`` [D, D]: second
+    moments with damping, in that order. ``upper`` [D, D]: the upper Cholesky factor for the inverse
+    moments.
     """
 
     order: Tensor
@@ -38,13 +38,13 @@ class Factors:
 
 
 def factorize(moments_DD: Tensor, block: int, *, damping: float = DAMPING) -> Factors:
-    """Order blocks of columns by their second moments, descending; damp and factorize.
+    """Order column blocks by second moments, descending; damp and factorize.
 
     ``block`` is 1 if blocks run along the outputs. A partial last block is padded: the factors
     have a whole number of blocks.
 
     Raises:
-        CompileError: for second moments that no damping makes positive definite.
+        CompileError: for second moments without a Cholesky factorization.
     """
     size = moments_DD.shape[0]
     diagonal = moments_DD.diagonal()
@@ -70,9 +70,9 @@ def factorize(moments_DD: Tensor, block: int, *, damping: float = DAMPING) -> Fa
 
 
 def imatrix(weight_NK: Tensor, grid: Grid, importance_K: Tensor | None) -> Encoded:
-    """Choose each block's scale by squared error, weighted by ``importance_K`` (None: evenly).
+    """Choose each block's scale by squared error, weighted by ``importance_K`` (None: 1).
 
-    Blocks run along the last axis; rows may be columns of a weight.
+    Blocks run along the last axis; a row may be a weight's column.
     """
     size = weight_NK.shape[1]
     block = grid.format.block
@@ -106,7 +106,7 @@ def gptq(
     along_out: bool = False,
     passes: int = PASSES,
 ) -> Encoded:
-    """Quantize a weight so that its outputs change least, by GPTQ and ``passes`` of descent.
+    """Quantize a weight for the least output error, by GPTQ and ``passes`` descent passes.
 
     The encoding has blocks along the last axis: of ``[N, D]``, or of ``[D, N]`` if ``along_out``.
     """
@@ -181,7 +181,7 @@ def _along_in(start_DN: Tensor, grid: Grid, factors: Factors) -> tuple[Tensor, S
 def _along_out(start_DN: Tensor, grid: Grid, factors: Factors) -> tuple[Tensor, Scales]:
     """GPTQ with blocks along the outputs: codes ``[D, N]`` and scales ``[D, N / B]``.
 
-    A column chooses its scales by the squared error of its current values.
+    A column chooses its scales by squared error on its current values.
     """
     work_DN, upper, block = start_DN.clone(), factors.upper, grid.format.block
     size, num_rows = work_DN.shape
@@ -221,7 +221,7 @@ def _descend(
 ) -> None:
     """Lower the damped error by changing single codes at fixed scales, column after column.
 
-    ``codes_DN`` is changed in place. Each group of columns costs one matrix product.
+    ``codes_DN`` is changed in place. A column group costs a single matmul.
     """
     block, damped = grid.format.block, factors.damped
     columns: dict[int, Scales] = {}
@@ -250,7 +250,7 @@ def _descend(
 
 
 def _column(scales: Scales, j: int, block: int, *, along_out: bool) -> Scales:
-    """Return the scales of column ``j``, one for each row."""
+    """Return column ``j``'s scales, one for each row."""
     if not along_out:
         j //= block
     scale, minimum = scales.scale[j], None if scales.minimum is None else scales.minimum[j]
@@ -267,7 +267,7 @@ def _candidate(scales: Scales, index: int) -> Scales:
 
 
 def output_error(weight_ND: Tensor, values_ND: Tensor, moments_DD: Tensor) -> float:
-    """Return the relative squared error of a weight's outputs on the calibration text."""
+    """Return a weight's relative squared output error on the calibration text."""
     off = weight_ND - values_ND
     whole = ((weight_ND @ moments_DD) * weight_ND).sum()
     return float(((off @ moments_DD) * off).sum() / whole) if whole > 0 else 0.0

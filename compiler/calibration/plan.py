@@ -1,4 +1,4 @@
-"""Which tensors a calibrated folder has: formats, block axes, and the weights to calibrate."""
+"""Tensors in a calibrated folder: formats, block axes, and the weights to calibrate."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from tilewright.errors import CompileError
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 EXACT_BITS = 8
-"""Formats with elements of so many bits are rounded to nearest by every method: their error is
-below the noise of an evaluation."""
+"""Element bits from which every method rounds to nearest: the error is below evaluation noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixPlan:
-    """A matrix with blocks: some rows of a checkpoint's tensor.
+    """A matrix with blocks: some rows in a checkpoint tensor.
 
     Attributes:
-        name: Name of the tensor in the folder.
+        name: Tensor name in the folder.
         first: Its first row there, counted over all axes but the last.
-        recipe: The rows in the checkpoint, as a weight of two axes.
+        recipe: The rows in the checkpoint, as a two-axis weight.
         start: First row in the weight of the graph, counted over all axes but the last.
-        product: The product that reads the matrix; None for an embedding.
-        expert: Index of the expert, or None.
+        product: The matmul with this matrix. None for an embedding.
+        expert: Expert index, or None.
     """
 
     name: str
@@ -60,7 +59,7 @@ class FloatPlan:
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """The tensors that are written with a segment of the graph."""
+    """The tensors in a graph segment's file."""
 
     segment: Segment
     matrices: tuple[MatrixPlan, ...]
@@ -68,10 +67,10 @@ class SegmentPlan:
 
 
 def plan_segments(graph_module: GraphModule, *, is_tied: bool) -> tuple[SegmentPlan, ...]:
-    """Assign every tensor of the model to the first segment that reads it.
+    """Assign every model tensor to its first segment.
 
     Raises:
-        CompileError: for a weight that is kept in its file's format.
+        CompileError: for a weight with its file's own codes.
     """
     known: set[tuple[str, int]] = set()
     found = []
@@ -117,7 +116,7 @@ def _is_new(known: set[tuple[str, int]], key: tuple[str, int]) -> bool:
 
 
 def _matrices(recipe: WeightRecipe, product: Node | None, name: str | None) -> list[MatrixPlan]:
-    """Return a weight's rows, cut at its experts and at the tensors that they come from."""
+    """Return a weight's rows, cut at experts and at checkpoint tensors."""
     is_stack = len(recipe.shape) == 3
     count, num_rows = (recipe.shape[0], recipe.shape[1]) if is_stack else (1, recipe.shape[0])
     found = []

@@ -1,4 +1,4 @@
-"""Encoded matrices as bytes, row by row, so that a file gives some rows without the rest.
+"""Encoded matrices as bytes, row by row: a file reader can slice rows.
 
 Block formats only. A row of block floating point is its exponents, then its codes; a row of
 ggml's blocks is as in ggml's files.
@@ -19,7 +19,7 @@ from tilewright.errors import CheckpointError
 
 
 def code_rows(format_: DataFormat, encoded: Encoded) -> Tensor:
-    """Return uint8 ``[rows, bytes]`` of a matrix encoded with blocks along its last axis."""
+    """Return uint8 ``[rows, bytes]`` for a matrix with blocks along its last axis."""
     if isinstance(format_, BlockFloat):
         assert isinstance(encoded, BlockEncoded)
         num_rows = encoded.exponents.shape[0]
@@ -31,10 +31,10 @@ def code_rows(format_: DataFormat, encoded: Encoded) -> Tensor:
 
 
 def decode_rows(format_: DataFormat, coded: Tensor, length: int) -> Tensor:
-    """Return float32 ``[rows, length]`` of what `code_rows` gave.
+    """Return float32 ``[rows, length]`` for the bytes from `code_rows`.
 
     Raises:
-        CheckpointError: for rows of another size.
+        CheckpointError: for another row size.
     """
     num_rows = coded.shape[0]
     format_.check_nbytes(coded.numel(), num_rows * format_.nbytes((1, length)), (num_rows, length))

@@ -157,7 +157,7 @@ def test_calibrate_killed_goes_on_and_gives_the_same_weights(
     if not (folder / MANIFEST).exists():
         assert (folder / PARTIAL).exists()
         assert main(["run", str(folder), "--prompt", "a"]) == 2
-        assert main([*argv, "--fast"]) == 2, "another method does not go on there"
+        assert main([*argv, "--fast"]) == 2, "settings differ"
         assert main(argv) == 0
     for path in whole.glob("*.safetensors"):
         assert (folder / path.name).read_bytes() == path.read_bytes(), path.name

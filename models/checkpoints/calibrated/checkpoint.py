@@ -1,4 +1,4 @@
-"""A calibrated folder as a checkpoint: codes of formats, decoded or handed out as bytes."""
+"""A calibrated folder as a checkpoint: format codes, decoded or as bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def part_name(name: str, part: tuple[int, int]) -> str:
-    """Return the key of some rows of a tensor in its file."""
+    """Return the file key for some tensor rows."""
     return f"{name}:{part[0]}-{part[1]}"
 
 
@@ -73,7 +73,7 @@ class CalibratedCheckpoint:
         return TokenizerSource(self.path / TOKENIZER)
 
     def calibrated(self, name: str) -> tuple[str, str] | None:
-        """Return format and block axis of a tensor's codes; None for a tensor without codes."""
+        """Return format and block axis for a tensor's codes. None: no codes."""
         tensor = self._tensor(name)
         return (tensor.format, tensor.axis) if tensor.parts else None
 
@@ -94,7 +94,7 @@ class CalibratedCheckpoint:
         return inner_part(joined.reshape(stop - start, *tensor.shape[1:]), rows, columns)
 
     def stored(self, name: str, rows: slice | None = None) -> tuple[str, Bytes]:
-        """Return ggml's name of the type, and bytes ``[rows, bytes of a row]``."""
+        """Return ggml's type name, and bytes ``[rows, row bytes]``."""
         tensor = self._tensor(name)
         assert tensor.axis == "in" and tensor.format in STORED_NAMES, name
         start, stop = row_range(rows, tensor.shape[0])
@@ -142,11 +142,11 @@ class CalibratedCheckpoint:
     def _decoded(
         self, name: str, tensor: StoredTensor, part: tuple[int, int], low: int, high: int
     ) -> Tensor:
-        """Return rows ``[low, high)`` of a part, float32."""
+        """Return a part's rows ``[low, high)``, float32."""
         key, format_ = part_name(name, part), get_format(tensor.format)
         if tensor.axis != "out":
             return decode_rows(format_, self._read(key, tensor, low, high), tensor.shape[-1])
-        if key not in self._columns:  # rows of one tensor are asked for in turn
+        if key not in self._columns:  # callers read a tensor's rows in turn
             coded = self._read(key, tensor)
             self._columns = {key: decode_rows(format_, coded, part[1] - part[0]).T.contiguous()}
         return self._columns[key][low:high]
@@ -179,7 +179,7 @@ class CalibratedCheckpoint:
 def _overlaps(
     tensor: StoredTensor, start: int, stop: int
 ) -> list[tuple[tuple[int, int], int, int]]:
-    """Return the parts with rows of ``[start, stop)``, and which of their own rows these are."""
+    """Return the parts with rows in ``[start, stop)``, and those rows' indices in each part."""
     found = []
     for part in tensor.parts:
         low, high = max(start, part[0]), min(stop, part[1])

@@ -1,4 +1,4 @@
-"""The manifest of a calibrated folder: its model, its precision, its tensors. Imports no torch."""
+"""A calibrated folder's manifest: model, precision, tensors. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class StoredTensor:
 
     Attributes:
         shape: Shape in the checkpoint.
-        format: Name of its number format, or the safetensors type of a tensor without one.
-        file: Name of the file with its parts.
-        axis: ``in`` or ``out``: the axis of its blocks. Empty without blocks.
-        parts: Half-open ranges of rows, in order, counted over all axes but the last.
+        format: Number format, or the safetensors type for a tensor without codes.
+        file: File name.
+        axis: ``in`` or ``out``: the block axis. Empty without blocks.
+        parts: Half-open row ranges, in order, counted over all axes but the last.
     """
 
     shape: tuple[int, ...]
@@ -44,20 +44,20 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationFacts:
-    """The origin of a calibrated folder.
+    """A calibrated folder's origin.
 
     Attributes:
-        model: Name of the model.
-        original: Content hash of the checkpoint that was calibrated.
-        precision: Name or heading of the configuration of the weights.
-        precision_id: Id of that configuration on this model.
-        block_axis: Axis of the blocks, ``in`` or ``out``.
+        model: Model name.
+        original: The original checkpoint's content hash.
+        precision: Configuration name or heading.
+        precision_id: The configuration's id on this model.
+        block_axis: Block axis, ``in`` or ``out``.
         method: ``rtn``, ``imatrix`` or ``gptq``.
-        text: Name of the calibration text.
-        text_sha256: SHA-256 of its token ids, or of an imatrix file.
-        num_tokens: Number of tokens of the text.
-        sequence_length: Tokens of a sequence.
-        settings: Further settings of the method, by name.
+        text: Text name.
+        text_sha256: SHA-256 over its token ids, or over an imatrix file.
+        num_tokens: Number of text tokens.
+        sequence_length: Tokens in a sequence.
+        settings: Method settings, by name.
     """
 
     model: str
@@ -75,7 +75,7 @@ class CalibrationFacts:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationManifest:
-    """Everything in a calibrated folder's manifest but its version."""
+    """A calibrated folder's manifest without its version."""
 
     facts: CalibrationFacts
     config: dict[str, Any]
@@ -89,10 +89,10 @@ def is_calibrated(path: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> CalibrationManifest:
-    """Read the manifest of a calibrated folder.
+    """Read a calibrated folder's manifest.
 
     Raises:
-        CheckpointError: for a folder whose calibration has not ended, or a damaged manifest.
+        CheckpointError: for an unfinished calibration, or a damaged manifest.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -110,13 +110,13 @@ def read_manifest(folder: Path) -> CalibrationManifest:
 
 
 def manifest_json(manifest: CalibrationManifest) -> bytes:
-    """Return the bytes of a manifest's file."""
+    """Return a manifest as file bytes."""
     body = {"version": VERSION, **dataclasses.asdict(manifest)}
     return (json.dumps(body, indent=1) + "\n").encode()
 
 
 def read_partial(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of a calibration that has not ended; None if there is none."""
+    """Return an unfinished calibration's settings. None: no unfinished calibration."""
     try:
         found = json.loads(read_regular(folder / PARTIAL))
     except (OSError, ValueError):
@@ -138,10 +138,10 @@ def config_values(config: Any) -> dict[str, Any]:
 
 
 def config_of_values(values: Mapping[str, Any], where: Path) -> configs.ModelConfig:
-    """Return the configuration of plain values.
+    """Return the configuration for plain values.
 
     Raises:
-        CheckpointError: for values of no known configuration.
+        CheckpointError: for an unknown configuration.
     """
     from tilewright.models.architectures.table import architecture_of, check_model_type
 

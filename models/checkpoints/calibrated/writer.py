@@ -1,4 +1,4 @@
-"""Writes a calibrated folder, a file a segment, so that an interrupted calibration can go on."""
+"""Writer for calibrated folders: a file for each segment, for resumption."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tilewright.models.config import ModelConfig
 from tilewright.utils.files import check_fresh, mode_of_new, replace_file
 
 _CODED = "coded"
-"""The only key of a file's metadata: several keys have no fixed order."""
+"""The metadata key. safetensors writes several keys in random order."""
 
 
 class CodedRows(Protocol):
-    """Rows of a tensor as bytes of its format; see `compiler.calibration.CodedMatrix`."""
+    """Tensor rows as bytes; see `compiler.calibration.CodedMatrix`."""
 
     @property
     def name(self) -> str: ...
@@ -50,12 +50,12 @@ class CodedRows(Protocol):
 
 
 class CalibrationWriter:
-    """A calibrated folder that is being written.
+    """A calibrated folder under construction.
 
-    ``settings`` identify the calibration: only an equal one goes on in the same folder.
+    ``settings`` identify the calibration: resumption needs equal settings.
 
     Raises:
-        ConfigError: for a folder with anything but an unfinished calibration of equal settings.
+        ConfigError: for a folder with files or an unfinished calibration with different settings.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class CalibrationWriter:
         elif before != plain:
             changed = [key for key in plain if before.get(key) != plain[key]]
             raise ConfigError(
-                f"{folder}: an unfinished calibration with another {', '.join(changed) or 'setup'};"
+                f"{folder}: unfinished, with different {', '.join(changed) or 'settings'};"
                 " allowed: the same command, or a new folder"
             )
         for rest in folder.glob("*.writing"):
@@ -79,7 +79,7 @@ class CalibrationWriter:
         self.is_resumed = before is not None
 
     def has(self, segment: str) -> bool:
-        """Return whether a segment's file is there, whole."""
+        """Return whether a segment's file is complete."""
         path = self._folder / _file(segment)
         if not path.is_file():
             return False
@@ -92,7 +92,7 @@ class CalibrationWriter:
     def write(
         self, segment: str, matrices: Iterable[CodedRows], floats: Mapping[str, Tensor]
     ) -> None:
-        """Write a segment's file, whole or not at all.
+        """Write a segment's file atomically.
 
         Raises:
             NoRoomError: when it cannot be written.
@@ -159,6 +159,6 @@ class CalibrationWriter:
 
 
 def _file(segment: str) -> str:
-    """Return the name of a segment's file, in the order of segments."""
+    """Return a segment's file name. Names sort in segment order."""
     kind, _, number = segment.partition(" ")
     return f"{kind}-{int(number):05d}.safetensors" if number else f"{kind}.safetensors"

@@ -1,6 +1,6 @@
-"""Importance matrices of llama.cpp: mean squares of each weight's inputs, from either file format.
+"""Importance matrices of llama.cpp: mean squares for each weight's inputs.
 
-Read are the GGUF format and the older binary one. Matrices of experts are left out.
+Both file formats are read: GGUF and the older binary format. Expert matrices are skipped.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _SUMS, _COUNTS = ".in_sum2", ".counts"
 
 
 def read_imatrix(path: Path) -> dict[str, Tensor]:
-    """Return mean squares, float32 ``[inputs]``, by Hugging Face's name of the weight.
+    """Return mean squares, float32 ``[inputs]``, by Hugging Face's weight name.
 
     Raises:
-        CheckpointError: for a file that is missing, cut short, or of another kind.
+        CheckpointError: for a missing file, or no imatrix file.
     """
     try:
         data = read_regular(path)

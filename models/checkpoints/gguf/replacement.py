@@ -1,4 +1,4 @@
-"""A GGUF file with the tensors of another checkpoint: metadata of the file, codes as they are."""
+"""GGUF export for calibrated folders: the original's metadata with calibrated codes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write_replacement(
     """Write the original's file with the calibrated folder's tensors.
 
     Raises:
-        CheckpointError: for weights in formats that GGUF has not, or another model.
+        CheckpointError: for a format without a GGUF type, or another model.
         OSError: when ``file`` cannot be written.
     """
     if original.content_hash() != calibrated.facts.original:

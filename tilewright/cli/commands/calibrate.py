@@ -1,4 +1,4 @@
-"""``tilewright calibrate``: weights whose codes are chosen on a text, in a folder to run."""
+"""``tilewright calibrate``: choose weight codes on a text, and write a folder to run."""
 
 from __future__ import annotations
 
@@ -44,30 +44,28 @@ class _Options:
         metavar="NAME",
     )
     output: str | None = option(
-        "a new or empty folder, or that of an interrupted calibration", "-o", "--output",
+        "a new or empty folder, or an interrupted calibration's", "-o", "--output",
         metavar="DIR",
     )  # fmt: skip
     text: str | None = option(
         f"UTF-8 text file to calibrate on (default: {_DEFAULT_TEXT} of several domains)",
         metavar="FILE",
     )
-    imatrix: str | None = option(
-        "importance matrix of llama.cpp, in place of a text", metavar="FILE"
-    )
-    fast: bool = option("the method imatrix: one forward, no factorization", default=False)
+    imatrix: str | None = option("llama.cpp importance matrix, instead of a text", metavar="FILE")
+    fast: bool = option("use the method imatrix: a forward, no factorization", default=False)
     method: str | None = option(
         "gptq, imatrix or rtn (round to nearest) (default: gptq)",
         choices=("gptq", "imatrix", "rtn"),
     )
     block_axis: str | None = option(
-        "axis of the blocks: in, or out for Tenstorrent boards (default: the configuration's)",
+        "block axis: in, or out for Tenstorrent boards (default: the configuration's)",
         choices=("in", "out"),
     )
     tokens: int = option(
-        "number of tokens, at most", default=16384, type=integer(256, 1 << 24), metavar="N"
+        "maximum number of tokens", default=16384, type=integer(256, 1 << 24), metavar="N"
     )
     length: int = option(
-        "tokens of a sequence", default=256, type=integer(16, 1 << 16), metavar="N"
+        "tokens in a sequence", default=256, type=integer(16, 1 << 16), metavar="N"
     )
     device: str | None = option(
         "cpu or cuda (default: cuda if there is a GPU)", choices=(_CPU, _CUDA)
@@ -75,7 +73,7 @@ class _Options:
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright calibrate`` with the arguments behind it; returns the exit code."""
+    """Run ``tilewright calibrate`` with its arguments. Return the exit code."""
     options = parse(
         _Options,
         argv,
@@ -96,10 +94,10 @@ def main(argv: list[str]) -> int:
 
 
 def _method_name(options: _Options) -> str:
-    """Return the method that the options name.
+    """Return the chosen method.
 
     Raises:
-        ConfigError: for options that exclude each other.
+        ConfigError: for conflicting options.
     """
     if options.fast and options.method not in (None, "imatrix"):
         raise ConfigError(f"--fast and --method {options.method}; allowed: one of them")
@@ -126,7 +124,7 @@ def _read_text(options: _Options) -> str:
     """Return the calibration text.
 
     Raises:
-        ConfigError: for a file that is missing, empty or not UTF-8.
+        ConfigError: for a missing or empty file, or not UTF-8.
     """
     if options.text is None:
         return _TEXT.read_text(encoding="utf-8")
@@ -214,10 +212,10 @@ def _device(named: str | None) -> torch.device:
 
 
 def _sequences(model: LoadedModel, text: str, options: _Options) -> torch.Tensor:
-    """Return the token ids of the text: sequences of equal length, spread over the text.
+    """Return the text's token ids as sequences with equal lengths.
 
     Raises:
-        ConfigError: for a text of too few tokens.
+        ConfigError: for a short text.
     """
     from tilewright.compiler.calibration.forward import sequences
 
@@ -247,7 +245,7 @@ def _facts(
     resolved: ResolvedPrecision,
     tokens_ST: torch.Tensor,
 ) -> CalibrationFacts:
-    """Return the origin of the folder; equal facts give equal weights on equal devices."""
+    """Return the folder's origin. Equal facts give equal weights on equal devices."""
     from tilewright.models.checkpoints.calibrated.manifest import CalibrationFacts
 
     content, name = tokens_ST.numpy().tobytes(), options.text or _DEFAULT_TEXT

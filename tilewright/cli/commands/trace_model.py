@@ -1,4 +1,4 @@
-"""``tilewright trace``: in which layers and operations a configuration loses accuracy."""
+"""``tilewright trace``: accuracy loss by layer and operation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Options:
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright trace`` with the arguments behind it; returns the exit code."""
+    """Run ``tilewright trace`` with its arguments. Return the exit code."""
     options = parse(
         _Options,
         argv,

@@ -1,4 +1,4 @@
-"""The checkpoint that accuracy of other weights is compared with (``bench --reference``)."""
+"""The original checkpoint for accuracy comparison (``bench --reference``)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from tilewright.models.checkpoints.calibrated.checkpoint import CalibratedCheckp
 
 
 def with_original(source: Source, options: RunOptions) -> Source:
-    """Return the source with the original that the options name.
+    """Return the source with the named original.
 
     Raises:
-        ConfigError: for accuracy of a calibrated folder without its original, or with another
-            checkpoint than that it was calibrated from.
+        ConfigError: for calibrated weights without their original, or with another checkpoint.
     """
     checkpoint = None if source.model is None else source.model.checkpoint
     facts = checkpoint.facts if isinstance(checkpoint, CalibratedCheckpoint) else None

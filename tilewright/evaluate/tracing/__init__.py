@@ -1,1 +1,1 @@
-"""Trace: in which layers, operations and settings accuracy is lost."""
+"""Trace: accuracy loss by layer, operation and setting."""

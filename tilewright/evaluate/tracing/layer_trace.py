@@ -1,7 +1,7 @@
-"""Where accuracy is lost: each layer and operation against fp32, and restored in turn.
+"""Accuracy loss by layer and operation, against fp32, each restored in turn.
 
-Float arithmetic on the values of weight formats, through the whole depth of the model. A restored
-run has the weights of one operation of one layer in fp32, and all others in their formats.
+Float arithmetic on format values, through the whole depth. A restored
+run has a single operation's weights in fp32.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ ALL = "all"
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """An operation of a layer, or a setting of the whole model.
+    """An operation in a layer, or a setting for the whole model.
 
     Attributes:
-        place: Layer, ``head``, or ``all`` for a setting of the whole model.
-        operation: Tensor group of the weights, or the name of the setting.
-        format: Format that was restored.
-        own_error: Relative error of the outputs for fp32 inputs. None for settings.
-        error: Relative error of the outputs in the whole run. None for settings.
-        correlation: Correlation of the outputs with those of fp32. None for settings.
-        kl_gain: Decrease of the KL divergence when restored, in nats. None if not restored.
-        flips: Change in the number of positions whose first guess is that of fp32.
+        place: Layer, ``head``, or ``all`` for the whole model.
+        operation: Tensor group, or the setting's name.
+        format: Format before restoring; for a setting, the restored value.
+        own_error: Relative output error for fp32 inputs. None for settings.
+        error: Relative output error in the whole run. None for settings.
+        correlation: Correlation with the fp32 outputs. None for settings.
+        kl_gain: Decrease in KL divergence when restored, in nats. None: not restored.
+        flips: Change in top-1 matches when restored.
     """
 
     place: str
@@ -60,7 +60,7 @@ class TraceRow:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The rows of a trace, worst first, and the accuracy of the whole run."""
+    """Trace rows, worst first, and the whole run's accuracy."""
 
     rows: tuple[TraceRow, ...]
     top1: float
@@ -70,7 +70,7 @@ class Trace:
 
 @dataclass(slots=True)
 class _Stream:
-    """Values of one run: ``row`` is the index of its restored row; None for the plain run."""
+    """A run's values. ``row``: index of its restored row. None: the plain run."""
 
     values: dict[Node, Tensor]
     row: int | None = None
@@ -122,10 +122,10 @@ def trace(
     restores: bool = True,
     progress: Progress = silent,
 ) -> Trace:
-    """Trace the loss of a model's weights, against ``original`` (None: the model's own values).
+    """Trace a model's loss against ``original`` (None: its own fp32 values).
 
     Raises:
-        ConfigError: for an original of another shape.
+        ConfigError: for an original with another shape.
     """
     original = original or model
     if original.config.hidden_size != model.config.hidden_size:
@@ -140,7 +140,7 @@ def trace(
 
 
 class _TraceRun:
-    """Runs of fp32, of the formats, and with one operation restored each, layer after layer."""
+    """Runs in fp32, in the formats, and with a restored operation, layer after layer."""
 
     def __init__(self, pair: _Pair, *, restores: bool) -> None:
         assert len(pair.exact.groups) >= 1
@@ -155,7 +155,7 @@ class _TraceRun:
         self._head_weights: tuple[Tensor, Tensor] | None = None
 
     def advance(self, segment: Segment) -> None:
-        """Run a segment in all streams, and start the streams that restore its operations."""
+        """Run a segment in all streams, and start a stream for each operation."""
         exact, lossy = self._pair.exact.load(segment), self._pair.lossy.load(segment)
         skip = frozenset({self._head})
         wanted = self._watched_step(self._pair.exact, segment, exact, self._truth, skip)
@@ -180,10 +180,10 @@ class _TraceRun:
             ended = self._step(
                 self._pair.lossy, segment, lossy, [s.values for s in stream], skip, stream[0].row
             )
-            for group_stream, new_values in zip(stream, ended, strict=True):
-                group_stream.values = new_values
-        for group_stream, new_values in zip(self._streams[0], before, strict=True):
-            group_stream.values = new_values
+            for one, values in zip(stream, ended, strict=True):
+                one.values = values
+        for plain, own in zip(self._streams[0], before, strict=True):
+            plain.values = own
         if self._head in segment.nodes:
             weight = self._head.args[1]
             assert isinstance(weight, Node)
@@ -193,7 +193,7 @@ class _TraceRun:
         self._streams += fresh
 
     def finish(self, report: Callable[[int, int], None]) -> Trace:
-        """Compare the guesses of all streams with those of fp32."""
+        """Compare all streams with fp32."""
         assert self._head_weights is not None
         exact_VC, lossy_VC = self._head_weights
         wanted = torch.cat(self._truth_inputs) @ exact_VC.T
@@ -226,7 +226,7 @@ class _TraceRun:
         groups: list[dict[Node, Tensor]],
         skip: frozenset[Node],
     ) -> dict[Node, Tensor]:
-        """Run a segment in place; return the inputs of its dense products."""
+        """Run a segment in place. Return its dense products' inputs."""
         inputs: dict[Node, list[Tensor]] = {}
 
         def watch(node: Node, arguments: tuple[Any, ...]) -> None:
@@ -262,7 +262,7 @@ class _TraceRun:
         wanted: Mapping[Node, Tensor],
         found: Mapping[Node, Tensor],
     ) -> TraceRow:
-        """Return the errors of the outputs of an operation; experts have no errors of their own."""
+        """Return an operation's output errors. Experts have none."""
         recipe = info(next(iter(_weights_of(nodes)))).recipe
         assert recipe is not None
         row = TraceRow(place, group, str(recipe.format))
@@ -290,7 +290,7 @@ class _TraceRun:
 
 
 _MEASURED = 64
-"""Rows of an operation's outputs that errors are measured on."""
+"""Output rows for error measurement."""
 
 
 def _weights_of(nodes: Iterable[Node]) -> list[Node]:

@@ -1,4 +1,4 @@
-"""Guesses of a model on sequences, in float arithmetic on the values of its weight formats."""
+"""Model predictions in float arithmetic on format values."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION
 
 _ROWS = 256
-"""Rows of logits that are compared at a time."""
+"""Logit rows compared together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The final hidden values and head of a model, and its agreement with another model's.
+    """A model's final hidden values and head, and its agreement with another model.
 
-    ``right``: whether the first guess is the other model's. ``kl``: divergence from it, in nats.
+    ``right``: whether the top-1 tokens agree. ``kl``: divergence, in nats.
     """
 
     hidden: Tensor
@@ -46,7 +46,7 @@ def observe(
     """Run a model with weights in a configuration's formats; compare its guesses.
 
     Raises:
-        CompileError: for a configuration that does not fit the model.
+        CompileError: if configuration and model do not fit.
     """
     resolved = resolve_precision(model, load_precision(precision))
     graph_module, _ = lower_model(model, resolved, (MATCH, PRECISION), silent)
@@ -71,7 +71,7 @@ def observe(
 
 
 def compare(hidden_TC: Tensor, head_VC: Tensor, against: Observed | None) -> Observed:
-    """Compare the guesses of two models, some rows of logits at a time."""
+    """Compare two models' predictions."""
     if against is None:
         none = torch.empty(0)
         return Observed(hidden_TC, head_VC, none, none)

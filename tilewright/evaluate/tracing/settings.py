@@ -1,4 +1,4 @@
-"""Settings of a whole model restored in turn on a target: KV, activations, fidelity, weights."""
+"""Whole-model settings restored in turn on a target: KV, activation, fidelity, weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _RESTORED: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def restored(precision: PrecisionConfig, settings: dict[str, str]) -> PrecisionConfig:
-    """Return a configuration with settings that no rule of it overrides."""
+    """Return a configuration with overriding settings."""
     formats = {key: value for key, value in settings.items() if not key.startswith("li_")}
     fidelities = {key: value for key, value in settings.items() if key.startswith("li_")}
     rule = read_rule("*", {"precision": formats, "fidelity": fidelities}, where="trace")
@@ -54,10 +54,10 @@ def restored_settings(
     original: CompilableModel,
     progress: Progress,
 ) -> tuple[TraceRow, ...]:
-    """Return a row for each setting, largest gain first, on one sequence of prefill.
+    """Return a row for each setting, largest gain first, on a single prefill.
 
     Raises:
-        CompileError: where the target does not run the model.
+        CompileError: if the target does not support the model.
     """
     truth = observe(original, "reference", tokens_ST[:1])
     wanted = (truth.hidden @ truth.head.T).log_softmax(-1)
@@ -77,14 +77,14 @@ def restored_settings(
         try:
             kl, right = score(restored(precision, settings), subject)
         except ConfigError:
-            continue  # a model without such a group
+            continue  # a model without the group
         gain = base_kl - kl
         rows.append(TraceRow(ALL, name, value, kl_gain=gain, flips=right - base_right))
     return tuple(sorted(rows, key=lambda row: row.kl_gain or 0.0, reverse=True))
 
 
 def _logits(executable: Executable, tokens: list[int]) -> Tensor:
-    """Return the logits ``[T, vocabulary]`` of one prefill."""
+    """Return a prefill's logits ``[T, vocabulary]``."""
     executable.reset()
     seat, size = Seat(0), executable.capabilities.page_size
     edits: list[Edit] = [Open(seat, Choosing())]
