@@ -103,7 +103,7 @@ def test_the_cache(
     ("argv", "words"),
     [
         (["--weights", "q80"], "argument --weights: invalid choice: 'q80'"),
-        (["--to", "gguf"], "argument --to: invalid choice: 'gguf'"),
+        (["--to", "onnx"], "argument --to: invalid choice: 'onnx'"),
         ([], "no folder to write to; allowed: -o DIR"),
         (["-o", "out", "--target", "cpu"], "--target with --to dllama; allowed: without"),
         (["-o", "out", "--precision", "bf16"], "--precision with --to dllama; allowed: without"),

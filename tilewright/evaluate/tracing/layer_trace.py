@@ -180,8 +180,8 @@ class _TraceRun:
             ended = self._step(
                 self._pair.lossy, segment, lossy, [s.values for s in stream], skip, stream[0].row
             )
-            for one, values in zip(stream, ended, strict=True):
-                one.values = values
+            for one, own in zip(stream, ended, strict=True):
+                one.values = own
         for plain, own in zip(self._streams[0], before, strict=True):
             plain.values = own
         if self._head in segment.nodes:
