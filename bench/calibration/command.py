@@ -26,6 +26,7 @@ class _Options:
         "text files, each with :TOKENS (default: all of its whole sequences)",
         "texts",
         default=(),
+        nargs="*",
     )
     model: str | None = option("the original checkpoint (default: smollm2)", metavar="PATH")
     weights: tuple[str, ...] = option(
@@ -42,6 +43,8 @@ def main(argv: list[str]) -> int:
     options = parse(
         _Options, argv, prog="tilewright compare-calibrated", description="Compare weights."
     )
+    if not options.texts:
+        raise ConfigError("no texts; allowed: one text file or more")
     warnings.filterwarnings("ignore", module="torch")
     import torch
 

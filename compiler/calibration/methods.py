@@ -74,8 +74,7 @@ def imatrix(weight_NK: Tensor, grid: Grid, importance_K: Tensor | None) -> Encod
 
     Blocks run along the last axis; a row may be a weight's column.
     """
-    size = weight_NK.shape[1]
-    block = grid.format.block
+    size, block = weight_NK.shape[1], grid.format.block
     pad = torch.nn.functional.pad
     weight_NK = pad(weight_NK, (0, -size % block))
     even = weight_NK.new_ones(size) if importance_K is None else importance_K.float()
