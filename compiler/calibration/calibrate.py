@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ from tilewright.compiler.precision import ResolvedPrecision
 from tilewright.compiler.targets.interface.base import Progress
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION
 from tilewright.errors import CompileError
+
+T, R = TypeVar("T"), TypeVar("R")
 
 METHODS = ("gptq", "imatrix", "rtn")
 _PIECE_ROWS = 4096
@@ -134,6 +136,7 @@ def calibrate(
                 forward,
                 plan,
                 weights,
+                device=device,
                 full=method.name == "gptq",
                 watches=index in open_plans,
                 report=partial(_report_part, progress, index, total),
@@ -158,22 +161,50 @@ def _observe(
     plan: SegmentPlan,
     weights: Mapping[Node, Tensor],
     *,
+    device: torch.device,
     full: bool,
     watches: bool,
     report: Callable[[int], None],
 ) -> Moments:
     """Run a segment. Return the moments for its calibrated products."""
-    moments, segment = Moments(full=full), plan.segment
+    segment = plan.segment
     watched = {m.product for m in plan.matrices if not m.is_exact} if watches else set()
     skip = _unread(segment)
 
-    def watch(node: Node, arguments: tuple[Any, ...]) -> None:
-        if node in watched:
-            moments.add(node, arguments)
+    cast, total = forward.cast(segment, weights, skip), Moments(full=full)
 
-    for done in forward.run(segment, weights, watch, skip=skip):
-        report(60 * done // forward.num_groups)
-    return moments
+    def observe(index: int) -> Moments:
+        moments = Moments(full=full)
+
+        def watch(node: Node, arguments: tuple[Any, ...]) -> None:
+            if node in watched:
+                moments.add(node, arguments)
+
+        group = forward.groups[index]
+        forward.groups[index] = forward.step(segment, cast, group, watch, skip=skip)
+        return moments
+
+    # Moments are added in the order of the groups: sums are the same in every run.
+    for done, moments in enumerate(_in_threads(observe, range(forward.num_groups), device)):
+        total.merge(moments)
+        report(60 * (done + 1) // forward.num_groups)
+    return total
+
+
+def _in_threads(call: Callable[[T], R], items: Iterable[T], device: torch.device) -> Iterator[R]:
+    """Call a function for each item: on a CPU in a thread for each core, in order."""
+    if device.type != "cpu":
+        yield from map(call, items)
+        return
+    before = torch.get_num_threads()
+
+    def alone(item: T) -> R:
+        torch.set_num_threads(1)  # in this thread only
+        return call(item)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(alone, items)
+    torch.set_num_threads(before)
 
 
 def _unread(segment: Segment) -> frozenset[Node]:
@@ -212,17 +243,10 @@ class _Run:
         ]
 
         def code(job: tuple[MatrixPlan, tuple[int, int]]) -> Tensor:
-            torch.set_num_threads(1)  # in this thread only
-            return self._code(job[0], job[1], moments, factors)
+            with torch.no_grad():  # a thread has a mode of its own
+                return self._code(job[0], job[1], moments, factors)
 
-        with torch.no_grad():
-            if self._device.type == "cpu":
-                before = torch.get_num_threads()
-                with ThreadPoolExecutor(os.cpu_count()) as pool:
-                    coded = list(pool.map(code, jobs))
-                torch.set_num_threads(before)
-            else:
-                coded = [self._code(*job, moments, factors) for job in jobs]
+        coded = list(_in_threads(code, jobs, self._device))
         floats = {each.name: self._float(each) for each in plan.floats}
         self._writer.write(plan.segment.name, _joined(jobs, coded), floats)
 

@@ -244,6 +244,15 @@ class Moments:
         else:
             self._add(source, x.reshape(-1, x.shape[-1]).float(), None)
 
+    def merge(self, other: Moments) -> None:
+        """Add the sums of further tokens."""
+        for source, sums in other._sums.items():
+            if source in self._sums:
+                self._sums[source] += sums
+                self._counts[source] += other._counts[source]
+            else:
+                self._sums[source], self._counts[source] = sums, other._counts[source]
+
     def of(self, node: Node) -> tuple[Tensor, Tensor]:
         """Return a product's mean moments and the number of tokens."""
         source = node.args[0]

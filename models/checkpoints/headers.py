@@ -48,6 +48,8 @@ def quantised_types(path: Path) -> tuple[str, ...]:
     Raises:
         CheckpointError: as `check_header` would.
     """
+    if is_calibrated(path):
+        return ()
     if path.is_dir():
         where = path / "config.json"
         config = quantization_of(read_json(where), str(where))
