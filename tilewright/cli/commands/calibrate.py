@@ -62,7 +62,7 @@ class _Options:
         choices=("in", "out"),
     )
     tokens: int = option(
-        "maximum number of tokens", default=16384, type=integer(256, 1 << 24), metavar="N"
+        "maximum number of tokens", default=32768, type=integer(256, 1 << 24), metavar="N"
     )
     length: int = option(
         "tokens in a sequence", default=256, type=integer(16, 1 << 16), metavar="N"
