@@ -38,7 +38,8 @@ from tilewright.compiler.targets.interface.base import Progress
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION
 from tilewright.errors import CompileError
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 METHODS = ("gptq", "imatrix", "rtn")
 _PIECE_ROWS = 4096
