@@ -24,7 +24,8 @@ from tilewright.cli.processes import batch_engine
 from tilewright.errors import CompileError, RankError
 from tilewright.utils.child_process import PYTHON
 
-FAST = ("--target", "null", "--max-context", "256", "--no-cache")
+FAST = ("--target", "null", "--no-cache")
+CONTEXT = ("--max-context", "256")
 
 
 def make_set(path: Path, count: int, *, seed: int = 0) -> Path:
@@ -39,7 +40,8 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def command(data: Path, out: Path, model: Path, *more: str) -> list[str]:
-    return [str(data), "-o", str(out), "--model", str(model), *FAST, *more]
+    context = () if CONTEXT[0] in more else CONTEXT
+    return [str(data), "-o", str(out), "--model", str(model), *FAST, *context, *more]
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ def test_samples_are_drawn_by_the_seed_and_made_rows_need_no_file(
     assert main(["batch", *more]) == 0
     assert "30 rows are all there are: --num-samples 31\n" in capfd.readouterr().err
     made = ("--input-len", "9", "--output-len", "5", "--num-samples", "6", "--ignore-eos")
-    said = run("batch", "--model", tiny_gguf, *FAST, *made, "--json")
+    said = run("batch", "--model", tiny_gguf, *FAST, *CONTEXT, *made, "--json")
     figures = json.loads(said)
     assert figures["rows"] == 6 and figures["prompt_tokens"] == 54
     assert figures["output_tokens"] == 30
@@ -157,7 +159,7 @@ def test_what_cannot_be_done_is_said_in_one_line(
 ) -> None:
     monkeypatch.chdir(triples.parent)
     before = sorted(triples.parent.iterdir())
-    assert main(["batch", *words, "--model", str(tiny_gguf), *FAST]) == 2
+    assert main(["batch", *words, "--model", str(tiny_gguf), *FAST, *CONTEXT]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert said in line
     assert sorted(triples.parent.iterdir()) == before
