@@ -190,6 +190,8 @@ PART = {"type": "input_image", "image_url": "x"}
         ({"input": "x", "conversation": "c"}, "conversation: allowed: previous_response_id"),
         ({"input": "x", "truncation": "auto"}, "truncation: auto; allowed: disabled"),
         ({"input": "x", "include": ["zig"]}, "include[0]: 'zig'; allowed"),
+        ({"input": "x", "tools": [{"type": "function", "name": 3}]}, "tools[0].name: Expected"),
+        ({"input": "x", "tools": [{"type": "function"}]}, "tools[0]: Object missing required"),
         ({"input": "x", "previous_response_id": "zig"}, "'zig' is not stored"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens: Expected"),
         ({"input": "x" * 5000}, "the prompt has"),
@@ -244,3 +246,20 @@ def test_the_store_drops_the_oldest_first() -> None:
     store.add("", {"id": "5", "output": ["x" * 2000]}, [], [])
     assert len(store) == 0
     assert not store.remove("", "1")
+
+
+def test_store_counts_the_items_that_later_responses_hold() -> None:
+    store = ResponseStore(most_bytes=3500)
+    for name in "abcdef":
+        store.add("", {"id": name, "output": []}, [{"text": name * 1000}], [])
+        first = store.find("", name)
+        assert first is not None
+        for turn in "01":
+            store.add("", {"id": name + turn, "output": []}, [{}], first.conversation)
+        store.remove("", name)
+    found = [store.find("", name + turn) for name in "abcdef" for turn in "01"]
+    assert [each is not None for each in found] == 6 * [False] + 6 * [True]
+    for name in "def":
+        assert store.remove("", name + "0") and store.remove("", name + "1")
+    store.add("", {"id": "g", "output": []}, [{"text": "x" * 3300}], [])
+    assert store.find("", "g"), "what is gone is not counted"

@@ -1,4 +1,4 @@
-"""Responses that later requests continue, in memory, the oldest dropped first."""
+"""Stored responses for later requests, in memory. The oldest responses are dropped first."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 from tilewright.serve.responses.items import Item
 
 MAX_STORED, MAX_STORED_BYTES = 4096, 64 << 20
+_REFERENCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +21,9 @@ class Stored:
 
     Attributes:
         body: The response.
-        given: Items of its request.
-        before: Items of the responses that it continues.
-        num_bytes: Size of ``body`` and ``given`` as JSON.
+        given: Request items.
+        before: Items of earlier responses.
+        num_bytes: JSON size of ``body`` without items, plus 8 bytes per item.
     """
 
     body: dict[str, Any]
@@ -32,16 +33,17 @@ class Stored:
 
     @property
     def conversation(self) -> list[Item]:
-        """All items, the response's last."""
+        """All items in order, from ``before`` to the output."""
         return [*self.before, *self.given, *self.body["output"]]
 
 
 class ResponseStore:
-    """Responses by client and id. A client is the number of its key."""
+    """Responses by client and id. The client is the number of an API key."""
 
     def __init__(self, *, most: int = MAX_STORED, most_bytes: int = MAX_STORED_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
         self._found: OrderedDict[tuple[str, str], Stored] = OrderedDict()
+        self._items: dict[int, tuple[int, int]] = {}  # id() to number of responses and size
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -50,13 +52,23 @@ class ResponseStore:
     def add(
         self, client: str, body: dict[str, Any], given: Sequence[Item], before: Sequence[Item]
     ) -> None:
-        """Keep a response, and drop the oldest ones that there is no room for."""
-        size = len(msgspec.json.encode((body, given)))
+        """Keep a response. Drop the oldest responses over the limits.
+
+        A shared item counts once, until its last response is dropped.
+        """
+        items = [*before, *given, *body["output"]]
+        size = len(msgspec.json.encode({**body, "output": []})) + _REFERENCE * len(items)
         self._found[client, body["id"]] = Stored(body, given, before, size)
         self._num_bytes += size
+        for item in items:
+            count, size = self._items.get(id(item), (0, 0))
+            if not count:
+                size = len(msgspec.json.encode(item))
+                self._num_bytes += size
+            self._items[id(item)] = count + 1, size
         while len(self._found) > self._most or self._num_bytes > self._most_bytes:
             _, dropped = self._found.popitem(last=False)
-            self._num_bytes -= dropped.num_bytes
+            self._release(dropped)
 
     def find(self, client: str, response_id: str) -> Stored | None:
         """Find a client's response, which becomes the newest."""
@@ -68,5 +80,15 @@ class ResponseStore:
     def remove(self, client: str, response_id: str) -> bool:
         """Remove a client's response. Return whether there was one."""
         found = self._found.pop((client, response_id), None)
-        self._num_bytes -= found.num_bytes if found is not None else 0
+        if found is not None:
+            self._release(found)
         return found is not None
+
+    def _release(self, stored: Stored) -> None:
+        self._num_bytes -= stored.num_bytes
+        for item in stored.conversation:
+            count, size = self._items.pop(id(item))
+            if count > 1:
+                self._items[id(item)] = count - 1, size
+            else:
+                self._num_bytes -= size
