@@ -34,6 +34,7 @@ _NAMES = {
     "response_format": "text.format",
 }
 """Fields of a chat, as a request for a response has them."""
+_FUNCTIONS = ("tools[", "tool_choice.")
 _MOST_LISTED, _LISTED = 100, 20
 
 
@@ -96,6 +97,11 @@ def _renamed(error: ApiError) -> ApiError:
             error.param = own
             if error.message.startswith(name):
                 error.message = own + error.message.removeprefix(name)
+    if error.param is not None and error.param.startswith(_FUNCTIONS):
+        own = error.param.replace(".function", "", 1)  # functions of responses are not nested
+        if error.message.startswith(error.param):
+            error.message = own + error.message.removeprefix(error.param)
+        error.param = own
     return error
 
 
