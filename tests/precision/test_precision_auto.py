@@ -53,8 +53,13 @@ def test_a_small_file_has_another_configuration_for_onnxruntime(tmp_path: Path) 
     assert (first.precision.name, other.precision.name) == (SMALL, "stored")
     assert default_precision(model, ("Q4_0", "Q8_0"), "cpu", is_auto=False)[0] == other
     split = model.rename(tmp_path / "tiny-00001-of-00002.gguf")
+    for name in ("tiny-chat-00001-of-00002", "tiny-00003-of-00003"):  # of other models
+        with (tmp_path / f"{name}.gguf").open("wb") as rest:
+            rest.truncate(SMALL_BYTES)  # a sparse file
+    found, _ = default_precision(split, ("Q4_0", "Q8_0"), "cpu", is_auto=True)
+    assert found.precision.name == SMALL
     with (tmp_path / "tiny-00002-of-00002.gguf").open("wb") as rest:
-        rest.truncate(SMALL_BYTES)  # a sparse file
+        rest.truncate(SMALL_BYTES)
     assert default_precision(split, ("Q4_0", "Q8_0"), "cpu", is_auto=True) == (other, None)
 
 

@@ -12,7 +12,7 @@ from tilewright.compiler.devices import CPU_BACKENDS
 from tilewright.compiler.precision import PrecisionConfig, choose_precision, load_precision
 from tilewright.models import FoundModel
 
-_PART = re.compile(r"-\d{5}-of-\d{5}$")
+_PART = re.compile(r"(.+)-\d{5}(-of-\d{5})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,9 @@ def _file_bytes(found: FoundModel) -> int | None:
     """Return the size of a model's file with all of its parts. None for a directory or a shape."""
     if not isinstance(found, Path) or not found.is_file():
         return None
-    stem = _PART.sub("", found.stem)
-    pattern = f"{glob.escape(stem)}-*-of-*{found.suffix}"
-    files = [found] if stem == found.stem else found.parent.glob(pattern)
-    return sum(each.stat().st_size for each in files)
+    part = _PART.fullmatch(found.stem)
+    if part is None:
+        return found.stat().st_size
+    number = "[0-9]" * 5
+    pattern = f"{glob.escape(part[1])}-{number}{part[2]}{found.suffix}"
+    return sum(each.stat().st_size for each in found.parent.glob(pattern))
