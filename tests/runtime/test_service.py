@@ -290,9 +290,11 @@ class _Unprepared(QueuedExecutable):
 
     def prepare_next(self) -> None:
         self.left -= 1
+        if self.left == 1:
+            raise MemoryError("too little for this kind")
 
 
-def test_idle_turns_prepare_what_the_start_left_out() -> None:
+def test_idle_turns_prepare_what_the_start_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     executable = _Unprepared()
     transport = QueueTransport()
     service = EngineService(executable, transport)
@@ -304,4 +306,7 @@ def test_idle_turns_prepare_what_the_start_left_out() -> None:
         assert executable.left == 2 or not service.loop.has_work()
     for _ in range(4):
         service.turn()
-    assert not executable.left
+    assert not executable.left, "the first kind fails, and the second is prepared"
+    assert capsys.readouterr().err == (
+        "tilewright: a kind of step is not prepared: too little for this kind\n"
+    )

@@ -125,11 +125,21 @@ class EngineService:
         return not self._is_stopped
 
     def _prepare(self, *, is_idle: bool) -> None:
-        """Prepare one more kind of step, if no message came for a heartbeat and none runs."""
+        """Prepare one more kind of step, if no message came for a heartbeat and none runs.
+
+        A step of a kind that failed is prepared when it runs.
+        """
         executable = self.loop.executable
         self._prepares = is_idle and not executable.is_prepared
         if self._prepares:
-            executable.prepare_next()
+            try:
+                executable.prepare_next()
+            except Exception as error:
+                if _is_lost(error):
+                    raise
+                with contextlib.suppress(OSError):  # a full disk
+                    said = f"a kind of step is not prepared: {one_line(error)}"
+                    print(f"tilewright: {said}", file=sys.stderr)
 
     def _hear(self, message: ToEngine, said: list[FromEngine]) -> None:
         if isinstance(message, Submit):
@@ -257,8 +267,7 @@ class EngineService:
             Exception: what it is given, where the device is lost, or it is not known whose step
                 it was: this engine cannot go on.
         """
-        lost = isinstance(error, LostDeviceError | RankError) or _is_of_device(error)
-        if lost or not self.loop.failed:
+        if _is_lost(error) or not self.loop.failed:
             raise error
         self._num_failures += 1
         hit = tuple(dict.fromkeys((*self.loop.failed, *self._blamed)))
@@ -301,8 +310,10 @@ def vector_of(request: Request) -> bytes:
     return pooling.vector.astype("<f4").tobytes()
 
 
-def _is_of_device(error: Exception) -> bool:
-    """Whether the driver says that its context is gone; too little memory leaves it whole."""
+def _is_lost(error: Exception) -> bool:
+    """Return whether a rank or the device is gone. Too little memory leaves the device whole."""
+    if isinstance(error, LostDeviceError | RankError):
+        return True
     text = str(error)
     return "CUDA" in text and "error" in text.lower() and "out of memory" not in text.lower()
 
