@@ -98,7 +98,7 @@ def test_commands(block: str, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) 
     for words in commands_on_a_checkpoint(block):
         argv = [str(tiny_gguf) if word == MODEL else word for word in words[1:]]
         if not {MODEL, "compiled"} & set(words):
-            argv = without_model(argv) + ["--model", str(tiny_gguf)]
+            argv = [*without_model(argv), "--model", str(tiny_gguf)]
         if argv[0] in ("run", "chat"):
             argv += ["--max-tokens", "4"]
         if argv[0] == "bench":

@@ -100,6 +100,28 @@ def test_run_with_a_damaged_start_index_makes_it_again(
     assert "made again" not in run_here(capfd, tiny_gguf)[1]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("convert", "--to", "cache"),
+        (
+            *("bench", "--precision", "stored", "--prompt", "hi", "--no-results"),
+            *("--max-generated-tokens", "2", "--repeat-batches", "1", "--no-token-accuracy"),
+        ),
+        ("run", "--nodes", "1", "--prompt", "hi", "--steps", "4"),
+    ],
+    ids=lambda words: words[0] + words[1],
+)
+def test_every_command_says_that_the_start_index_is_damaged(
+    command: tuple[str, ...], own_cache: Path, tiny_gguf: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_here(capfd, tiny_gguf)
+    (path,) = (own_cache / "starts").glob("*.json")
+    path.write_bytes(b"x")
+    assert main([command[0], "--model", str(tiny_gguf), *command[1:]]) == 0
+    assert [str(path) in line for line in capfd.readouterr().err.splitlines()].count(True) == 1
+
+
 def test_run_of_another_configuration_or_file_takes_no_program_of_the_first(
     own_cache: Path, tiny_gguf: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,7 +37,7 @@ def run(options: RunOptions) -> int:
     from tilewright.cli.measure import measure
     from tilewright.cli.measure.on_device import run_here
     from tilewright.cli.measure.originals import with_original
-    from tilewright.cli.terminal.console import err, out
+    from tilewright.cli.terminal.console import err, note, out
     from tilewright.loading.source import open_source
 
     screen = err() if options.as_json else out()
@@ -46,6 +46,7 @@ def run(options: RunOptions) -> int:
         source = with_original(source, options)
     finally:
         sign.clear()
+    note(err(), *source.notes)
     if measure.is_emulated(source, options):
         from tilewright.cli.measure.on_board import run_board
 

@@ -174,6 +174,7 @@ def _to_cache(arguments: argparse.Namespace) -> int:
         )
     _check_cache()
     source = open_source(options.path)
+    note(err(), *source.notes)
     context = min(CompileOptions().max_context, source.max_positions)
     wanted = CompileOptions(max_batch=1, max_context=context, compute=options.compute)
     with compile_progress(err()) as progress:

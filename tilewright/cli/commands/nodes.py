@@ -274,7 +274,7 @@ def _open(
             )
     for folder in folders:
         _make(folder)
-    for note in _notes(given, prompts, max_context):
+    for note in (*source.notes, *_notes(given, prompts, max_context)):
         print(f"tilewright: {note}", file=sys.stderr)
     options = CompileOptions(
         max_batch=1,
