@@ -15,6 +15,9 @@ from tilewright.evaluate.results.result_file import append
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("PERF.md", "README.md", "docs/figures.md")
+README_BLOCK = (
+    "<!-- tilewright:begin configurations -->\n{}\n<!-- tilewright:end configurations -->\n"
+)
 
 
 @pytest.fixture
@@ -55,29 +58,27 @@ def test_the_documents_are_what_is_rendered_of_the_records(
 def test_other_documents_get_their_tables(
     recorded: Path, tmp_path: Path, refused: Refused, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (page := tmp_path / "page.md").write_text(
-        "Mine.\n\n<!-- tilewright:begin figures -->\nold\n<!-- tilewright:end figures -->\n"
-    )
+    repeats = (Repeat(ttft_ms=50.0, prefill_tps=2560.0, decode_tsu=120.0, tps=120.0),)
+    append(recorded, make(device="CPU native", repeats=repeats, **medians(repeats)))
+    (page := tmp_path / "page.md").write_text(f"Mine.\n\n{README_BLOCK.format('old')}")
     (other := tmp_path / "other.md").write_text("Nothing to render.\n")
     argv = ["--results", str(recorded), "--output", str(tmp_path / "PERF.md"), "--also"]
     assert main(["perf", *argv, str(page)]) == 0
     capfd.readouterr()
     text = page.read_text()
-    assert text.startswith("Mine.") and "old" not in text and "| 120 t/s" in text
+    assert text.startswith("Mine.") and "old" not in text and "| 120 " in text
     assert str(other) in refused(*argv, str(other), verb="perf")
 
 
-def test_a_configuration_without_its_rows_is_left_out(tmp_path: Path, recorded: Path) -> None:
-    """README has rows for one user and for 32: a record of 64 is a row of PERF.md alone."""
-    (page := tmp_path / "page.md").write_text(
-        "<!-- tilewright:begin figures -->\n<!-- tilewright:end figures -->\n"
-    )
+def test_readme_has_rows_of_one_user_only(tmp_path: Path, recorded: Path) -> None:
+    (page := tmp_path / "page.md").write_text(README_BLOCK.format(""))
     names = {"precision_name": "bf16", "precision_id": "b", "effective_id": "b"}
-    append(recorded, make(**names, batch=64, decode_tsu=7.0, tps=448.0))
+    append(recorded, make(device="CPU native", decode_tsu=9.0))
+    append(recorded, make(device="CPU native", **names, batch=64, decode_tsu=7.0, tps=448.0))
     argv = ["--results", str(recorded), "--output", str(tmp_path / "PERF.md"), "--also", str(page)]
     assert main(["perf", *argv]) == 0
-    rows = [line for line in page.read_text().splitlines() if line.startswith("| CPU")]
-    assert len(rows) == 1 and "64 x 128" in (tmp_path / "PERF.md").read_text()
+    assert "| performance " in page.read_text() and "| bf16 " not in page.read_text()
+    assert "64 x 128" in (tmp_path / "PERF.md").read_text()
 
 
 def test_what_other_machines_recorded_beside_it_is_rendered_too(tmp_path: Path) -> None:

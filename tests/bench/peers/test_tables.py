@@ -72,7 +72,16 @@ def test_what_is_kept_beside_other_processes_is_said() -> None:
 
 
 def test_the_documents_tables_are_their_records() -> None:
-    for name, block in (("README", "ratios"), ("docs/figures", "formats"), ("docs/cpu", "busy")):
+    places = (("docs/figures", "large"), ("docs/figures", "formats"), ("docs/cpu", "busy"))
+    for name, block in places:
         text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
         assert f"peers:begin compare {block} -->" in text
         assert rendered(text, ROOT / "results") == text
+
+
+def test_the_table_of_baselines_is_its_records(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "<!-- baselines:begin readme -->" in text
+    assert rendered(text, ROOT / "results") == text
+    with pytest.raises(ConfigError, match="no part 'formats'"):
+        rendered(text, tmp_path)

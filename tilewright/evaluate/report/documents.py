@@ -21,15 +21,9 @@ from tilewright.evaluate.results.row import CHANGED, OTHER_RUN, Row, machine_tex
 
 _DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 _CPUS = ("CPU", "CPU native")
-_OF_DEFAULT_MODEL = ("bf16", "all-q80", "performance", "all-q40")
-_SHOWN: tuple[tuple[str, str, str, selection.SpeedTable], ...] = (
-    *((cpu, _DEFAULT_MODEL, name, selection.SHORT) for cpu in _CPUS for name in _OF_DEFAULT_MODEL),
-    ("H200", "Llama-3.1-8B", "bf16", selection.SHORT),
-    ("H200", "Llama-3.1-8B", "performance", selection.SHORT),
-    ("H200", "Llama-3.1-70B", "performance", selection.SHORT),
-    ("H200", "Qwen3.5-35B-A3B", "bf16", 1),
-)
-"""README's rows: device, model, precision, and the table that one user's speed stands in."""
+_README_DEVICE = "CPU native"
+_README_PRECISIONS = ("bf16", "all-q80", "performance", "all-q40")
+"""README's rows: configurations of the default model on one device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +40,10 @@ class _Line:
         return [each for each in (self.one, self.many, self.accuracy) if each is not None]
 
 
-def _rate(value: float | None, unit: str) -> str:
+def _rate(value: float | None, unit: str = "") -> str:
     if value is None:
         return ""
-    return f"{display.decimal(value, 0 if value >= 100 else 1, grouped=True)} {unit}"
+    return f"{display.decimal(value, 0 if value >= 100 else 1, grouped=True)} {unit}".rstrip()
 
 
 def _top1(row: Row) -> str:
@@ -62,7 +56,6 @@ def _top1(row: Row) -> str:
 _COLUMNS: Mapping[str, Callable[[Row, Row], str]] = MappingProxyType(
     {
         "device": lambda one, many: one.device,
-        "model": lambda one, many: one.model,
         "precision": lambda one, many: one.names,
         "weights": lambda one, many: f"{display.megabytes(one.weight_bytes)} MB",
         "top-1 (95 %)": lambda one, many: _top1(one),
@@ -70,10 +63,20 @@ _COLUMNS: Mapping[str, Callable[[Row, Row], str]] = MappingProxyType(
         "decode, 1 user": lambda one, many: _rate(one.decode_tokens_per_s, "t/s"),
         "TTFT": lambda one, many: _rate(one.ttft_ms, "ms"),
         "32 users, together": lambda one, many: _rate(many.all_users_tokens_per_s, "t/s"),
+        "size (GB)": lambda one, many: display.decimal((one.weight_bytes or 0) / 1e9, 2),
+        "top-1 (%, 95 % interval)": lambda one, many: _top1(one),
+        "KL (nats)": lambda one, many: display.significant(one.kl_nats, 2),
+        "decode (tokens/s)": lambda one, many: _rate(one.decode_tokens_per_s),
     }
 )
-_README = ("device", "model", "precision", *list(_COLUMNS)[4:5], *list(_COLUMNS)[6:])
-_CPU = ("device", *tuple(_COLUMNS)[2:])
+_CPU = (
+    *("device", "precision", "weights", "top-1 (95 %)", "KL"),
+    *("decode, 1 user", "TTFT", "32 users, together"),
+)
+_README = (
+    *("precision", "size (GB)", "top-1 (%, 95 % interval)", "KL (nats)"),
+    "decode (tokens/s)",
+)
 
 
 def _groups(results: Sequence[Result]) -> list[selection.Group]:
@@ -83,15 +86,15 @@ def _groups(results: Sequence[Result]) -> list[selection.Group]:
 
 
 def _readme(results: Sequence[Result]) -> str:
-    """A row for each of `_SHOWN` that there are records of."""
-    groups = _groups(results)
+    """Return a row for each of `_README_PRECISIONS` with a record of one user."""
     lines = []
-    for device, model, name, table in _SHOWN:
-        for group in groups:
-            if (group.any.device, group.any.model) == (device, model) and name in group.names:
-                one, many = group.speed(table), group.speed(selection.BATCH_32)
-                lines.append(_Line(name, one, many, group.accuracy_result))
-    return _table(_README, [line for line in lines if line.records])
+    for name in _README_PRECISIONS:
+        for group in _groups(results):
+            key = (group.any.device, group.any.model)
+            if key == (_README_DEVICE, _DEFAULT_MODEL) and name in group.names:
+                one = group.speed(selection.SHORT)
+                lines.append(_Line(name, one, None, group.accuracy_result))
+    return _table(_README, [line for line in lines if line.records], has_marks=False)
 
 
 def _cpu(results: Sequence[Result]) -> str:
@@ -108,14 +111,18 @@ def _cpu(results: Sequence[Result]) -> str:
     return _table(_CPU, lines)
 
 
-def _table(titles: Sequence[str], lines: Sequence[_Line]) -> str:
-    """The rows, and below them when, where and on which code they were taken."""
+def _table(titles: Sequence[str], lines: Sequence[_Line], *, has_marks: bool = True) -> str:
+    """Return the rows, and a caption with machine, dates and commits.
+
+    ``has_marks``: mark rows of another run or of changed code, and explain the marks.
+    """
     others = selection.of_other_runs([line.records for line in lines])
     rows = []
     seen = set[str]()
     for line, is_other in zip(lines, others, strict=True):
         accuracy = None if line.accuracy is None else line.accuracy.accuracy
-        signs = marks(origin(line.records)["commits"], is_of_other_run=is_other)
+        commits = origin(line.records)["commits"]
+        signs = marks(commits, is_of_other_run=is_other) if has_marks else ()
         seen.update(signs)
         name = " ".join((line.name, *signs))
         one = Row.of(line.one, accuracy, of=line.records[0], names=[name])
@@ -148,7 +155,7 @@ _SIGNS = {
 }
 
 BLOCKS: Mapping[str, Callable[[Sequence[Result]], str]] = MappingProxyType(
-    {"results": render_results, "figures": _readme, "figures-cpu": _cpu}
+    {"results": render_results, "configurations": _readme, "configurations-cpu": _cpu}
 )
 """What is rendered between the markers of these names."""
 
