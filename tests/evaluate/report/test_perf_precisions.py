@@ -1,4 +1,4 @@
-"""Precision sections of PERF.md: one a heading, one row for what comes to the same numbers."""
+"""Precision sections of PERF.md: one a heading, one row for equal numbers."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_equal_configurations_are_one_row_that_names_all() -> None:
     assert (len(home.rows), other.rows) == (1, ())
     assert (home.intro, other.intro) == (
         "Precision `accuracy`.",
-        "Precision `all-bfp8`.\n\nOn CPU, SmolLM2-135M-Instruct, `all-bfp8` comes to the same "
-        "numbers as `accuracy` and stands in its row.",
+        "Precision `all-bfp8`.\n\nOn CPU, SmolLM2-135M-Instruct, `all-bfp8` shares the "
+        "numbers and the row of `accuracy`.",
     )
     text = render_results(results)
-    assert text.count("- On CPU, SmolLM2-135M-Instruct: `accuracy`, `all-bfp8` come to the") == 2
+    assert text.count("- On CPU, SmolLM2-135M-Instruct: `accuracy`, `all-bfp8` have equal") == 2
 
 
 def test_equal_elsewhere_different_here_is_a_row_in_both() -> None:
@@ -47,8 +47,8 @@ def test_equal_elsewhere_different_here_is_a_row_in_both() -> None:
         ["TG"],
         ["TG"],
     ]
-    note = "- On CPU, SmolLM2-135M-Instruct, `mine` comes to the same numbers as `accuracy`"
-    assert f"{note} and stands in its row.\n" in render_results(results)
+    note = "- On CPU, SmolLM2-135M-Instruct, `mine` shares the numbers"
+    assert f"{note} and the row of `accuracy`.\n" in render_results(results)
 
 
 def test_the_twelve_published_settings_have_their_headings() -> None:
@@ -73,7 +73,7 @@ def test_the_twelve_published_settings_have_their_headings() -> None:
     published = {section.title for section in seed.sections if section.kind == "precision"}
     assert {section.title for section in found} == published and len(found) == 12
     assert [len(section.rows) for section in found] == [1] * 10 + [0] * 2
-    same = "On CPU, SmolLM2-135M-Instruct, `{}` comes to the same numbers as `{}` and stands in"
+    same = "On CPU, SmolLM2-135M-Instruct, `{}` shares the numbers and the row of `{}`."
     for section, name in zip(found[10:], names[10:], strict=True):
         assert same.format(name, names[9]) in section.intro
 
@@ -86,7 +86,7 @@ def test_names_of_one_heading_share_its_section() -> None:
     first, second = precision_sections(results)
     assert [len(section.rows) for section in (first, second)] == [1, 0]
     assert second.intro.startswith("Precision `a`, `b`.")
-    assert "`a`, `b` come to the same numbers as `0` and stand in its row." in second.intro
+    assert "`a`, `b` share the numbers and the row of `0`." in second.intro
 
 
 def test_what_a_target_made_of_a_configuration_before_is_gone() -> None:

@@ -120,7 +120,7 @@ def test_there_is_a_section_a_heading_in_the_seeds_form() -> None:
     # the same figures as in the summary, whichever of b and c is the newest
     assert (row.top1, row.speed, row.ttft) == (98.5, 103.0, 100.0)
     assert sections[2].rows == ()
-    assert "`c` comes to the same numbers as `b` and stands in its row." in sections[2].intro
+    assert "`c` shares the numbers and the row of `b`." in sections[2].intro
     assert "Environment" not in text and "Numeric contract" not in text
 
 

@@ -50,15 +50,11 @@ _ORIGIN = (row.DATE, row.COMMIT, row.COMMAND)
 _PUBLISHED = {PUBLISHED_SPEED: "speed", PUBLISHED_TTFT: "ttft", PUBLISHED_TOP1: "top1"}
 
 INTRO = """\
-No board was there. Top-1, top-5 and KL are **emulated**: the board's formats and the arithmetic of
-its matrix unit, bit for bit; small operators are approximated as their sources say. Speed and TTFT
-are **predicted** by a model of time that was fitted to published figures
-([docs/perf_model.md](docs/perf_model.md)); an error is the share of the figure that nine of ten
-predictions were off by at most: for models left out of the fit, or, where 32 users, long prompts or
-replicas are never fitted, for those. A figure without one is of a model smaller than any that the
-model of time was fitted to: an extrapolation. **Published**: what Tenstorrent
-measured, in whole percents, where it lists the model on the device. No figure of this section is
-measured here."""
+No board was available. Top-1, top-5 and KL are **emulated**: formats and matrix unit bit for bit,
+small operators approximately. Speed and TTFT are **predicted** by a time model with constants from
+published speeds ([docs/tenstorrent.md](docs/tenstorrent.md)). An error is the bound for nine of
+ten predictions of models outside the fit. A prediction without an error is an extrapolation to a
+smaller model. **Published** values are Tenstorrent's. No value of this section is measured."""
 
 
 def board_table(results: Sequence[Result]) -> Table:

@@ -52,23 +52,19 @@ _USERS_COLUMNS = (
 SEVERAL_USERS = "Several users"
 
 ORIGIN_LEGEND = f"""\
-`{row.DATE}`, `{row.COMMIT}`, `{row.MACHINE}` (with threads or devices) and `{row.COMMAND}` say
-where the figures come from, speed and accuracy each where they differ; "-": none says.
-{row.OTHER_RUN}: some figure of the row is of another run (code or machine or hour) than most rows
-of its device in the table: do not compare it with them. {row.CHANGED}: some figure is of a commit
-with changes beside it (`-dirty`), so that its code is in no history.
+`{row.DATE}`, `{row.COMMIT}`, `{row.MACHINE}` and `{row.COMMAND}` are the origin. "-" is
+unknown. {row.OTHER_RUN} marks rows with values from a different run than most rows of the device.
+{row.CHANGED} marks rows with values from a commit with local changes (`-dirty`).
 """
-"""What the columns say that tell where a row's figures come from."""
+"""Legend of the columns with the origin of a row."""
 
 _LEGEND = f"""\
-Generated from recorded results; what stands between the markers is replaced the next time.
+Generated from recorded results. Changes between the markers are lost.
 
-Top-1 and Top-5: the share of teacher-forced positions (`{POSITIONS}`) where the first guess is the
-fp32 reference's first, or among its five, with 95 % Wilson intervals. `{KL}`: mean divergence from
-the reference in nats. `{PAIRED}`: positions that only this configuration (+) and only the base (-)
-got right, with the exact McNemar p. Speed and TTFT: medians over repeats; `{SPREAD}` and
-`{row.TTFT_SPREAD}`: (max - min) / median. `{row.SPEED_INTERVAL}`: of the mean over the repeats,
-by Student's t; what differs between runs is not in it. `{PEAK}`: 10^6 bytes.
+`{POSITIONS}` are the predictions of top-1 and top-5, with 95 % Wilson intervals. `{KL}` is in nats.
+`{PAIRED}` counts positions right only here (+) and only in the base (-), with the exact McNemar p.
+`{SPREAD}` and `{row.TTFT_SPREAD}` are (max - min) / median. `{row.SPEED_INTERVAL}` is Student's t
+over the repeats. `{PEAK}` is in units of 10^6 bytes.
 
 {ORIGIN_LEGEND}"""
 _SHORT = f"prefill {TABLE_PROMPT_LENGTH} tokens, {TABLE_GENERATED_TOKENS} generated"
@@ -163,7 +159,7 @@ def _perf_plan(groups: list[Group], *, title: str, intro: str) -> TablePlan | No
     printed = [group for group in groups if _has_perf_row(group)]
     rows = table_rows([(group, group.speed(SHORT), group.accuracy_result) for group in printed])
     notes = [
-        f"On {found.device}, {found.model}: {listed(group.names)} come to the same."
+        f"On {found.device}, {found.model}: {listed(group.names)} have equal results."
         for group, found in zip(printed, rows, strict=True)
         if len(group.names) > 1
     ]
@@ -255,8 +251,8 @@ def _precision_plan(
 def _visitor_sentence(group: Group, visitors: Sequence[Result]) -> str:
     """What a section says of results whose row stands in another one."""
     names = sorted({result.precision_name for result in visitors})
-    come, stand = ("comes", "stands") if len(names) == 1 else ("come", "stand")
+    verb = "shares" if len(names) == 1 else "share"
     return (
-        f"On {row.device_text(group.any)}, {row.model_text(group.any)}, {listed(names)} {come} to "
-        f"the same numbers as `{group.names[0]}` and {stand} in its row."
+        f"On {row.device_text(group.any)}, {row.model_text(group.any)}, {listed(names)} {verb} "
+        f"the numbers and the row of `{group.names[0]}`."
     )
