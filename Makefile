@@ -98,13 +98,9 @@ test: $(WITH_TEST)
 # quiet cores. PERF_PRECISIONS='all-q40' PERF_CASES='ci-1' PERF_RESULTS=/tmp/cpu.jsonl is a short one,
 # ARGS='--backend native' measures the other backend, whose rows stand beside these.
 PERF_RESULTS := results/cpu.jsonl
-PERF_DOCUMENTS := README.md docs/figures.md
-BLOCK_DOCUMENTS := README.md docs/figures.md docs/cpu.md docs/serving_load.md docs/parallel.md
-PERF_SWEEPS := smollm2-cpu-native/pareto:pareto smollm2-cpu/pareto:pareto-onnxruntime \
-    smollm2-cpu/sensitivity:sensitivity smollm2-n300/pareto:pareto-n300
-RENDER = "$(BIN)/python" -m bench perf --also $(PERF_DOCUMENTS) && for sweep in $(PERF_SWEEPS); do \
-    "$(BIN)/tilewright" sweep export results/$${sweep%:*}.jsonl --markdown docs/$${sweep\#*:}.md \
-        || exit $$?; done && "$(BIN)/python" -m bench.blocks $(BLOCK_DOCUMENTS)
+PERF_DOCUMENTS := README.md docs/benchmarks.md
+RENDER = "$(BIN)/python" -m bench perf --also $(PERF_DOCUMENTS) && \
+    "$(BIN)/python" -m bench.blocks $(PERF_DOCUMENTS)
 PERF_PRECISIONS := bf16 accuracy performance all-bfp8 all-bfp4 all-q80 all-q40
 PERF_CASES := ci-1 token-matching ci-32 long-context-2k
 
@@ -147,7 +143,7 @@ peers: $(WITH_PEERS)
 compare: $(WITH_PEERS)
 	"$(BIN)/python" -m bench compare $(ARGS)
 
-# LLAMA_SERVER: built as docs/serving_load.md says.
+# LLAMA_SERVER: built as docs/benchmarks.md says.
 LLAMA_SERVER ?= llama-server
 
 compare-serve: $(WITH_TEST)

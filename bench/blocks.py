@@ -1,9 +1,8 @@
 """The tables of comparisons in documents, rendered from their records as they are.
 
 A document says where: ``<!-- peers:begin NAME PART -->`` and the same with ``end`` hold the table
-of a part of ``results/NAME.json``, or for the part ``ratios`` what all its parts say of ours beside
-each peer; ``<!-- servers:begin NAME -->`` that of the last run in ``results/serving/NAME.jsonl``;
-``<!-- nodes:begin NAME -->`` that of all runs in ``results/parallel/NAME.jsonl``;
+of a part of ``results/NAME.json``;
+``<!-- servers:begin NAME -->`` that of the last run in ``results/serving/NAME.jsonl``;
 ``<!-- baselines:begin NAME -->`` the eight rows of `bench.baselines`.
 `make perf-tables` runs this module; nothing is measured.
 """
@@ -16,14 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bench.baselines import baselines_block
-from bench.nodes.tables import nodes_block
 from bench.peers.tables import peers_block
 from bench.serving.tables import servers_block
 
 _KINDS: Mapping[str, Callable[..., str]] = {
     "peers": peers_block,
     "servers": servers_block,
-    "nodes": nodes_block,
     "baselines": baselines_block,
 }
 _BLOCK = re.compile(

@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("PERF.md", "CONTRIBUTING.md")
-_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./|docs/)?([\w./-]+)(#[\w-]+)?\)")
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?:\.\./)+|docs/)?([\w./-]+)(#[\w-]+)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -28,12 +28,14 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """The page's text with its links as the site has them."""
     is_of_root = page.file.src_uri in PAGES
+    depth = page.file.src_uri.count("/")
 
     def site_link(link: re.Match[str]) -> str:
         text, above, path, anchor = link.groups(default="")
-        if above == "docs/" or (above == "../" and path in PAGES):
-            return f"[{text}]({path}{anchor})"
-        if above == "../" or (is_of_root and path not in PAGES):
+        is_above_docs = not is_of_root and above == "../" * (depth + 1)
+        if above == "docs/" or (is_above_docs and path in PAGES):
+            return f"[{text}]({'../' * depth}{path}{anchor})"
+        if is_above_docs or (is_of_root and path not in PAGES):
             return text if " " in text else f"`{path}`"
         return link.group()
 

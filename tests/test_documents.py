@@ -15,7 +15,7 @@ from bench.__main__ import main as bench
 from tilewright.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 FOLDERS = ("bench", "compiler", "demo", "docs", "models", "precision_cfgs", "results", "tests")
 FOLDERS += ("tilewright",)
 SCRIPTS = {

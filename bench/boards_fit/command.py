@@ -1,5 +1,5 @@
 """``bench fit-perf-model``: fit the performance model of Tenstorrent boards to published speeds,
-hold out whole models and boards, and write constants and tables where they are kept.
+hold out whole models and boards, and write the constants to the source.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from bench.boards_fit.report import Study
 
 _ROOT = Path(__file__).resolve().parents[2]
-SPEEDS, DOCUMENT = "tests/goldens/seed_perf.md", "docs/perf_model.md"
-_BLOCK = "perf-model"
+SPEEDS = "tests/goldens/seed_perf.md"
 _BEGIN, _END = "# fitted: begin\n", "# fitted: end\n"
 _TOLERANCE = 2e-3
 EXIT_STALE = 1
@@ -30,7 +29,7 @@ EXIT_STALE = 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
     speeds: str = option(SPEEDS, default=str(_ROOT / SPEEDS), metavar="FILE")
-    write: bool = option(f"constants, and {DOCUMENT}", default=False)
+    write: bool = option("write the constants to the source", default=False)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,7 +58,6 @@ def main(argv: Sequence[str]) -> int:
     used = studies[0]
     if options.write:
         write_constants(Path(perf_constants.__file__), used)
-        perf_md.update(_ROOT / DOCUMENT, _BLOCK, report)
     elif not is_kept(used):
         err().print("the constants kept are not these; --write keeps them", style="yellow")
         return EXIT_STALE

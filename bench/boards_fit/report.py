@@ -115,7 +115,7 @@ def _bar(errors: Sequence[float]) -> float:
 
 
 def study_report(studies: Sequence[Study]) -> str:
-    """The text between the marks of docs/perf_model.md; the first study is the one used."""
+    """Return the report. The first study is in use."""
     used = studies[0]
     parts = [
         "### Errors",

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A round on one GPU: what docs/cuda.md, serving_load.md, batch.md and engine.md tell, part by part,
+# A round on one GPU: tests, rows and load tests, part by part,
 # each within seconds of its own, so that a machine at hand for an hour is used whole.
 #
 #   round.sh OUT PART[=SECONDS] ...     OUT: a folder that gets PART.log and rows as JSON lines

@@ -1,4 +1,4 @@
-"""What decoding on n GPUs is expected to take: the cost model, and its table for the documents.
+"""What decoding on n GPUs is expected to take: the cost model, and its tables.
 
 ``python -m bench.cuda.scaling`` prints it. No figure of this file ever
 stands in a column of measured ones: it measures nothing.
@@ -145,7 +145,7 @@ LOADS: Sequence[Load] = (
     Load("Qwen3.5-35B-A3B bf16", 16, 1833, 32.0e9, 387, 80, 2048, 3013),
     Load("Qwen3.5-35B-A3B bf16", 64, 3544, 69.8e9, 387, 80, 2048, 6227),
 )
-"""Of one H200, as docs/cuda.md had them when the model was made; on two H200s at 0e7c322
+"""Of one H200; on two H200s at 0e7c322
 (2026-11-23), behind prompts of 128, of 1,024 for 35B-A3B. The model was made before these, but for
 how a larger model's loss follows from a smaller one's, which an earlier run of 70B with 32 rows has
 chosen; it is 7 % off at most.

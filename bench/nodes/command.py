@@ -1,6 +1,6 @@
 """``python -m bench bench-nodes``: a model over CPU nodes, free and over links of a known rate.
 
-Processes of one machine share its memory bus, and are not machines: see docs/parallel.md.
+Processes of one machine share its memory bus, and are not machines: see docs/multi_gpu.md.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from tilewright.evaluate.report.display import decimal, megabytes, short_commit,
 from tilewright.evaluate.report.table import Table
 from tilewright.evaluate.results import stats
 
-_RATIOS = "ratios"
 _TITLES = {"prefill": "prefill {}", "decode": "decode"}
 _Record = dict[str, Any]
 
@@ -39,7 +38,7 @@ def rates_table(record: _Record, *, is_full: bool = False) -> Table:
 
 
 def source_of(record: _Record) -> str:
-    """Say in a line where a record's figures come from, and how far apart its rounds lie."""
+    """Return a caption with model, machine, date, commit and spread."""
     readings = [each / 1e9 for each in record["bandwidth"]["readings"]]
     spreads = [
         stats.spread(each["repeats"]) for each in record["ratios"] if len(each["repeats"]) > 1
@@ -47,13 +46,13 @@ def source_of(record: _Record) -> str:
     spread = ""
     if spreads:
         ends = span(100 * min(spreads), 100 * max(spreads), 0, joint=" to ")
-        spread = f" (from lowest to highest {ends} % of the median)"
-    rounds = f"{record['num_rounds']} round{'s' * (record['num_rounds'] > 1)}"
+        spread = f" Ratios are per round, with spreads from `{ends} %`."
+    rounds = "1 round" if record["num_rounds"] == 1 else f"{record['num_rounds']} rounds in turn"
     return (
-        f"{record['model']}, {record['num_threads']} threads of {record['device']}; medians of "
-        f"{rounds} in turn, tokens/s, all users together; ratios round by round{spread}; memory "
-        f"read at {min(readings):.1f} to {max(readings):.1f} GB/s "
-        f"({record['timestamp'][:10]}, commit {short_commit(record['commit'])})."
+        f"{record['model']}, {record['num_threads']} threads of {record['device']} "
+        f"({record['timestamp'][:10]}, commit {short_commit(record['commit'])}). "
+        f"Medians over {rounds}, in tokens/s for all users together.{spread} "
+        f"Memory read rates are `{min(readings):.1f} to {max(readings):.1f} GB/s`."
     )
 
 
@@ -116,34 +115,6 @@ def _medians(record: _Record, ours: str, *, is_full: bool = False) -> dict[tuple
     return found
 
 
-def ratios_table(parts: Mapping[str, _Record]) -> str:
-    """Ours beside each peer in all parts, a row for the weights of each model, and its sources.
-
-    What is measured beside busy processes, or of more than one of our backends, is left out.
-    """
-    chosen = [each for each in parts.values() if not _is_of_backends(each)]
-    found = {
-        (record["model"], each["weights"]): _medians(record, f"{each['engine']} {each['weights']}")
-        for record in chosen
-        for each in record["contestants"]
-    }
-    keys = dict.fromkeys(key for medians in found.values() for key in medians)
-    columns = ("model", "weights", *(f"{_title(name)}, of {peer}'s" for peer, name in keys))
-    rows = [
-        (*key, *(f"{medians[each]} x" if each in medians else "" for each in keys))
-        for key, medians in found.items()
-        if medians
-    ]
-    return f"{Table.of(columns, rows).markdown()}\n" + "\n".join(
-        f"{source_of(each)}  " if each is not chosen[-1] else source_of(each) for each in chosen
-    )
-
-
-def _is_of_backends(record: _Record) -> bool:
-    engines = {each["ours"].rpartition(" ")[0] for each in record["ratios"]}
-    return len(engines) > 1
-
-
 def peers_block(results: Path, name: str, part: str = "") -> str:
     """The Markdown of a part of the record ``name``.
 
@@ -154,8 +125,6 @@ def peers_block(results: Path, name: str, part: str = "") -> str:
     if not path.is_file():
         raise ConfigError(f"{path} is missing; allowed: a record of python -m bench compare --json")
     parts = read_parts(path)
-    if part not in (*parts, _RATIOS):
-        raise ConfigError(f"{path}: no part {part!r}; {allowed((*parts, _RATIOS), part)}")
-    if part == _RATIOS:
-        return ratios_table(parts)
+    if part not in parts:
+        raise ConfigError(f"{path}: no part {part!r}; {allowed(parts, part)}")
     return f"{rates_table(parts[part]).markdown()}\n{source_of(parts[part])}"

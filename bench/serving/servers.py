@@ -37,7 +37,7 @@ def check_program(binary: Path) -> None:
     """Refuse a path of `llama-server` where there is no program (ConfigError)."""
     if shutil.which(binary) is None:
         raise ConfigError(
-            f"{binary}: there is no llama-server; docs/serving_load.md says how it is built"
+            f"{binary}: there is no llama-server; docs/benchmarks.md describes its build"
         )
 
 

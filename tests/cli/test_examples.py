@@ -17,7 +17,13 @@ from tilewright.compiler.precision import load_precision
 from tilewright.utils.plain_yaml import parse_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", "docs/run.md", "docs/precision.md", "docs/sweeps.md", "docs/measure.md")
+DOCUMENTS = (
+    "README.md",
+    *(
+        f"docs/{name}.md"
+        for name in ("run", "python", "precision", "precision_yaml", "sweep", "measure")
+    ),
+)
 MODEL = "path/to/model"
 SMOLLM2_LAYERS = 30
 SHORT = "stream=True, max_tokens=4"
@@ -68,7 +74,7 @@ def test_python(block: str, tiny_gguf: Path) -> None:
     exec(compile(block.replace(MODEL, str(tiny_gguf)), "<example>", "exec"), {})
 
 
-@pytest.mark.parametrize("block", blocks("python", "docs/serving.md"))
+@pytest.mark.parametrize("block", blocks("python", "docs/http_api.md"))
 def test_python_of_a_client(block: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Against the front with the engine that has no model; it may say much, so it is cut short."""
     with running_front() as running:

@@ -1,9 +1,8 @@
-"""The cost model of several GPUs: by hand for one row of 8B, and its table in the documents."""
+"""The cost model of several GPUs: by hand for one row of 8B."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,13 +11,9 @@ from bench.cuda.scaling import (
     byte_limit,
     group_seconds,
     pays_from,
-    shortest,
     step_seconds,
-    table,
     tokens_per_s,
 )
-
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "parallel.md"
 
 
 @pytest.mark.parametrize(("exchange_us", "rate"), [(3.5, 422), (2.2, 437), (0.0, 465)])
@@ -36,12 +31,6 @@ def test_more_gpus_are_faster_and_below_their_limit(load: object) -> None:
     assert rates[:3] == sorted(rates[:3])
     for count, rate in zip((1, 2, 4, 8), rates, strict=True):
         assert rate < byte_limit(load, count)  # type: ignore[arg-type]
-
-
-def test_the_document_has_the_table() -> None:
-    text = DOCUMENT.read_text()
-    lines = f"{table().markdown()}\n{shortest().markdown()}".splitlines()
-    assert all(line in text for line in lines)
 
 
 def test_from_which_step_on_more_gpus_pay() -> None:

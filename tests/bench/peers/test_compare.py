@@ -140,7 +140,7 @@ def test_missing_peers_are_said_and_ours_is_measured(
     printed = capsys.readouterr().out
     for peer in PEERS.values():
         assert f"not installed: pip install {peer.package}" in printed
-    assert "1 threads of" in printed and "memory read at 1.0 to" in printed
+    assert "1 threads of" in printed and "Memory read rates are `1.0 to" in printed
     assert "Traceback" not in printed
     (record,) = read_parts(output).values()
     ours, *peers = record["contestants"]

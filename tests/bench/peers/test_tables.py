@@ -39,16 +39,14 @@ def test_a_block_has_its_record_and_the_rest_of_a_document_stays(tmp_path: Path)
     assert cells[2] == ["tilewright native", "all-q40", "1,234", "12.3", "50 %", "2.12"]
     assert cells[3] == ["llama.cpp", "Q4_0", "1,234", "", "", ""]
     assert len(cells) == 4, "one that was not measured has no row"
-    assert "memory read at 30.0 to 32.5 GB/s (2026-11-23, commit abcabcabca)" in found
-    assert "(from lowest to highest 94 to 94 % of the median)" in found
+    assert "Memory read rates are `30.0 to 32.5 GB/s`." in found
+    assert "2 threads of D (2026-11-23, commit abcabcabca)" in found
+    assert "with spreads from `94 to 94 %`." in found
     assert "prefill 512" in found and "decode, 8 users" in found and "old" not in found
     assert rendered(found, tmp_path) == found
-    ratios = rendered(text.replace("one formats", "one ratios"), tmp_path)
-    head, _, only = table_cells(ratios)
-    assert head[2:] == ["prefill 512, of llama.cpp's"] and only == ["M", "all-q40", "2.12 x"]
     with pytest.raises(ConfigError, match="is missing"):
         rendered(text.replace("one", "two"), tmp_path)
-    with pytest.raises(ConfigError, match="no part 'large'; allowed: formats, ratios"):
+    with pytest.raises(ConfigError, match="no part 'large'; allowed: formats"):
         rendered(text.replace("formats", "large"), tmp_path)
 
 
@@ -72,11 +70,9 @@ def test_what_is_kept_beside_other_processes_is_said() -> None:
 
 
 def test_the_documents_tables_are_their_records() -> None:
-    places = (("docs/figures", "large"), ("docs/figures", "formats"), ("docs/cpu", "busy"))
-    for name, block in places:
-        text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
-        assert f"peers:begin compare {block} -->" in text
-        assert rendered(text, ROOT / "results") == text
+    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    assert all(f"peers:begin compare {part} -->" in text for part in ("formats", "large", "busy"))
+    assert rendered(text, ROOT / "results") == text
 
 
 def test_the_table_of_baselines_is_its_records(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_document_has_the_last_run(tmp_path: Path) -> None:
 
 
 def test_the_document_s_table_is_its_rows() -> None:
-    text = (ROOT / "docs/serving_load.md").read_text("utf-8")
+    text = (ROOT / "docs/benchmarks.md").read_text("utf-8")
     assert "servers:begin cpu -->" in text and rendered(text, ROOT / "results") == text
 
 

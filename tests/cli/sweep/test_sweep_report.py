@@ -91,27 +91,6 @@ def test_links_fit_the_folder_of_the_document(
         assert Path(place).read_text() == f"[x]({x}) [y]({y})\n"
 
 
-@pytest.mark.parametrize(
-    ("recorded", "document"),
-    [
-        ("smollm2-cpu-native/pareto.jsonl", "pareto.md"),
-        ("smollm2-cpu/pareto.jsonl", "pareto-onnxruntime.md"),
-        ("smollm2-cpu/sensitivity.jsonl", "sensitivity.md"),
-        ("smollm2-n300/pareto.jsonl", "pareto-n300.md"),
-    ],
-)
-def test_the_documents_are_what_is_rendered_of_the_records(
-    monkeypatch: pytest.MonkeyPatch, recorded: str, document: str
-) -> None:
-    """`make perf-tables` mends what fails here."""
-    written: dict[str, str] = {}
-    monkeypatch.setattr(report, "write_text", written.__setitem__)
-    monkeypatch.chdir(ROOT)
-    path = f"docs/{document}"
-    assert main(["sweep", "export", f"results/{recorded}", "--markdown", path]) == 0
-    assert written == {path: (ROOT / path).read_text()}
-
-
 def test_perf_md_gets_the_rows_and_keeps_its_text(
     sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
