@@ -3,7 +3,8 @@
 A document says where: ``<!-- peers:begin NAME PART -->`` and the same with ``end`` hold the table
 of a part of ``results/NAME.json``;
 ``<!-- servers:begin NAME -->`` that of the last run in ``results/serving/NAME.jsonl``;
-``<!-- baselines:begin NAME -->`` the eight rows of `bench.baselines`.
+``<!-- baselines:begin NAME -->`` the eight rows of `bench.baselines`;
+``<!-- ranks:begin NAME -->`` the rows of ``results/parallel/NAME.jsonl``.
 `make perf-tables` runs this module; nothing is measured.
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bench.baselines import baselines_block
+from bench.parallel_rows import ranks_block
 from bench.peers.tables import peers_block
 from bench.serving.tables import servers_block
 
@@ -22,6 +24,7 @@ _KINDS: Mapping[str, Callable[..., str]] = {
     "peers": peers_block,
     "servers": servers_block,
     "baselines": baselines_block,
+    "ranks": ranks_block,
 }
 _BLOCK = re.compile(
     rf"(<!-- ({'|'.join(_KINDS)}):begin ([\w-]+(?: [\w-]+)?) -->\n).*?(<!-- \2:end \3 -->)",
