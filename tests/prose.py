@@ -1,0 +1,173 @@
+"""Measures of the prose in a file: docstrings, comments, help texts, errors and Markdown.
+
+``python tests/prose.py [PATH ...]`` prints the files over budget, worst first, and exits with 1 if
+there are any. ``tests/test_prose.py`` is the ratchet. Counts words, not meaning: a reviewer finds
+fragments and wrong terms.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+MIN_WORDS = 100
+"""Shorter files are checked for their longest sentence only."""
+
+WORD_LISTS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "relative": frozenset(
+            "that which who whom whose where what whatever whoever whichever wherever".split()
+        ),
+        "vague": frozenset(
+            "those one ones other others it such so each nobody somebody anybody everybody thing "
+            "things something anything".split()
+        ),
+        "house": frozenset(
+            "behind beside besides alone apart anew alike nowhere tell tells told say says said "
+            "hear hears heard ask asks asked stand stands lie lies lay deal deals dealt seat seats "
+            "seated sit sits sitting piece pieces ride rides riding hold holds held keeps kept "
+            "comes goes gone lest hence ours theirs".split()
+        ),
+        "of": frozenset(("of",)),
+    }
+)
+BUDGET: Mapping[str, float] = MappingProxyType(
+    {
+        **{"relative": 2.5, "vague": 3.0, "house": 0.8, "of": 4.5},  # per 100 words
+        "joins": 0.4,  # semicolons and colons per sentence
+        "numbers": 5.0,  # per 100 words
+        **{"median": 17, "p90": 32, "longest": 35},  # words per sentence
+    }
+)
+_NATIVE = frozenset((".cu", ".cuh", ".cpp", ".h", ".inl"))
+SUFFIXES = _NATIVE | {".py", ".md"}
+
+_WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
+_NUMBER = re.compile(r"(?<![\w.-])\d[\d,.]*(?=[\s%;:)]|$)")
+_DIRECTIVE = re.compile(r"^(#!|# ?(fmt|type|noqa|ruff|mypy|pragma|SPDX|Copyright))|[-=_]{5}")
+_NATIVE_COMMENT = re.compile(r"(?:^[ \t]*//[^\n]*\n)+|/\*.*?\*/|//[^\n]*", re.S | re.M)
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[A-Z\"'(*])|\n\s*\n")
+_STOP = "\n\n"
+_NOUN = " Code "
+_CLEANING = (
+    (re.compile(r"(?ms)^(```|~~~).*?^\1"), _STOP),  # fences
+    (re.compile(r"(?s)<!--.*?-->"), " "),
+    (re.compile(r"(?m)^\s*(\|.*|#+ .*|>>> .*|\.\.\. .*|(    |\t)+[\[{(@].*|[=~^*-]{3,})$"), "\n"),
+    (re.compile(r"``[^`]+``|(:\w+)*:?`[^`]+`|\$[^$\n]+\$"), _NOUN),  # code spans
+    (re.compile(r"!?\[([^\]]*)\]\([^)]*\)"), r"\1"),  # links
+    (re.compile(r"https?://\S+|\S+/\S+/\S*|<[^>\n]{1,60}>"), _NOUN),  # paths
+    (re.compile(r"(?m)^\s*([-*+:]|\d+\.)\s+"), _STOP),  # list items
+    (re.compile(r"(?m)^\s*\*{0,2}[\w, ]{1,40}(\([^)]*\))?:(\s|$)"), _STOP),  # heads: "Args:"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prose:
+    """Measures of one file: number of words, and a value for each entry of `BUDGET`."""
+
+    num_words: int
+    values: Mapping[str, float]
+
+    def excess(self) -> dict[str, float]:
+        """Return the measures over budget, as shares of the budget above 1."""
+        names = BUDGET if self.num_words >= MIN_WORDS else ("longest",)
+        shares = {name: self.values[name] / BUDGET[name] - 1 for name in names}
+        return {name: share for name, share in shares.items() if share > 0}
+
+
+def measure(path: Path) -> Prose:
+    """Measure the prose of a Python, C++, CUDA or Markdown file."""
+    source = path.read_text(encoding="utf-8", errors="replace")
+    if path.suffix == ".py":
+        texts = [*_strings(ast.parse(source)), *_comments(source)]
+    elif path.suffix in _NATIVE:
+        found = _NATIVE_COMMENT.findall(source)
+        texts = [re.sub(r"(?m)^[ \t]*(//+|/?\*+/?)", "", each) for each in found]
+    else:
+        texts = [source]
+    return measure_texts(texts)
+
+
+def measure_texts(texts: list[str]) -> Prose:
+    """Measure texts, without code, tables and headings."""
+    sentences = []
+    for text in texts:
+        for pattern, replacement in _CLEANING:
+            text = pattern.sub(replacement, text)
+        sentences += [part for part in _SENTENCE_END.split(text) if len(_WORD.findall(part)) > 1]
+    words = [[word.lower() for word in _WORD.findall(sentence)] for sentence in sentences]
+    lengths = sorted(map(len, words)) or [0]
+    total = max(1, sum(lengths))
+    values: dict[str, float] = {}
+    for name, listed in WORD_LISTS.items():
+        values[name] = 100 * sum(word in listed for sentence in words for word in sentence) / total
+    values["joins"] = sum(s.count(";") + s.count(": ") for s in sentences) / len(lengths)
+    values["numbers"] = 100 * sum(len(_NUMBER.findall(s)) for s in sentences) / total
+    values["median"], values["longest"] = lengths[len(lengths) // 2], lengths[-1]
+    values["p90"] = lengths[int(len(lengths) * 0.9)]
+    return Prose(sum(lengths), values)
+
+
+def _strings(tree: ast.Module) -> Iterator[str]:
+    """Yield docstrings, help texts and error messages."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            # The parts of "<where>: <what>; allowed: <values>" are sentences.
+            for argument in node.exc.args:
+                yield re.sub(r"; allowed: |: ", "." + _STOP, _literal(argument))
+        elif isinstance(node, ast.Call):
+            for keyword in node.keywords:
+                if keyword.arg in ("help", "description"):
+                    yield _literal(keyword.value)
+            if isinstance(node.func, ast.Name) and node.func.id == "option" and node.args:
+                yield _literal(node.args[0])
+
+
+def _literal(node: ast.expr) -> str:
+    if isinstance(node, ast.JoinedStr):
+        parts = (_literal(part) if isinstance(part, ast.Constant) else _NOUN for part in node.values)
+        return "".join(parts)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def _comments(source: str) -> Iterator[str]:
+    """Yield comments. Consecutive lines are one text."""
+    text, previous = "", -1
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT or _DIRECTIVE.search(token.string):
+            continue
+        if token.start[0] != previous + 1:
+            yield text
+            text = ""
+        text += "\n" + token.string.lstrip("# ")
+        previous = token.start[0]
+    yield text
+
+
+def main(paths: list[str]) -> int:
+    """Print the files over budget, worst first."""
+    named = [Path(each) for each in paths or ["."]]
+    files = [f for p in named for f in (sorted(p.rglob("*")) if p.is_dir() else [p])]
+    rows = []
+    for path in files:
+        if path.suffix in SUFFIXES and path.is_file():
+            prose = measure(path)
+            excess = prose.excess()
+            if excess:
+                rows.append((sum(excess.values()) * prose.num_words, path, excess))
+    for _, path, excess in sorted(rows, reverse=True):
+        print(path, *(f"{name} +{100 * share:.0f} %" for name, share in excess.items()))
+    return 1 if rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
