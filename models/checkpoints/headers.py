@@ -43,7 +43,8 @@ def check_header(path: Path) -> None:
 
 def quantised_types(path: Path) -> tuple[str, ...]:
     """The types in blocks that tensors at ``path`` are stored in, as ggml calls them, those of the
-    most bytes first; of a folder of safetensors the method of its quantization, if any.
+    most bytes first; of a folder of safetensors the method of its quantization, if any. None of
+    a calibrated folder: its configuration names the formats.
 
     Raises:
         CheckpointError: as `check_header` would.
