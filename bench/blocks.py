@@ -1,11 +1,14 @@
-"""The tables of comparisons in documents, rendered from their records as they are.
+"""Tables in documents, rendered from recorded results.
 
-A document says where: ``<!-- peers:begin NAME PART -->`` and the same with ``end`` hold the table
-of a part of ``results/NAME.json``;
-``<!-- servers:begin NAME -->`` that of the last run in ``results/serving/NAME.jsonl``;
-``<!-- baselines:begin NAME -->`` the eight rows of `bench.baselines`;
-``<!-- ranks:begin NAME -->`` the rows of ``results/parallel/NAME.jsonl``.
-`make perf-tables` runs this module; nothing is measured.
+A document has markers ``<!-- BLOCK:begin NAME -->`` and ``<!-- BLOCK:end NAME -->``:
+
+- ``peers NAME PART``: a part of ``results/NAME.json``
+- ``servers NAME``: the last run in ``results/serving/NAME.jsonl``
+- ``baselines readme``: the rows of `bench.baselines`
+- ``ranks NAME``: the rows of ``results/parallel/NAME.jsonl``
+- ``usage tilewright``: the list of commands
+
+`make perf-tables` runs this module. It measures nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +22,21 @@ from bench.baselines import baselines_block
 from bench.parallel_rows import ranks_block
 from bench.peers.tables import peers_block
 from bench.serving.tables import servers_block
+from tilewright.cli.main import VERBS, usage
+
+
+def _usage_block(results: Path, name: str) -> str:
+    """Return the output of ``tilewright --help`` as fenced text."""
+    del results  # Records are not read.
+    return f"```text\n{usage(f'{name} COMMAND', VERBS).rstrip()}\n```"
+
 
 _KINDS: Mapping[str, Callable[..., str]] = {
     "peers": peers_block,
     "servers": servers_block,
     "baselines": baselines_block,
     "ranks": ranks_block,
+    "usage": _usage_block,
 }
 _BLOCK = re.compile(
     rf"(<!-- ({'|'.join(_KINDS)}):begin ([\w-]+(?: [\w-]+)?) -->\n).*?(<!-- \2:end \3 -->)",
@@ -33,10 +45,10 @@ _BLOCK = re.compile(
 
 
 def rendered(text: str, results: Path) -> str:
-    """A document with its blocks made anew.
+    """Return a document with new blocks.
 
     Raises:
-        ConfigError: for a block whose records are missing.
+        ConfigError: if records are missing.
     """
 
     def block(found: re.Match[str]) -> str:
@@ -47,7 +59,7 @@ def rendered(text: str, results: Path) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Render the blocks of the documents named, from ``results/`` here."""
+    """Render the blocks of documents from ``results/``."""
     for name in argv:
         path = Path(name)
         path.write_text(rendered(path.read_text(encoding="utf-8"), Path("results")), "utf-8")

@@ -75,6 +75,11 @@ def test_the_documents_tables_are_their_records() -> None:
     assert rendered(text, ROOT / "results") == text
 
 
+def test_the_list_of_commands_is_the_help() -> None:
+    text = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+    assert "  run  " in text and rendered(text, ROOT / "results") == text
+
+
 def test_the_table_of_baselines_is_its_records(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "<!-- baselines:begin readme -->" in text
