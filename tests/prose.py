@@ -20,24 +20,17 @@ from types import MappingProxyType
 MIN_WORDS = 100
 """Shorter files are checked for their longest sentence only."""
 
-WORD_LISTS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "relative": frozenset(
-            "that which who whom whose where what whatever whoever whichever wherever".split()
-        ),
-        "vague": frozenset(
-            "those one ones other others it such so each nobody somebody anybody everybody thing "
-            "things something anything".split()
-        ),
-        "house": frozenset(
-            "behind beside besides alone apart anew alike nowhere tell tells told say says said "
-            "hear hears heard ask asks asked stand stands lie lies lay deal deals dealt seat seats "
-            "seated sit sits sitting piece pieces ride rides riding hold holds held keeps kept "
-            "comes goes gone lest hence ours theirs".split()
-        ),
-        "of": frozenset(("of",)),
-    }
-)
+_LISTED = {
+    "relative": "that which who whom whose where what whatever whoever whichever wherever",
+    "vague": "those one ones other others it such so each nobody somebody anybody everybody thing "
+    "things something anything",
+    "house": "behind beside besides alone apart anew alike nowhere tell tells told say says said "
+    "hear hears heard ask asks asked stand stands lie lies lay deal deals dealt seat seats seated "
+    "sit sits sitting piece pieces ride rides riding hold holds held keeps kept comes goes gone "
+    "lest hence ours theirs",
+    "of": "of",
+}
+WORD_LISTS = {name: frozenset(words.split()) for name, words in _LISTED.items()}
 BUDGET: Mapping[str, float] = MappingProxyType(
     {
         **{"relative": 2.5, "vague": 3.0, "house": 0.8, "of": 4.5},  # per 100 words
@@ -134,8 +127,9 @@ def _strings(tree: ast.Module) -> Iterator[str]:
 
 def _literal(node: ast.expr) -> str:
     if isinstance(node, ast.JoinedStr):
-        parts = (_literal(part) if isinstance(part, ast.Constant) else _NOUN for part in node.values)
-        return "".join(parts)
+        return "".join(
+            _literal(part) if isinstance(part, ast.Constant) else _NOUN for part in node.values
+        )
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
