@@ -41,7 +41,7 @@ class _Options:
 def main(argv: list[str]) -> int:
     """Run the comparison with the arguments behind it; returns the exit code."""
     options = parse(
-        _Options, argv, prog="tilewright compare-calibrated", description="Compare weights."
+        _Options, argv, prog="python -m bench compare-calibrated", description="Compare weights."
     )
     if not options.texts:
         raise ConfigError("no texts; allowed: one text file or more")

@@ -175,7 +175,7 @@ def test_bad_targets_are_refused_in_one_line(
         assert f"stopped: {refused.value}\n" in (place / "results.log").read_text()
     path.write_text(json.dumps(CONFIG))
     with pytest.raises(ConfigError, match=r"^\S*/workspace: no weights; allowed: model.pt"):
-        main([*argv, "--weights", str(place)])
+        main([*argv[:3], str(place), *argv[4:]])
     path.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         main(argv)

@@ -129,6 +129,7 @@ def test_no_hint_is_missing_here(run: Run) -> None:
                 found.add(path.relative_to(CODE).as_posix())
     assert "performance-batch-1" in run("bench", "--list"), "what options of sweeps point to"
     assert found == {
+        "cli/commands/calibrate.py",
         "cli/commands/compile.py",
         "cli/commands/convert.py",
         "cli/commands/generate_engine.py",

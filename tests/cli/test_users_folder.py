@@ -16,8 +16,8 @@ COMMAND = Path(sysconfig.get_path("scripts")) / "tilewright"
 
 EVERY_HELP = """
 import sys
-from tilewright.cli.main import CLONE_VERBS, VERBS, main
-for verb in [*VERBS, *CLONE_VERBS]:
+from tilewright.cli.main import MAINTAINERS, MOVED, VERBS, main
+for verb in [*VERBS, *MOVED, *sorted(MAINTAINERS)]:
     try:
         code = main([verb, "--help"])
     except SystemExit as left:

@@ -131,7 +131,8 @@ def test_the_same_tokenizer(pair: Pair) -> None:
     assert (again.eos_ids, again.special_ids) == (ours.eos_ids, ours.special_ids)
     assert again.has_chat_template == ours.has_chat_template
     if ours.has_chat_template:
-        assert again.apply_chat_template(MESSAGES) == ours.apply_chat_template(MESSAGES)
+        texts = [each.apply_chat_template(MESSAGES, must_read=False) for each in (ours, again)]
+        assert texts[0] == texts[1]
     for line in CORPUS:
         check_same(ours, again, line)
     for index in range(ours.vocab_size + 2):

@@ -104,7 +104,7 @@ def test_what_cannot_be_dealt_is_said(argv: str, said: str) -> None:
 def test_an_engine_reads_its_own_share_behind_the_users_options() -> None:
     user = ["shape:tiny", "--replicas", "2", "--tensor-parallel", "2", "--threads", "8"]
     for own in of_options(user):
-        options = read_serve_options([*user, *own.arguments])
+        options = read_serve_options([*user, *own.arguments], last_wins=True)
         assert (options.replicas, options.threads) == (1, 2)
         assert options.model.grouping.parallel.tensor == 2
 

@@ -125,6 +125,7 @@ def test_prompts_together_are_those_of_each_alone(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From their start and from further on; and what they leave is what decoding goes on from."""
+    monkeypatch.setattr(device, "_JOINED_OF_MIXERS", 8)
     executable, found = made(model_type, monkeypatch), []
     assert executable.capabilities.max_prompts == 8
     sizes = ((0, 5), (4, 3), (0, 2))
