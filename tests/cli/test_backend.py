@@ -18,6 +18,7 @@ FEW = ("--max-generated-tokens", "3", "--repeat-batches", "1", "--no-results")
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No library is there, nor anything to build it with."""
     monkeypatch.setenv("TILEWRIGHT_NATIVE", str(tmp_path / "native"))
+    monkeypatch.setattr(build, "__file__", str(tmp_path / "package" / "build.py"))  # no kernels
     monkeypatch.setenv("CXX", "no-such-compiler")
     for each in (build.library_path, library.library):
         each.cache_clear()

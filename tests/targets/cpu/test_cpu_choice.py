@@ -28,6 +28,7 @@ has_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ 
 def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """No library is there yet, nor in this process."""
     monkeypatch.setenv("TILEWRIGHT_NATIVE", str(tmp_path / "native"))
+    monkeypatch.setattr(build, "__file__", str(tmp_path / "package" / "build.py"))  # no kernels
     for each in (build.library_path, library.library):
         each.cache_clear()
     yield monkeypatch

@@ -303,8 +303,9 @@ def test_more_threads_than_cores_are_allowed_and_said() -> None:
     executable.close()
 
 
-def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(build, "__file__", str(tmp_path / "build.py"))  # no kernels in the package
     build.library_path.cache_clear()
     said = r"no C\+\+ compiler \(CXX='no-such-compiler' is not found\); allowed: --backend onn"
     with pytest.raises(CompileError, match=said):
