@@ -20,6 +20,7 @@ import torch
 
 from bench.engine import beside
 from bench.engine.compiled import CASES, MODES, Asked, command
+from bench.engine.config import HIDDEN_LIKE
 from bench.engine.measure import errors_of, measure
 from bench.in_turn import with_checkout
 from tilewright.compiler.devices import check_gpu
@@ -43,22 +44,6 @@ from tilewright.models.shapes import FORM, parse_shape_name
 from tilewright.options.arguments import integer, option, parse, real
 from tilewright.utils.child_process import PYTHON, Child
 from tilewright.utils.json_lines import check_writable
-
-HIDDEN_LIKE = {
-    "model_type": "tiny_llama",
-    "torch_dtype": "float16",
-    "vocab_size": 4096,
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 192,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-}
-"""The sizes that the goals are said for."""
 
 PARTS = ("eager", "compiled", "operations", "memory")
 _BESIDE = "beside the CUDA target"

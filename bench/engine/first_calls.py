@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from bench.engine.config import HIDDEN_LIKE
 from tilewright.compiler.targets.cuda.engine_generator.cases import Trace, cases
 from tilewright.compiler.targets.cuda.engine_generator.parts.generated import PLAN
 from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices
@@ -40,20 +41,6 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import ra
 from tilewright.compiler.targets.cuda.engine_generator.parts.settings import read_settings
 from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
 
-CONFIG = {
-    "model_type": "tiny_llama",
-    "torch_dtype": "float16",
-    "vocab_size": 4096,
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 192,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-}
 LIMIT_MB, LIMIT_SHARE = 200.0, 0.1
 STEPS = ("bind", "_make_seats", "_time_products", "_prepare")
 """Executor methods. Memory is noted after each."""
@@ -319,7 +306,7 @@ def other_engine(given: argparse.Namespace, folder: Path) -> Path:
     other, path = Path(given.against).resolve(), folder / "old_engine.py"
     if other.is_file():
         return other
-    layers = CONFIG["num_hidden_layers"]
+    layers = HIDDEN_LIKE["num_hidden_layers"]
     base = "tilewright.compiler.targets.cuda.engine_generator"
     script = (
         f"import sys, pathlib; sys.path.insert(0, {str(other)!r})\n"
@@ -357,7 +344,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--operations", type=int, default=60, help="random calls to compare")
     parser.add_argument("--engines", type=int, default=5, help="engines to make for the memory")
     given = parser.parse_args(argv)
-    config = json.loads(Path(given.config).read_text("utf-8")) if given.config else CONFIG
+    config = json.loads(Path(given.config).read_text("utf-8")) if given.config else HIDDEN_LIKE
     with tempfile.TemporaryDirectory() as folder:
         settings = read_settings(config, torch.device("cpu"))
         tensors = random_weights(settings, 0)
