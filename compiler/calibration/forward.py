@@ -35,7 +35,10 @@ Watch: TypeAlias = Callable[[Node, tuple[Any, ...]], None]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive nodes: a layer, or the nodes before or after all layers."""
+    """Consecutive nodes: a layer, or the nodes before or after all layers.
+
+    ``live``: values of this and earlier segments, and inputs, that later segments read.
+    """
 
     name: str
     nodes: tuple[Node, ...]
@@ -57,12 +60,14 @@ def segments_of(graph_module: GraphModule) -> tuple[Segment, ...]:
     last = max((i for i, layer in enumerate(layers) if layer is not None), default=-1) + 1
     bounds = [0, *starts, last, len(nodes)] if num_layers else [0, 0, len(nodes)]
     names = ["embedding", *(f"layer {layer}" for layer in range(num_layers)), "head"]
+    values = {n for n in graph_module.graph.nodes if info(n).role == INPUT}
     found = []
     for name, start, end in zip(names, bounds, bounds[1:], strict=False):
         part = nodes[start:end]
-        inside = set(part)
+        later = set(nodes[end:])
         weights = {a: None for n in part for a in n.all_input_nodes if a.op == "placeholder"}
-        live = {n for n in part if any(user not in inside for user in n.users)}
+        values.update(part)
+        live = {n for n in values if any(u in later or u.op == "output" for u in n.users)}
         found.append(Segment(name, tuple(part), tuple(weights), frozenset(live)))
     return tuple(found)
 
@@ -149,8 +154,7 @@ class LayeredForward:
             watch(node, arguments)
             if node not in skip:
                 values[node] = self._product(node, arguments)
-        kept = {n: v for n, v in values.items() if n in segment.live or n in group}
-        return {n: v for n, v in kept.items() if n not in weights}
+        return {n: v for n, v in values.items() if n in segment.live}
 
     @property
     def num_groups(self) -> int:
