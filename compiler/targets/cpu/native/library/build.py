@@ -39,7 +39,7 @@ def find_compiler() -> list[str] | None:
 
 def is_built() -> bool:
     """Return whether a library exists, so that loading compiles nothing."""
-    if packaged_library().exists():
+    if packaged_library().exists() and not compiler_words("CXXFLAGS"):
         return True
     compiler = find_compiler()
     return compiler is not None and _cached_library(compiler).exists()
@@ -66,7 +66,7 @@ def library_path() -> Path:
         CompileError: where there is no compiler, or it refuses.
     """
     packaged = packaged_library()
-    if packaged.exists():
+    if packaged.exists() and not compiler_words("CXXFLAGS"):
         return packaged
     compiler = find_compiler()
     if compiler is None:

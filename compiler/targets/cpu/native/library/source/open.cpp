@@ -251,11 +251,13 @@ int32_t tw_version() { return TW_VERSION; }
 int32_t tw_best_isa() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    bool has_512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    [[maybe_unused]] const bool has_512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                    __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512vnni") &&
                    __builtin_cpu_supports("avx512bf16");
+#ifndef TW_NO_AVX512  // to measure as on processors without it: CXXFLAGS=-DTW_NO_AVX512
     if (has_512) return 2;
+#endif
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return 1;
 #elif defined(__aarch64__) && defined(__linux__)
     if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) return 1;
