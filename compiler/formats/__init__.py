@@ -68,19 +68,20 @@ for _format in (FP32, BF16, FP16, BFP8, BFP4, BFP2, Q40, Q80, Q41, Q50, Q51, Q4_
 
 
 def get_format(name: str) -> DataFormat:
-    """Find the number format called ``name``.
+    """Return the number format called ``name``.
 
     Raises:
-        ConfigError: for an unknown name, listing the known ones.
+        ConfigError: The name is unknown. The message lists the known names.
     """
     return FORMATS[name]
 
 
 def stored_format(stored_type: str) -> str | None:
-    """The name of the format with exactly the values of a checkpoint's ``stored_type``.
+    """Return the format with exactly the values of ``stored_type``, or None.
 
-    That is the type itself (``Q4_1``, ``BF16``) or a larger format (``q6_k`` of ``Q3_K``). None if
-    no format has them, and for joined tensors of several types (``Q4_0+Q8_0``).
+    ``stored_type`` is a checkpoint's tensor type. The result has the same type (``Q4_1``, ``BF16``)
+    or a larger type (``q6_k`` for ``Q3_K``). Joined tensors with several types (``Q4_0+Q8_0``) have
+    none.
     """
     if stored_type in EXACT_FORMATS:
         return EXACT_FORMATS[stored_type]
@@ -88,13 +89,14 @@ def stored_format(stored_type: str) -> str | None:
 
 
 def is_quantised(stored_type: str) -> bool:
-    """Return whether a checkpoint's ``stored_type`` is not a float type for each value."""
+    """Return whether ``stored_type``, a checkpoint's tensor type, contains a quantized type."""
     return not {*stored_type.split("+")} <= {"F32", "F16", "BF16"}
 
 
 def stored_together(stored_types: Iterable[str]) -> str:
-    """The name of the format that a weight made of tensors of these types is stored in: theirs
-    where it is one, else fp32, which has the values of every one exactly.
+    """Return the format for a weight made from tensors with these types.
+
+    Use the common format if all tensors share it. Otherwise use fp32, a superset.
     """
     found = {stored_format(each) for each in stored_types}
     only = found.pop() if len(found) == 1 else None

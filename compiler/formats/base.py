@@ -1,6 +1,6 @@
-"""What a number format is: its name, its size, and the way from float32 to storage and back.
+"""Base class for number formats: name, size, and conversion from float32 to storage and back.
 
-Metadata need no torch; the methods that touch tensors import it. This file knows no target.
+Metadata need no torch. Methods on tensors import torch. No target is imported here.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockEncoded:
-    """A tensor in block floating point; the blocked axis is the last one.
+    """A tensor in block floating point. The blocked axis is last.
 
-    ``exponents`` is uint8 ``[..., ceil(K / block)]`` (bias 127), ``mantissas`` int8 ``[..., K]``
-    (signed magnitudes). ``axis`` is the position the blocked axis had before it was moved.
+    Attributes:
+        exponents: uint8 ``[..., ceil(K / block)]`` with bias 127.
+        mantissas: int8 ``[..., K]``, signed magnitudes.
+        axis: Original position of the blocked axis.
     """
 
     exponents: torch.Tensor
@@ -33,11 +35,13 @@ class BlockEncoded:
 
 @dataclass(frozen=True, slots=True)
 class ScaledEncoded:
-    """A tensor of small integers with one float16 scale a block; the blocked axis is the last one.
+    """A tensor of small integers with a float16 scale per block. The blocked axis is last.
 
-    ``codes`` is uint8 or int8 ``[..., K]`` (which, and where zero lies, is the format's),
-    ``scales`` float16 ``[..., ceil(K / block)]``, and ``minimums`` alike where the format adds one
-    to every value of a block. ``axis`` is as in :class:`BlockEncoded`.
+    Attributes:
+        codes: uint8 or int8 ``[..., K]``. The format defines the dtype and the zero point.
+        scales: float16 ``[..., ceil(K / block)]``.
+        axis: Original position of the blocked axis.
+        minimums: float16 ``[..., ceil(K / block)]``, added to every value. None: no minimums.
     """
 
     codes: torch.Tensor
@@ -51,10 +55,13 @@ Encoded: TypeAlias = "torch.Tensor | BlockEncoded | ScaledEncoded"
 
 @dataclass(frozen=True, slots=True)
 class DataFormat(ABC):
-    """One number format. ``block`` elements along an axis share an exponent or a scale (1: none).
+    """A number format.
 
-    ``element_bits`` is what an element takes by itself, ``shared_bits`` what its block takes
-    besides; ``bits`` includes both. A block is a whole number of bytes.
+    Attributes:
+        name: Name in configurations.
+        element_bits: Bits per element, without the shared bits.
+        block: Number of elements with a common exponent or scale. 1: nothing is shared.
+        shared_bits: Additional bits per block. A block is a whole number of bytes.
     """
 
     name: str
@@ -64,16 +71,18 @@ class DataFormat(ABC):
 
     @property
     def bits(self) -> float:
-        """Bits per element, its part of the shared ones included (bfp8: 8.5)."""
+        """Return the bits per element, with the shared bits (bfp8: 8.5)."""
         return self.element_bits + self.shared_bits / self.block
 
     @property
     def is_offered(self) -> bool:
-        """Whether values can be quantised to it: not to what only files hold."""
+        """Return whether a configuration can select this format. False for file formats."""
         return True
 
     def nbytes(self, shape: Sequence[int], *, axis: int = -1) -> int:
-        """Bytes of a packed tensor; a partial block along ``axis`` counts as a whole one."""
+        """Return the size of a packed tensor in bytes. A partial block along ``axis`` counts as
+        whole.
+        """
         num_elements = math.prod(shape)
         if self.block == 1 or num_elements == 0:
             return num_elements * self.element_bits // 8
@@ -82,11 +91,7 @@ class DataFormat(ABC):
         return num_blocks * (self.block * self.element_bits + self.shared_bits) // 8
 
     def check_nbytes(self, num_bytes: int, expected: int, shape: Sequence[int]) -> None:
-        """Refuse packed data of the wrong size.
-
-        Raises:
-            CheckpointError: when ``num_bytes`` is not ``expected``.
-        """
+        """Raise CheckpointError unless packed data have the expected size in bytes."""
         if num_bytes != expected:
             raise CheckpointError(
                 f"{num_bytes} bytes of {self.name} for shape {list(shape)}; allowed: {expected}"
@@ -94,26 +99,26 @@ class DataFormat(ABC):
 
     @abstractmethod
     def quantise(self, x: torch.Tensor, *, axis: int = -1) -> Encoded:
-        """Encode a floating-point tensor of any shape, with blocks along ``axis``."""
+        """Encode a float tensor with any shape, in blocks along ``axis``."""
 
     @abstractmethod
     def dequantise(self, encoded: Encoded) -> torch.Tensor:
-        """The float32 values of ``encoded``, in the original shape."""
+        """Return the float32 values of ``encoded``, in the original shape."""
 
     @abstractmethod
     def pack(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
-        """Encode to flat storage: uint8 ``[nbytes(x.shape, axis=axis)]``."""
+        """Encode to flat storage, uint8 ``[nbytes(x.shape, axis=axis)]``."""
 
     @abstractmethod
     def unpack(self, data: torch.Tensor, shape: Sequence[int], *, axis: int = -1) -> torch.Tensor:
-        """The float32 tensor of ``shape`` that :meth:`pack` stored in ``data``.
+        """Return the float32 tensor of ``shape`` from the bytes of :meth:`pack`.
 
         Raises:
-            CheckpointError: when ``data`` has not the size ``shape`` needs.
+            CheckpointError: The size of ``data`` does not match ``shape``.
         """
 
     def round_trip(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
-        """``x`` as this format holds it: float32, the shape of ``x``."""
+        """Quantize and dequantize ``x``. Return float32 values with its shape."""
         return self.dequantise(self.quantise(x, axis=axis))
 
 

@@ -1,7 +1,8 @@
-"""The integer arithmetic of Tenstorrent's block floating point, on float32 rows.
+"""Integer arithmetic of Tenstorrent's block floating point, on float32 rows.
 
-Host packing (what ttnn.from_torch does to weights) and device packing (what a kernel's packer does
-to outputs) differ in rounding only. This file knows no names, files or memory layouts.
+Host packing is the conversion of weights by ``ttnn.from_torch``. Device packing is the conversion
+of kernel outputs by the packer. They differ in rounding only. Names, files and memory layouts are
+not defined here.
 """
 
 from __future__ import annotations
@@ -15,19 +16,25 @@ from tilewright.compiler.formats.rows import pad_blocks, row_chunks
 BLOCK = 16
 EXPONENT_BIAS = 127
 
-# Shared exponents for which float arithmetic is exact: a denormal in such a block truncates to 0,
-# and neither inf nor NaN is in it.
+# In this range float arithmetic is exact: a denormal truncates to 0, and inf and NaN are excluded.
 _SMALLEST_PLAIN, _LARGEST_PLAIN = 24, 254
 
 RowEncoder = Callable[[torch.Tensor, int], "tuple[torch.Tensor, torch.Tensor]"]
 
 
 def encode_host(x_RK: torch.Tensor, mantissa_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encodes one chunk as the host does: exponents uint8 ``[R, K/16]``, mantissas int8 ``[R, K]``,
-    K being a multiple of 16.
+    """Encode a chunk with the rounding of the host.
 
-    The shared exponent is the largest of the block and is never raised; bits shifted out in the
-    alignment are lost before rounding to nearest even; saturates; denormals become +0.
+    The shared exponent is the largest exponent of the block. Rounding never increases it. Alignment
+    drops the shifted bits before rounding to nearest even. Large magnitudes saturate. Denormals
+    become +0.
+
+    Args:
+        x_RK: float32 ``[R, K]``. K is a multiple of 16.
+        mantissa_bits: Bits of a magnitude, without the sign.
+
+    Returns:
+        Exponents uint8 ``[R, K/16]`` and mantissas int8 ``[R, K]``.
     """
     bits = _block_bits(x_RK)
     largest = _block_max(x_RK.view(bits.shape).abs()).view(torch.int32) >> 23
@@ -47,10 +54,10 @@ def encode_host(x_RK: torch.Tensor, mantissa_bits: int) -> tuple[torch.Tensor, t
 def _encode_plain(
     x_RK: torch.Tensor, shared: torch.Tensor, mantissa_bits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`encode_host` in float arithmetic, for blocks whose exponents are in the plain range.
+    """Encode like :func:`encode_host`, in float arithmetic, for exponents in the plain range.
 
-    Every product is by a power of two and exact; truncation loses what the alignment would shift
-    out, and ``round`` is to nearest even. A third of the integer form's passes over memory.
+    Every product is by a power of two and therefore exact. Truncation drops the same bits as the
+    alignment, and ``round`` is to nearest even. This form makes a third of the passes over memory.
     """
     scale = ((150 + EXPONENT_BIAS) - shared << 23).view(torch.float32)
     aligned = x_RK.view(*shared.shape[:-1], BLOCK) * scale
@@ -61,17 +68,17 @@ def _encode_plain(
 
 
 def encode_device(x_RK: torch.Tensor, mantissa_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encodes one chunk, K a multiple of 16, as a Wormhole packer rounds on its way out of Dst:
-    exponents and mantissas as :func:`encode_host` returns them.
+    """Encode a chunk with the rounding of a Wormhole packer. Shapes are as in :func:`encode_host`.
 
-    Twice: to bf16 less one bit, ties away from zero, where NaN counts as inf; then, aligned to the
-    block exponent, to a 7-bit magnitude, half away again; narrower formats truncate that magnitude.
+    Rounding has two steps. Step 1 rounds to bf16 minus a bit, with ties away from zero and NaN as
+    inf. Step 2 aligns to the block exponent and rounds to a 7-bit magnitude, with ties away from
+    zero. Narrower formats truncate this magnitude.
     """
     bits = _block_bits(x_RK)
     rounded = (bits & 0x7FFFFFFF).clamp_(max=0x7F800000).add_(1 << 16)
     exponents = rounded >> 23
     significands = (rounded >> 17).bitwise_and_(0x3F).bitwise_or_(0x40)
-    # Denormality is judged on the input: one that would round up to a normal is 0 all the same.
+    # The input decides: a denormal that rounds up to a normal number is still 0.
     is_zero = (bits & 0x7F800000) == 0
     exponents.masked_fill_(is_zero, 0)
     significands.masked_fill_(is_zero, 0)
@@ -83,13 +90,13 @@ def encode_device(x_RK: torch.Tensor, mantissa_bits: int) -> tuple[torch.Tensor,
 
 
 def decode(exponents: torch.Tensor, mantissas: torch.Tensor, mantissa_bits: int) -> torch.Tensor:
-    """float32 ``[R, K]`` of uint8 ``[R, K/16]`` and int8 ``[R, K]``, normalised.
+    """Decode uint8 exponents ``[R, K/16]`` and int8 mantissas ``[R, K]`` to float32 ``[R, K]``.
 
-    A value whose own exponent underflows becomes 0; in a block of exponent 255 a value that
-    normalises to exponent 255 is inf or NaN.
+    A value becomes 0 if its own exponent underflows. In a block with exponent 255, a value with
+    normalized exponent 255 is inf or NaN.
     """
-    # int8 -> float32 normalises: its exponent field is 127 + floor(log2 M), so that moving the
-    # shared exponent in is one integer addition.
+    # The conversion from int8 to float32 normalizes: its exponent field is 127 + floor(log2 M). A
+    # single integer addition then applies the shared exponent.
     bits = mantissas.float().view(torch.int32).view(*exponents.shape, BLOCK)
     offset = (exponents.int() - (EXPONENT_BIAS + mantissa_bits - 1)).unsqueeze(-1)
     is_zero = (mantissas == 0).view_as(bits)
@@ -104,8 +111,8 @@ def map_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run an encoder over rows of any length, chunk by chunk.
 
-    Returns exponents uint8 ``[R, ceil(K/16)]`` and mantissas int8 ``[R, K]``; a trailing partial
-    block is encoded as if padded with zeros.
+    Zeros pad a partial last block. Return exponents uint8 ``[R, ceil(K/16)]`` and mantissas int8
+    ``[R, K]``.
     """
     num_rows, length = x_RK.shape
     num_blocks = -(-length // BLOCK)
@@ -121,7 +128,7 @@ def map_rows(
 def decode_rows(
     exponents: torch.Tensor, mantissas: torch.Tensor, mantissa_bits: int
 ) -> torch.Tensor:
-    """:func:`decode` for rows of any length, chunk by chunk."""
+    """Run :func:`decode` over rows of any length, chunk by chunk."""
     num_rows, length = mantissas.shape
     values = mantissas.new_empty(num_rows, length, dtype=torch.float32)
     for rows in row_chunks(num_rows, length):
@@ -131,7 +138,7 @@ def decode_rows(
 
 
 def round_trip_rows(x_RK: torch.Tensor, mantissa_bits: int, encoder: RowEncoder) -> torch.Tensor:
-    """Encode and decode chunk by chunk, without ever holding the encoded tensor."""
+    """Encode and decode chunk by chunk, without memory for the whole encoded tensor."""
     num_rows, length = x_RK.shape
     values = x_RK.new_empty(num_rows, length, dtype=torch.float32)
     for rows in row_chunks(num_rows, length):
@@ -147,7 +154,7 @@ def _block_bits(x_RK: torch.Tensor) -> torch.Tensor:
 
 
 def _block_max(exponents: torch.Tensor) -> torch.Tensor:
-    # Halving beats a reduction over an inner dimension of 16 by several times.
+    # Repeated halving is several times faster than a reduction over an inner dimension of 16.
     width = BLOCK
     while width > 1:
         width //= 2
@@ -158,7 +165,7 @@ def _block_max(exponents: torch.Tensor) -> torch.Tensor:
 def _signed(
     bits: torch.Tensor, magnitudes: torch.Tensor, shared: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # (m ^ s) - s with s = 0 or -1; an integer has no negative zero, as the format demands.
+    # This is (m ^ s) - s with s = 0 or -1. Integers have no negative zero, as the format demands.
     sign = bits >> 31
     mantissas = magnitudes.bitwise_xor_(sign).sub_(sign).to(torch.int8)
     return shared.squeeze(-1).to(torch.uint8), mantissas.flatten(1)

@@ -1,7 +1,8 @@
-"""bfp8, bfp4, bfp2: Tenstorrent's block floating point as formats, and its 32 x 32 tile layout.
+"""The block formats bfp8, bfp4 and bfp2 of Tenstorrent, and their tile layout.
 
-value = sign * M * 2 ** (E - 127 - (m - 1)), one exponent E per 16 elements, M of m bits without a
-hidden bit. Checked bit for bit against the host conversion of ttnn; the arithmetic is block_codec.
+The value is ``sign * M * 2 ** (E - 127 - (m - 1))``. Blocks share an exponent E. The magnitude M
+has m bits and no hidden bit. Tests compare all bits with the host conversion of ttnn. The
+arithmetic is in block_codec.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ FACE = 16
 
 @dataclass(frozen=True, slots=True)
 class BlockFloat(DataFormat):
-    """A block format of ``mantissa_bits`` magnitude bits and a sign per element."""
+    """A block format. An element has a sign and ``mantissa_bits`` magnitude bits."""
 
     @property
     def mantissa_bits(self) -> int:
-        """Bits of an element's magnitude, without its sign."""
+        """Return the number of magnitude bits, without the sign."""
         return self.element_bits - 1
 
     def quantise(self, x: torch.Tensor, *, axis: int = -1) -> BlockEncoded:
-        """Encode as the host does, blocks of 16 along ``axis`` (the last one is zero-padded).
+        """Encode with the host's rounding, in blocks along ``axis``. Zeros pad the last block.
 
-        A block that holds inf or NaN gets exponent 255. In bfp2 a NaN cannot be told from inf.
+        A block with inf or NaN gets exponent 255. bfp2 does not distinguish NaN from inf.
         """
         from tilewright.compiler.formats import block_codec
         from tilewright.compiler.formats.rows import as_rows
@@ -51,7 +52,7 @@ class BlockFloat(DataFormat):
         )
 
     def dequantise(self, encoded: Encoded) -> torch.Tensor:
-        """float32 in the original axis order; exact in bf16 wherever finite."""
+        """Return float32 values in the original axis order. Finite values are exact in bf16."""
         from tilewright.compiler.formats import block_codec
         from tilewright.compiler.formats.rows import as_rows
 
@@ -63,13 +64,15 @@ class BlockFloat(DataFormat):
         return values.view(mantissas.shape).movedim(-1, encoded.axis)
 
     def round_trip(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
-        """``dequantise(quantise(x))``, contiguous, in chunks that never hold the encoded tensor."""
+        """Return ``dequantise(quantise(x))``, contiguous, without memory for the whole encoded
+        tensor.
+        """
         from tilewright.compiler.formats import block_codec
 
         return self._round_trip(x, axis, block_codec.encode_host)
 
     def device_round_trip(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
-        """Encodes and decodes with a Wormhole packer's rounding, which outputs of kernels have."""
+        """Encode and decode with the rounding of a Wormhole packer, as for kernel outputs."""
         from tilewright.compiler.formats import block_codec
 
         return self._round_trip(x, axis, block_codec.encode_device)
@@ -83,10 +86,10 @@ class BlockFloat(DataFormat):
         return values.view(moved.shape).movedim(-1, axis).contiguous()
 
     def scales(self, encoded: BlockEncoded) -> torch.Tensor:
-        """float32 ``[..., ceil(K/16)]`` such that value = mantissa * scale, exactly.
+        """Return float32 scales ``[..., ceil(K/16)]``. A value is exactly mantissa * scale.
 
         Raises:
-            CompileError: where a block holds inf or NaN, which no scale can express.
+            CompileError: A block contains inf or NaN.
         """
         import torch
 
@@ -96,14 +99,14 @@ class BlockFloat(DataFormat):
         return torch.exp2(power).float()
 
     def pack(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
-        """Every block's exponent, then every element's code, rows along ``axis`` in order."""
+        """Return all exponents, then all element codes, in order along ``axis``."""
         import torch
 
         encoded = self.quantise(x, axis=axis)
         return torch.cat([encoded.exponents.reshape(-1), self.pack_codes(encoded.mantissas)])
 
     def pack_codes(self, mantissas: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of mantissas, flat, each row padded to whole blocks."""
+        """Return the bytes of mantissas, flat. Rows are padded to whole blocks."""
         return self._join(self._codes(mantissas).reshape(-1))
 
     def unpack_codes(self, data: torch.Tensor) -> torch.Tensor:
@@ -111,7 +114,11 @@ class BlockFloat(DataFormat):
         return self._mantissas(self._split(data))
 
     def unpack(self, data: torch.Tensor, shape: Sequence[int], *, axis: int = -1) -> torch.Tensor:
-        """The inverse of :meth:`pack`, as float32; refuses data of another size."""
+        """Return float32 values from packed bytes.
+
+        Raises:
+            CheckpointError: The data size does not match ``shape``.
+        """
         import torch
 
         self.check_nbytes(data.numel(), self.nbytes(shape, axis=axis), shape)
@@ -128,15 +135,17 @@ class BlockFloat(DataFormat):
         return self.dequantise(encoded)
 
     def tile_nbytes(self, num_rows: int, num_columns: int) -> int:
-        """Bytes of a matrix in 32 x 32 tiles (bfp8 1088, bfp4 576 each)."""
+        """Return the bytes of a matrix in tiles (bfp8: 1088 per tile, bfp4: 576)."""
         num_tiles = -(-num_rows // TILE) * -(-num_columns // TILE)
         return num_tiles * (64 + TILE * TILE * self.element_bits // 8)
 
     def pack_tiles(self, x_RC: torch.Tensor) -> torch.Tensor:
-        """uint8 ``[tile_nbytes]``: Tenstorrent's memory, tiles row-major, padded with zeros.
+        """Return uint8 ``[tile_nbytes]`` in Tenstorrent's memory layout: tiles row-major, padded
+        with zeros.
 
-        A tile is 64 exponents (faces 0 to 3, rows 0 to 15 of each), then its four faces row-major;
-        an element is its sign above its magnitude, the first one in the low bits of a byte.
+        A tile has the exponents of its four faces in order, then the elements of its faces
+        row-major. An element's sign bit is above its magnitude. The first element has the low bits
+        of a byte.
         """
         import torch
 
@@ -152,7 +161,7 @@ class BlockFloat(DataFormat):
         return torch.cat([exponents, elements], dim=1).reshape(-1)
 
     def _codes(self, mantissas: torch.Tensor) -> torch.Tensor:
-        """Sign above magnitude, one element a byte, whole blocks."""
+        """Return a byte per element, in whole blocks, with the sign bit above the magnitude."""
         import torch
 
         from tilewright.compiler.formats.rows import pad_blocks
@@ -168,7 +177,7 @@ class BlockFloat(DataFormat):
         return torch.where(codes >> self.mantissa_bits == 1, -magnitudes, magnitudes)
 
     def _join(self, codes: torch.Tensor) -> torch.Tensor:
-        """Several codes a byte, the first in the low bits."""
+        """Combine several codes into a byte. The first code has the low bits."""
         per_byte = 8 // self.element_bits
         joined = codes[::per_byte].clone()
         for position in range(1, per_byte):

@@ -1,6 +1,6 @@
-"""The math fidelities: how much of each operand a product sees, and where it is accumulated.
+"""Math fidelities: operand bits in a matmul, and format of the accumulator.
 
-Names and their meaning on Wormhole; what a target makes of them is its numeric contract.
+Names and meanings are Wormhole's. The numeric contract of a target defines its implementation.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from tilewright.utils.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class Fidelity:
-    """The compute configuration behind a name, as Wormhole's matrix unit takes it.
+    """The compute configuration of Wormhole's matrix unit for a name.
 
-    ``num_phases`` of the four partial products (1 LoFi ... 4 HiFi4); ``approx`` concerns special
-    functions only; ``fp32_dest`` accumulates in fp32 instead of bf16; ``packer_l1_acc`` adds the
-    K blocks in L1 instead of spilling them in the output format; ``fp32_outputs`` makes those fp32.
+    Attributes:
+        name: Name in configurations.
+        num_phases: Number of partial products, 1 (LoFi) to 4 (HiFi4).
+        approx: Approximate special functions.
+        fp32_dest: Accumulate in fp32 instead of bf16.
+        packer_l1_acc: Add the K blocks in L1. False: spill them in the output format.
+        fp32_outputs: Write K blocks in fp32.
     """
 
     name: str
@@ -34,7 +38,7 @@ for _fidelity in (
     Fidelity("hifi2", 2, approx=True, fp32_dest=True, packer_l1_acc=True),
     Fidelity("hifi2na", 2, approx=False, fp32_dest=False, packer_l1_acc=False),
     Fidelity("hifi2fp16", 2, approx=False, fp32_dest=False, packer_l1_acc=True),
-    # No published setting uses three phases; ours is hifi4 with one phase less.
+    # No published setting uses three phases. This definition is hifi4 minus a phase.
     Fidelity("hifi3", 3, approx=False, fp32_dest=True, packer_l1_acc=True),
     Fidelity("hifi4", 4, approx=False, fp32_dest=True, packer_l1_acc=True),
     Fidelity("hifi4fp32", 4, approx=False, fp32_dest=True, packer_l1_acc=True, fp32_outputs=True),

@@ -1,8 +1,9 @@
-"""ggml's block formats, to the bit, and their bytes in a file: q40 is its Q4_0, q4_k its Q4_K.
+"""ggml's block formats with exact bits and file bytes: q40 is Q4_0, q4_k is Q4_K.
 
-Of blocks of 32 (q40, q41, q50, q51, q80) value = (code - zero point) * scale + minimum, with one
-float16 scale, and a float16 minimum in q41 and q51. Those of 256 (q4_k, q5_k, q6_k) are only read.
-Checked against the gguf package; the arithmetic is ggml_codec and ggml_blocks.
+Blocks with 32 values (q40, q41, q50, q51, q80) have a float16 scale. q41 and q51 also have a
+float16 minimum. The value is ``(code - zero point) * scale + minimum``. Blocks with 256 values
+(q4_k, q5_k, q6_k) are only read. Tests compare with the gguf package. The arithmetic is in
+ggml_codec and ggml_blocks.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ SUPER_BLOCK_SIZE = 256
 
 @dataclass(frozen=True, slots=True)
 class GgmlFormat(DataFormat):
-    """A ggml format of blocks of 32; ``zero_point`` is the code of 0 (Q4_0: unsigned, 8; Q8_0:
-    signed, 0), or of the minimum where it ``has_minimums``.
+    """A ggml format with blocks of 32 values.
 
-    A block whose scale exceeds float16, or that holds inf or NaN, is never finite: its values come
-    back as inf or NaN, as ggml's do. A scale of 2**-25 or less rounds to 0, and its block with it.
+    A block with inf or NaN, or with a scale too large for float16, decodes to inf or NaN as in
+    ggml. A scale up to 2**-25 rounds to 0, and the block becomes 0.
+
+    Attributes:
+        zero_point: The code for 0, or for the minimum if ``has_minimums``. Q4_0: 8. Q8_0: 0.
+        has_minimums: A block also has a float16 minimum.
     """
 
     zero_point: int = 0
@@ -38,13 +42,13 @@ class GgmlFormat(DataFormat):
 
     @property
     def code_dtype(self) -> torch.dtype:
-        """The torch dtype of the codes: int8 of 8 bits, else uint8."""
+        """Return the torch dtype for codes: int8 for 8-bit codes, else uint8."""
         import torch
 
         return torch.int8 if self.element_bits == 8 else torch.uint8
 
     def quantise(self, x: torch.Tensor, *, axis: int = -1) -> ScaledEncoded:
-        """Encode as ggml does, blocks of 32 along ``axis`` (the last one is zero-padded)."""
+        """Encode as ggml does, in blocks along ``axis``. Zeros pad the last block."""
         from tilewright.compiler.formats import ggml_codec
         from tilewright.compiler.formats.rows import as_rows
 
@@ -64,7 +68,7 @@ class GgmlFormat(DataFormat):
         )
 
     def dequantise(self, encoded: Encoded) -> torch.Tensor:
-        """float32 in the original axis order, as ``gguf`` dequantises the same bytes."""
+        """Return float32 values in the original axis order, equal to gguf's values."""
         from tilewright.compiler.formats import ggml_codec
         from tilewright.compiler.formats.rows import as_rows
 
@@ -79,10 +83,10 @@ class GgmlFormat(DataFormat):
         return values.view(codes.shape).movedim(-1, encoded.axis)
 
     def scales(self, encoded: ScaledEncoded) -> torch.Tensor:
-        """float32 ``[..., ceil(K/32)]`` such that value = (code - zero point) * scale + minimum.
+        """Return the float32 scales ``[..., ceil(K/32)]``.
 
         Raises:
-            CompileError: where a scale is inf or NaN, which a product cannot use.
+            CompileError: A scale is inf or NaN. A matmul cannot use it.
         """
         scales = encoded.scales.float()
         if not bool(scales.isfinite().all()):
@@ -92,17 +96,18 @@ class GgmlFormat(DataFormat):
         return scales
 
     def pack(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
-        """ggml's bytes, block after block along ``axis``: a float16 scale, the float16 minimum of
-        those that have one, the fifth bits of 5-bit codes (code i in bit i), then the codes.
+        """Return ggml's bytes, block after block along ``axis``.
 
-        Codes of 4 and 5 bits have code j in the low nibble of byte j, and code j + 16 in the high.
+        A block has a float16 scale, a float16 minimum if the format has minimums, the fifth bits of
+        5-bit codes (code i in bit i), and the codes. Byte j has 4-bit code j in the low nibble and
+        code j + 16 in the high nibble.
         """
         from tilewright.compiler.formats.rows import pad_blocks
 
         return self.pack_encoded(self.quantise(pad_blocks(x.movedim(axis, -1), BLOCK_SIZE)))
 
     def pack_encoded(self, encoded: ScaledEncoded) -> torch.Tensor:
-        """Return the bytes of :meth:`pack` for codes with whole blocks along the last axis."""
+        """Return packed bytes for codes with whole blocks along the last axis."""
         import torch
 
         blocks = encoded.codes.reshape(-1, BLOCK_SIZE)
@@ -117,7 +122,11 @@ class GgmlFormat(DataFormat):
         return torch.cat([*parts, blocks.view(torch.uint8)], dim=1).reshape(-1)
 
     def read(self, data: torch.Tensor, shape: Sequence[int], *, axis: int = -1) -> ScaledEncoded:
-        """What the bytes that :meth:`pack` writes encode; refuses data of another size."""
+        """Return the codes and scales in packed bytes.
+
+        Raises:
+            CheckpointError: The data size does not match ``shape``.
+        """
         import torch
 
         self.check_nbytes(data.numel(), self.nbytes(shape, axis=axis), shape)
@@ -142,27 +151,32 @@ class GgmlFormat(DataFormat):
         )
 
     def unpack(self, data: torch.Tensor, shape: Sequence[int], *, axis: int = -1) -> torch.Tensor:
-        """The inverse of :meth:`pack`, as float32; refuses data of another size."""
+        """Return the float32 values of packed bytes.
+
+        Raises:
+            CheckpointError: The data size does not match ``shape``.
+        """
         return self.dequantise(self.read(data, shape, axis=axis))
 
 
 @dataclass(frozen=True, slots=True)
 class GgmlFileFormat(DataFormat):
-    """A ggml format of blocks of 256 (its K-quants), whose bytes are read and never made.
+    """A ggml format with blocks of 256 values (K-quants). Its bytes are read and never written.
 
-    Eight or sixteen groups of a block have a scale each, small integers times the block's own.
+    A block has eight or sixteen groups. A group's scale is a small integer times the block's
+    factor.
     """
 
     @property
     def is_offered(self) -> bool:
-        """Always False: weights of this format come from a file, and nobody may ask for it."""
+        """Return False: only a file can select this format."""
         return False
 
     def read(self, data: torch.Tensor) -> SuperBlocks:
-        """The parts of rows of whole blocks, uint8 ``[rows, bytes]``.
+        """Return the fields in rows of whole blocks, uint8 ``[rows, bytes]``.
 
         Raises:
-            CompileError: where a block's factor is inf or NaN, which a product cannot use.
+            CompileError: A block's factor is inf or NaN. A matmul cannot use it.
         """
         from tilewright.compiler.formats.ggml_blocks import super_blocks
 
@@ -174,8 +188,10 @@ class GgmlFileFormat(DataFormat):
         return found
 
     def unpack(self, data: torch.Tensor, shape: Sequence[int], *, axis: int = -1) -> torch.Tensor:
-        """The float32 values of a file's bytes, as ``gguf`` has them; refuses data of another
-        size.
+        """Return the float32 values of file bytes, equal to gguf's values.
+
+        Raises:
+            CheckpointError: The data size does not match ``shape``.
         """
         from tilewright.compiler.formats.ggml_blocks import dequantise
 
@@ -187,15 +203,15 @@ class GgmlFileFormat(DataFormat):
         return rows.movedim(-1, axis)
 
     def quantise(self, x: torch.Tensor, *, axis: int = -1) -> NoReturn:
-        """Always raise ConfigError: these formats are read and never made."""
+        """Raise ConfigError: these formats are never written."""
         self._refuse()
 
     def dequantise(self, encoded: Encoded) -> NoReturn:
-        """Always raise ConfigError: a file's bytes are read by :meth:`unpack`."""
+        """Raise ConfigError: :meth:`unpack` reads file bytes."""
         self._refuse()
 
     def pack(self, x: torch.Tensor, *, axis: int = -1) -> NoReturn:
-        """Always raise ConfigError: these formats are read and never made."""
+        """Raise ConfigError: these formats are never written."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:
@@ -206,7 +222,7 @@ class GgmlFileFormat(DataFormat):
 
 
 def _moved(shape: Sequence[int], axis: int) -> tuple[int, ...]:
-    """``shape`` with ``axis`` last."""
+    """Return ``shape`` with ``axis`` last."""
     axes = list(shape)
     axes.append(axes.pop(axis))
     return tuple(axes)
@@ -236,9 +252,10 @@ STORED_NAMES: Mapping[str, str] = MappingProxyType(
         "q6_k": "Q6_K",
     }
 )
-"""What checkpoints call the formats that their tensors are stored in: ggml's and safetensors'."""
+"""Tensor type in a checkpoint (ggml's or safetensors' name), by format."""
 
-# The smallest blocks with all codes of so many bits, around the middle or around any zero.
+# The smallest formats for codes of n bits: with the zero point in the middle, and with any zero
+# point.
 _SIGNED = {1: "q40", 2: "q40", 3: "q40", 4: "q40", 5: "q50", 6: "q80", 7: "q80", 8: "q80"}
 _WITH_ZEROS = {1: "q40", 2: "q40", 3: "q40", 4: "q50", 5: "q80", 6: "q80", 7: "q80"}
 _POWERS = "powers of two"
@@ -261,4 +278,4 @@ EXACT_FORMATS: Mapping[str, str] = MappingProxyType(
         },
     }
 )
-"""Formats that hold every value of a checkpoint's type exactly, by the type."""
+"""Formats with all values of a checkpoint's tensor type, by type."""

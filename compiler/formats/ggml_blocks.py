@@ -1,6 +1,7 @@
-"""ggml's block layouts as float32, by the operations of ``gguf.quants`` in their order.
+"""Decoders of ggml's block layouts to float32.
 
-It knows the bytes inside a block; which tensor they belong to, and where it stands, it does not.
+The operations and their order are the same as in ``gguf.quants``. Tensor names and file offsets are
+not defined here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tilewright.compiler.formats.ggml_bits import (
 from tilewright.compiler.formats.ggml_grid_blocks import GRID_DECODERS
 from tilewright.compiler.formats.ggml_small_blocks import LARGER, SMALL_DECODERS
 
-# Blocks are decoded in pieces of about this many values, so that temporaries stay in cache.
+# Number of values per decoded chunk: temporaries stay in the processor cache.
 CHUNK_VALUES = 1 << 17
 
 Decoder = Callable[[Bytes], Floats]
@@ -54,11 +55,11 @@ SIZES: Mapping[str, tuple[int, int]] = {
     "IQ1_S": (256, 50),
     "IQ1_M": (256, 56),
 }
-"""Values and bytes of a block, by ggml's name of the type."""
+"""Number of values and bytes in a block, by ggml's type name."""
 
 
 def dequantise(stored: Bytes, dtype: str) -> Tensor:
-    """The flat tensor of the bytes of whole blocks: floats as they are stored, else float32."""
+    """Decode the bytes of whole blocks to a flat tensor. Float types keep their dtype."""
     flat = stored.reshape(-1)
     if dtype == "F32":
         return torch.from_numpy(flat.view("<f4"))
@@ -70,7 +71,7 @@ def dequantise(stored: Bytes, dtype: str) -> Tensor:
     blocks = flat.reshape(-1, block_bytes)
     values = np.empty((blocks.shape[0], block), np.float32)
     step = CHUNK_VALUES // block
-    # A corrupt scale may be inf or NaN: the values then are too, as the reference's.
+    # Corrupt scales can be inf or NaN. The values are then inf or NaN, as in the reference.
     with np.errstate(all="ignore"):
         for start in range(0, blocks.shape[0], step):
             values[start : start + step] = decode(blocks[start : start + step])
@@ -78,9 +79,9 @@ def dequantise(stored: Bytes, dtype: str) -> Tensor:
 
 
 def larger_blocks(stored: Bytes, dtype: str) -> tuple[str, Bytes]:
-    """Return rows of whole blocks as the larger type with equal values, and its name.
+    """Convert rows of whole blocks to a larger type with equal values.
 
-    Types with a format of their own come back unchanged.
+    Return the name of the type and the bytes. A type with its own format is unchanged.
     """
     if dtype not in LARGER:
         return dtype, stored
@@ -91,14 +92,15 @@ def larger_blocks(stored: Bytes, dtype: str) -> tuple[str, Bytes]:
 
 @dataclass(frozen=True, slots=True)
 class SuperBlocks:
-    """The parts of rows of blocks of 256 as a file has them.
+    """Fields in rows of K-quant blocks, in file order, ``n`` blocks each.
 
     Attributes:
         codes: uint8 ``[rows, 256 n]``, unsigned.
-        scales: uint8 ``[rows, 8 n]``, or int8 ``[rows, 16 n]`` of Q6_K, of each group of columns.
-        minimums: uint8 ``[rows, 8 n]``; None of Q6_K, whose code of 0 is 32.
-        factors: float16 ``[rows, n]``, of the scales of each block; ``[rows, 2 n]`` where there are
-            minimums, whose factor comes second.
+        scales: A scale per column group. uint8 ``[rows, 8 n]``, but int8 ``[rows, 16 n]`` in Q6_K.
+        minimums: uint8 ``[rows, 8 n]``. None in Q6_K: its zero point is 32.
+        factors: A float16 factor per block for its scales, ``[rows, n]``. With minimums ``[rows, 2
+            n]``:
+            the second factor is for the minimums.
     """
 
     codes: Tensor
@@ -108,7 +110,7 @@ class SuperBlocks:
 
 
 def super_blocks(stored: Bytes, dtype: str) -> SuperBlocks:
-    """The parts of rows of whole blocks, uint8 ``[rows, bytes]``, of Q4_K, Q5_K or Q6_K."""
+    """Return the fields in Q4_K, Q5_K or Q6_K rows. ``stored`` is uint8 ``[rows, bytes]``."""
     num_rows = stored.shape[0]
     blocks = stored.reshape(-1, SIZES[dtype][1])
 
@@ -164,7 +166,7 @@ def _q5_k(blocks: Bytes) -> Floats:
 
 
 def _from_minimums(blocks: Bytes, codes: Bytes) -> Floats:
-    """Q4_K and Q5_K: eight groups of 32, each with a scale and a minimum."""
+    """Decode Q4_K or Q5_K blocks. A block has eight groups, each with a scale and a minimum."""
     scales, minimums = _k_scales(blocks)
     factor, least = scale_at(blocks, 0), scale_at(blocks, 2)
     quants = codes.reshape(-1, 8, 32).astype(np.float32)
@@ -184,7 +186,7 @@ def _codes_4_k(blocks: Bytes) -> Bytes:
 
 
 def _codes_5_k(blocks: Bytes) -> Bytes:
-    # Bit i of the 32 bytes is the fifth bit of the i-th group of 32 values.
+    # Bit i of the bytes is the fifth bit for value group i.
     return nibbles(blocks[:, 48:], 32) | fields(blocks[:, 16:48], 32, bits=1) << np.uint8(4)
 
 
@@ -208,11 +210,15 @@ DECODERS: Mapping[str, Decoder] = {
 
 
 def _k_scales(blocks: Bytes) -> tuple[Bytes, Bytes]:
-    """Scales and minimums ``[blocks, 8]`` of Q4_K and Q5_K, of 6 bits.
+    """Return the 6-bit scales and minimums ``[blocks, 8]`` of Q4_K and Q5_K.
 
-    Of the 12 bytes after the block's own two, groups 0 to 3 have their six bits low in bytes 0 to 3
-    (minimums: 4 to 7); groups 4 to 7 have four bits in bytes 8 to 11 (low nibble; minimums: high
-    nibble) and the two above them on top of bytes 0 to 3 (4 to 7).
+    They follow the block's own factors in twelve bytes:
+
+    - Bytes 0 to 3 have the scales for groups 0 to 3 in their low six bits. Their top two bits are
+      the high bits for groups 4 to 7.
+    - Bytes 4 to 7 have the minimums in the same layout.
+    - Bytes 8 to 11 have the low four bits for groups 4 to 7: scales in low nibbles, minimums in
+      high nibbles.
     """
     first, second, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     mask, top = np.uint8(0x3F), np.uint8(0x30)

@@ -1,6 +1,6 @@
-"""The arithmetic of ggml's blocks of 32, on float32 rows: the same operations in the same order.
+"""Arithmetic of ggml's small blocks on float32 rows, with ggml's operations in ggml's order.
 
-It knows no names, files or memory layouts.
+Names, files and memory layouts are not defined here.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from tilewright.compiler.formats.rows import pad_blocks, row_chunks
 
 BLOCK = 32
 
-# Blocks float32 [N, 32] to codes [N, 32], float16 scales [N, 1], and minimums alike or None.
+# Encode float32 blocks [N, 32]. Return codes [N, 32], float16 scales [N, 1], and float16 minimums
+# [N, 1] or None.
 BlockEncoder = Callable[[torch.Tensor], "tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]"]
 Encoded = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
 
 
 def encode_around_zero(blocks: torch.Tensor, half: int) -> Encoded:
-    """uint8 codes 0 to 2 * half - 1: the value of the largest magnitude becomes 0, that is -half
-    scales.
+    """Encode to unsigned codes below ``2 * half``. The value with the largest magnitude gets the
+    code zero.
     """
     largest = blocks.gather(1, blocks.abs().argmax(dim=1, keepdim=True))
     scales = largest / -half
@@ -30,18 +31,19 @@ def encode_around_zero(blocks: torch.Tensor, half: int) -> Encoded:
 
 
 def encode_from_minimum(blocks: torch.Tensor, most: int) -> Encoded:
-    """uint8 codes 0 to ``most``, counted from the least value of the block, its minimum."""
-    # Which of -0 and 0 is less is left open: 0, with which every value is the same.
+    """Encode to unsigned codes up to ``most``, relative to the smallest value in the block."""
+    # The order of -0 and 0 is undefined. Adding 0 makes the minimum 0, and all values stay the
+    # same.
     minimums = blocks.amin(dim=1, keepdim=True).add_(0.0)
     spread = blocks.amax(dim=1, keepdim=True) - minimums
-    # A divisor on the same device: torch turns division by a number into a product on some.
+    # Divide by a tensor: some devices replace division by a Python number with multiplication.
     scales = spread / blocks.new_tensor(most)
     shifted = ((blocks - minimums) * _inverse(scales)).add_(0.5)
     return _integers(shifted.trunc_(), torch.uint8, 0, most), scales.half(), minimums.half()
 
 
 def encode_q80(blocks: torch.Tensor) -> Encoded:
-    """int8 codes -127 to 127, rounded half away from zero."""
+    """Encode to signed codes from -127 to 127, rounding ties away from zero."""
     scales = blocks.abs().amax(dim=1, keepdim=True) / blocks.new_tensor(127)
     exact = blocks * _inverse(scales)
     magnitudes = exact.abs()
@@ -57,7 +59,7 @@ ENCODERS: dict[str, BlockEncoder] = {
     "q51": partial(encode_from_minimum, most=31),
     "q80": encode_q80,
 }
-"""The encoder of each format, by the format's name."""
+"""Encoder by format name."""
 
 
 def encode_rows(
@@ -65,8 +67,8 @@ def encode_rows(
 ) -> Encoded:
     """Run an encoder over rows of any length, chunk by chunk.
 
-    Returns codes ``[R, K]`` of ``dtype`` and scales float16 ``[R, ceil(K/32)]``, minimums alike
-    where ``has_minimums``; a trailing partial block is encoded as if padded with zeros.
+    Zeros pad a partial last block. Return codes ``[R, K]`` with this dtype, float16 scales
+    ``[R, ceil(K/32)]``, and float16 minimums in the same shape if ``has_minimums``.
     """
     num_rows, length = x_RK.shape
     codes = x_RK.new_empty(num_rows, length, dtype=dtype)
@@ -85,9 +87,7 @@ def encode_rows(
 def decode_rows(
     codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None, zero_point: int
 ) -> torch.Tensor:
-    """float32 ``[R, K]``: (code - zero point) * scale, and the minimum added where there is one,
-    chunk by chunk.
-    """
+    """Return float32 ``[R, K]``: ``(code - zero point) * scale + minimum``, chunk by chunk."""
     num_rows, length = codes.shape
     values = codes.new_empty(num_rows, length, dtype=torch.float32)
     for rows in row_chunks(num_rows, length):
@@ -100,10 +100,10 @@ def decode_rows(
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
-    """1 / scale before that is rounded to float16; 0 where there is nothing but zeros."""
+    """Return the reciprocal of scales before float16 rounding. Blocks of zeros give zero."""
     return scales.reciprocal().masked_fill_(scales == 0, 0)
 
 
 def _integers(x: torch.Tensor, dtype: torch.dtype, low: int, high: int) -> torch.Tensor:
-    # What C leaves open, the integer of an inf or a NaN, is 0: as x86 has it.
+    # C leaves the integer of inf and NaN undefined. Use 0, as x86 does.
     return x.nan_to_num_(0, 0, 0).clamp_(low, high).to(dtype)
