@@ -1,6 +1,6 @@
-"""PrecisionConfig: a named configuration, as a chain of sources from the base to itself.
+"""A named precision configuration, stored as a chain of sources from the base to the named file.
 
-Knows no files (reading makes it) and no model (resolve applies it to one).
+``reading`` makes it from files. ``resolve`` applies it to a model.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from tilewright.compiler.precision.resolve import ResolvedPrecision, resolve_fra
 
 @dataclass(frozen=True, slots=True)
 class PrecisionConfig:
-    """What a user chose: formats by tensor group, fidelities by op group, and exceptions.
+    """A user's choice: formats by tensor group, fidelities by op group, and exceptions.
 
-    ``fragments`` is the chain, the base first and this configuration's own last; ``inherits``
-    names what it stands on (None for the base itself). The maps below are merged over the chain,
-    before any exception by model or layer.
+    The maps below merge the whole chain, before exceptions by model or layer.
+
+    Attributes:
+        name: Name of the configuration.
+        description: One line for lists.
+        inherits: Name of the parent configuration. None for the base.
+        fragments: The chain: the base first, this configuration's own fragment last.
     """
 
     name: str
@@ -31,27 +35,27 @@ class PrecisionConfig:
 
     @property
     def precision(self) -> Settings:
-        """Format by tensor group, in canonical order."""
+        """Return the format by tensor group, in canonical order."""
         return self._ordered(TENSOR_GROUPS)
 
     @property
     def fidelity(self) -> Settings:
-        """Fidelity by op group, in canonical order, equal phases folded."""
+        """Return the fidelity by op group, in canonical order. Equal phases are folded."""
         return self._ordered(OP_GROUPS)
 
     @property
     def layers(self) -> tuple[LayerRule, ...]:
-        """Every rule by layer or name, weakest first."""
+        """Return all rules by layer or name, weakest first."""
         return tuple(rule for fragment in self.fragments for rule in fragment.rules)
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The normalised names of the models with an exception."""
+        """Return the normalized names of models with an exception."""
         return tuple(sorted({name for fragment in self.fragments for name in fragment.models}))
 
     @property
     def block_axis(self) -> str:
-        """``in`` or ``out``: the axis of a weight [in, out] that its blocks run along."""
+        """Return ``in`` or ``out``: the block axis of a weight [in, out]."""
         axes = [f.block_axis for f in self.fragments if f.block_axis is not None]
         return axes[-1]
 
@@ -62,10 +66,11 @@ class PrecisionConfig:
         *,
         modules: Iterable[GroupedModule] = (),
     ) -> ResolvedPrecision:
-        """Apply the configuration to a model; with its ``modules``, every rule must reach one.
+        """Apply the configuration to a model. With ``modules``, each rule must match a
+        module.
 
         Raises:
-            ConfigError: for a layer the model does not have, or a rule without an effect.
+            ConfigError: A layer does not exist, or a rule has no effect.
         """
         return resolve_fragments(
             self.fragments, num_layers=num_layers, model_name=model_name, modules=modules

@@ -1,7 +1,7 @@
-"""One source's part of a configuration (a file, a heading), checked and spelled canonically.
+"""A checked part of a configuration from one source (a file or a heading), in canonical spelling.
 
-Settings are stored by phase: ``li_ff1_3`` becomes its prefill and decode entries here, so that
-nothing above needs to know which spelling set them. Knows no file system.
+Settings are stored by phase: ``li_ff1_3`` becomes its prefill and decode entries, so later code
+sees a single spelling. This file reads no files.
 """
 
 from __future__ import annotations
@@ -39,8 +39,13 @@ _GLOB = re.compile(r"[A-Za-z0-9_.*?\[\]!-]{1,200}")
 
 @dataclass(frozen=True, slots=True)
 class LayerRule:
-    """Settings for the layers ``first`` to ``last``, or (both None) for the modules that a glob
-    names and those inside them.
+    """Settings for a layer range or for modules by name.
+
+    Attributes:
+        selector: The text in the source: an index, a range or a glob.
+        settings: Values by group and phase.
+        first: First layer. None for a glob.
+        last: Last layer, inclusive. None for a glob.
     """
 
     selector: str
@@ -50,12 +55,12 @@ class LayerRule:
 
     @property
     def is_glob(self) -> bool:
-        """Whether the rule goes by fully qualified names instead of layer indices."""
+        """Return whether the rule selects modules by qualified name instead of layer index."""
         return self.first is None
 
     @property
     def indices(self) -> range:
-        """The layers of a rule by index; none of a glob."""
+        """Return the layers of an index rule. A glob has none."""
         return (
             range(0)
             if self.first is None or self.last is None
@@ -63,17 +68,24 @@ class LayerRule:
         )
 
     def matches(self, fqn: str) -> bool:
-        """Whether the rule is a glob that names the module ``fqn`` or one that it is inside of."""
+        """Return whether a glob matches the module ``fqn`` or a module around it."""
         names = accumulate(fqn.split("."), "{}.{}".format)
         return self.is_glob and any(fnmatchcase(name, self.selector) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """What one source says. ``models`` holds its exceptions by normalised model name.
+    """Settings and rules from one source.
 
-    ``is_table``: its rules for layers name the same groups in every layer, whether or not a model
-    has them there; else each of a rule's settings must have an effect in one of its layers.
+    Attributes:
+        source: File name or ``heading``, for error messages.
+        settings: Values by group and phase.
+        rules: Rules by layer or name, weakest first.
+        models: Exceptions by normalized model name.
+        block_axis: ``in``, ``out``, or None if the source does not set it.
+        is_table: Layer rules list the same groups in every layer, even if the model does not have
+            them
+            there. If False, each setting of a rule must have an effect in at least one layer.
     """
 
     source: str
@@ -85,11 +97,11 @@ class Fragment:
 
 
 def read_fragment(raw: Mapping[str, object], *, source: str) -> Fragment:
-    """Reads the maps of a parsed file or heading (``precision``, ``fidelity``, ``layers``,
-    ``models``, ``block_axis``).
+    """Check the maps of a parsed file or heading: ``precision``, ``fidelity``, ``layers``,
+    ``models``, ``block_axis``.
 
     Raises:
-        ConfigError: for a key, value, selector or model name that is not allowed.
+        ConfigError: A key, value, selector or model name is not allowed.
     """
     check_keys(raw, FRAGMENT_KEYS, where=source)
     models: dict[str, Fragment] = {}
@@ -106,7 +118,7 @@ def read_fragment(raw: Mapping[str, object], *, source: str) -> Fragment:
             settings=_read_maps(entry, where=where),
             rules=_read_rules(entry.get("layers", {}), where=where),
         )
-        # One map of layers may stand for many models by YAML's aliases.
+        # YAML aliases can repeat a map of layers for many models.
         num_rules += len(models[canonical].rules)
         if num_rules > MAX_MODEL_RULES:
             raise ConfigError(
@@ -122,10 +134,10 @@ def read_fragment(raw: Mapping[str, object], *, source: str) -> Fragment:
 
 
 def read_settings(raw: object, *, groups: Iterable[str], where: str) -> Settings:
-    """Reads a flat map of groups to values: canonical spelling, one entry a phase.
+    """Check a flat map from groups to values. Return canonical names with an entry per phase.
 
     Raises:
-        ConfigError: for an unknown group, a value it cannot have, or a group given twice.
+        ConfigError: A group is unknown or repeated, or its value is not allowed.
     """
     groups = tuple(groups)
     given: dict[str, str] = {}
@@ -143,10 +155,10 @@ def read_settings(raw: object, *, groups: Iterable[str], where: str) -> Settings
 
 
 def read_rule(selector: object, raw: object, *, where: str) -> LayerRule:
-    """Reads one entry of ``layers``: ``31``, ``0-3`` or a glob, with settings nested or flat.
+    """Check an entry of ``layers``: ``31``, ``0-3`` or a glob, with nested or flat settings.
 
     Raises:
-        ConfigError: for a selector that is none of these, or bad settings.
+        ConfigError: The selector has another form, or a setting is not allowed.
     """
     selector = str(selector).strip() if isinstance(selector, str | int) else ""
     where = f"{where}: layers.{selector}"
@@ -167,7 +179,7 @@ def read_rule(selector: object, raw: object, *, where: str) -> LayerRule:
             if key in settings:
                 raise ConfigError(f"{where}: {key} is in no layer; allowed: it in the global maps")
         return LayerRule(selector, MappingProxyType(settings), first, last)
-    # At least a letter or a wildcard, so that a mistyped range is not taken for a name.
+    # A glob has a letter or a wildcard. A mistyped range is then an error and not a name.
     if not _GLOB.fullmatch(selector) or not re.search(r"[A-Za-z*?]", selector):
         raise ConfigError(
             f"{where}: not a layer; allowed: an index (31), a range (0-3), a pattern of names"
@@ -177,21 +189,17 @@ def read_rule(selector: object, raw: object, *, where: str) -> LayerRule:
 
 
 def check_keys(raw: Mapping[str, object], known: Iterable[str], *, where: str) -> None:
-    """Refuse keys that are not ``known``.
-
-    Raises:
-        ConfigError: naming the place, the key and the known ones.
-    """
+    """Raise ConfigError for a key outside ``known``. The message lists the known keys."""
     for key in raw:
         if key not in known:
             raise ConfigError(f"{where}: unknown key {key!r}; {allowed(known, key)}")
 
 
 def as_map(raw: object, *, where: str) -> Mapping[str, object]:
-    """Returns ``raw`` if it maps names to things; an empty value counts as an empty map.
+    """Return ``raw`` if it is a map with string keys. An empty value is an empty map.
 
     Raises:
-        ConfigError: for anything else.
+        ConfigError: ``raw`` has another type.
     """
     if raw is None or raw == "":
         return {}

@@ -1,7 +1,7 @@
-"""The one-line spelling of a configuration: rendering it, and splitting it into raw maps.
+"""The one-line spelling of a configuration: rendering and splitting.
 
 ``precision_cfg = {...}, fidelity_cfg = {...}[, layer_cfg = {0-3: {...}}][, block_axis = out]``.
-Only text: what keys and values mean is checked where the maps are read.
+Keys and values are text here. ``fragment`` checks them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TOKEN = re.compile(r"[{}:,=]|[^\s{}:,=]+")
 
 @dataclass(frozen=True, slots=True)
 class HeadingText:
-    """A heading taken apart: text by text, nothing interpreted, pairs in the order given."""
+    """A split heading. Keys and values are uninterpreted text in source order."""
 
     precision: Mapping[str, str]
     fidelity: Mapping[str, str]
@@ -39,17 +39,17 @@ class HeadingText:
 
 
 def looks_like_heading(text: str) -> bool:
-    """Whether ``text`` is meant as a heading, and not as a name or a path."""
+    """Return whether ``text`` contains a heading section. Names and paths contain none."""
     return _SECTION.search(text) is not None
 
 
 def render_heading(
     settings: Settings, base: Settings, *, rules: Iterable[LayerRule], block_axis: str | None
 ) -> str:
-    """Renders the canonical line; the groups that are ours appear only where they differ from
-    ``base``.
+    """Render the canonical line.
 
-    ``block_axis`` is None where it is the base's.
+    Groups added by Tilewright appear only if they differ from ``base``. Pass None as ``block_axis``
+    if it equals the base's.
     """
     compact, compact_base = compact_settings(settings), compact_settings(base)
     shown = {
@@ -69,10 +69,10 @@ def render_heading(
 
 
 def split_heading(text: str) -> HeadingText:
-    """Take a heading apart.
+    """Split a heading into its sections.
 
     Raises:
-        ConfigError: where the text is not of that form, names a section twice or an unknown one.
+        ConfigError: The text is malformed, or a section is unknown or repeated.
     """
     return _Splitter(text).split()
 
@@ -86,7 +86,7 @@ def _render_map(settings: Settings, order: Iterable[str]) -> str:
 
 
 class _Splitter:
-    """A reader of one heading, token by token."""
+    """A parser for a heading, token by token."""
 
     def __init__(self, text: str) -> None:
         if len(text) > MAX_HEADING_LENGTH:
@@ -142,7 +142,7 @@ class _Splitter:
         return pairs
 
     def _layers(self) -> tuple[tuple[str, Mapping[str, str]], ...]:
-        # The same pattern may come again: a later entry then overrides those in between.
+        # A pattern may repeat: the later entry overrides entries before it.
         entries: list[tuple[str, Mapping[str, str]]] = []
         self._expect("{")
         while not self._closes(first=not entries):

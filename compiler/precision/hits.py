@@ -1,6 +1,6 @@
-"""Which settings reach a model's modules, and the refusal of layer rules that reach none.
+"""Matches settings with the modules of a model, and rejects layer rules without an effect.
 
-Knows modules by name, layer and tensor group only; what a setting then means is resolved elsewhere.
+Modules are names with a layer and a tensor group. ``resolve`` interprets the settings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NUM_EXAMPLES = 3
 
 
 class GroupedModule(NamedTuple):
-    """A module whose weight or cache belongs to a tensor group, and the layer that it is in."""
+    """A module with a weight or cache in a tensor group. ``layer`` is None outside layers."""
 
     fqn: str
     group: str
@@ -26,11 +26,11 @@ class GroupedModule(NamedTuple):
 
 
 Layers = Mapping[int | None, Sequence[GroupedModule]]
-"""The modules of each layer; None has those outside layers."""
+"""The modules of each layer. None has the modules outside layers."""
 
 
 def by_layer(modules: Iterable[GroupedModule]) -> Layers:
-    """The modules of each layer, in the order given."""
+    """Group modules by layer, in their order."""
     layers: dict[int | None, list[GroupedModule]] = {}
     for module in modules:
         layers.setdefault(module.layer, []).append(module)
@@ -38,9 +38,9 @@ def by_layer(modules: Iterable[GroupedModule]) -> Layers:
 
 
 def reached_keys(modules: Iterable[GroupedModule], apart: Collection[str]) -> set[str]:
-    """The settings, by phase, that have an effect on any of the modules.
+    """Return the settings, by phase, with an effect on any of ``modules``.
 
-    ``apart``: the groups of ``FOLLOWS`` that are set themselves, so that they follow no other.
+    ``apart`` contains the explicitly set groups of ``FOLLOWS``. They follow no other group.
     """
     keys: set[str] = set()
     for group in {module.group for module in modules}:
@@ -56,13 +56,13 @@ def reached_keys(modules: Iterable[GroupedModule], apart: Collection[str]) -> se
 
 
 def check_indexed_rules(scopes: Iterable[Fragment], layers: Layers, num_layers: int) -> None:
-    """Refuse rules for layers by index that reach nothing of the model.
+    """Reject index rules without an effect on the model.
 
-    Each setting of a rule must have an effect in one of its layers; of a source that is a table, in
-    a layer of one of its rules.
+    Each setting must affect a layer in its rule. In a table source, it must affect a layer in any
+    rule.
 
     Raises:
-        ConfigError: naming the source, the rule, the setting, and where that would have an effect.
+        ConfigError: A setting has no effect. The message lists modules with an effect.
     """
     known = set[str]()
     stated = [set[str]() for _ in range(num_layers)]
@@ -81,10 +81,10 @@ def check_indexed_rules(scopes: Iterable[Fragment], layers: Layers, num_layers: 
 
 
 def check_pattern(source: str, rule: LayerRule, layers: Layers, apart: Collection[str]) -> None:
-    """Refuse a rule by name of which any setting reaches nothing of the model.
+    """Reject a glob rule with a setting that affects no module.
 
     Raises:
-        ConfigError: naming the source, the rule, the setting, and where that would have an effect.
+        ConfigError: A setting has no effect. The message lists modules with an effect.
     """
     every = [module for modules in layers.values() for module in modules]
     named = [module for module in every if rule.matches(module.fqn)]
@@ -99,7 +99,7 @@ def check_pattern(source: str, rule: LayerRule, layers: Layers, apart: Collectio
 
 
 def _closest(selector: str, modules: Sequence[GroupedModule]) -> str:
-    """The module's name that a pattern which matches none may have been meant for."""
+    """Return the module name closest to a pattern without a match."""
     names = [module.fqn for module in modules]
     plain = selector.replace("*", "").strip(".").lower()
     parts = [".".join(name.split(".")[-1 - plain.count(".") :]) for name in names]
@@ -110,8 +110,8 @@ def _closest(selector: str, modules: Sequence[GroupedModule]) -> str:
 def _refuse(
     source: str, rule: LayerRule, without: Sequence[str], reached: set[str], layers: Layers
 ) -> None:
-    """Raises the error of a rule whose settings ``without`` reach nothing, ``reached`` being those
-    that would.
+    """Raise ConfigError for a rule. Settings in ``without`` have no effect, settings in ``reached``
+    do.
     """
     key = next(iter(fold_phases(dict.fromkeys(without, ""))))
     every = (module for modules in layers.values() for module in modules)

@@ -1,6 +1,6 @@
-"""The vocabulary of a configuration: tensor groups, op groups, what each may be set to, spellings.
+"""Tensor groups, op groups, allowed values and spellings of a configuration.
 
-Also the table of what ``activation: mixed`` means per op. Knows no files and no models' internals.
+The meaning of ``activation: mixed`` per op is also here. Files and models are not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tilewright.errors import ConfigError, allowed
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 
-# The published six, in the order of a heading, then ours.
+# The six published groups in heading order, then the groups added by Tilewright.
 SEED_TENSOR_GROUPS = ("ff1_3", "ff2", "wqkv", "wo", "kv_cache", "activation")
 OUR_TENSOR_GROUPS = (
     "lm_head",
@@ -33,8 +33,8 @@ OUR_TENSOR_GROUPS = (
 )
 TENSOR_GROUPS = SEED_TENSOR_GROUPS + OUR_TENSOR_GROUPS
 
-# Where these are not set they follow the group that does the same in other models: experts and the
-# expert that every token has a dense block's, the linear attention's products the attention's.
+# If unset, these groups follow the equivalent group of other models. Experts and shared experts
+# follow a dense block. Linear attention follows attention.
 FOLLOWS = MappingProxyType(
     {
         "experts_ff1_3": "ff1_3",
@@ -47,14 +47,14 @@ FOLLOWS = MappingProxyType(
     }
 )
 
-# What a group is where nobody sets it; the base does not. What a block adds to the residual stream
-# is then as its target has it.
+# Value of an unset group without a base value. The target then selects the format of a block's
+# output.
 UNSET = MappingProxyType({"block_output": "mixed"})
 
-# The products whose result is such an output.
+# Groups of linears with a block output as result.
 BLOCK_OUTPUTS = frozenset({"wo", "ff2", "delta_out", "experts_ff2", "shared_ff2"})
 
-# The weights of which a token reads only those of the experts that it chose.
+# Groups with expert weights: a token reads only its selected experts.
 EXPERT_GROUPS = frozenset({"experts_ff1_3", "experts_ff2"})
 
 SEED_OP_GROUPS = (
@@ -67,7 +67,7 @@ SEED_OP_GROUPS = (
     "li_o_prefill",
     "sdpa_prefill",
 )
-# li_ff1_3 and li_ff2 set both phases at once; the refinements set one.
+# li_ff1_3 and li_ff2 set both phases. The refined groups set a single phase.
 REFINED_OP_GROUPS = MappingProxyType(
     {
         "li_ff1_3": ("li_ff1_3_prefill", "li_ff1_3_decode"),
@@ -83,10 +83,10 @@ OUR_OP_GROUPS = (
 )
 OP_GROUPS = SEED_OP_GROUPS + OUR_OP_GROUPS
 
-# What an op belongs to before its phase is known; a lookup adds the phase.
+# Op groups before the phase is known. A lookup adds the phase.
 OP_FAMILIES = ("li_ff1_3", "li_ff2", "li_qkv", "li_o", "sdpa", "li_lm_head")
 
-# The family of the products with a tensor group's weights, and of attention over the cache.
+# Op family of matmuls with a tensor group's weights, and of attention over the cache.
 OP_GROUP_OF = MappingProxyType(
     {
         "ff1_3": "li_ff1_3",
@@ -104,20 +104,20 @@ OP_GROUP_OF = MappingProxyType(
     }
 )
 
-# Groups whose products nobody sets: what they decide is worth more than what they cost.
+# Groups with fixed fidelity: their cost is small and their effect is large.
 ALWAYS_HIGH = MappingProxyType(
     {"router": ("li_router", "hifi4"), "delta_gates": ("li_delta_gates", "hifi4")}
 )
 
-# As stored: every op group with its phase, except the head's, which has one setting for both.
+# Stored op groups: each has a phase, except the head with a common setting.
 STORED_OP_GROUPS = tuple(key for key in OP_GROUPS if key not in REFINED_OP_GROUPS)
 
-# Groups that exist once in a model; every other one exists once a layer.
+# Groups that exist once per model. All other groups exist once per layer.
 GLOBAL_GROUPS = ("lm_head", "embedding", "li_lm_head")
 
 MIXED = "mixed"
 STORED = "stored"
-"""The format of a weight that stays as the checkpoint has it, whatever that is of each tensor."""
+"""Keep the checkpoint's format of each tensor."""
 
 BLOCK_AXES = ("in", "out")
 
@@ -128,7 +128,7 @@ ALLOWED_FORMATS = MappingProxyType(
         "ff2": _WEIGHT_FORMATS,
         "wqkv": _WEIGHT_FORMATS,
         "wo": _WEIGHT_FORMATS,
-        # bfp2 and q40 are for weights alone; q80 for what products read, besides.
+        # bfp2 and q40 are for weights only. q80 is also for matmul inputs.
         "kv_cache": ("fp32", "bf16", "fp16", "bfp8", "bfp4"),
         "activation": ("fp32", "bf16", "fp16", "bfp8", "bfp4", "q80", MIXED),
         "lm_head": _WEIGHT_FORMATS,
@@ -139,8 +139,8 @@ ALLOWED_FORMATS = MappingProxyType(
         "shared_ff2": _WEIGHT_FORMATS,
         "delta_in": _WEIGHT_FORMATS,
         "delta_out": _WEIGHT_FORMATS,
-        # Routing decides which weights are used at all, the gates how much of the past is kept:
-        # they stay high, as the norms do.
+        # The router selects the weights and the gates control the memory. Both stay high, like
+        # norms.
         "router": ("fp32", "bf16", "fp16", STORED),
         "delta_gates": ("fp32", "bf16", "fp16", STORED),
         "block_output": ("q80", MIXED),
@@ -148,16 +148,18 @@ ALLOWED_FORMATS = MappingProxyType(
 )
 
 
-# Names that an underscore is part of: q4_k.
+# Names with an underscore: q4_k.
 _SPELLED = MappingProxyType({name.replace("_", ""): name for name in FORMATS})
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """The format that an op's output has under ``mixed``, by phase.
+    """Output format of an op under ``mixed``, by phase.
 
-    ``follows`` tells whether a plain ``activation`` setting replaces both; an op that does not
-    follow is replaced by a wider format only.
+    Attributes:
+        prefill: Format in prefill.
+        decode: Format in decode.
+        follows: A plain ``activation`` setting replaces both. If False, only a wider format does.
     """
 
     prefill: str
@@ -165,9 +167,9 @@ class OutputFormats:
     follows: bool = True
 
 
-# By op (an op group's family where it has one). Prefill moves whole sequences, so what is written
-# and read again at once is bfp8 there; in decode an output is one row and bf16 costs little, but
-# for the widest one, SwiGLU's. The residual stream stays bf16: its errors add up over the layers.
+# By op, or by op family if it has one. Prefill writes whole sequences, so short-lived values are
+# bfp8. In decode an output is a single row and bf16 costs little, except for the large SwiGLU
+# output. The residual stream stays bf16: its errors accumulate over the layers.
 MIXED_ACTIVATION = MappingProxyType(
     {
         "embedding": OutputFormats("bf16", "bf16", follows=False),
@@ -191,8 +193,9 @@ MIXED_ACTIVATION = MappingProxyType(
 
 
 def output_format(op: str, setting: str, phase: Phase) -> str:
-    """The output format of ``op`` (a key of ``MIXED_ACTIVATION``) where ``activation`` is
-    ``setting``.
+    """Return the output format of ``op``, a key in ``MIXED_ACTIVATION``.
+
+    ``setting`` is the configured ``activation`` value.
     """
     outputs = MIXED_ACTIVATION[op]
     own = outputs.prefill if phase == "prefill" else outputs.decode
@@ -203,22 +206,20 @@ def output_format(op: str, setting: str, phase: Phase) -> str:
 
 
 def normalise_key(key: str) -> str:
-    """A group's name from either spelling: ``ff1_3``, ``FF1_FF3``, ``LI_FF1_FF3``."""
+    """Return a group name from either spelling: ``ff1_3``, ``FF1_FF3``, ``LI_FF1_FF3``."""
     return key.strip().lower().replace("ff1_ff3", "ff1_3")
 
 
 def normalise_value(value: str) -> str:
-    """A format or fidelity from either spelling: ``hifi2na``, ``HIFI2_NA``, ``BFP8``, ``Q4_0``."""
+    """Return a format or fidelity from either spelling: ``hifi2na``, ``HIFI2_NA``, ``BFP8``,
+    ``Q4_0``.
+    """
     plain = value.strip().lower().replace("_", "")
     return _SPELLED.get(plain, plain)
 
 
 def check_setting(key: str, value: str, *, where: str) -> None:
-    """Refuse a value that ``key`` (a known group) cannot have.
-
-    Raises:
-        ConfigError: naming the place, the key, the value and the allowed ones.
-    """
+    """Raise ConfigError if the known group ``key`` does not allow ``value``."""
     choices = ALLOWED_FORMATS[key] if key in ALLOWED_FORMATS else tuple(FIDELITIES)
     if value not in choices:
         is_of_files = value in FORMATS and not FORMATS[value].is_offered
@@ -228,11 +229,11 @@ def check_setting(key: str, value: str, *, where: str) -> None:
 
 
 def normalise_model_name(name: str) -> str:
-    """One spelling for a model's many: ``meta-llama/Llama-3.2-1B-Instruct`` is ``llama3.2-1b``.
+    """Return a canonical model name: ``meta-llama/Llama-3.2-1B-Instruct`` becomes ``llama3.2-1b``.
 
-    Drops the organisation, the maker's prefix, tuning suffixes and the format a GGUF file is named
-    for, and joins the family with its version. Different sizes, families and distillations stay
-    different; matching is then exact.
+    Remove the organization, the maker's prefix, tuning suffixes and GGUF format suffixes, and join
+    the family with its version. Sizes, families and distillations stay distinct. Matching is then
+    exact.
     """
     name = name.rstrip("/").rsplit("/", 1)[-1].lower().replace("_", "-")
     name = name.removeprefix("meta-")

@@ -1,6 +1,6 @@
-"""Settings by phase, and the short keys that stand for both: the only place that folds them.
+"""Expansion and folding of settings by phase.
 
-Configurations are stored by phase and written in short; no value is looked at but for equality.
+Configurations are stored by phase and printed with short keys. Values are only compared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def expand_phases(given: Mapping[str, T]) -> dict[str, T]:
-    """Replaces each short key (``li_ff2``) by its two phases, unless those are given themselves."""
+    """Replace each short key (``li_ff2``) with its two phases. Explicit phases take precedence."""
     settings = {key: value for key, value in given.items() if key not in REFINED_OP_GROUPS}
     for key, refined_keys in REFINED_OP_GROUPS.items():
         if key in given:
@@ -24,7 +24,7 @@ def expand_phases(given: Mapping[str, T]) -> dict[str, T]:
 
 
 def fold_phases(settings: Mapping[str, T]) -> dict[str, T]:
-    """Replaces two phases of equal value by their short key; unequal ones stay as they are."""
+    """Replace two phases of equal value with their short key. Unequal phases are unchanged."""
     folded = dict(settings)
     for key, (prefill, decode) in REFINED_OP_GROUPS.items():
         if prefill in folded and folded[prefill] == folded.get(decode):
@@ -34,8 +34,9 @@ def fold_phases(settings: Mapping[str, T]) -> dict[str, T]:
 
 
 def compact_settings(settings: Mapping[str, T]) -> dict[str, T]:
-    """Folds both phases into their short key: where they differ it has the value of decode, and
-    that of prefill stands beside it. :func:`expand_phases` gives the settings back.
+    """Replace both phases with their short key. :func:`expand_phases` is the inverse.
+
+    If the phases differ, the short key has the decode value and the prefill entry remains.
     """
     compact = fold_phases(settings)
     for key, (prefill, decode) in REFINED_OP_GROUPS.items():
@@ -45,8 +46,8 @@ def compact_settings(settings: Mapping[str, T]) -> dict[str, T]:
 
 
 def stored_op_groups(family: str) -> tuple[str, ...]:
-    """The op groups that ``family`` (``li_qkv``, ``li_lm_head``) is stored as: one a phase, or one
-    for both.
+    """Return the stored op groups of ``family`` (``li_qkv``, ``li_lm_head``): a common group or one
+    per phase.
     """
     keys = (family, *(f"{family}_{phase}" for phase in PHASES))
     return tuple(key for key in keys if key in STORED_OP_GROUPS)

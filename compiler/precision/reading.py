@@ -1,6 +1,8 @@
-"""Where a configuration comes from: a name in precision_cfgs/, a YAML, a per-decoder JSON, a line.
+"""Reads configurations: a name in precision_cfgs/, a YAML file, a per-decoder JSON file or a
+heading.
 
-Files are untrusted: size-limited, plain data only, no duplicate keys, no cycles of ``inherits``.
+Files are untrusted. Their size is limited, data are plain, and duplicate keys or cyclic
+``inherits`` are errors.
 """
 
 from __future__ import annotations
@@ -40,19 +42,19 @@ _SUFFIXES = (*_YAML_SUFFIXES, ".json")
 
 
 def list_precisions() -> dict[str, str]:
-    """Name and description of what :func:`load_precision` finds without a path, sorted by name."""
+    """Return the name and description of each shipped configuration, sorted by name."""
     return {name: load_precision(name).description for name in _shipped_names()}
 
 
 def load_precision(spec: str) -> PrecisionConfig:
-    """The configuration a user means by ``spec``.
+    """Load the configuration ``spec``.
 
-    A name in precision_cfgs/, a path to a .yaml, a path to a per-decoder .json, or a heading
-    (``precision_cfg = {...}, fidelity_cfg = {...}``). What it leaves open comes from its
-    ``inherits``, in the end from precision_cfgs/base.yaml.
+    ``spec`` is a name in precision_cfgs/, a path to a .yaml file, a path to a per-decoder .json
+    file, or a heading (``precision_cfg = {...}, fidelity_cfg = {...}``). Unset values come from
+    ``inherits``, and finally from precision_cfgs/base.yaml.
 
     Raises:
-        ConfigError: for an unknown name, an unreadable file, or anything in it not allowed.
+        ConfigError: The name is unknown, the file is unreadable, or its contents are not allowed.
     """
     if looks_like_heading(spec):
         return parse_heading(spec)
@@ -60,10 +62,10 @@ def load_precision(spec: str) -> PrecisionConfig:
 
 
 def parse_heading(heading: str) -> PrecisionConfig:
-    """The configuration that a heading spells out, on the base.
+    """Return the configuration of a heading, inherited from the base.
 
     Raises:
-        ConfigError: where the line is malformed or has a key or value that is not allowed.
+        ConfigError: The line is malformed, or a key or value is not allowed.
     """
     text = split_heading(heading)
     raw: dict[str, object] = {"precision": text.precision, "fidelity": text.fidelity}
@@ -79,7 +81,7 @@ def parse_heading(heading: str) -> PrecisionConfig:
 
 
 def _shipped_folder() -> Path:
-    # Beside the package `compiler`, in a clone and in site-packages alike.
+    # The directory is a sibling of the package `compiler`, in a clone and in site-packages.
     folder = Path(__file__).resolve().parents[2] / FOLDER
     if folder.is_dir():
         return folder
@@ -94,12 +96,12 @@ def _shipped_names() -> tuple[str, ...]:
 
 
 def _locate(spec: str, *, folder: Path, where: str) -> Path:
-    """The file of a name, or of a path relative to ``folder``."""
+    """Return the file of a name, or of a path relative to ``folder``."""
     if spec.endswith(_SUFFIXES):
         path = folder / spec
         try:
             is_file = path.is_file()
-        except OSError:  # a name too long, a folder that may not be searched
+        except OSError:  # name too long, or directory not searchable
             is_file = False
         if not is_file:
             raise ConfigError(f"{where}: no file {cut(str(path))!r}; {_what_is_allowed(path.stem)}")
@@ -140,7 +142,7 @@ def _load_file(path: Path, *, chain: tuple[Path, ...]) -> PrecisionConfig:
 
 
 def _display(path: Path) -> str:
-    """The short name of a file that ships with us, the whole path of any other, on one line."""
+    """Return the short name of a shipped file, or the full path of another file, on one line."""
     if path.parent == _shipped_folder():
         return f"{FOLDER}/{path.name}"
     return str(path) if str(path).isprintable() else repr(str(path))
@@ -148,7 +150,7 @@ def _display(path: Path) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(text: str, source: str, *, is_json: bool) -> object:
-    """What a text holds, which nobody changes: one is parsed once, for it takes milliseconds."""
+    """Parse a text once: parsing takes milliseconds. Callers must not modify the result."""
     return _parse_json(text, source) if is_json else parse_yaml(text, source)
 
 
@@ -169,7 +171,7 @@ def _parse_json(text: str, source: str) -> object:
 
 
 def _read_parent(raw: Mapping[str, object], *, path: Path, source: str) -> str | None:
-    """What the file stands on; only the base itself stands on nothing."""
+    """Return the parent's name. Only the base has none."""
     if "inherits" in raw:
         return _read_line(raw, "inherits", source=source)
     return None if path == _shipped_folder() / f"{BASE}.yaml" else BASE
@@ -183,7 +185,9 @@ def _read_line(raw: Mapping[str, object], key: str, *, source: str) -> str:
 
 
 def _read_decoders(raw: Mapping[str, object], *, source: str) -> Fragment:
-    """A per-decoder file: ``{"decoders": {"0": {"precision_cfg": ..., "fidelity_cfg": ...}}}``."""
+    """Read a per-decoder file: ``{"decoders": {"0": {"precision_cfg": ..., "fidelity_cfg":
+    ...}}}``.
+    """
     decoders = as_map(raw.get(_DECODERS), where=f"{source}: decoders")
     if not decoders:
         raise ConfigError(f"{source}: no decoders; allowed: one entry or more")
@@ -203,7 +207,9 @@ def _read_decoders(raw: Mapping[str, object], *, source: str) -> Fragment:
 
 
 def _plain(raw: object, *, where: str) -> dict[str, object]:
-    """Such files write null where an activation has each op's own format."""
+    """Replace null activations with ``mixed``: per-decoder files write null for the op's own
+    format.
+    """
     return {
         key: "mixed" if value is None and normalise_key(key) == "activation" else value
         for key, value in as_map(raw, where=where).items()

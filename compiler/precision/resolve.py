@@ -1,7 +1,7 @@
-"""A configuration applied to one model: what every tensor and op of every layer gets.
+"""Applies a configuration to a model: a format or fidelity for each tensor and op in each layer.
 
-Precedence, weakest first: the base, each later source (its exception for the model right after its
-own maps), layer indices, name patterns; within a kind the later statement wins.
+Precedence, weakest first: the base, later sources (model exceptions follow a source's own maps),
+layer indices, name patterns. Within a level, the later statement wins.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LAYER_KEYS = tuple(key for key in _KEYS if key not in GLOBAL_GROUPS)
 
 
 class ExplainRow(NamedTuple):
-    """One line of ``--explain``: where a setting holds, what it is, and which source set it."""
+    """A line of ``--explain``: scope, setting, value, and the source of the value."""
 
     scope: str
     key: str
@@ -58,7 +58,7 @@ class ExplainRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrecisionSummary:
-    """A configuration on a model, as records and people are told of it."""
+    """A configuration applied to a model, for records and display."""
 
     name: str
     id: str
@@ -66,9 +66,9 @@ class PrecisionSummary:
     rows: tuple[ExplainRow, ...]
 
     def title(self, stored: Sequence[str] = ()) -> str:
-        """Return the name and the formats of the matrices, as ``stored (Q4_1, Q8_0)``.
+        """Return the name and the matrix formats, as in ``stored (Q4_1, Q8_0)``.
 
-        ``stored``: the formats of the model's file, for ``stored``.
+        ``stored`` lists the formats in the model's file. They replace the value ``stored``.
         """
         values = [row.value for row in self.rows if row.key in _MATRICES]
         formats = [name for value in values for name in (stored if value == "stored" else [value])]
@@ -77,7 +77,7 @@ class PrecisionSummary:
 
 
 class _Set(NamedTuple):
-    """A value and the source that set it."""
+    """A value and its source."""
 
     value: str
     source: str
@@ -85,11 +85,19 @@ class _Set(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPrecision:
-    """The settings of one model of ``num_layers`` layers; made by ``PrecisionConfig.resolve``.
+    """The settings for a model with ``num_layers`` layers. ``PrecisionConfig.resolve`` makes it.
 
-    ``settings`` holds what most layers have (and the groups outside layers), ``layers`` the whole
-    table of each layer, ``patterns`` the rules by name. Two configurations that come to the same
-    table have the same ``id`` and heading.
+    Configurations with equal resolved tables have the same ``id`` and heading.
+
+    Attributes:
+        num_layers: Number of layers.
+        model_name: Name for exceptions by model. None: no exceptions.
+        block_axis: ``in`` or ``out``.
+        settings: The most common value per group, and the groups outside layers.
+        layers: The full table of each layer.
+        patterns: Rules by name.
+        base: The first fragment in the chain.
+        rows: Lines of ``--explain``.
     """
 
     num_layers: int
@@ -102,12 +110,10 @@ class ResolvedPrecision:
     rows: tuple[ExplainRow, ...]
 
     def format(self, group: str, *, layer: int | None = None, fqn: str | None = None) -> str:
-        """The format's name for a tensor group, at a layer and for a fully qualified name.
+        """Return the format of a tensor group, for a layer and a qualified name.
 
-        A group of ``FOLLOWS`` that nobody set is as the one it follows: experts and shared experts
-        as dense blocks, Gated DeltaNet's products as attention's, its gates as the router.
-        ``activation`` may be ``mixed``: see :meth:`activation_format`. ``block_output`` is
-        ``mixed`` where nobody set it.
+        An unset group in ``FOLLOWS`` has the format of its leader. ``activation`` may be ``mixed``:
+        see :meth:`activation_format`. An unset ``block_output`` is ``mixed``.
         """
         assert group in TENSOR_GROUPS, f"no tensor group {group!r}"
         follows = group in FOLLOWS and group not in self.settings
@@ -116,7 +122,7 @@ class ResolvedPrecision:
     def fidelity(
         self, op_group: str, phase: Phase, *, layer: int | None = None, fqn: str | None = None
     ) -> str:
-        """The fidelity's name for an op group (``li_qkv`` or ``li_qkv_decode``) in a phase."""
+        """Return the fidelity of an op group (``li_qkv`` or ``li_qkv_decode``) in a phase."""
         assert phase in PHASES, f"no phase {phase!r}"
         has_phase = op_group in GLOBAL_GROUPS or op_group.endswith(f"_{phase}")
         key = op_group if has_phase else f"{op_group}_{phase}"
@@ -126,11 +132,11 @@ class ResolvedPrecision:
     def activation_format(
         self, op: str, phase: Phase, *, layer: int | None = None, fqn: str | None = None
     ) -> str:
-        """The output format of an op (a key of ``MIXED_ACTIVATION``) in a phase."""
+        """Return the output format of an op (a key in ``MIXED_ACTIVATION``) in a phase."""
         return output_format(op, self.format("activation", layer=layer, fqn=fqn), phase)
 
     def heading(self) -> str:
-        """The canonical line; it parses back to the same settings for this number of layers."""
+        """Return the canonical line. For the same number of layers, it parses to equal settings."""
         return render_heading(
             self.settings,
             self.base.settings,
@@ -140,7 +146,7 @@ class ResolvedPrecision:
 
     @property
     def id(self) -> str:
-        """A short hash of the settings, equal for every spelling of the same ones."""
+        """Return a short hash of the settings. Spelling does not change it."""
         rules = (*self._layer_rules(), *self.patterns)
         return effective_id(
             {
@@ -151,11 +157,11 @@ class ResolvedPrecision:
         )
 
     def explain(self) -> tuple[ExplainRow, ...]:
-        """Every setting as it was configured, and who set it: global, layers, patterns."""
+        """Return every configured setting with its source: global, layers, patterns."""
         return self.rows
 
     def summary(self, name: str) -> PrecisionSummary:
-        """All of this that is kept with a compiled model; ``name`` is the configuration's."""
+        """Return the summary for a compiled model. ``name`` is the configuration's name."""
         return PrecisionSummary(name, self.id, self.heading(), self.rows)
 
     def _look_up(self, keys: Sequence[str], layer: int | None, fqn: str | None) -> str:
@@ -185,7 +191,7 @@ class ResolvedPrecision:
 
 
 def effective_id(mapping: Mapping[str, object]) -> str:
-    """Twelve hex digits of the SHA-256 of a mapping's canonical JSON (keys sorted)."""
+    """Return twelve hex digits of the SHA-256 over a mapping's canonical JSON (sorted keys)."""
     text = json.dumps(mapping, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -197,14 +203,13 @@ def resolve_fragments(
     model_name: str | None,
     modules: Iterable[GroupedModule],
 ) -> ResolvedPrecision:
-    """Apply a chain of fragments, the base first, to one model.
+    """Apply a chain of fragments, the base first, to a model.
 
-    With its ``modules``, settings of layers that have no module for them are left out; without, all
-    layers are taken to have all groups.
+    If ``modules`` are given, layer settings without a module are dropped. Otherwise each layer
+    counts as having all groups.
 
     Raises:
-        ConfigError: for a layer the model does not have, or a rule that reaches none of ``modules``
-            (where any are given).
+        ConfigError: A layer does not exist, or a rule matches no module.
     """
     if num_layers < 1:
         raise ConfigError(f"num_layers = {num_layers}; allowed: 1 or more")
@@ -269,7 +274,7 @@ def _index_overrides(scopes: Iterable[Fragment], num_layers: int) -> list[dict[s
 def _effective(
     table: Mapping[str, _Set], overrides: Iterable[Mapping[str, _Set]], in_layers: Layers
 ) -> list[dict[str, _Set]]:
-    """The settings of each layer that reach a module in it."""
+    """Return the settings of each layer with an effect on its modules."""
     found = []
     for layer, override in enumerate(overrides):
         reached = reached_keys(in_layers.get(layer, ()), table.keys() | override.keys())
@@ -280,8 +285,9 @@ def _effective(
 def _usual(
     layers: Sequence[dict[str, str]], kept: Sequence[str], in_layers: Layers
 ) -> dict[str, str]:
-    """What most of the layers have, of those that have the group at all; the others of ``layers``
-    are then set to the same, so that no rule for them is left.
+    """Return the most common value of each group over the layers with the group.
+
+    Set the value in the remaining ``layers`` too, so that they need no rule.
     """
     reached = [reached_keys(in_layers.get(layer, ()), kept) for layer in range(len(layers))]
     usual = {}
@@ -309,14 +315,16 @@ def _kept(
     *,
     has_patterns: bool,
 ) -> tuple[str, ...]:
-    """The groups in layers that have settings of their own: all but those that follow another, or
-    are as they are where nobody sets them.
+    """Return the layer groups with their own settings.
+
+    Groups equal to their leader and groups with the unset value are excluded.
     """
 
     def follows(follower: str, leader: str) -> bool:
         if follower not in table and not any(follower in override for override in overrides):
             return True
-        # Set, but to the same: no difference, unless a pattern moves the leader alone.
+        # The group is set to its leader's value. That is no difference, unless a pattern changes
+        # the leader.
         return not has_patterns and all(layer[follower] == layer[leader] for layer in layers)
 
     left = {each for each, leader in FOLLOWS.items() if follows(each, leader)}
@@ -325,7 +333,7 @@ def _kept(
 
 
 def _most_common(values: Iterable[str]) -> str:
-    # Counter keeps first-seen order on ties, so the lowest layer decides.
+    # Counter preserves first-seen order for ties, so the lowest layer decides.
     return Counter(values).most_common(1)[0][0]
 
 
@@ -352,7 +360,7 @@ def _explain(
 
 
 def _followers(scope: str, key: str, value: str, table: Mapping[str, _Set]) -> Iterator[ExplainRow]:
-    """The groups that are as ``key``, since nobody set them in ``table``."""
+    """Yield a row for each group that follows ``key`` and is unset in ``table``."""
     for follower, leader in FOLLOWS.items():
         if leader == key and follower not in table:
             yield ExplainRow(scope, follower, value, f"as {key}")
@@ -367,7 +375,7 @@ def _rows_of(settings: Mapping[str, _Set]) -> Iterator[tuple[str, _Set]]:
 def _runs(
     num_layers: int, value_of: Callable[[int], dict[str, T]]
 ) -> Iterator[tuple[int, int, dict[str, T]]]:
-    """First and last layer of each stretch with the same value, and that value."""
+    """Yield the first layer, last layer and value of each run of layers with equal values."""
     for value, run in groupby(range(num_layers), key=value_of):
         stretch = list(run)
         yield stretch[0], stretch[-1], value
