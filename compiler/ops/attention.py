@@ -1,8 +1,8 @@
-"""Causal attention: stateless as models call it, over a cache as executables run it.
+"""Causal attention: the stateless op for models, and the cached op for executables.
 
-Legend: T tokens of a step, N its sequences, H query heads, G key/value heads, D head size,
-S cache slots, L positions of a slot. A step's sequences are the slices ``cu_seqlens`` cuts its
-tokens into; ``slots [N]`` names the cache slot of each.
+Legend: T tokens in a step, N sequences, H query heads, G key/value heads, D head size, S cache
+slots, L positions in a slot. ``cu_seqlens`` splits the tokens into sequences. ``slots [N]``
+contains the cache slot of each sequence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tilewright.compiler.ops.library import Cost, operator
 def _attend(
     q_THD: Tensor, k_LGD: Tensor, v_LGD: Tensor, scale: float, window: int, soft_cap: float
 ) -> Tensor:
-    """The last T of L positions attend causally to all (or the last ``window``) of them."""
+    """Attend causally from the last T positions to all L positions, or to the last ``window``."""
     num_queries, num_heads, _ = q_THD.shape
     length, num_kv_heads, _ = k_LGD.shape
     repeat = num_heads // num_kv_heads
@@ -50,10 +50,15 @@ def _attention_cost(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Cost:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, soft_cap: float = 0.0
 ) -> Tensor:
-    """Causal attention of one sequence: ``q [T, H, D]``, ``k``, ``v [T, G, D]`` to ``[T, H, D]``.
+    """Compute causal attention for a sequence: ``q [T, H, D]``, ``k``, ``v [T, G, D]`` to ``[T, H,
+    D]``.
 
-    ``scale`` multiplies the scores; ``window`` > 0 lets a position see only that many positions,
-    itself included; ``soft_cap`` c > 0 makes a score s c tanh(s / c). Softmax in fp32.
+    Softmax is in fp32.
+
+    Args:
+        scale: Factor for the scores.
+        window: Number of visible positions, including the query's own. 0: all.
+        soft_cap: c > 0 replaces a score s with c tanh(s / c).
     """
     return _attend(q, k, v, scale, window, soft_cap).contiguous()
 
@@ -84,7 +89,7 @@ def _attend_cached(
 
 
 def _step_cost(q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, *_: object) -> Cost:
-    """An upper bound: every token attends to a full slot."""
+    """Return an upper bound: every token attends to a full slot."""
     num_tokens, num_heads, head_dim = q.shape
     length = kv_cache.shape[2]
     flops = 4.0 * num_tokens * num_heads * head_dim * length
@@ -108,18 +113,17 @@ def attention_step(
     window: int = 0,
     soft_cap: float = 0.0,
 ) -> Tensor:
-    """Attention of a step's sequences over their cached positions and their new ones.
+    """Compute attention over cached and new positions. Write the new keys and values to the cache.
 
-    Shapes: ``q [T, H, D]``, ``k`` and ``v [T, G, D]`` (written to the cache), ``kv_cache
-    [S, 2, L, G, D]``, ``positions [T]`` (consecutive in a sequence), ``cu_seqlens [N + 1]``,
-    ``slots [N]``; returns ``[T, H, D]``.
+    Shapes: ``q [T, H, D]``, ``k`` and ``v [T, G, D]``, ``kv_cache [S, 2, L, G, D]``, ``positions
+    [T]`` (consecutive in a sequence), ``cu_seqlens [N + 1]``, ``slots [N]``. Return ``[T, H, D]``.
     """
     where = kv_cache, positions, cu_seqlens, slots
     return _attend_cached(q, k, v, *where, scale, window, soft_cap)
 
 
 class RopeAttentionArguments(NamedTuple):
-    """The arguments of :data:`rope_attention_step` by name; tensors, or nodes of a graph."""
+    """Named arguments for :data:`rope_attention_step`: tensors, or nodes in a graph."""
 
     q: Any
     key: Any
@@ -141,14 +145,12 @@ class RopeAttentionArguments(NamedTuple):
 
     @classmethod
     def of(cls, args: Iterable[Any]) -> Self:
-        """The arguments of a call by name, those it leaves out with their defaults:
-        ``RopeAttentionArguments.of(node.args)``.
-        """
+        """Name the arguments of a call, with defaults: ``RopeAttentionArguments.of(node.args)``."""
         return cls(*args)
 
     def given(self) -> tuple[Any, ...]:
-        """The positional arguments of a call: all but the last ones that have their defaults,
-        and those up to ``interleaved`` in any case.
+        """Return the positional arguments without trailing defaults. Arguments up to
+        ``interleaved`` remain.
         """
         args: tuple[Any, ...] = tuple(self)
         defaults = tuple(self._field_defaults.get(name) for name in self._fields)
@@ -170,8 +172,8 @@ def _rope_step_cost(
     num_heads: int,
     *_: object,
 ) -> Cost:
-    """The cost of `rope_attention_step`, as of attention; keys and values in ``q`` attend to
-    nothing.
+    """Return the cost of `rope_attention_step`, equal to attention's. Keys and values in ``q`` are
+    free.
     """
     attending = q.shape[0] * num_heads * kv_cache.shape[-1]
     flops = 4.0 * attending * kv_cache.shape[2]
@@ -204,11 +206,11 @@ def rope_attention_step(
     k_norm: Tensor | None = None,
     norm_eps: float = 0.0,
 ) -> Tensor:
-    """:data:`attention_step` with the rotary embedding of q and k inside, on flat projections.
+    """Apply the rotary embedding to flat q and k projections, then :data:`attention_step`.
 
-    ``q [T, H D]`` with ``key`` and ``value [T, G D]``, or ``q`` alone holding the three side by
-    side (Q | K | V, ``[T, (H + 2 G) D]``); returns ``[T, H D]``. ``factor`` as in ``rope``. With
-    ``q_norm`` and ``k_norm [D]``, both or none, every head of q and k is normed before it turns.
+    Shapes: ``q [T, H D]`` with ``key`` and ``value [T, G D]``, or a single ``q [T, (H + 2 G) D]``
+    with the columns Q | K | V. Return ``[T, H D]``. ``factor`` is as in ``rope``. ``q_norm`` and
+    ``k_norm [D]`` (both or none) normalize each head before the rotation.
     """
     num_kv_heads, head_dim = kv_cache.shape[-2:]
     if key is None or value is None:

@@ -1,10 +1,9 @@
-"""What ranks of a group exchange: operators of a rank's graph, and what a group makes of them.
+"""Collectives: operators in a rank's graph, and their definition for a whole group.
 
-Each operator called on one tensor is the group of one, as on a graph that is not cut. What a group
-of several makes of all ranks' values is a pure function from their list to the list of results
-(`GROUPS`): no process and no communicator is known here. Sums are fp32, pairwise in the ranks'
-order, on values rounded to the wire's format, a rank's own included, so that all ranks hold the
-same bits.
+Called on a tensor, an operator is the collective of a single-rank group, as in an unsharded graph.
+`GROUPS` defines the collective for several ranks: a pure function from all ranks' values to all
+ranks' results. Sums are fp32 and pairwise in rank order. Each addend is first rounded to the link
+format, even on its own rank, so that all ranks have equal bits.
 
 Legend: T tokens, C channels.
 """
@@ -24,12 +23,12 @@ from tilewright.compiler.ops.library import Cost, operator
 
 
 def on_wire(x: Tensor, wire: str) -> Tensor:
-    """The float32 values that the others read where ``x`` is sent in the wire's format."""
+    """Return the float32 values of ``x`` after sending in the link format."""
     return x.float() if wire == "fp32" else get_format(wire).round_trip(x.float())
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of neighbours, then of neighbouring sums: one order for so many parts."""
+    """Add neighbors, then neighboring sums. The order depends only on the number of addends."""
     found = list(parts)
     while len(found) > 1:
         pairs = [found[i] + found[i + 1] for i in range(0, len(found) - 1, 2)]
@@ -44,15 +43,15 @@ def _reduce_cost(x: Tensor, count: int, *_: object) -> Cost:
 
 @operator(fake=lambda x, count, wire: torch.empty_like(x), cost=_reduce_cost)
 def all_reduce(x: Tensor, count: int, wire: str) -> Tensor:
-    """The sum of ``x`` over the ``count`` ranks of a group, on each of them; ``wire`` is the format
-    in which it travels.
-    """
+    """Return the sum of ``x`` over the ``count`` ranks in a group. ``wire`` is the link format."""
     return all_reduce_group([x], wire)[0].clone()
 
 
 def all_reduce_group(values: Sequence[Tensor], wire: str, *, hops: int = 1) -> list[Tensor]:
-    """:data:`all_reduce` of all ranks' values. In two ``hops`` each rank adds a part of the sum and
-    sends that on, in the wire's format again, which its own copy gets too.
+    """Compute :data:`all_reduce` from all ranks' values.
+
+    With two ``hops``, each rank adds a shard and sends the sum in the link format. Its own copy is
+    also rounded.
     """
     total = tree_sum([on_wire(x, wire) for x in values])
     if hops == 2:
@@ -74,10 +73,11 @@ def _add_cost(
 def all_reduce_add(
     x: Tensor, residual: Tensor, norm_weight: Tensor | None, eps: float, count: int, wire: str
 ) -> tuple[Tensor, Tensor]:
-    """:data:`all_reduce`, the residual add and the norm behind it in one: ``(rms_norm(s), s)`` for
-    ``s = residual + all_reduce(x)``; without ``norm_weight [C]`` the first is a copy of the second.
+    """Fuse :data:`all_reduce`, the residual add and the next norm.
 
-    ``x`` and ``residual [T, C]``; ``residual`` and ``norm_weight`` are whole on every rank.
+    Return ``(rms_norm(s), s)`` for ``s = residual + all_reduce(x)``. Without ``norm_weight [C]``
+    the first result is a copy of s. ``x`` and ``residual`` are ``[T, C]``. ``residual`` and
+    ``norm_weight`` are whole on every rank.
     """
     normed, total = all_reduce_add_group([x], [residual], norm_weight, eps, wire)[0]
     return normed.clone(), total.clone()
@@ -90,7 +90,7 @@ def all_reduce_add_group(
     eps: float,
     wire: str,
 ) -> list[tuple[Tensor, Tensor]]:
-    """:data:`all_reduce_add` of all ranks' values."""
+    """Compute :data:`all_reduce_add` from all ranks' values."""
     found = []
     for reduced, residual in zip(all_reduce_group(values, wire), residuals, strict=True):
         total = residual + reduced.to(residual.dtype)
@@ -112,8 +112,9 @@ def _gathered_fake(x: Tensor, sizes: Sequence[int], axis: int = -1) -> Tensor:
 
 @operator(fake=_gathered_fake, cost=_gather_cost)
 def all_gather(x: Tensor, sizes: list[int], axis: int = -1) -> Tensor:
-    """All ranks' values side by side along ``axis``, on each of them; ``sizes`` are the ranks' own
-    along it. On a graph that is not cut ``x`` is the whole already.
+    """Concatenate all ranks' values along ``axis``. ``sizes`` are the ranks' sizes on this axis.
+
+    In an unsharded graph ``x`` is already whole.
     """
     assert x.shape[axis] == sum(sizes), "a rank's own value was given where all ranks' are needed"
     return x.clone()
@@ -122,7 +123,7 @@ def all_gather(x: Tensor, sizes: list[int], axis: int = -1) -> Tensor:
 def all_gather_group(
     values: Sequence[Tensor], sizes: Sequence[int], axis: int = -1
 ) -> list[Tensor]:
-    """:data:`all_gather` of all ranks' values."""
+    """Compute :data:`all_gather` from all ranks' values."""
     assert [x.shape[axis] for x in values] == list(sizes)
     whole = torch.cat(list(values), axis)
     return [whole for _ in values]
@@ -136,8 +137,10 @@ def _scatter_cost(x: Tensor, sizes: Sequence[int], wire: str, axis: int = -1) ->
 
 @operator(fake=lambda x, sizes, wire, axis=-1: torch.empty_like(x), cost=_scatter_cost)
 def reduce_scatter(x: Tensor, sizes: list[int], wire: str, axis: int = -1) -> Tensor:
-    """The sum of ``x`` over all ranks, of which each keeps its own part along ``axis``, as large as
-    ``sizes`` says; on a graph that is not cut, the whole sum.
+    """Sum ``x`` over all ranks. Each rank gets its shard along ``axis``, with its size in
+    ``sizes``.
+
+    In an unsharded graph the result is the whole sum.
     """
     assert x.shape[axis] == sum(sizes)
     return all_reduce_group([x], wire)[0].clone()
@@ -146,7 +149,7 @@ def reduce_scatter(x: Tensor, sizes: list[int], wire: str, axis: int = -1) -> Te
 def reduce_scatter_group(
     values: Sequence[Tensor], sizes: Sequence[int], wire: str, axis: int = -1
 ) -> list[Tensor]:
-    """:data:`reduce_scatter` of all ranks' values."""
+    """Compute :data:`reduce_scatter` from all ranks' values."""
     parts = all_reduce_group(values, wire)[0].split(list(sizes), axis)
     return [part.to(x.dtype) for part, x in zip(parts, values, strict=True)]
 
@@ -159,15 +162,16 @@ def _exchange_cost(x: Tensor, counts: Sequence[int]) -> Cost:
 
 @operator(fake=lambda x, counts: torch.empty_like(x), cost=_exchange_cost)
 def all_to_all(x: Tensor, counts: list[int]) -> Tensor:
-    """Rows of ``x [T, C]`` to the ranks they are meant for: the first ``counts[0]`` to rank 0, and
-    so on. In a graph all ranks send and get equally many.
+    """Send rows of ``x [T, C]`` to all ranks: the first ``counts[0]`` rows to rank 0, and so on.
+
+    In a graph all ranks send and receive equal counts.
     """
     assert x.shape[0] == sum(counts)
     return x.clone()
 
 
 def all_to_all_group(values: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """:data:`all_to_all` of all ranks' values, each with counts of its own."""
+    """Compute :data:`all_to_all` from all ranks' values. Each rank has its own counts."""
     sent = []
     for x, given in zip(values, counts, strict=True):
         bounds = [0, *accumulate(given)]

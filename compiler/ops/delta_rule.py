@@ -1,8 +1,8 @@
-"""Layers whose state does not grow: causal convolution and the gated delta rule.
+"""Layers with constant-size state: causal convolution and the gated delta rule.
 
-Legend: T tokens, C channels, W width of the convolution, H value heads, G key heads, K size of a
-key, V size of a value, S slots of state, N sequences of a step. A sequence's state counts from its
-position 0 on, whatever was in its slot before.
+Legend: T tokens, C channels, W convolution width, H value heads, G key heads, K key size, V value
+size, S state slots, N sequences in a step. At position 0 a sequence starts with a zero state,
+regardless of its slot's contents.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch import Tensor
 from tilewright.compiler.ops.library import Cost, operator
 
 CHUNK = 64
-"""Tokens that the chunked form takes at a time."""
+"""Tokens per chunk in the chunked form."""
 
 _EPS = 1e-6
 
 
 def pieces(cu_seqlens: Tensor, slots: Tensor) -> Iterator[tuple[slice, int]]:
-    """Yields the range of tokens of each of a step's sequences, and the slot of its state."""
+    """Yield the token range and the state slot of each sequence in a step."""
     bounds = cu_seqlens.tolist()
     for sequence, slot in enumerate(slots.tolist()):
         yield slice(bounds[sequence], bounds[sequence + 1]), slot
 
 
 def _before(kept: Tensor, position: Tensor) -> Tensor:
-    """What a step that begins at ``position`` goes on from: zeros where a sequence begins."""
+    """Return the state before ``position``: zeros at the start of a sequence."""
     return kept if int(position) else torch.zeros_like(kept)
 
 
 def _convolve(x_TC: Tensor, weight: Tensor, before_CP: Tensor) -> Tensor:
-    """``before``: the W - 1 values ahead of the first token."""
+    """Convolve a sequence. ``before_CP`` has the W - 1 values before the first token."""
     padded = torch.cat((before_CP, x_TC.T.to(before_CP.dtype)), dim=1).unsqueeze(0)
     out = torch.nn.functional.conv1d(padded, weight.to(padded.dtype), groups=weight.shape[0])
     return torch.nn.functional.silu(out[0].T).to(x_TC.dtype)
@@ -45,9 +45,10 @@ def _conv_cost(x: Tensor, weight: Tensor, *_: object) -> Cost:
 
 @operator(fake=lambda x, weight: torch.empty_like(x), cost=_conv_cost)
 def causal_conv1d(x: Tensor, weight: Tensor) -> Tensor:
-    """SiLU of a convolution along one sequence ``x [T, C]``, each channel by itself: ``[T, C]``.
+    """Convolve each channel of ``x [T, C]`` along the sequence and apply SiLU. Return ``[T, C]``.
 
-    ``weight [C, 1, W]``: the last one is the token's own; before the first token lie zeros.
+    ``weight`` is ``[C, 1, W]``. Its last value multiplies the current token. Zeros precede the
+    sequence.
     """
     before = x.new_zeros((x.shape[1], weight.shape[-1] - 1), dtype=torch.float32)
     return _convolve(x, weight, before).contiguous()
@@ -64,8 +65,9 @@ def causal_conv1d_step(
     cu_seqlens: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """:data:`causal_conv1d` of a step's sequences, ``x [T, C]``; ``window [S, C, W - 1]`` holds
-    what each had last.
+    """Apply :data:`causal_conv1d` to the sequences in a step, ``x [T, C]``.
+
+    ``window [S, C, W - 1]`` contains the last inputs per slot, and is updated.
     """
     out = torch.empty_like(x)
     for tokens, slot in pieces(cu_seqlens, slots):
@@ -77,7 +79,7 @@ def causal_conv1d_step(
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Vectors of length 1 (the epsilon is part of the model)."""
+    """Normalize vectors to length 1. The epsilon is part of the model."""
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
 
@@ -85,8 +87,10 @@ def _unit(x: Tensor) -> Tensor:
 def split_heads(
     qkv: Tensor, num_key_heads: int, key_dim: int, num_value_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys ``[T, H, K]`` of length 1, queries over the root of K, one for each value
-    head; values ``[T, H, V]``; all fp32. ``qkv [T, 2 G K + H V]`` has them side by side.
+    """Split ``qkv [T, 2 G K + H V]`` into queries, keys and values per value head, in fp32.
+
+    Queries and keys ``[T, H, K]`` have length 1. Queries are also divided by the root of K. Values
+    are ``[T, H, V]``.
     """
     width, repeat = num_key_heads * key_dim, num_value_heads // num_key_heads
     q, k, v = qkv.float().split((width, width, qkv.shape[-1] - 2 * width), dim=-1)
@@ -96,7 +100,7 @@ def split_heads(
 
 
 def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The logarithm of what the state keeps, and how far it is corrected: fp32 ``[T, H]`` each."""
+    """Return the logarithm of the state's decay and the correction step, each fp32 ``[T, H]``."""
     decay = -a_log.float().exp() * torch.nn.functional.softplus(a.float() + dt_bias.float())
     return decay, b.float().sigmoid()
 
@@ -104,10 +108,10 @@ def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor,
 def recurrent_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule token by token (Yang et al., 2024), in fp32.
+    """Apply the gated delta rule token by token (Yang et al., 2024), in fp32.
 
-    ``q``, ``k [T, H, K]``, ``v [T, H, V]``, ``decay`` (a logarithm) and ``beta [T, H]``, ``state
-    [H, K, V]``; returns ``[T, H, V]`` and the state after the last token.
+    Shapes: ``q`` and ``k [T, H, K]``, ``v [T, H, V]``, ``decay`` (logarithm) and ``beta [T, H]``,
+    ``state [H, K, V]``. Return ``[T, H, V]`` and the last state.
     """
     out = torch.empty_like(v)
     for t in range(v.shape[0]):
@@ -127,9 +131,9 @@ def chunked_delta_rule(
     state: Tensor,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`recurrent_delta_rule` in chunks of tokens, each a few products of matrices.
+    """Apply :func:`recurrent_delta_rule` in chunks of tokens with a few matmuls each.
 
-    The corrections of a chunk solve a triangular system (the WY form of Yang et al., 2024).
+    A triangular system gives a chunk's corrections (the WY form in Yang et al., 2024).
     """
     out = torch.empty_like(v)
     for first in range(0, v.shape[0], chunk):
@@ -142,7 +146,7 @@ def _one_chunk(
     q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     q, k, v = (each.transpose(0, 1) for each in (q_THK, k_THK, v_THV))
-    total = decay.T.cumsum(-1)  # [H, T]: the logarithm of what is left since the chunk began
+    total = decay.T.cumsum(-1)  # [H, T]: logarithm of the decay from the start of the chunk
     kept = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
     weighted = k * beta.T.unsqueeze(-1)
     system = (weighted @ k.mT * kept).tril(-1)
@@ -187,7 +191,9 @@ def _rule_cost(
     key_dim: int,
     *_: object,
 ) -> Cost:
-    """The cost of the recurrent form; the state of one sequence is read and written once."""
+    """Return the cost of the recurrent form. It reads and writes the state of a single sequence
+    once.
+    """
     num_tokens, num_heads = a.shape
     state = num_heads * key_dim * _value_dim(qkv, a, num_key_heads, key_dim)
     written = num_tokens * num_heads * _value_dim(qkv, a, num_key_heads, key_dim) + state
@@ -209,11 +215,16 @@ def gated_delta_rule(
     num_key_heads: int,
     key_dim: int,
 ) -> Tensor:
-    """The gated delta rule over one sequence (Yang et al., 2024): ``[T, H, V]``, state in fp32.
+    """Apply the gated delta rule to a sequence (Yang et al., 2024). Return ``[T, H, V]``.
 
-    ``qkv [T, 2 G K + H V]``: queries and keys, which become vectors of length 1, and values;
-    ``a`` and ``b [T, H]``: what the decay and the step of each value head are made of, with
-    ``a_log`` and ``dt_bias [H]``. Value head h reads key head h G / H.
+    The state is fp32. Value head h reads key head h G / H.
+
+    Args:
+        qkv: ``[T, 2 G K + H V]``: queries and keys, normalized to length 1 here, then values.
+        a: ``[T, H]``, gives the decay together with ``a_log`` and ``dt_bias``.
+        b: ``[T, H]``, logits for the correction step.
+        a_log: ``[H]``.
+        dt_bias: ``[H]``.
     """
     value_dim = _value_dim(qkv, a, num_key_heads, key_dim)
     state = qkv.new_zeros((a.shape[-1], key_dim, value_dim), dtype=torch.float32)
@@ -241,7 +252,9 @@ def gated_delta_rule_step(
     cu_seqlens: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """:data:`gated_delta_rule` of a step's sequences, which go on from ``state [S, H, K, V]``."""
+    """Apply :data:`gated_delta_rule` to the sequences in a step. ``state [S, H, K, V]`` is
+    updated.
+    """
     out = qkv.new_empty((*a.shape, state.shape[-1]))
     for tokens, slot in pieces(cu_seqlens, slots):
         before = _before(state[slot], positions[tokens.start])

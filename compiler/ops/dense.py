@@ -29,7 +29,7 @@ def _embedding_cost(tokens: Tensor, weight: Tensor) -> Cost:
     cost=_embedding_cost,
 )
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Rows ``tokens [T]`` of ``weight [V, C]``: ``[T, C]``."""
+    """Return rows ``tokens [T]`` from ``weight [V, C]``: ``[T, C]``."""
     return weight[tokens.long()]
 
 
@@ -44,7 +44,9 @@ def _linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
     cost=_linear_cost,
 )
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x [T, C]`` times ``weight [O, C]`` transposed, plus ``bias [O]``: ``[T, O]``."""
+    """Multiply ``x [T, C]`` by transposed ``weight [O, C]`` and add ``bias [O]``. Return ``[T,
+    O]``.
+    """
     return torch.nn.functional.linear(x, weight, bias)
 
 
@@ -56,7 +58,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @operator(fake=lambda x, weight, eps: torch.empty_like(x), cost=_elementwise(4.0))
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of ``x [..., C]`` by ``weight [C]``, in fp32 (Zhang and Sennrich, 2019)."""
+    """Apply RMSNorm to ``x [..., C]`` with ``weight [C]``, in fp32 (Zhang and Sennrich, 2019)."""
     return _rms_norm(x, weight, eps)
 
 
@@ -65,7 +67,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     cost=_elementwise(5.0),
 )
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual add and the norm after it: ``(rms_norm(x + residual), x + residual)``."""
+    """Fuse the residual add and the next norm: ``(rms_norm(x + residual), x + residual)``."""
     total = x + residual
     return _rms_norm(total, weight, eps), total
 
@@ -73,7 +75,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def rotate(
     x: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool, factor: float = 1.0
 ) -> Tensor:
-    """The arithmetic of :data:`rope`, for the references of fused operators."""
+    """Compute :data:`rope`, for references of fused operators."""
     angles = positions.float().unsqueeze(-1) * inv_freq
     cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
     if factor != 1.0:
@@ -100,29 +102,29 @@ def rope(
     interleaved: bool = False,
     factor: float = 1.0,
 ) -> Tensor:
-    """Rotary embedding (Su et al., 2021) of the first 2 R channels of ``x [T, H, D]``.
+    """Rotate the first 2 R channels of ``x [T, H, D]`` (Su et al., 2021).
 
-    ``positions [T]`` integers, ``inv_freq [R]`` fp32; pairs are (i, i + R), or neighbours when
-    ``interleaved``. ``factor`` multiplies cosines and sines.
+    ``positions [T]`` are integers and ``inv_freq [R]`` is fp32. Pairs are (i, i + R), or neighbors
+    if ``interleaved``. ``factor`` multiplies cosines and sines.
     """
     return rotate(x, positions, inv_freq, interleaved, factor)
 
 
 @operator(fake=lambda gate, up: torch.empty_like(gate), cost=_elementwise(5.0))
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``, both ``[T, C]`` (Shazeer, 2020)."""
+    """Return ``silu(gate) * up``, both ``[T, C]`` (Shazeer, 2020)."""
     return torch.nn.functional.silu(gate) * up
 
 
 @operator(fake=lambda x, gate: torch.empty_like(x), cost=_elementwise(4.0))
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """``x * sigmoid(gate)``: ``x [T, C]``, ``gate [T, C]``, or ``[T, 1]`` for all its channels."""
+    """Return ``x * sigmoid(gate)`` for ``x [T, C]`` and ``gate [T, C]`` or ``[T, 1]``."""
     return x * torch.sigmoid(gate)
 
 
 @operator(fake=lambda x, approximate="none": torch.empty_like(x), cost=_elementwise(8.0))
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """GELU of ``x`` (Hendrycks and Gimpel, 2016); ``approximate``: ``none``, or ``tanh``."""
+    """Apply GELU (Hendrycks and Gimpel, 2016). ``approximate`` is ``none`` or ``tanh``."""
     return torch.nn.functional.gelu(x, approximate=approximate)
 
 
@@ -131,6 +133,8 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     cost=_elementwise(2.5),
 )
 def swiglu_packed(gate_up: Tensor) -> Tensor:
-    """:data:`swiglu` of the two halves of ``gate_up [T, 2 C]``: what a merged product yields."""
+    """Apply :data:`swiglu` to the two halves of ``gate_up [T, 2 C]``, the result of a merged
+    linear.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up

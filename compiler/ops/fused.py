@@ -1,8 +1,7 @@
-"""The fused dialect: one product with what may stand before and after it, for targets that run all
-of it in one kernel. Passes make it of the plain op set; models never call it.
+"""Fused matmuls for targets with a kernel for the whole op. Passes create them, models never do.
 
-Legend: T tokens, C channels, O outputs (of the weight), P results: O, or O / 2 after SwiGLU; K
-experts of a token; H value heads, V size of a value.
+Legend: T tokens, C channels, O weight outputs, P results (O, or O / 2 after SwiGLU), K experts per
+token, H value heads, V value size.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from tilewright.compiler.ops.moe import expert_linear
 
 
 class FusedArguments(NamedTuple):
-    """The arguments of :data:`fused_linear` by name; those of ``linear`` are the first three.
+    """Named arguments for :data:`fused_linear`. The first three are the arguments for ``linear``.
 
-    It is itself what the fused op is called with. The first four and ``residual`` are tensors, or
-    nodes of a graph.
+    The tuple is itself the argument list. The first four and ``residual`` are tensors or graph
+    nodes.
     """
 
     x: Any
@@ -35,8 +34,9 @@ class FusedArguments(NamedTuple):
 
     @classmethod
     def of(cls, args: Iterable[Any]) -> Self:
-        """The arguments of a call of ``linear`` or of ``fused_linear`` by name, those it leaves out
-        with their defaults: ``FusedArguments.of(node.args)``.
+        """Name the arguments of a ``linear`` or ``fused_linear`` call, with defaults.
+
+        Example: ``FusedArguments.of(node.args)``.
         """
         return cls(*args)
 
@@ -48,7 +48,9 @@ def _fake(given: FusedArguments) -> Tensor:
 
 
 def _cost(given: FusedArguments) -> Cost:
-    """The product's; what is fused to it moves its own operands alone, and no results."""
+    """Return the matmul's cost plus the fused operands. Fused operations write no intermediate
+    results.
+    """
     product = linear.cost(given.x, given.weight, given.bias)
     read = product.elements_read
     for extra in (given.norm_weight, given.residual):
@@ -70,10 +72,10 @@ def fused_linear(
     residual: Tensor | None = None,
     swiglu: bool = False,
 ) -> Tensor:
-    """``linear`` of ``x [T, C]`` by ``weight [O, C]``, ``bias [O]``, with its neighbours inside.
+    """Multiply ``x [T, C]`` by ``weight [O, C]`` and add ``bias [O]``, with fused neighbors.
 
-    Before it ``rms_norm(x, norm_weight [C], eps)`` where there is a ``norm_weight``; after it
-    ``swiglu_packed`` where asked for, then ``residual [T, P]`` plus that. Returns ``[T, P]``.
+    Before the matmul apply ``rms_norm(x, norm_weight [C], eps)`` if ``norm_weight`` is given. After
+    it apply ``swiglu_packed`` if ``swiglu``, then add ``residual [T, P]``. Return ``[T, P]``.
     """
     if norm_weight is not None:
         x = rms_norm.reference(x, norm_weight, eps)
@@ -84,8 +86,10 @@ def fused_linear(
 
 
 class FusedExpertArguments(NamedTuple):
-    """The arguments of :data:`fused_expert_linear` by name; those of ``expert_linear`` are the
-    first four. All but ``swiglu`` are tensors, or nodes of a graph.
+    """Named arguments for :data:`fused_expert_linear`. The first four are the arguments for
+    ``expert_linear``.
+
+    All except ``swiglu`` are tensors or graph nodes.
     """
 
     x: Any
@@ -99,8 +103,8 @@ class FusedExpertArguments(NamedTuple):
 
     @classmethod
     def of(cls, args: Iterable[Any]) -> Self:
-        """The arguments of a call of ``expert_linear`` or of ``fused_expert_linear`` by name, those
-        it leaves out with their defaults.
+        """Name the arguments of an ``expert_linear`` or ``fused_expert_linear`` call, with
+        defaults.
         """
         return cls(*args)
 
@@ -135,9 +139,10 @@ def fused_expert_linear(
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
 ) -> Tensor:
-    """``expert_linear`` with what stands after it: ``swiglu`` of the two halves of every product
-    (``[T, K, O / 2]``); or, of a weighted sum, ``residual [T, O]`` plus it, plus
-    ``sigmoid_gate(shared [T, O], shared_gate [T, 1])`` where there is one.
+    """Apply ``expert_linear`` with the operations after it.
+
+    With ``swiglu``, apply it to the two halves of each matmul: ``[T, K, O / 2]``. With a weighted
+    sum, add ``residual [T, O]`` and ``sigmoid_gate(shared [T, O], shared_gate [T, 1])`` if given.
     """
     y: Tensor = expert_linear.reference(x, weight, experts, weights)
     if swiglu:
@@ -148,8 +153,9 @@ def fused_expert_linear(
 
 
 class DeltaNormArguments(NamedTuple):
-    """The arguments of :data:`delta_rule_norm_step` by name: those of ``gated_delta_rule_step``,
-    then the norm's. Tensors, or nodes of a graph.
+    """Named arguments for :data:`delta_rule_norm_step`: tensors or graph nodes.
+
+    The arguments for ``gated_delta_rule_step`` precede the norm's arguments.
     """
 
     qkv: Any
@@ -189,8 +195,10 @@ def delta_rule_norm_step(
     norm_weight: Tensor,
     eps: float,
 ) -> Tensor:
-    """``gated_delta_rule_step`` with the norm of its heads (``norm_weight [V]``) and the gate
-    ``z [T, H V]`` behind it: ``silu(z) * rms_norm(o)``, ``[T, H V]``.
+    """Apply ``gated_delta_rule_step``, then the head norm ``norm_weight [V]`` and the gate ``z [T,
+    H V]``.
+
+    Return ``silu(z) * rms_norm(o)``, shape ``[T, H V]``.
     """
     where = state, positions, cu_seqlens, slots
     o_THV = gated_delta_rule_step.reference(

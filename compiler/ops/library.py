@@ -1,7 +1,7 @@
-"""How an operator of ours is declared: a torch.library op, its fake, and its cost.
+"""Declaration of Tilewright's operators: a torch.library op, its fake, and its cost.
 
-The body of the decorated function is the eager reference that every kernel and lowering is compared
-with; it favours clarity and fp32 arithmetic over speed.
+The decorated function is the eager reference for every kernel and lowering. It favors clarity and
+fp32 arithmetic over speed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ NAMESPACE = "tilewright"
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one call must do at the least: floating-point operations, elements moved, and elements
-    that a rank sends to others.
+    """Lower bounds for a call.
+
+    Attributes:
+        flops: Floating-point operations.
+        elements_read: Elements read from memory.
+        elements_written: Elements written to memory.
+        elements_sent: Elements from this rank to other ranks.
     """
 
     flops: float = 0.0
@@ -32,9 +37,9 @@ CostFunction = Callable[..., Cost]
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One entry of the op set: ``overload`` stands in graphs; calling it runs the reference.
+    """An entry of the op set. Graphs contain ``overload``. Calling the entry runs the reference.
 
-    ``reference`` is the plain function, for callers that want no dispatch.
+    ``reference`` is the plain function, without torch's dispatch.
     """
 
     name: str
@@ -59,9 +64,9 @@ def operator(
     """Declare the decorated eager reference as ``tilewright::<its name>``.
 
     Args:
-        fake: same arguments, returns empty tensors of the result's shapes.
-        cost: same arguments (tensors may be fake), returns the call's :class:`Cost`.
-        mutates: names of the arguments the op writes to (state).
+        fake: Takes the same arguments, returns empty tensors with the result shapes.
+        cost: Takes the same arguments (tensors may be fake), returns the call's :class:`Cost`.
+        mutates: Names of the arguments the op writes (state).
     """
 
     def declare(reference: Callable[..., Any]) -> Operator:

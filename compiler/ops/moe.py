@@ -1,6 +1,6 @@
-"""Sparse mixtures of experts: the choice of experts, and products with those that were chosen.
+"""Sparse mixtures of experts: expert selection, and matmuls with the selected experts.
 
-Legend: T tokens, C channels, E experts, K experts of a token, O outputs, I inner size.
+Legend: T tokens, C channels, E experts, K experts per token, O outputs, I inner size.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from tilewright.compiler.ops.library import Cost, operator
 
 
 def expected_experts(num_experts: int, num_tokens: int, top_k: int) -> float:
-    """The number of different experts that so many tokens are expected to choose, were all equally
-    likely.
+    """Return the expected number of distinct experts for ``num_tokens`` tokens with uniform
+    selection.
     """
     missed: float = (1.0 - top_k / num_experts) ** num_tokens
     return num_experts * (1.0 - missed)
@@ -32,10 +32,11 @@ def _router_cost(logits: Tensor, top_k: int, renormalise: bool) -> Cost:
     cost=_router_cost,
 )
 def router(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` likeliest experts of ``logits [T, E]``: weights and indices, both ``[T, K]``.
+    """Select the ``top_k`` best experts from ``logits [T, E]``.
 
-    Weights are probabilities over all experts (softmax in fp32), divided by their sum over those
-    chosen where ``renormalise``; the likeliest come first, the lower index where two are equal.
+    Return weights and indices, both ``[T, K]``, in descending order. The lower index wins a tie.
+    Weights are softmax probabilities over all experts, in fp32. ``renormalise`` divides them by
+    their sum over the selected experts.
     """
     probabilities = logits.float().softmax(-1)
     weights, experts = torch.sort(probabilities, stable=True, dim=-1, descending=True)
@@ -50,15 +51,17 @@ def router(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tenso
     cost=lambda experts, first, count: Cost(0.0, experts.numel(), experts.numel()),
 )
 def local_experts(experts: Tensor, first: int, count: int) -> Tensor:
-    """The experts ``[T, K]`` as the rank that holds ``count`` of them from ``first`` on counts its
-    own, from 0; -1 where an expert is another rank's, with which a product is zero.
+    """Map global expert indices ``[T, K]`` to this rank's indices.
+
+    The rank has ``count`` experts starting at ``first``. Experts on other ranks become -1, and
+    their matmul result is zero.
     """
     is_own = (experts >= first) & (experts < first + count)
     return torch.where(is_own, experts - first, -1)
 
 
 def _chosen(weight: Tensor, num_tokens: int, top_k: int) -> float:
-    """Weights that are read: those of every expert that some token chose."""
+    """Return the number of weight elements read: all elements of each selected expert."""
     num_experts = weight.shape[0]
     return expected_experts(num_experts, num_tokens, top_k) * weight.numel() / num_experts
 
@@ -82,11 +85,13 @@ def _expert_linear_cost(
 def expert_linear(
     x: Tensor, weight: Tensor, experts: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """Products with the experts of each token: ``[T, K, O]``.
+    """Multiply each token with its experts' weights. Return ``[T, K, O]``.
 
-    ``x [T, C]``, one for all its experts, or ``[T, K, C]``; ``weight [E, O, C]``; ``experts
-    [T, K]``, -1 where a product is zero. With ``weights [T, K]`` the products are multiplied by
-    them and summed: ``[T, O]``.
+    Args:
+        x: ``[T, C]``, common to all experts of a token, or ``[T, K, C]``.
+        weight: ``[E, O, C]``.
+        experts: ``[T, K]``. -1 gives zeros.
+        weights: ``[T, K]``. If given, return the weighted sum ``[T, O]``.
     """
     num_tokens, top_k = experts.shape
     rows = x.unsqueeze(1).expand(-1, top_k, -1) if x.dim() == 2 else x
@@ -119,10 +124,11 @@ def experts(
     top_k: int,
     renormalise: bool,
 ) -> Tensor:
-    """A whole block of gated experts, for targets that run it as one: ``[T, C]`` of ``x [T, C]``.
+    """Compute a whole block of gated experts, for targets with a single kernel for it.
 
-    :data:`router` of ``logits [T, E]``, then down(silu(gate(x)) * up(x)) of the chosen experts,
-    weighted; ``gate`` and ``up [E, I, C]``, ``down [E, C, I]``.
+    Apply :data:`router` to ``logits [T, E]``, then down(silu(gate(x)) * up(x)) for the selected
+    experts with their weights. ``x`` and the result are ``[T, C]``, ``gate`` and ``up`` are ``[E,
+    I, C]``, ``down`` is ``[E, C, I]``.
     """
     weights, chosen = router.reference(logits, top_k, renormalise)
     gated = expert_linear.reference(x, gate, chosen)
