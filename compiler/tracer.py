@@ -1,6 +1,7 @@
-"""nn.Module to one FX graph through torch.export: flat tokens, dynamic length, lifted weights.
+"""Tracing of a module to an FX graph with torch.export: flat tokens, dynamic length, lifted
+weights.
 
-Every node learns which module it came from; nothing is lowered or decomposed here.
+Each node gets its module path. Tracing lowers and decomposes nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ _GROUPED = {
     ops.expert_linear.overload,
 }
 _STACKS = "do_not_emit_stack_traces"
-_EXAMPLE_LENGTH = 7  # above 1, or torch.export would make the length a constant
+_EXAMPLE_LENGTH = 7  # above 1: torch.export makes a length of 1 a constant
 
 
 class TensorSource(Protocol):
-    """Where a parameter's values stand in a checkpoint: in ``rows`` (half-open; None: all) of a
-    ``tensor``, counted over all axes but the last; ``offset`` is added to them.
+    """Location of parameter values in a checkpoint.
+
+    Attributes:
+        tensor: Tensor name.
+        rows: Half-open range over all axes except the last. None: all rows.
+        offset: Number added to the values.
     """
 
     @property
@@ -46,13 +51,13 @@ class TensorSource(Protocol):
 
 
 class TraceableModel(Protocol):
-    """What the compiler asks of a model, an ``nn.Module`` on the meta device.
+    """The compiler's view of a model, an ``nn.Module`` on the meta device.
 
-    It maps ``tokens [T]`` and ``positions [T]`` to ``logits [T, vocab]``. Its ``tensor_groups`` map
-    globs of module paths to tensor groups; ``sources()`` says where parameters stand in checkpoints
-    that have no tensor of their own there, by the sources of each from its first row on;
-    ``constants(max_context)`` gives the values of its buffers, for sequences up to so long (None:
-    as long as the model allows).
+    ``forward`` maps ``tokens [T]`` and ``positions [T]`` to ``logits [T, vocab]``.
+    ``tensor_groups`` maps globs of module paths to tensor groups. ``sources()`` locates parameters
+    without a checkpoint tensor with the same name. Their sources are in row order.
+    ``constants(max_context)`` returns the buffer values for sequences up to this length. None is
+    the model's maximum length.
     """
 
     tensor_groups: Mapping[str, str]
@@ -62,13 +67,14 @@ class TraceableModel(Protocol):
 
 
 def trace(module: TraceableModel) -> fx.GraphModule:
-    """The module's graph: inputs ``tokens``, ``positions``, then every weight and constant.
+    """Trace a module to a graph with inputs ``tokens``, ``positions``, all weights and all
+    constants.
 
-    A weight that two modules share (tied embeddings) becomes one input per use, so that each use
-    can have its own format; their recipes name the same checkpoint tensor.
+    A shared weight (tied embeddings) becomes an input per use, so each use can have its own format.
+    Their recipes name the same checkpoint tensor.
     """
     assert isinstance(module, nn.Module)
-    # two tensors: export takes one passed twice for one input
+    # Two tensors: torch.export merges an argument passed twice.
     tokens, positions = torch.empty((2, _EXAMPLE_LENGTH), dtype=torch.int64, device="meta").clone()
     length = torch.export.Dim("length", min=2, max=1 << 24)
     with _without_stacks(), lazy_modules():
@@ -80,7 +86,7 @@ def trace(module: TraceableModel) -> fx.GraphModule:
 
 @contextmanager
 def _without_stacks() -> Iterator[None]:
-    """Keep nodes from learning what called them: nobody asks, and it takes a tenth of the time."""
+    """Disable stack traces on nodes. Nothing reads them, and they take a tenth of the time."""
     config: Any = torch.fx.config
     before = getattr(config, _STACKS, False)
     setattr(config, _STACKS, True)
@@ -91,9 +97,7 @@ def _without_stacks() -> Iterator[None]:
 
 
 def grouped_modules(module: TraceableModel) -> tuple[GroupedModule, ...]:
-    """The modules that belong to a tensor group, in the model's order: what :func:`trace` puts on
-    their nodes, told without tracing.
-    """
+    """Return the modules with a tensor group, in model order, without tracing."""
     assert isinstance(module, nn.Module)
     group_of = _group_finder(module.tensor_groups)
     names = [name for name, _ in module.named_modules()]
@@ -102,7 +106,7 @@ def grouped_modules(module: TraceableModel) -> tuple[GroupedModule, ...]:
 
 
 def _copy_with_info(exported: Any, module: nn.Module) -> fx.GraphModule:
-    """Copy the exported graph, inputs first, the calling convention of torch.export left behind."""
+    """Copy the exported graph, inputs first, without torch.export's calling convention."""
     specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
     facts_of = _input_facts(specs, module)
     group_of = _group_finder(module.tensor_groups)  # type: ignore[arg-type]
@@ -144,7 +148,7 @@ def _copy_input(graph: fx.Graph, node: fx.Node, facts: NodeInfo, use: int = 0) -
 
 
 def _input_facts(specs: Mapping[str, Any], module: nn.Module) -> dict[str, NodeInfo]:
-    """NodeInfo of every placeholder, by its name in the exported graph."""
+    """Return the NodeInfo for each placeholder, by its name in the exported graph."""
     first_name: dict[int, str] = {}
     canonical: dict[str, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -170,7 +174,7 @@ def _input_facts(specs: Mapping[str, Any], module: nn.Module) -> dict[str, NodeI
 def _segments(
     fqn: str, shape: tuple[int, ...], sources: tuple[TensorSource, ...] | None
 ) -> tuple[Segment, ...]:
-    """The parts of a weight: a source gives the rows it names, or as many as every other one."""
+    """Return the segments of a weight. Sources without ``rows`` divide the rows equally."""
     part, num_rows = _part(fqn), math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
     if sources is None:
         return (Segment(fqn, num_rows, part=part),)
@@ -188,7 +192,7 @@ def _segments(
 
 
 def _part(fqn: str) -> str:
-    """``q`` for ``...q_proj.weight``: what the tensor's rows are to the op that reads them."""
+    """Return the role of a tensor's rows: ``q`` for ``...q_proj.weight``."""
     module_path = fqn.rpartition(".")[0]
     return module_path.rpartition(".")[2].removesuffix("_proj")
 

@@ -1,4 +1,7 @@
-"""What a step must move and compute at the least, from the graph alone; no device, no timing."""
+"""Lower bounds for the data movement and computation in a step, from the graph only.
+
+Devices and timing are not considered.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,20 @@ from tilewright.compiler.ops import COLLECTIVES, OPERATORS
 from tilewright.compiler.ops.moe import expected_experts
 
 COLLECTIVE = "collective"
-"""The group of what ranks exchange."""
+"""Name of the group with the communication between ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCost:
-    """One tensor group's share: the weights that are read, their bytes in their formats,
-    floating-point operations, and the bytes that a rank sends to the others (``collective``).
+    """A tensor group's cost in a step.
+
+    Attributes:
+        group: Tensor group, ``other`` or ``collective``.
+        formats: Weight formats.
+        num_weights: Number of weight elements read.
+        weight_bytes: Their size in these formats.
+        flops: Floating-point operations.
+        sent_bytes: Bytes from each rank to the other ranks. Nonzero only for ``collective``.
     """
 
     group: str
@@ -40,11 +50,10 @@ class GroupCost:
 def step_costs(
     graph_module: GraphModule, *, num_tokens: int, context: int, num_logits: int = 1
 ) -> list[GroupCost]:
-    """The cost of one step by tensor group, for ``num_tokens`` tokens of one sequence.
+    """Return the cost per tensor group for a step with ``num_tokens`` tokens in a single sequence.
 
-    A weight that several nodes read counts once. An embedding counts the rows it reads, and experts
-    those that so many tokens are expected to choose. Norms are ``other``, also where a product
-    computes them.
+    A weight with several readers counts once. Embeddings count the rows they read. Experts count
+    the expected number of selected experts. Norms belong to ``other``, even inside a fused matmul.
     """
     sizes = {"T": num_tokens, "N": 1, "N+1": 2, "R": num_logits, "S": 1, "L": context}
     named = dimension_names(graph_module.graph)
@@ -78,13 +87,13 @@ def step_costs(
 
 
 def _sent_bytes(node: Node, num_elements: float) -> float:
-    """Bytes of so many elements in the format in which a collective sends them."""
+    """Return the bytes of ``num_elements`` in the collective's link format."""
     wire = next((each for each in node.args if isinstance(each, str)), "fp32")
     return num_elements * get_format(wire).bits / 8
 
 
 def rows_read(node: Node, recipe: WeightRecipe, num_tokens: int) -> float:
-    """How many rows (of the first axis) of a weight a node reads in a step of so many tokens."""
+    """Return the number of weight rows (first axis) a node reads for ``num_tokens`` tokens."""
     if info(node).tensor_group == "embedding":
         return num_tokens
     top_k = _experts_of_a_token(node) if len(recipe.shape) > 2 else 0
@@ -93,7 +102,7 @@ def rows_read(node: Node, recipe: WeightRecipe, num_tokens: int) -> float:
 
 
 def _experts_of_a_token(node: Node) -> int:
-    """The experts of a token at a node that chooses them or is told them; 0 of other nodes."""
+    """Return the number of experts per token at an expert node, else 0."""
     if node.target is ops.experts.overload:
         return int(node.args[5])  # type: ignore[arg-type]
     for argument in node.all_input_nodes:
@@ -104,14 +113,14 @@ def _experts_of_a_token(node: Node) -> int:
 
 
 def _products(node: Node) -> list[str]:
-    """The tensor groups of the products of a block of experts, which are equally large."""
+    """Return the tensor groups for the matmuls in an expert block. All have the same size."""
     if node.target is not ops.experts.overload:
         return []
     return [info(weight).tensor_group or "other" for weight in node.args[2:5]]  # type: ignore[arg-type]
 
 
 def _norm_weight(node: Node) -> object:
-    """The weight of the norm inside a fused product, if there is one."""
+    """Return a fused linear's norm weight, or None."""
     if node.target is not ops.fused_linear.overload:
         return None
     return ops.FusedArguments.of(node.args).norm_weight

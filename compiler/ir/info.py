@@ -1,4 +1,4 @@
-"""What Tilewright knows about a graph node: one frozen NodeInfo, reached only through ``info``."""
+"""Metadata of graph nodes: a frozen NodeInfo per node, read with ``info``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ INPUT, WEIGHT, CONSTANT, STATE, COMPUTE = "input", "weight", "constant", "state"
 
 @dataclass(frozen=True, slots=True)
 class EdgeFormats:
-    """The data formats asked for of a product's operands: of its input, ``in0``, and of its weight,
-    ``in1``, where it has one; and of its result, ``out``, before it is added to the residual stream
-    (``mixed``: whatever the target has).
+    """Requested data formats for a matmul.
+
+    Attributes:
+        in0: Format of the input.
+        in1: Format of the weight. None: no weight.
+        out: Format of the result before the residual add. ``mixed``: selected by the target.
     """
 
     in0: str = "fp32"
@@ -31,7 +34,7 @@ class EdgeFormats:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The fidelity of a node's multiplies, by phase."""
+    """The fidelity for a node's multiplications, by phase."""
 
     prefill: str
     decode: str
@@ -39,7 +42,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """One axis of a value or a weight that is dealt over a mesh axis, and who has what of it."""
+    """An axis sharded over a mesh axis, with the ranges of each rank."""
 
     axis: int
     over: str
@@ -48,39 +51,48 @@ class Dealt:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a value or a weight lies on a mesh: which of its axes are ``dealt``, and over which
-    mesh axis, if any, what the ranks have must still be added (``partial``).
+    """Sharding on a mesh, for a value or a weight.
+
+    Attributes:
+        dealt: Sharded axes.
+        partial: Mesh axis with partial sums on its ranks. Empty: no partial sums.
     """
 
     dealt: tuple[Dealt, ...] = ()
     partial: str = ""
 
     def along(self, axis: int) -> Dealt | None:
-        """How an axis is dealt; None where every rank has all of it."""
+        """Return an axis's sharding. None if every rank has the whole axis."""
         return next((each for each in self.dealt if each.axis == axis), None)
 
     def over(self, axis: int) -> str:
-        """The mesh axis over which an axis is dealt; empty where every rank has all of it."""
+        """Return an axis's mesh axis. Empty if every rank has the whole axis."""
         return next((each.over for each in self.dealt if each.axis == axis), "")
 
     def split(self, axis: int) -> Split | None:
-        """The shares of an axis; None where every rank has all of it."""
+        """Return an axis's ranges by rank. None if every rank has the whole axis."""
         return next((each.split for each in self.dealt if each.axis == axis), None)
 
 
 WHOLE = Placement()
-"""All of it on every rank."""
+"""The whole value on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """Facts about one node. Passes replace it whole; they never write into it.
+    """Node metadata. Passes replace the record and never modify it.
 
-    ``fqn``: path of the module it came from (weights: of the parameter). ``role``: one of input,
-    weight, constant, state, compute. ``layer``: index of the decoder layer, None outside.
-    ``tensor_group`` names what a configuration gives one format (``ff2``), ``op_group`` what it
-    gives one fidelity (``li_ff2``). ``placement``: where its value lies while a graph is dealt over
-    ranks, None before and after.
+    Attributes:
+        fqn: Path of the source module, or of the parameter for a weight.
+        role: input, weight, constant, state or compute.
+        layer: Decoder layer index. None outside layers.
+        tensor_group: Group with a common format (``ff2``).
+        op_group: Group with a common fidelity (``li_ff2``).
+        formats: Requested matmul formats.
+        compute: Matmul fidelities.
+        recipe: Source of a weight or constant.
+        state: Description of a state input.
+        placement: Sharding during the sharding passes. None before and after.
     """
 
     fqn: str = ""
@@ -99,21 +111,24 @@ _EMPTY = NodeInfo()
 
 
 def info(node: Node) -> NodeInfo:
-    """The node's facts; an empty NodeInfo where none were set."""
+    """Return the node's metadata, or an empty NodeInfo."""
     found = node.meta.get(_KEY, _EMPTY)
     assert isinstance(found, NodeInfo)
     return found
 
 
 def product_info(node: Node, weight: Node) -> NodeInfo:
-    """The facts of a node's product with a weight: its own, or the weight's where a node makes
-    several products, each with its own fidelity (``experts``).
+    """Return the metadata for a node's matmul with ``weight``.
+
+    A node with several matmuls (``experts``) has a fidelity per weight.
     """
     return info(weight) if info(weight).compute is not None else info(node)
 
 
 def set_info(node: Node, facts: NodeInfo | None = None, **changes: Any) -> NodeInfo:
-    """Replace the node's facts by ``facts`` (default: its own) with ``changes`` applied."""
+    """Replace the node's metadata with ``facts`` (default: current metadata), modified by
+    ``changes``.
+    """
     updated = dataclasses.replace(facts if facts is not None else info(node), **changes)
     node.meta[_KEY] = updated
     return updated

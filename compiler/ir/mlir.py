@@ -1,7 +1,7 @@
-"""A stateless graph as MLIR text, through torch-mlir; weights are arguments of its function.
+"""Export of a stateless graph as MLIR text, through torch-mlir. Weights are function arguments.
 
-Our operators are replaced by their eager references first, since torch-mlir refuses custom ones. It
-knows neither checkpoints nor files: what every argument stands for is said beside the text.
+torch-mlir rejects custom operators, so they are first replaced with their eager references. A JSON
+description of the arguments comes with the text.
 """
 
 from __future__ import annotations
@@ -40,15 +40,20 @@ _HEADER = """\
 // A language model without state: tokens [T], positions [T], weights to logits [T, vocabulary].
 // Arguments are named after the checkpoint tensors whose float32 values they take.
 """
-_EXAMPLE_LENGTH = 7  # above 1, or torch.export would make the length a constant
+_EXAMPLE_LENGTH = 7  # above 1: torch.export makes a length of 1 a constant
 
 
 @dataclass(frozen=True, slots=True)
 class MlirArgument:
-    """One argument of the function: a step's input, a weight or a constant.
+    """An argument of the function: a step input, a weight or a constant.
 
-    ``shape``: None for the length. ``recipe`` (None for inputs) makes the float32 values from the
-    checkpoint: `load_dense(recipe, get)`, or `load_values` for those of the recipe's format.
+    Attributes:
+        name: Name in the text.
+        role: Role from NodeInfo.
+        shape: Sizes. None: the dynamic length.
+        dtype: torch dtype name.
+        recipe: Source in the checkpoint. ``load_dense(recipe, get)`` returns the float32 values,
+            ``load_values`` returns values in the recipe's format. None for step inputs.
     """
 
     name: str
@@ -59,13 +64,13 @@ class MlirArgument:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The checkpoint tensors it holds, stacked along the first axis; none for inputs."""
+        """Return the checkpoint tensors, stacked along the first axis. Step inputs have none."""
         return () if self.recipe is None else self.recipe.names
 
 
 @dataclass(frozen=True, slots=True)
 class MlirModule:
-    """The text of one module, whose function ``main`` maps ``arguments`` to logits."""
+    """The text of a module. Its function ``main`` maps ``arguments`` to logits."""
 
     dialect: str
     text: str
@@ -73,7 +78,7 @@ class MlirModule:
     result: MlirArgument
 
     def arguments_json(self) -> str:
-        """What to feed, in order, as JSON: one line an argument, and one for the result."""
+        """Return the arguments in order and the result as JSON, with a line each."""
         lines = [
             json.dumps({"index": index, **_described(argument)})
             for index, argument in enumerate(self.arguments)
@@ -84,7 +89,11 @@ class MlirModule:
 
 
 def _described(argument: MlirArgument) -> dict[str, Any]:
-    """``segments`` where a tensor is not taken as it is: its rows, half-open, and what to add."""
+    """Return the JSON fields of an argument.
+
+    ``segments`` appears if tensors are not used unchanged. It has half-open ranges of rows, and
+    offsets.
+    """
     segments = [] if argument.recipe is None else argument.recipe.segments
     taken = {}
     if any(each.rows or each.offset for each in segments):
@@ -108,26 +117,28 @@ def emit_mlir(
     length: int | None = None,
     constants: Mapping[str, Tensor] | None = None,
 ) -> MlirModule:
-    """The graph in fp32: ``tokens [T]``, ``positions [T]``, weights to ``logits [T, vocab]``.
+    """Emit an fp32 function from ``tokens [T]``, ``positions [T]`` and weights to ``logits [T,
+    vocab]``.
 
     Args:
-        graph_module: traced and matched (targets/pipeline.MATCH), before state is inserted; it
-            is left as it was.
-        dialect: one of DIALECTS.
-        length: T of the emitted function; None leaves it to the caller.
-        constants: values of buffers that no checkpoint holds, written into the text; buffers not
-            named here become arguments. Weights are always arguments, tied ones a single one.
+        graph_module: A traced and matched graph (targets/pipeline.MATCH) without state. Not
+            modified.
+        dialect: A name in DIALECTS.
+        length: T in the emitted function. None: dynamic.
+        constants: Values for buffers outside checkpoints, embedded in the text. Other buffers
+            become
+            arguments. Weights are always arguments. A tied weight is a single argument.
 
     Raises:
-        ConfigError: for another dialect or a length below 1.
-        CompileError: where torch-mlir is missing, or cannot lower an operator of the model.
+        ConfigError: The dialect is unknown, or the length is below 1.
+        CompileError: torch-mlir is missing, or cannot lower an operator.
     """
     if dialect not in DIALECTS:
         raise ConfigError(f"dialect {dialect!r} is not emitted; {allowed(DIALECTS)}")
     if length is not None and length < 1:
         raise ConfigError(f"length of {length} tokens; allowed: 1 or more, or none for any")
     _require_torch_mlir()
-    # With code that is written at once: torch.export reads what its arguments are called.
+    # Generate the code immediately: torch.export reads the argument names.
     plain = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     _call_references(plain)
     _share_equal_arguments(plain)
@@ -160,7 +171,7 @@ def _call_references(graph_module: GraphModule) -> None:
 
 
 def _share_equal_arguments(graph_module: GraphModule) -> None:
-    """One argument for placeholders of equal recipes: a tied weight is fed once."""
+    """Merge placeholders with equal recipes: a tied weight is passed once."""
     first: dict[WeightRecipe, Node] = {}
     for node in graph_module.graph.find_nodes(op="placeholder"):
         recipe = info(node).recipe
@@ -187,7 +198,7 @@ def _embed_constants(graph_module: GraphModule, constants: Mapping[str, Tensor])
 
 
 def _argument(node: Node, length: int | None, *, name: str = "", role: str = "") -> MlirArgument:
-    """What stands for a node in the function's signature; a recipe must be of segments alone."""
+    """Describe a node in the function's signature. Its recipe must not be padded."""
     facts, fake = info(node), node.meta["val"]
     if facts.recipe is not None:
         assert not facts.recipe.pad_rows, facts.fqn
@@ -201,7 +212,7 @@ def _argument(node: Node, length: int | None, *, name: str = "", role: str = "")
 
 
 def _export(graph_module: GraphModule, inputs: list[Node], length: int | None) -> Any:
-    """The graph of the references as an ExportedProgram; arguments are fake and hold nothing."""
+    """Export the reference graph as an ExportedProgram. Fake arguments need no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -226,7 +237,7 @@ def _export(graph_module: GraphModule, inputs: list[Node], length: int | None) -
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch.export prints whole graphs before it raises; a user gets one line."""
+    """Suppress output: torch.export prints whole graphs before it raises."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -237,7 +248,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _reference_in(error: Exception) -> str | None:
-    """The operator whose reference raised."""
+    """Return the name of the operator with the failed reference."""
     names = {entry.reference.__code__: entry.name for entry in OPERATORS.values()}
     trace = error.__traceback__
     while trace is not None:
@@ -248,13 +259,15 @@ def _reference_in(error: Exception) -> str | None:
 
 
 def _mutates(program: Any) -> bool:
-    """Whether it must be made functional first, which traces it again: 5 times slower."""
+    """Return whether the program must be made functional. That traces again and is 5 times
+    slower.
+    """
     schemas = [getattr(node.target, "_schema", None) for node in program.graph.nodes]
     return any(schema is not None and schema.is_mutable for schema in schemas)
 
 
 def _lower(program: Any, dialect: str, names: list[str]) -> str:
-    """Import the program and run the dialect's pipelines; diagnostics become the error's text."""
+    """Import the program and run the dialect's pipelines. Diagnostics become the error text."""
     from torch_mlir import fx, ir
     from torch_mlir.passmanager import PassManager
 
@@ -293,7 +306,7 @@ def _lower(program: Any, dialect: str, names: list[str]) -> str:
 
 
 def _culprit(reason: str) -> str:
-    """The operator that a diagnostic is about, or its first words."""
+    """Return the operator named in a diagnostic, or the diagnostic's first words."""
     named = re.search(r'name = "(?:torch\.)?([\w.]+)"', reason)
     named = named or re.search(r"operation '([\w.]+)'", reason)
     return named.group(1) if named else f"the graph ({reason.strip()[:200]})"

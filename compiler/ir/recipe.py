@@ -1,7 +1,7 @@
-"""How a weight gets from a checkpoint into an executable, as data that passes rewrite.
+"""Weight recipes: the path from checkpoint tensors to an executable, as data.
 
-A recipe is read by loaders, one tensor at a time: load, slice, concatenate, pad, quantise. It knows
-names of tensors, not where they are kept.
+Passes rewrite recipes. Loaders execute them a tensor at a time: load, slice, concatenate, pad,
+quantize. A recipe refers to tensors by name and does not depend on file locations.
 """
 
 from __future__ import annotations
@@ -23,11 +23,16 @@ from tilewright.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of rows of one checkpoint tensor, a part of a weight.
+    """A range of rows from a checkpoint tensor.
 
-    They are counted over all axes but the last. ``rows``: half-open, None for all. ``part``: what
-    the rows are to the operator that reads them (``q``, ``k``, ``gate`` ...), so that sharding
-    after merging can cut each part for itself. ``offset`` is added to every value.
+    Rows are counted over all axes except the last.
+
+    Attributes:
+        name: Name of the tensor.
+        num_rows: Number of rows.
+        rows: Half-open range. None: all rows.
+        part: Role of the rows (``q``, ``k``, ``gate``). Sharding slices each role separately.
+        offset: Number added to every value.
     """
 
     name: str
@@ -39,14 +44,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class WeightRecipe:
-    """Segments stacked row by row, padded, held in a format.
+    """Segments, stacked by rows, then padded and stored in a format.
 
-    ``shape`` is that of the stacked tensor before padding: ``[out, in]``, or more axes (experts)
-    before these, whose rows follow one another. ``format`` is the name of a data format, None until
-    precision is assigned; ``block_axis`` is ``in`` (along the last axis) or ``out``.
-    ``pad_rows``: rows of zeros added at the end. ``is_stored``: the segments are stored in blocks
-    of this very format, so that loading them gives its values and they are not quantised again.
-    ``columns``: the runs of the last axis that are kept of every row, side by side; None: all.
+    Attributes:
+        segments: Row ranges in order.
+        shape: Shape before padding: ``[out, in]``, or more leading axes for experts.
+        format: Data format name. None before precision is assigned.
+        block_axis: ``in`` (blocks along the last axis) or ``out``.
+        pad_rows: Number of zero rows at the end.
+        is_stored: The file's tensors already have this block format. Do not quantize again.
+        columns: Ranges of the last axis to keep, concatenated. None: all columns.
     """
 
     segments: tuple[Segment, ...]
@@ -59,26 +66,28 @@ class WeightRecipe:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all segments together; those of a vector are its elements."""
+        """Return the rows of all segments. A vector has as many rows as elements."""
         return math.prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the checkpoint tensors that this weight is made of."""
+        """Return the names of the checkpoint tensors."""
         return tuple(segment.name for segment in self.segments)
 
     def with_format(self, format_name: str, block_axis: str) -> WeightRecipe:
-        """A recipe of the same tensor, held in another format."""
+        """Return a recipe for the same tensor in another format."""
         return dataclasses.replace(self, format=format_name, block_axis=block_axis, is_stored=False)
 
     def as_stored(self, format_name: str) -> WeightRecipe:
-        """A recipe of the same tensor, in the format that all of its segments are stored in."""
+        """Return a recipe for the same tensor in its file format. All segments must have this
+        format.
+        """
         in_blocks = get_format(format_name).block > 1
         return dataclasses.replace(self, format=format_name, block_axis="in", is_stored=in_blocks)
 
 
 def concatenate(recipes: list[WeightRecipe]) -> WeightRecipe:
-    """Stack recipes of equal format along the first axis, keeping their segments."""
+    """Stack recipes with equal format along the first axis. Segments stay unchanged."""
     first = recipes[0]
     for other in recipes[1:]:
         assert (other.format, other.block_axis) == (first.format, first.block_axis)
@@ -90,7 +99,7 @@ def concatenate(recipes: list[WeightRecipe]) -> WeightRecipe:
 
 
 def cut(recipe: WeightRecipe, first: int, last: int) -> tuple[Segment, ...]:
-    """The segments that rows ``[first, last)`` of a recipe are made of: of one expert's, say."""
+    """Return the segments for rows ``[first, last)``, for example for a single expert."""
     found, start = [], 0
     for segment in recipe.segments:
         low, high = max(first - start, 0), min(last - start, segment.num_rows)
@@ -106,8 +115,13 @@ def cut(recipe: WeightRecipe, first: int, last: int) -> tuple[Segment, ...]:
 
 
 def take(recipe: WeightRecipe, kept: Mapping[int, Sequence[Run]]) -> WeightRecipe:
-    """The recipe of a part of a weight: along each axis that ``kept`` names only those runs, in
-    their order. The last of several axes is cut by ``columns``, the others by rewriting segments.
+    """Return the recipe for a slice of a weight.
+
+    Args:
+        recipe: The recipe for the whole weight.
+        kept: Ranges to keep, in order, by axis. ``columns`` slices the last axis. Segments slice
+            the
+            other axes.
     """
     shape, last = list(recipe.shape), len(recipe.shape) - 1
     for axis, runs in kept.items():
@@ -128,7 +142,7 @@ def take(recipe: WeightRecipe, kept: Mapping[int, Sequence[Run]]) -> WeightRecip
 
 
 def _inside(outer: list[tuple[int, int]], runs: Sequence[Run], size: int) -> list[tuple[int, int]]:
-    """Half-open runs over axes so far, with the runs of one more axis inside them."""
+    """Return half-open ranges after adding an inner axis with ``runs``."""
     if [(run.start, run.count) for run in runs] == [(0, size)]:
         return [(first * size, end * size) for first, end in outer]
     indices = (index for first, end in outer for index in range(first, end))
@@ -137,7 +151,7 @@ def _inside(outer: list[tuple[int, int]], runs: Sequence[Run], size: int) -> lis
 
 
 def _joined(segments: list[Segment]) -> tuple[Segment, ...]:
-    """Segments that continue one another as one."""
+    """Merge adjacent segments."""
     found: list[Segment] = []
     for each in segments:
         before = found[-1] if found else None
@@ -155,12 +169,12 @@ def _joined(segments: list[Segment]) -> tuple[Segment, ...]:
 
 
 def load_dense(recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
-    """Everything but the format: the float32 tensor the recipe describes.
+    """Load the float32 tensor of a recipe, before quantization.
 
-    ``get`` returns a checkpoint tensor by name, in whatever float type it is stored.
+    ``get`` returns a checkpoint tensor by name, in its stored float type.
 
     Raises:
-        CheckpointError: where a tensor has not the shape the model needs, or holds NaN or inf.
+        CheckpointError: A tensor has the wrong shape, or contains NaN or inf.
     """
     parts = [_load_segment(segment, recipe, get) for segment in recipe.segments]
     dense = _finite(recipe.segments, parts)
@@ -174,37 +188,42 @@ def load_dense(recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
 
 @runtime_checkable
 class ReadsRows(Protocol):
-    """A source of tensors by name that reads some rows of one without the others."""
+    """A tensor source with access to ranges of rows."""
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Rows ``[first, last)`` of a tensor of two axes."""
+        """Return rows ``[first, last)`` of a matrix."""
 
 
 @runtime_checkable
 class ReadsStored(Protocol):
-    """A source of tensors by name that also gives the bytes they are stored in."""
+    """A tensor source with access to stored bytes."""
 
     def stored(self, name: str, first: int, last: int) -> Tensor:
-        """Rows ``[first, last)`` of a tensor as its file has them: uint8 ``[rows, bytes]``; rows
-        are counted over all axes but the last.
+        """Return the file bytes for rows ``[first, last)``: uint8 ``[rows, bytes]``.
+
+        Rows are counted over all axes except the last.
         """
 
 
 @runtime_checkable
 class ReadsParts(Protocol):
-    """A source of tensors by name that reads a part of one without the rest."""
+    """A tensor source with access to ranges of rows and columns."""
 
     def part(
         self, name: str, rows: tuple[int, int] | None, columns: tuple[int, int] | None
     ) -> Tensor:
-        """Rows and columns of a tensor, half-open; None: all. Rows are counted over all axes but
-        the last and, where they are named, lie below one another: ``[rows, columns]``.
+        """Return rows and columns in half-open ranges. None: all.
+
+        Rows are counted over all axes except the last. With a row range the result is ``[rows,
+        columns]``.
         """
 
 
 def load_stored(recipe: WeightRecipe, get: ReadsStored, first: int, last: int) -> Tensor:
-    """The bytes of rows ``[first, last)`` of a recipe that ``is_stored``, uint8 ``[rows, bytes]``;
-    rows are counted over all axes but the last.
+    """Return the bytes of rows ``[first, last)``, uint8 ``[rows, bytes]``, for an ``is_stored``
+    recipe.
+
+    Rows are counted over all axes except the last.
     """
     assert recipe.is_stored and not recipe.pad_rows
     parts = []
@@ -216,7 +235,7 @@ def load_stored(recipe: WeightRecipe, get: ReadsStored, first: int, last: int) -
 
 
 def _columns_stored(stored: Tensor, recipe: WeightRecipe) -> Tensor:
-    """The bytes of a recipe's columns, of whole blocks, out of those of whole rows."""
+    """Select the bytes of the recipe's columns from the bytes of whole rows."""
     assert recipe.format is not None and recipe.columns is not None
     found = get_format(recipe.format)
     num_bytes = found.nbytes((1, found.block))
@@ -230,8 +249,10 @@ def _columns_stored(stored: Tensor, recipe: WeightRecipe) -> Tensor:
 
 
 def load_rows(recipe: WeightRecipe, get: ReadsRows, first: int, last: int) -> Tensor:
-    """Rows ``[first, last)`` of what :func:`load_dense` makes of a recipe without padding; raises
-    as it does.
+    """Return rows ``[first, last)`` of the :func:`load_dense` result. The recipe must have no
+    padding.
+
+    Errors are as in :func:`load_dense`.
     """
     assert len(recipe.shape) == 2 and not recipe.pad_rows
     if isinstance(get, ReadsParts):
@@ -251,13 +272,14 @@ def load_rows(recipe: WeightRecipe, get: ReadsRows, first: int, last: int) -> Te
 
 
 def load_values(recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
-    """:func:`load_dense`, then the float32 values that the recipe's format has for it."""
+    """Load a recipe and return its float32 values in the recipe's format."""
     return values_of(load_dense(recipe, get), recipe)
 
 
 def values_of(dense: Tensor, recipe: WeightRecipe) -> Tensor:
-    """The float32 values that the recipe's format has for what :func:`load_dense` gave, or
-    :func:`load_rows` where no block is cut.
+    """Return the float32 values of ``dense`` in the recipe's format.
+
+    ``dense`` comes from :func:`load_dense`, or from :func:`load_rows` if rows do not cut a block.
     """
     assert recipe.format is not None
     if recipe.is_stored:
@@ -290,13 +312,13 @@ def _load_segment(segment: Segment, recipe: WeightRecipe, get: Callable[[str], T
 
 
 def _finite(segments: Sequence[Segment], parts: Sequence[Tensor]) -> Tensor:
-    """What segments were loaded as, below one another.
+    """Concatenate loaded segments by rows.
 
     Raises:
-        CheckpointError: where one holds NaN or inf.
+        CheckpointError: A segment contains NaN or inf.
     """
     joined = parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
-    # a finite sum has finite terms; one of them all is read back from a device once
+    # A finite sum has finite terms. A single read from the device then checks all segments.
     if not bool(joined.sum().isfinite()):
         for segment, part in zip(segments, parts, strict=True):
             if not bool(part.isfinite().all()):

@@ -1,4 +1,4 @@
-"""Finding and replacing pieces of a graph: patterns, matches, and nodes that know their shapes."""
+"""Graph rewriting: patterns, matches, and new nodes with shapes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Bindings = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Var:
-    """Binds any node to a name; the same name must bind the same node everywhere."""
+    """Binds any node to a name. A repeated name must bind the same node."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """Binds any number, string, list or None to a name."""
+    """Binds a number, string, list or None to a name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Call:
-    """A call of one of ``targets`` with these arguments; trailing arguments not named are free.
+    """Matches a call to any of ``targets`` with these arguments. Further arguments are free.
 
     Calls with keyword arguments (``alpha``, ``dtype``) never match. ``commutative`` tries the first
     two arguments in both orders.
@@ -49,7 +49,7 @@ class Call:
 
 
 def match(pattern: Any, value: Any, bindings: Bindings | None = None) -> Bindings | None:
-    """What the pattern's names stand for in ``value`` (a node or an argument), or None."""
+    """Return the bindings if ``value`` (a node or an argument) matches the pattern, else None."""
     bound = {} if bindings is None else bindings
     if isinstance(pattern, Var):
         return _bind(pattern.name, value, bound) if isinstance(value, Node) else None
@@ -109,9 +109,9 @@ def emit(
     facts: NodeInfo | None = None,
     name: str | None = None,
 ) -> Node:
-    """Insert a call before a node, with its result's shape and its NodeInfo.
+    """Insert a call before a node, with its result shape and its NodeInfo.
 
-    Shapes come from the op's own fake, run on the arguments' fakes; ``name`` is torch's by default.
+    The op's fake computes the shape from the arguments' fakes. torch selects the default name.
     """
     target = operation.overload if isinstance(operation, Operator) else operation
     with before.graph.inserting_before(before):
@@ -124,13 +124,13 @@ def emit(
 
 
 def replace(node: Node, replacement: Node) -> None:
-    """Give the node's users to its replacement and erase it."""
+    """Redirect all users of a node to its replacement and erase the node."""
     node.replace_all_uses_with(replacement)
     node.graph.erase_node(node)
 
 
 def add_input(graph: Graph, name: str, value: Any, facts: NodeInfo) -> Node:
-    """A new placeholder after the existing ones; ``value`` is its fake."""
+    """Add a placeholder after the existing placeholders. ``value`` is its fake."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     with graph.inserting_after(placeholders[-1]):
         node = graph.placeholder(name)
@@ -140,7 +140,9 @@ def add_input(graph: Graph, name: str, value: Any, facts: NodeInfo) -> Node:
 
 
 def fake_input(like: Node, sizes: Sequence[int | str], dtype: torch.dtype) -> Any:
-    """A fake tensor of the graph's fake mode; string sizes are dynamic dimensions, by name."""
+    """Return a fake tensor in the graph's fake mode. String sizes are names of dynamic
+    dimensions.
+    """
     mode = like.meta["val"].fake_mode
     shape = [
         size if isinstance(size, int) else dynamic_size(mode, f"tilewright_{size}", 7 + index)
@@ -151,9 +153,9 @@ def fake_input(like: Node, sizes: Sequence[int | str], dtype: torch.dtype) -> An
 
 
 def dynamic_size(mode: Any, name: str, hint: int) -> Any:
-    """The dynamic dimension of this name and hint in a fake mode, made when first asked for.
+    """Return the dynamic dimension for a name and hint. The first call in a fake mode creates it.
 
-    A new symbol empties all that torch remembers of the others, so that one for each layer is slow.
+    A new symbol clears torch's caches for all other symbols. A symbol per layer would be slow.
     """
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
@@ -168,7 +170,7 @@ def dynamic_size(mode: Any, name: str, hint: int) -> Any:
 
 
 def find_calls(graph: Graph, *targets: Any) -> list[Node]:
-    """The calls of any of these operators or overloads, in the graph's order."""
+    """Return the calls to any of these operators or overloads, in graph order."""
     overloads = {t.overload if isinstance(t, Operator) else t for t in targets}
     return [node for node in graph.nodes if node.op == "call_function" and node.target in overloads]
 
@@ -176,9 +178,10 @@ def find_calls(graph: Graph, *targets: Any) -> list[Node]:
 def rewrite_matches(
     graph: Graph, pattern: Call, build: Callable[[Node, Bindings], Node | None]
 ) -> int:
-    """Replace every match of ``pattern`` by what ``build(root, bindings)`` emits; count them.
+    """Replace each match of ``pattern`` with the result of ``build(root, bindings)``. Return the
+    count.
 
-    ``build`` may return None to leave a match alone.
+    A match remains unchanged if ``build`` returns None.
     """
     count = 0
     for node in list(graph.nodes):

@@ -1,7 +1,7 @@
-"""A lowered graph as JSON and back, for compiled folders: structure and facts, no weights, no code.
+"""A lowered graph as JSON for compiled directories: structure and metadata, no weights, no code.
 
-Shapes are written for inputs only; those of every other value follow from the ops' own fakes, so a
-file that contradicts itself fails to load.
+Only inputs have stored shapes. The ops' fakes compute all other shapes, so an inconsistent file
+fails to load.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from tilewright.errors import CheckpointError, one_line
 
 _DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 _WORDS = ("none", "tanh", *WIRES)
-"""All strings that ops are called with: how GELU is computed, what collectives send."""
+"""All string arguments of ops: GELU variants and link formats of collectives."""
 
 _MAX_SIZE = 1 << 40
-_FIRST_HINT = 7  # dynamic sizes above 1, or they become constants
+_FIRST_HINT = 7  # above 1: torch makes smaller sizes constants
 
 
 @dataclass(frozen=True, slots=True)
 class InputRecord:
-    """A graph's input: sizes are numbers, or names of dynamic dimensions (``T``, ``R``, ``L``)."""
+    """A graph input. Sizes are numbers or names of dynamic dimensions (``T``, ``R``, ``L``)."""
 
     name: str
     dtype: str
@@ -45,7 +45,7 @@ class InputRecord:
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """A call of an op: arguments are literals, lists of them, or ``{"node": name}``."""
+    """A call to an op. Arguments are literals, lists, or ``{"node": name}``."""
 
     name: str
     op: str
@@ -55,7 +55,7 @@ class CallRecord:
 
 @dataclass(frozen=True, slots=True)
 class GraphRecord:
-    """The whole graph, nodes in order; ``output`` names the node it returns."""
+    """A graph with its nodes in order. ``output`` is the name of the returned node."""
 
     inputs: tuple[InputRecord, ...]
     calls: tuple[CallRecord, ...]
@@ -63,7 +63,7 @@ class GraphRecord:
 
 
 def graph_json(graph_module: GraphModule) -> bytes:
-    """Write the lowered graph, its formats and fidelities as a JSON object."""
+    """Write the lowered graph with its formats and fidelities as a JSON object."""
     graph = graph_module.graph
     named = dimension_names(graph)
     inputs, calls, output = [], [], ""
@@ -83,13 +83,13 @@ def graph_json(graph_module: GraphModule) -> bytes:
 
 
 def read_graph(data: bytes, where: Path, *, is_fixed: bool = False) -> GraphModule:
-    """The graph that :func:`graph_json` wrote; only ops that graphs may hold are accepted.
+    """Read a graph from :func:`graph_json`. Only allowed ops are accepted.
 
-    ``is_fixed``: with a number for each dynamic dimension. That takes none of torch's symbols,
-    whose modules take two seconds to import, and does for readers of all other sizes.
+    ``is_fixed`` gives each dynamic dimension a number. This avoids the import of torch's symbolic
+    shapes, which takes two seconds. Use it if the graph's dynamic sizes are not needed.
 
     Raises:
-        CheckpointError: for anything else, naming ``where``.
+        CheckpointError: The data are not a lowered graph. The message contains ``where``.
     """
     try:
         record = msgspec.json.decode(data, type=GraphRecord)
@@ -97,13 +97,13 @@ def read_graph(data: bytes, where: Path, *, is_fixed: bool = False) -> GraphModu
         raise CheckpointError(f"{where}: not a graph: {one_line(error)}") from None
     try:
         return (_FixedBuilder if is_fixed else _Builder)(record).build()
-    except Exception as error:  # fakes run on what the file says; whatever fails is its fault
+    except Exception as error:  # the fakes run on file data: any error is the file's
         raise CheckpointError(f"{where}: not a lowered graph: {one_line(error)}") from None
 
 
 def _written(argument: Any) -> Any:
     if isinstance(argument, Node):
-        # FX writes names of its own, such as a_log for A_log; inputs are read by their targets
+        # FX changes names, for example A_log to a_log. The target of an input is its original name.
         name = str(argument.target) if argument.op == "placeholder" else argument.name
         return {"node": name}
     if isinstance(argument, list | tuple):
@@ -114,14 +114,14 @@ def _written(argument: Any) -> Any:
 
 
 def _functions() -> Mapping[str, Any]:
-    """Everything a graph may call, by the name it is written under."""
+    """Return all allowed functions by their name in the file."""
     allowed = [*OPERATORS, *BESIDE_OURS]
     graph = Graph()
     return {operator_name(graph.call_function(function)): function for function in allowed}
 
 
 class _Builder:
-    """Builds the graph of a record, node by node."""
+    """Builds a graph from its record, node by node."""
 
     def __init__(self, record: GraphRecord) -> None:
         self._record = record
@@ -170,13 +170,13 @@ class _Builder:
         self._nodes[call.name] = node
 
     def _size(self, name: str) -> Any:
-        """The dynamic size of this name, one for all inputs that have it."""
+        """Return the dynamic size for a name, shared by all inputs."""
         if name not in self._sizes:
             self._sizes[name] = self._make_size(name, _FIRST_HINT + len(self._sizes))
         return self._sizes[name]
 
     def _make_mode(self) -> AbstractContextManager[Any]:
-        """What inputs are made in, and with them all else."""
+        """Return the context for fake tensors."""
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -196,7 +196,7 @@ class _Builder:
 
 
 class _FixedBuilder(_Builder):
-    """Builds with hints as sizes, of tensors on the meta device and no more."""
+    """Builds with hints as sizes and plain tensors on the meta device."""
 
     def _make_mode(self) -> AbstractContextManager[Any]:
         return nullcontext()

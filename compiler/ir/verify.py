@@ -1,5 +1,6 @@
-"""What must be true of a graph after each stage. A failure is a bug of a pass, never of a user;
-what a user's module may not do is refused by name, once models are matched.
+"""Invariants of a graph after each stage. A failed assertion is an internal error.
+
+:func:`check_model` rejects unsupported user modules with a user error after matching.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ STRUCTURAL = {
     aten.split_with_sizes.default,
     aten.index_select.default,
 }
-"""What may stand beside our own op set once models are matched: adds and changes of shape."""
+"""Ops allowed in matched graphs in addition to Tilewright's: adds and shape changes."""
 
 ELEMENTWISE = {aten.mul.Tensor, aten.div.Tensor, aten.tanh.default}
-"""Plain arithmetic that is allowed besides: scaled embeddings, other gates, capped logits."""
+"""Other allowed arithmetic: scaled embeddings, gates, capped logits."""
 
 STATEFUL = (ops.attention, ops.causal_conv1d, ops.gated_delta_rule)
-"""What models call and `insert_state` gives its state."""
+"""Ops in models without explicit state. `insert_state` replaces them."""
 
 BESIDE_OURS = STRUCTURAL | ELEMENTWISE
-"""All that is not ours."""
+"""All allowed ops outside Tilewright's op set."""
 
 
 def check_model(graph_module: GraphModule) -> None:
-    """Refuse a module that does what no operator of ours stands for.
+    """Reject a module with unsupported operations.
 
     Raises:
-        CompileError: naming the module and the first such call, a parameter that plain arithmetic
-            reads (a bias that is not its linear layer's own), or a result that is not logits.
+        CompileError: A call has no operator, plain arithmetic reads a parameter (for example a bias
+            outside its linear layer), or the result is not logits.
     """
     for node in graph_module.graph.nodes:
         if node.op != "call_function":
@@ -51,8 +52,8 @@ def check_model(graph_module: GraphModule) -> None:
         where = info(node).fqn or node.name
         if node.target not in OPERATORS and node.target not in BESIDE_OURS:
             raise CompileError(
-                f"{where}: calls {node.target}, for which there is no operator; allowed: "
-                "tilewright.compiler.ops, and what the architectures in models/ are written in"
+                f"{where}: calls {node.target}, not an operator; allowed: "
+                "tilewright.compiler.ops, and the operators of the architectures in models/"
             )
         parameter = next((each for each in node.all_input_nodes if info(each).role == WEIGHT), None)
         if parameter is not None and node.target in BESIDE_OURS:
@@ -69,8 +70,9 @@ def check_model(graph_module: GraphModule) -> None:
 
 
 def head_of(graph_module: GraphModule) -> tuple[Node | None, list[Node]]:
-    """The product that makes the logits, and what is done to them after it, value by value, last
-    first; None where the result is that of no product.
+    """Return the linear for the logits, and the elementwise operations after it, last first.
+
+    Return None for the linear if the result comes from another operation.
     """
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
     head, after = output.args[0], []
@@ -83,7 +85,7 @@ def head_of(graph_module: GraphModule) -> tuple[Node | None, list[Node]]:
 
 
 def verify_matched(graph_module: GraphModule) -> None:
-    """Check that only our op set and structural nodes are left in a graph."""
+    """Check that a graph contains only Tilewright's ops and structural nodes."""
     left = [
         str(node.target)
         for node in graph_module.graph.nodes
@@ -95,7 +97,7 @@ def verify_matched(graph_module: GraphModule) -> None:
 
 
 def verify_precision(graph_module: GraphModule) -> None:
-    """Every weight has a format; every product and attention has a fidelity for each phase."""
+    """Check that each weight has a format, and each matmul and attention has fidelities."""
     verify_matched(graph_module)
     for node in graph_module.graph.nodes:
         facts = info(node)
@@ -112,8 +114,10 @@ def verify_precision(graph_module: GraphModule) -> None:
 
 
 def verify_sharded(graph_module: GraphModule) -> None:
-    """Operands of value-by-value operators lie alike, only collectives, sums and scalings read
-    partial values, and the result is whole.
+    """Check the shardings of a graph.
+
+    Operands of elementwise operators have equal shardings. Only collectives, sums and scalings read
+    partial values. The result is whole.
     """
     verify_precision(graph_module)
     scale = {aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, ops.sigmoid_gate.overload}
@@ -130,7 +134,7 @@ def verify_sharded(graph_module: GraphModule) -> None:
 
 
 def verify_lowered(graph_module: GraphModule) -> None:
-    """State is explicit, recipes describe tensors of the shapes the graph reads."""
+    """Check that state is explicit and recipes match the shapes in the graph."""
     left = find_calls(graph_module.graph, *STATEFUL)
     assert not left, f"{', '.join(map(operator_name, left))} without state is left"
     for node in graph_module.graph.nodes:
