@@ -1,4 +1,4 @@
-"""A loaded model becomes an executable: the way of the data, top to bottom."""
+"""Compilation of a loaded model to an executable, in order of the data flow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tilewright.distributed.parallel import ALONE, Parallel
 
 
 class CompilableModel(Protocol):
-    """What `tilewright.models.load_model` returns, as far as the compiler looks at it."""
+    """The compiler's view of a model from `tilewright.models.load_model`."""
 
     @property
     def name(self) -> str: ...
@@ -47,24 +47,24 @@ def compile_model(
     progress: Progress | None = None,
     dump_dir: Path | None = None,
 ) -> Compiled:
-    """Trace, rewrite, lower and build ``model`` for a target; for a group of ranks
-    (``options.parallel``), the program and the weights of ``options.rank``, whose executable then
-    joins the others' (`Executable.join`).
+    """Trace, rewrite, lower and build ``model`` for a target.
 
-    Nothing is kept (`artifacts` does that), but ``dump_dir`` receives the graph after
-    every pass.
+    For a group of ranks (``options.parallel``), compile the program and weights for
+    ``options.rank``. Its executable then connects to the other ranks with `Executable.join`.
+    Nothing is stored: use `artifacts` for this. ``dump_dir`` receives the graph after every pass.
 
     Args:
-        model: what `load_model` returns.
-        precision: what `load_precision` returns.
+        model: Result of `load_model`.
+        precision: Result of `load_precision`.
         target: ``cpu-native``, ``cpu`` (ONNX Runtime), ``cuda``, a board (``n150``, ``n300``,
             ``t3k``, ``tg``), ``reference`` or ``null``.
-        options: batch, context and arithmetic; None: one sequence of 2,048 positions.
-        progress: is told ``(what, done, total)`` meanwhile.
+        options: Batch, context and arithmetic. None: the defaults of `CompileOptions`.
+        progress: Called with ``(step, done, total)``.
+        dump_dir: Directory for graph dumps. None: no dumps.
 
     Raises:
-        CompileError: where model, precision and target do not fit together.
-        CheckpointError: where a tensor is missing or of another shape.
+        CompileError: Model, precision and target do not fit together.
+        CheckpointError: A tensor is missing or has the wrong shape.
     """
     options, report = options or CompileOptions(), progress or silent
     check_options(options, model.config.max_positions)
@@ -96,9 +96,10 @@ def compile_virtual(
     target: str = "reference",
     options: CompileOptions,
 ) -> Compiled:
-    """All ranks of ``options.parallel`` in this one process: the oracle for processes of their own.
+    """Compile all ranks of ``options.parallel`` in this process, as the oracle for separate
+    processes.
 
-    As `compile_model`, for targets that run ranks so.
+    Arguments are as in `compile_model`. The target must support virtual ranks.
     """
     check_options(options, model.config.max_positions)
     backend, resolved = get_target(target), resolve_precision(model, precision)
@@ -118,10 +119,10 @@ def compile_virtual(
 
 
 def resolve_precision(model: CompilableModel, precision: PrecisionConfig) -> ResolvedPrecision:
-    """The configuration on this model, each of whose rules must reach one of its modules.
+    """Apply the configuration to this model. Each rule must match a module.
 
     Raises:
-        ConfigError: for a layer the model has not, or a rule without an effect.
+        ConfigError: A layer does not exist, or a rule has no effect.
     """
     modules = grouped_modules(model.module)
     return precision.resolve(model.config.num_layers, model.name, modules=modules)
@@ -132,8 +133,10 @@ _TRACED: dict[Any, GraphModule] = {}
 
 
 def trace_model(model: CompilableModel) -> GraphModule:
-    """A copy of the model's graph, of the caller's own; models of one configuration, with the same
-    parameters, are traced once in a process, unless one's ``forward`` is an instance's own.
+    """Return a copy of the model's graph for the caller to modify.
+
+    Models with equal class, configuration and parameter shapes are traced once per process. A model
+    with a ``forward`` on an instance is always traced.
     """
     module = model.module
     if any("forward" in vars(each) for each in module.modules()):
@@ -158,22 +161,22 @@ def lower_model(
     rank: int = 0,
     block_axis: str = "",
 ) -> tuple[GraphModule, PassContext]:
-    """Trace the model and run a target's stages, each followed by its verification.
+    """Trace the model and run a target's stages. A verification follows each stage.
 
-    With ``parallel`` of several ranks it is the program of ``rank``, of its own weights and heads,
-    with collectives where it reads what the others have; `weight_source` with the same
-    ``parallel`` then reads no more than that. Every rank runs it by itself::
+    With several ranks in ``parallel``, return the program for ``rank``: its own weights and heads,
+    and collectives for values on other ranks. `weight_source` with the same ``parallel`` reads only
+    these weights. Every rank runs this function::
 
         parallel = backend.settled(options)
         lowered = lower_model(model, resolved, backend.stages(), report, parallel=parallel, rank=r)
         weights = weight_source(model, options.max_context, parallel)
         executable = backend.compile(lowered[0], weights, options, report)
 
-    ``block_axis``: that of the target (`Target.block_axis`). ``dump_dir``, else what
-    ``TILEWRIGHT_DUMP`` names, receives the graph after every pass.
+    ``block_axis`` is `Target.block_axis`. ``dump_dir``, or else the directory in
+    ``TILEWRIGHT_DUMP``, receives the graph after every pass.
 
     Raises:
-        CompileError: where the model cannot be dealt to so many ranks.
+        CompileError: The model cannot be sharded over these ranks.
     """
     report("trace", 0, 1)
     graph_module = trace_model(model)
@@ -200,7 +203,7 @@ def _lower_ranks(
     stages: Sequence[Stage],
     parallel: Parallel,
 ) -> list[tuple[GraphModule, PassContext]]:
-    """`lower_model` of every rank; what comes before a rank's part is cut out is done once."""
+    """Run `lower_model` for every rank. Stages before the slicing by rank run once."""
     stages = with_ranks(stages)
     end = stages.index(RANK)
     graph_module, stored_type = trace_model(model), model.checkpoint.stored_type
@@ -219,8 +222,9 @@ def _lower_ranks(
 
 
 def constants_of(model: CompilableModel, max_context: int | None = None) -> dict[str, Tensor]:
-    """The values of the model's buffers, which no checkpoint holds, by name; for sequences up to
-    ``max_context`` positions (None: as many as the model allows).
+    """Return the values of the model's buffers by name. Checkpoints do not contain them.
+
+    They cover sequences up to ``max_context`` positions. None is the model's limit.
     """
     constants: dict[str, Tensor] = model.module.constants(max_context)
     return constants
@@ -229,17 +233,18 @@ def constants_of(model: CompilableModel, max_context: int | None = None) -> dict
 def weight_source(
     model: CompilableModel, max_context: int | None = None, parallel: Parallel = ALONE
 ) -> ModelWeights:
-    """The model's tensors by name. ``max_context``: see `constants_of`. For a group of several
-    ranks a source that reads of a tensor what a rank keeps.
+    """Return a source for the model's tensors by name. ``max_context`` is as in `constants_of`.
+
+    For several ranks, the source reads only a rank's slice.
     """
     kind = ModelWeights if parallel.tensor == 1 else RankWeights
     return kind(model, constants_of(model, max_context))
 
 
 class ModelWeights:
-    """A model's tensors by name: its constants, else the checkpoint's, read when asked for.
+    """A lazy source for a model's tensors: constants first, then the checkpoint.
 
-    A tensor that several parameters are rows of is kept until another such one is asked for.
+    A tensor with rows for several parameters stays in memory until the next such tensor is read.
     """
 
     def __init__(self, model: CompilableModel, constants: Mapping[str, Tensor]) -> None:
@@ -259,7 +264,9 @@ class ModelWeights:
         return tensor
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Rows ``[first, last)`` of a tensor of two axes; only they are read, unless it is kept."""
+        """Return rows ``[first, last)`` of a matrix. Read only these rows, except from a cached
+        tensor.
+        """
         if name in self._constants or name in self._shared:
             return self(name)[first:last].clone()
         tensor = self._checkpoint.get(name, slice(first, last))
@@ -267,8 +274,9 @@ class ModelWeights:
         return tensor
 
     def stored(self, name: str, first: int, last: int) -> Tensor:
-        """The bytes of rows ``[first, last)`` of a tensor in blocks, uint8 ``[rows, bytes]``; rows
-        are counted over all axes but the last.
+        """Return file bytes for rows ``[first, last)`` in a block format, uint8 ``[rows, bytes]``.
+
+        Rows are counted over all axes except the last.
         """
         inner = math.prod(self._checkpoint.names[name].shape[1:-1])
         outer = slice(first // inner, -(-last // inner))
@@ -279,8 +287,9 @@ class ModelWeights:
 
 
 class RankWeights(ModelWeights):
-    """A model's tensors by name for ranks, each of which keeps a part of most: only that is read,
-    as `tilewright.compiler.ir.recipe.ReadsParts` has it.
+    """A lazy source with slices of tensors for ranks.
+
+    It implements `tilewright.compiler.ir.recipe.ReadsParts`.
     """
 
     def part(
@@ -315,7 +324,7 @@ class RankWeights(ModelWeights):
 
 
 def _by_outer(first: int, last: int, inner: int) -> Iterator[tuple[int, int, slice]]:
-    """Rows counted over two axes, as runs of the second one inside slices of the first."""
+    """Split rows counted over two axes into ranges of the second axis, with slices of the first."""
     while first < last:
         outer, begin = divmod(first, inner)
         whole = (last - first) // inner if begin == 0 else 0
@@ -329,8 +338,9 @@ def _by_outer(first: int, last: int, inner: int) -> Iterator[tuple[int, int, sli
 
 
 def stored_formats(model: CompilableModel) -> dict[str, str]:
-    """The format that each parameter of a model is stored in, by its name; see
-    `tilewright.compiler.formats.stored_together`.
+    """Return the stored format of each parameter by name.
+
+    See `tilewright.compiler.formats.stored_together`.
     """
     sources, checkpoint = model.module.sources(), model.checkpoint
     found = {}

@@ -1,7 +1,8 @@
-"""The cache of compiled programs, and of facts about models: never stale, made of what names them.
+"""A cache for compiled programs and model metadata, keyed by their inputs, and therefore never
+stale.
 
-One process builds an entry while others wait for its lock; a damaged entry is built again; the
-least recently used ones make room.
+A single process builds an entry while others wait for its lock. Damaged entries are built again.
+The least recently used entries are removed to free space.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ Facts = TypeVar("Facts")
 
 
 class CacheUnusableError(TilewrightError):
-    """The cache's folder cannot be made, locked or written."""
+    """The cache directory cannot be created, locked or written."""
 
 
 def program_key(
     files: Sequence[Path], *, target: str, compute: str, precision_id: str, memory: Path
 ) -> str:
-    """What a program depends on, as one name: the checkpoint's bytes, the choices, the code.
+    """Return a key for a program: a hash over the checkpoint's bytes, the options and the code.
 
     Raises:
-        OSError: when a file cannot be read.
+        OSError: A file cannot be read.
     """
     parts = {
         "format": FORMAT,
@@ -63,17 +64,22 @@ def program_key(
 
 @dataclass(frozen=True, slots=True)
 class ProgramCache:
-    """A cache of compiled programs under ``root``, of at most ``max_bytes`` together."""
+    """A cache for compiled programs.
+
+    Attributes:
+        root: Directory.
+        max_bytes: Total size limit in bytes.
+    """
 
     root: Path
     max_bytes: int
 
     @classmethod
     def default(cls) -> ProgramCache:
-        """The one in :func:`cache_dir`, of ``TILEWRIGHT_CACHE_GB`` gigabytes.
+        """Return the cache in :func:`cache_dir`, limited to ``TILEWRIGHT_CACHE_GB`` gigabytes.
 
         Raises:
-            ConfigError: when the variable is no size.
+            ConfigError: The variable is not a size.
         """
         text = os.environ.get(SIZE_VARIABLE, str(DEFAULT_GB))
         try:
@@ -86,14 +92,19 @@ class ProgramCache:
 
     @property
     def memory(self) -> Path:
-        """The folder of remembered file digests."""
+        """Return the directory of cached file digests."""
         return self.root / "digests"
 
     def facts(self, key: str, tell: Callable[[], Facts], kind: type[Facts]) -> Facts:
-        """What ``tell`` says, a small dataclass that ``key`` stands for: kept once it was said.
+        """Return the cached record for ``key``, or call ``tell`` and store its result.
 
-        The oldest make room. Nothing is kept where there is no writing to the cache, and what is
-        damaged is told anew.
+        The oldest records are removed. Damaged records are computed again. If the cache is not
+        writable, nothing is stored.
+
+        Args:
+            key: Name of the record.
+            tell: Computes the record, a small dataclass.
+            kind: Class of the record.
         """
         path = self.root / "facts" / f"{key}.json"
         with contextlib.suppress(OSError, ValueError, RecursionError):
@@ -110,12 +121,14 @@ class ProgramCache:
     def entry(
         self, key: str, build: Callable[[Path], None], *, wait: Callable[[], None]
     ) -> Iterator[tuple[Path, Manifest]]:
-        """The entry called ``key``: built by ``build(folder)`` unless a sound one is there.
+        """Yield the entry ``key`` with its manifest. Call ``build(directory)`` unless a valid entry
+        exists.
 
-        No other process builds or removes it inside the block; ``wait`` is told when one is at it.
+        Inside the block no other process builds or removes the entry. ``wait`` is called if another
+        process has the lock.
 
         Raises:
-            CacheUnusableError: when there is no writing to the cache.
+            CacheUnusableError: The cache is not writable.
         """
         entry = self._programs / key
         partial = self._path(key, _PARTIAL)
@@ -142,7 +155,7 @@ class ProgramCache:
             yield entry, manifest
 
     def entries(self) -> list[Path]:
-        """The directories of all programs; none if the cache is not there."""
+        """Return the directories of all programs. Without a cache there are none."""
         with contextlib.suppress(OSError):
             return sorted(
                 each
@@ -155,8 +168,8 @@ class ProgramCache:
         """Remove a program.
 
         Raises:
-            ConfigError: while a process builds or loads it.
-            OSError: if the files cannot be removed.
+            ConfigError: A process builds or loads the program.
+            OSError: The files cannot be removed.
         """
         try:
             with _locked(self._path(key, _LOCK)):
@@ -168,7 +181,7 @@ class ProgramCache:
     def existing(
         self, key: str, *, wait: Callable[[], None]
     ) -> Iterator[tuple[Path, Manifest] | None]:
-        """`entry` of a program that is there; None where there is no sound one."""
+        """Yield an existing `entry`, or None without a valid entry."""
         entry = self._programs / key
         with contextlib.ExitStack() as stack:
             manifest = None
@@ -193,8 +206,9 @@ class ProgramCache:
         return self._programs / f"{key}{suffix}"
 
     def _make_room(self, newest: str) -> None:
-        """Remove the least recently used entries beyond ``max_bytes``, but not ``newest``, and
-        what processes that are gone have left half made.
+        """Remove the least recently used entries beyond ``max_bytes``, except ``newest``.
+
+        Also remove incomplete entries of terminated processes.
         """
         entries = []
         for entry in self._programs.iterdir():
@@ -216,7 +230,7 @@ class ProgramCache:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or a file in its place, if it is there."""
+    """Remove a directory or file, if it exists."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -234,7 +248,9 @@ def _unusable(root: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold an exclusive lock on ``path``; without ``wait``, a held one is a BlockingIOError."""
+    """Take an exclusive lock on ``path``. If it is locked, call ``wait``, or raise without
+    ``wait``.
+    """
     with path.open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""SHA-256 of whole files, remembered while the file system says that nothing was written to them.
+"""SHA-256 digests for whole files, cached while the file system reports no change.
 
-A file's change time cannot be set by a program, so a remembered digest is never that of other
-bytes; digests of files changed within the last seconds are not remembered.
+A program cannot set a file's change time, so a cached digest always matches the file's bytes.
+Digests of files modified within the last seconds are not cached.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from pathlib import Path
 from tilewright.utils.files import open_regular
 
 _SETTLED_NS = 3_000_000_000
-"""Beyond the coarsest clock of a common file system, so that a later write is seen."""
+"""Longer than the clock resolution of common file systems, so that a later write is noticed."""
 
 
 def file_digest(path: Path, memory: Path) -> str:
-    """SHA-256 of ``path``, 64 hexadecimal digits; ``memory`` is the folder of remembered ones.
+    """Return the SHA-256 of ``path`` as 64 hexadecimal digits. ``memory`` is the digest cache's
+    directory.
 
     Raises:
-        OSError: when the file cannot be read, or changes while it is.
+        OSError: The file cannot be read, or changes during reading.
     """
     before = _state(path)
     known = remembered_digest(path, memory)
@@ -41,10 +42,10 @@ def file_digest(path: Path, memory: Path) -> str:
 
 
 def remembered_digest(path: Path, memory: Path) -> str | None:
-    """`file_digest` without reading the file; None where it is not remembered.
+    """Return the cached `file_digest` without reading the file, or None.
 
     Raises:
-        OSError: when there is no such file.
+        OSError: The file does not exist.
     """
     found = _state(path)
     try:
@@ -61,7 +62,7 @@ def _kept(path: Path, memory: Path) -> Path:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a small file, whole or not at all; one that cannot be written is left out."""
+    """Write a small file atomically. Ignore write errors."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,8 +75,8 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @functools.cache
 def sources_digest() -> str:
-    """SHA-256 over Tilewright's own sources, so that no program outlives the code that made it."""
-    root = Path(__file__).parents[2]  # the package, whose `compiler` may be a link
+    """Return the SHA-256 over Tilewright's sources: changed code invalidates all programs."""
+    root = Path(__file__).parents[2]  # the package root; its `compiler` may be a link
     digest = hashlib.sha256()
     for path in _sources(root):
         digest.update(f"{path.relative_to(root)}\0".encode())

@@ -1,4 +1,6 @@
-"""Compiled folders: made beside their place and moved there whole, checked before they are used."""
+"""Compiled directories: written under a temporary name, renamed when complete, checked before
+use.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from tilewright.utils.files import check_fresh, mode_of_new, read_regular
 
 
 def seal_folder(folder: Path, manifest: Manifest, memory: Path) -> None:
-    """Hash every file in ``folder`` and write the manifest, last."""
+    """Hash all files in ``folder``, then write the manifest."""
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != MANIFEST:
@@ -28,10 +30,10 @@ def seal_folder(folder: Path, manifest: Manifest, memory: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder inside an artifact's.
+    """Make a directory inside an artifact.
 
     Raises:
-        NoRoomError: when it cannot be.
+        NoRoomError: The directory cannot be made.
     """
     try:
         path.mkdir()
@@ -42,10 +44,10 @@ def make_folder(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write one file of an artifact's folder.
+    """Write a file in an artifact's directory.
 
     Raises:
-        NoRoomError: when it cannot be.
+        NoRoomError: The file cannot be written.
     """
     try:
         path.write_bytes(data)
@@ -56,10 +58,10 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """The bytes of one file of a folder.
+    """Return the bytes of a file in an artifact's directory.
 
     Raises:
-        CheckpointError: when it cannot be read.
+        CheckpointError: The file cannot be read.
     """
     try:
         return read_regular(path)
@@ -68,11 +70,13 @@ def read_file(path: Path) -> bytes:
 
 
 def open_folder(folder: Path, memory: Path, rank: int = 0) -> Manifest:
-    """The manifest of a compiled folder whose files are all as they were written; of programs for
-    several ranks, those that ``rank`` reads.
+    """Return the manifest of a compiled directory after checking its file hashes.
+
+    For a group of ranks, only the files for ``rank`` are hashed.
 
     Raises:
-        CheckpointError: for a folder that is none, or one with a missing, changed or added file.
+        CheckpointError: The manifest is missing or invalid, or a file is missing, changed or
+            unknown.
     """
     manifest = read_manifest(folder)
     for path in sorted(folder.rglob("*")):
@@ -101,10 +105,10 @@ def open_folder(folder: Path, memory: Path, rank: int = 0) -> Manifest:
 
 @contextmanager
 def fresh_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes ``path`` when the block ends well and is removed otherwise.
+    """Yield a temporary directory. Rename it to ``path`` on success, else remove it.
 
     Raises:
-        ConfigError: when ``path`` exists and is not an empty folder, or cannot be made.
+        ConfigError: ``path`` exists and is not an empty directory, or it cannot be created.
     """
     check_fresh(path)
     try:

@@ -1,4 +1,4 @@
-"""Running what lies in a compiled folder. Imports no torch where the target needs none."""
+"""Loading of compiled directories. Imports no torch unless the target needs it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ GRAPH = "graph.json"
 def load_program(
     folder: Path, manifest: Manifest, options: CompileOptions, progress: Progress = silent
 ) -> Compiled:
-    """The executable of a folder that `open_folder` found sound; its ``compute`` is the folder's.
+    """Return the executable of a directory checked by `open_folder`. ``compute`` is the
+    directory's.
 
-    Of a folder for several ranks it is the program of ``options.rank``.
+    For several ranks, load the program of ``options.rank``.
 
     Raises:
-        CheckpointError: for files that are not what the target wrote.
-        ConfigError, CompileError: for options that the program does not serve.
+        CheckpointError: The files were not written by the target.
+        ConfigError, CompileError: The program does not support the options.
     """
     return load_part(own_part(folder, manifest, options), manifest, options, progress)
 
@@ -35,12 +36,12 @@ def load_program(
 def load_part(
     folder: Path, manifest: Manifest, options: CompileOptions, progress: Progress
 ) -> Compiled:
-    """`load_program` of the folder that a program itself lies in."""
+    """Run `load_program` on the program's own directory."""
     options = as_compiled(manifest, options)
     check_options(options, manifest.model.max_positions)
 
     path = folder / GRAPH
-    data = read_file(path)  # now: an entry of the cache may be gone when the graph is asked for
+    data = read_file(path)  # read early: the cache entry may be deleted later
 
     def graph() -> GraphModule:
         from tilewright.compiler.ir.serialise import read_graph

@@ -1,4 +1,4 @@
-"""``manifest.json`` of a compiled folder: what was compiled, how and by what, and every hash."""
+"""``manifest.json`` in a compiled directory: model, options, versions, and file hashes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ from tilewright.utils.files import read_regular
 
 _MAX_NAME = 255
 FORMAT = 1
-"""Raised when a folder written before can no longer be read."""
+"""Version of the manifest. Increment it if older directories become unreadable."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What commands ask of a model when its checkpoint is not there.
+    """Metadata for commands without access to the checkpoint.
 
-    ``weights``: where they came from; folders written before it was there are of checkpoints.
+    Attributes:
+        name: Model name.
+        content_hash: Hash of the checkpoint.
+        num_layers: Number of decoder layers.
+        max_positions: Maximum context in tokens.
+        weights: Origin of the weights. Older manifests lack this field and mean checkpoints.
     """
 
     name: str
@@ -35,7 +40,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """Size in bytes and SHA-256 of one file."""
+    """A file's size in bytes and SHA-256."""
 
     num_bytes: int
     sha256: str
@@ -43,8 +48,9 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """The ranks that a folder was compiled for, as `Parallel` has them; ``sources``: SHA-256 of the
-    code that dealt the model to them, which is to run it.
+    """The ranks for a compiled directory. Fields are as in `Parallel`.
+
+    ``sources`` is the SHA-256 of the sharding code. Running the program requires the same code.
     """
 
     tensor: int
@@ -56,10 +62,21 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a compiled folder says of itself; ``files`` are relative paths, this file apart.
+    """Contents of ``manifest.json``.
 
-    ``notes``: what the passes had to say. ``created``: when, UTC. ``commit``: of the compiler's
-    checkout, if it was one. ``group``: of a folder with a program for every rank of one.
+    Attributes:
+        model: Model metadata.
+        precision: The configuration and its resolved table.
+        target: Target name.
+        compute: Arithmetic option.
+        contract: Numeric contract of the target.
+        notes: Messages from passes.
+        versions: Package versions.
+        commit: Commit of the compiler's checkout, or None.
+        created: Creation time in UTC.
+        files: Size and hash by relative path, without the manifest itself.
+        format: Manifest version.
+        group: The ranks, for a directory with a program per rank. None: a single program.
     """
 
     model: ModelFacts
@@ -77,15 +94,15 @@ class Manifest:
 
 
 def manifest_json(manifest: Manifest) -> bytes:
-    """Encode a manifest as the JSON that its file holds."""
+    """Encode a manifest as JSON for its file."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of the artifact in ``folder``.
+    """Read and check a directory's manifest.
 
     Raises:
-        CheckpointError: when it is missing, not a manifest, or of another format.
+        CheckpointError: The manifest is missing, invalid, or has another version.
     """
     path = folder / MANIFEST
     try:

@@ -1,4 +1,4 @@
-"""Where compiled things lie; importing it does not import torch."""
+"""Paths of compiled programs. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _PREFIX = "rank_"
 
 
 def digest_memory() -> Path:
-    """The folder of remembered file digests."""
+    """Return the directory of cached file digests."""
     return cache_dir() / "digests"
 
 
 def is_compiled(path: str | Path) -> bool:
-    """Whether ``path`` is a compiled folder, by its manifest."""
+    """Return whether ``path`` is a compiled directory: it has a manifest."""
     try:
         return (Path(path).expanduser() / MANIFEST).is_file()
     except (OSError, RuntimeError, ValueError):
@@ -30,9 +30,7 @@ class _Manifest(msgspec.Struct):
 
 
 def target_of(folder: Path) -> str | None:
-    """The target that a compiled folder is for; None where its manifest cannot be read, as opening
-    the folder says.
-    """
+    """Return the target of a compiled directory. None: the manifest is unreadable."""
     try:
         return msgspec.json.decode(read_regular(folder / MANIFEST), type=_Manifest).target
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -40,11 +38,11 @@ def target_of(folder: Path) -> str | None:
 
 
 def part_of(folder: Path, rank: int) -> Path:
-    """The folder of one rank's program."""
+    """Return the directory of a rank's program."""
     return folder / f"{_PREFIX}{rank}"
 
 
 def is_of_another(name: str, rank: int) -> bool:
-    """Whether a file, named within the folder, is of another rank's program."""
+    """Return whether a file, relative to the directory, belongs to another rank's program."""
     first = name.partition("/")[0]
     return first.startswith(_PREFIX) and first != f"{_PREFIX}{rank}"

@@ -1,4 +1,4 @@
-"""Compiling into a folder or through the cache."""
+"""Compilation into a directory or through the cache."""
 
 from __future__ import annotations
 
@@ -45,12 +45,14 @@ def write_program(
     rank: int = 0,
     serves: CompileOptions | None = None,
 ) -> Manifest:
-    """Compile into ``folder``, for any batch and any context of the model, or any that is served by
-    the same program as ``max_context`` where the model has several; of ranks, one's part. What
-    ``serves`` asks for is to fit this machine: that is looked at before weights are read.
+    """Compile into ``folder``. Raise as `compile_model`.
 
-    Returns the manifest; `seal_folder` completes and writes it, when the caller has added what
-    else belongs into the folder. Raises as `compile_model`.
+    The program serves any batch. Contexts are limited by the model, or by ``max_context`` if the
+    model has several programs. For several ranks, compile the program of ``rank``. Before reading
+    weights, check the memory of this machine for the options in ``serves``.
+
+    Return the manifest. The caller adds further files, then `seal_folder` writes the completed
+    manifest.
     """
     longest = model.config.max_positions
     context = longest if max_context is None else model.config.program_context(max_context)
@@ -100,8 +102,9 @@ def write_ranks(
     progress: Progress = silent,
     dump_dir: Path | None = None,
 ) -> Manifest:
-    """`write_program` for every rank of a group, each into its own part of ``folder``; the manifest
-    is of all of them.
+    """Run `write_program` for every rank in a group, with a subdirectory per rank.
+
+    Return a manifest for the whole group.
     """
     found: list[Manifest] = []
     for rank in range(parallel.tensor):
@@ -134,11 +137,11 @@ def compile_cached(
     progress: Progress = silent,
     on_cached: Callable[[str, PrecisionSummary], None] | None = None,
 ) -> Compiled:
-    """`compile_model`, through a cache; where that cannot be used, a note says so. ``on_cached``
-    receives the key of a program that is in the cache.
+    """Run `compile_model` through a cache. Raise as `compile_model`.
 
-    A rank's part is an entry of its own. Random weights, which no file stands for, are made anew
-    each time and not kept. Raises as `compile_model`.
+    Each rank has its own entry. Random weights have no file and are never cached. If the cache is
+    unusable, compile without it and add a note. ``on_cached`` is called with the key and summary of
+    a cached program.
     """
     options = options or CompileOptions()
     check_options(options, model.config.max_positions)
@@ -165,7 +168,7 @@ def compile_cached(
         return replace(compiled, notes=(str(error), *compiled.notes))
     if on_cached is not None:
         on_cached(wanted, summary)
-    # the same program may have been built under another name of the same configuration
+    # An equal configuration with another name may have built the same program.
     return replace(compiled, precision=summary)
 
 
@@ -177,7 +180,7 @@ def _write_served(
     options: CompileOptions,
     progress: Progress,
 ) -> Manifest:
-    """`write_program` for the options that are served at once."""
+    """Run `write_program` for options that are used immediately."""
     asked: Any = {name: getattr(options, name) for name in ("compute", "parallel", "rank")}
     return write_program(
         model,

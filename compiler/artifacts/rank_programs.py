@@ -1,4 +1,4 @@
-"""For which ranks a folder was compiled, and which of its programs is a rank's."""
+"""Selection of a rank's program in a directory compiled for several ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN = 12
 
 
 def group_facts(settled: Parallel) -> GroupFacts:
-    """What a folder says of the ranks that it is compiled for."""
+    """Return the manifest record for a group of ranks."""
     assert settled.wire is not None
     return GroupFacts(
         settled.tensor, settled.expert, settled.shares, settled.wire, sources_digest()
@@ -24,19 +24,19 @@ def group_facts(settled: Parallel) -> GroupFacts:
 
 
 def own_part(folder: Path, manifest: Manifest, options: CompileOptions) -> Path:
-    """Where the program lies that these options run: the folder, or of it a rank's.
+    """Return the program directory for these options: the whole directory or a rank's subdirectory.
 
     Raises:
-        CompileError: for another number of ranks.
-        ConfigError: for ranks that share the model in another way.
-        CheckpointError: for a folder of other sources than these.
+        CompileError: The number of ranks differs.
+        ConfigError: The sharding options differ.
+        CheckpointError: Other source code made the directory.
     """
     group, parallel = manifest.group, options.parallel
     if group is None:
         if parallel.tensor > 1:
             raise CompileError(
                 f"{folder}: a program of one device for {parallel.tensor} ranks; allowed: the "
-                "checkpoint that it was compiled from, or that compiled with --tensor-parallel"
+                "checkpoint, or a folder compiled with --tensor-parallel"
             )
         return folder
     if parallel.tensor != group.tensor:
@@ -63,12 +63,12 @@ def own_part(folder: Path, manifest: Manifest, options: CompileOptions) -> Path:
 
 
 def as_compiled(manifest: Manifest, options: CompileOptions) -> CompileOptions:
-    """The options with what the folder has settled: its arithmetic, and how its ranks share."""
+    """Return the options with the directory's compute option and sharding."""
     options = replace(options, compute=manifest.compute)
     group = manifest.group
     if group is None:
         return options
-    shared = {"expert": group.expert, "shares": group.shares}  # the wire is in the program
+    shared = {"expert": group.expert, "shares": group.shares}  # the link format is in the program
     return replace(options, parallel=replace(options.parallel, **shared))  # type: ignore[arg-type]
 
 

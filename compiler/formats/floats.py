@@ -1,4 +1,4 @@
-"""The plain IEEE-like formats: fp32, bf16, fp16, each one torch dtype."""
+"""The plain float formats fp32, bf16 and fp16, each a torch dtype."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FloatFormat(DataFormat):
-    """A format that torch holds as a dtype; conversion rounds to nearest, ties to even."""
+    """A format with a torch dtype. Conversion rounds to nearest, ties to even."""
 
     dtype_name: str = "float32"
 
     @property
     def dtype(self) -> torch.dtype:
-        """The torch dtype of the encoded tensor."""
+        """Return the torch dtype of encoded tensors."""
         import torch
 
         dtype = getattr(torch, self.dtype_name)
@@ -28,11 +28,11 @@ class FloatFormat(DataFormat):
         return dtype
 
     def quantise(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
-        """Round ``x`` to this dtype; ``axis``, accepted for uniformity, has no meaning here."""
+        """Round ``x`` to this dtype. ``axis`` has no effect."""
         return x.to(self.dtype)
 
     def dequantise(self, encoded: Encoded) -> torch.Tensor:
-        """Turn encoded values into float32, which holds each of them exactly."""
+        """Convert encoded values to float32. The conversion is exact."""
         assert not isinstance(encoded, BlockEncoded | ScaledEncoded), f"{self.name} has no blocks"
         return encoded.float()
 
@@ -43,9 +43,13 @@ class FloatFormat(DataFormat):
         return self.quantise(x).contiguous().reshape(-1).view(torch.uint8)
 
     def unpack(self, data: torch.Tensor, shape: Sequence[int], *, axis: int = -1) -> torch.Tensor:
-        """The inverse of :meth:`pack`, as float32; refuses data of another size."""
+        """Return the float32 values of packed bytes.
+
+        Raises:
+            CheckpointError: The size of ``data`` does not match ``shape``.
+        """
         self.check_nbytes(data.numel(), self.nbytes(shape), shape)
-        # A slice of a file need not start at a multiple of the element size; a clone does.
+        # The clone is aligned. A slice of a file may not be.
         return data.reshape(-1).clone().view(self.dtype).reshape(tuple(shape)).float()
 
 

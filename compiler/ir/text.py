@@ -1,4 +1,4 @@
-"""A graph as stable text: for dumps, golden tests and people. One line a node, no addresses."""
+"""Stable text for graphs: dumps, golden tests and reading. A line per node, without addresses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INPUT_DIMENSIONS = {
 
 
 def dimension_names(graph: Graph) -> dict[str, str]:
-    """Names of the graph's symbolic sizes, by their symbol, after the inputs that bring them."""
+    """Return names for the graph's symbolic sizes, taken from the inputs with these sizes."""
     sizes: dict[str, str] = {}
     for node in graph.nodes:
         fake = node.meta.get("val")
@@ -38,7 +38,7 @@ def dimension_names(graph: Graph) -> dict[str, str]:
 
 
 class _Names:
-    """Values are numbered in order; symbolic sizes are named after the inputs that bring them."""
+    """Names of values (numbers, in order) and of symbolic sizes."""
 
     def __init__(self, graph: Graph) -> None:
         self.values: dict[Node, str] = {}
@@ -52,7 +52,9 @@ class _Names:
 
 
 def graph_text(graph: Graph, *, layer: int | None = None) -> str:
-    """Print a graph, a line a node; with ``layer``, only that layer's computing nodes."""
+    """Print a graph, with a line per node. ``layer`` selects the compute nodes of a single
+    layer.
+    """
     names = _Names(graph)
     lines = []
     for node in graph.nodes:
@@ -82,7 +84,9 @@ def _line(node: Node, names: _Names) -> str:
 
 
 def operator_name(node: Node) -> str:
-    """``linear`` for ours, ``aten.mul.Tensor`` for torch's, ``getitem`` for Python's."""
+    """Return the printed name: ``linear``, ``aten.mul.Tensor`` for torch, ``getitem`` for
+    Python.
+    """
     if node.target in OPERATORS:
         return OPERATORS[node.target].name
     if node.target is operator.getitem:
@@ -136,7 +140,7 @@ def _notes(facts: NodeInfo) -> str:
 
 
 def _places(placement: Placement) -> list[str]:
-    """``dealt=0/r:24+24``: axis 0 over all ranks; ``partial=r``: still to be added over them."""
+    """Print a sharding. ``dealt=0/r:24+24``: axis 0 over all ranks. ``partial=r``: partial sums."""
     dealt = [
         f"dealt={each.axis}/{each.over}:{'+'.join(map(str, each.split.sizes))}"
         for each in placement.dealt

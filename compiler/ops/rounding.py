@@ -1,4 +1,4 @@
-"""The operator that rounds what a product reads, where activations have a block format."""
+"""The rounding operator for matmul inputs with a block format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def _cost(x: Tensor) -> Cost:
 
 @operator(fake=lambda x: torch.empty_like(x), cost=_cost)
 def round_q80(x: Tensor) -> Tensor:
-    """Rounds ``x [..., C]`` to what q80 holds: integers times one float16 scale a block of 32 along
-    C. Returns the rounded values in the shape and type of ``x``.
+    """Round ``x [..., C]`` to q80 values: integers times a float16 scale per block along C.
+
+    Return the rounded values in the shape and type of ``x``.
     """
     return get_format("q80").round_trip(x).to(x.dtype)

@@ -1,1 +1,3 @@
-"""Graph passes: one a file, named as its function; targets list the ones they run, in order."""
+"""Graph passes: a file per pass, with the name of its function. Targets list their passes in
+order.
+"""

@@ -1,4 +1,6 @@
-"""Every weight gets its format and every product its fidelity, from the precision asked for."""
+"""Assigns a format to each weight and a fidelity to each matmul, from the resolved
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,12 @@ from tilewright.errors import CompileError
 
 @numerics_changing_pass
 def assign_precision(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Gives formats to weights (one copy, whatever the phase), fidelity to (node, phase).
+    """Assign formats to weights, and fidelities to nodes by phase.
 
-    Norms, biases and constants stay fp32. A product whose module no tensor group names is an error.
+    A weight has the same format in all phases. Norms, biases and constants stay fp32.
+
+    Raises:
+        CompileError: A matmul's module has no tensor group.
     """
     count = 0
     products = ops.linear, ops.expert_linear
@@ -64,15 +69,17 @@ def _assign_weight(node: Node, ctx: PassContext) -> None:
     elif wanted == STORED:
         held = recipe.as_stored(_stored_format(recipe, facts.fqn, ctx))
     else:
-        # an axis means nothing without blocks, and must not tell equal weights apart
+        # Without blocks the axis has no effect. A fixed axis gives equal weights equal recipes.
         axis = ctx.precision.block_axis if get_format(wanted).block > 1 else "in"
         held = recipe.with_format(wanted, axis)
     set_info(weight, recipe=held, tensor_group=facts.tensor_group)
 
 
 def _is_stored_as(recipe: WeightRecipe, wanted: str, ctx: PassContext) -> bool:
-    """Return whether a weight's codes can be kept: all its tensors have calibrated codes of the
-    format. Codes of one scale are not those that packing the values again would choose.
+    """Return whether a weight can keep its file's quantized values.
+
+    All its tensors must have calibrated values in this format. Packing the values again could
+    select other scales.
     """
     if ctx.calibrated is None or ctx.stored_type is None or ctx.precision.block_axis != "in":
         return False
@@ -81,12 +88,10 @@ def _is_stored_as(recipe: WeightRecipe, wanted: str, ctx: PassContext) -> bool:
 
 
 def _check_calibrated(recipe: WeightRecipe, fqn: str, wanted: str, ctx: PassContext) -> None:
-    """Refuse a calibrated weight in another format, or with blocks along another axis.
-
-    float32 holds the values of every format.
+    """Reject another format or block axis for a calibrated weight. fp32 is allowed: it is exact.
 
     Raises:
-        CompileError: naming the weight, what was asked for, and what it is calibrated for.
+        CompileError: The request differs from the calibration. The message has both.
     """
     assert ctx.calibrated is not None
     for name in recipe.names:
@@ -114,12 +119,14 @@ def _stored_format(recipe: WeightRecipe, fqn: str, ctx: PassContext) -> str:
             f"{fqn}: format {STORED!r} without a checkpoint; allowed: a named format"
         )
     if any(segment.offset for segment in recipe.segments):
-        return "fp32"  # other values than the file's, and no longer of its format
+        return "fp32"  # other values than the file's
     return stored_together(map(ctx.stored_type, recipe.names))
 
 
 def _note_requantised(graph_module: GraphModule, ctx: PassContext) -> None:
-    """Add a note of quantised tensors that are rounded again, and of types held as another."""
+    """Add notes about quantized tensors with a second rounding, and about types stored in another
+    format.
+    """
     assert ctx.stored_type is not None
     found: dict[tuple[str, str], set[str]] = defaultdict(set)
     known = {*STORED_NAMES.values()}

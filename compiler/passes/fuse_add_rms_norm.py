@@ -1,4 +1,4 @@
-"""A residual add and the norm that reads it become one add_rms_norm."""
+"""Fuses a residual add with the norm after it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 @graph_pass
 def fuse_add_rms_norm(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Replaces a norm of a sum and that sum by one ``add_rms_norm``, whose second result is the sum
-    for its other readers. Returns the number of norms.
+    """Replace a sum and its norm with ``add_rms_norm``. Return the number of norms.
+
+    The second result is the sum, for its other readers.
     """
     count = 0
     for norm in find_calls(graph_module.graph, ops.rms_norm):

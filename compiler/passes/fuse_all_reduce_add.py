@@ -1,4 +1,4 @@
-"""The sum over ranks takes in the residual add that reads it, and the norm behind that."""
+"""Fuses an all-reduce with the residual add after it and the norm of the sum."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _PRODUCTS = (
 
 @graph_pass
 def fuse_all_reduce_add(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Makes one operator of an `all_reduce`, the add that alone reads it, and the norm of that sum
-    where nothing but products read it. Returns the number of adds.
+    """Fuse an `all_reduce`, its only reader (an add), and the sum's norm. Return the number of
+    adds.
+
+    The norm is fused if only matmuls read it.
     """
     count = 0
     for total in find_calls(graph_module.graph, torch.ops.aten.add.Tensor):
@@ -43,7 +45,10 @@ def fuse_all_reduce_add(graph_module: GraphModule, ctx: PassContext) -> int:
 
 
 def _reduced_and_residual(total: Node) -> tuple[Node, Node] | None:
-    """The operands of an add of equal shapes, of which one is a sum over ranks with one reader."""
+    """Return an add's operands if their shapes are equal and the first has a single reader.
+
+    The first is an all-reduce.
+    """
     left, right = total.args
     if total.kwargs or not isinstance(left, Node) or not isinstance(right, Node) or left is right:
         return None
@@ -56,7 +61,10 @@ def _reduced_and_residual(total: Node) -> tuple[Node, Node] | None:
 
 
 def _norm_of(total: Node) -> Node | None:
-    """The one norm of a sum, where products read it as it is: none is left for a later pass."""
+    """Return the only norm of a sum if all its readers are matmuls without a norm, else None.
+
+    A later pass would fuse other norms.
+    """
     norms = [each for each in total.users if each.target is ops.rms_norm.overload]
     if len(norms) != 1 or norms[0].args[0] is not total or not norms[0].users:
         return None

@@ -1,4 +1,4 @@
-"""The gated delta rule takes in the norm of its heads and the gate on it."""
+"""Fuses the gated delta rule with the norm of its heads and the gate."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _PATTERN = Call(aten.flatten.using_ints, _GATED, -2)
 
 @graph_pass
 def fuse_delta_norm(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Moves the gated norm behind a delta rule into the rule, where nobody else reads the rule or
-    its norm. Returns the number of rules.
+    """Fuse a delta rule with its gated norm if both have no other reader. Return the number of
+    rules.
     """
 
     def build(root: Node, found: Bindings) -> Node | None:

@@ -1,4 +1,4 @@
-"""The weighted sum over a token's experts takes in the shared expert and the residual add."""
+"""Fuses the weighted sum over experts with the shared expert and the residual add."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _PRODUCTS = (ops.expert_linear.overload, ops.fused_expert_linear.overload)
 
 @graph_pass
 def fuse_expert_sum(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Moves each add that alone reads a sum over experts into the product that makes the sum, which
-    keeps its facts. Returns the number of adds.
+    """Fuse an add with a sum over experts, if it is the sum's only reader. Return the number of
+    adds.
+
+    The fused op retains the metadata of the sum.
     """
     count = 0
     for total in find_calls(graph_module.graph, _ADD):
@@ -34,7 +36,7 @@ _Fused = tuple[Node, ops.FusedExpertArguments] | None
 
 
 def _with_shared(total: Node) -> _Fused:
-    """A sum, and a shared expert that one gate a token weighs."""
+    """Match the sum of experts and a shared expert with a gate per token."""
     for product, other in _operands(total):
         args = _sum_of(product)
         if args is None or args.shared is not None or args.residual is not None:
@@ -57,7 +59,7 @@ def _with_residual(total: Node) -> _Fused:
 
 
 def _operands(total: Node) -> list[tuple[Node, Node]]:
-    """Both orders of the operands of an add of equal types and shapes."""
+    """Return both orders of an add's operands if their types and shapes are equal."""
     left, right = total.args
     if total.kwargs or not isinstance(left, Node) or not isinstance(right, Node) or left is right:
         return []
@@ -66,7 +68,7 @@ def _operands(total: Node) -> list[tuple[Node, Node]]:
 
 
 def _sum_of(node: Node) -> ops.FusedExpertArguments | None:
-    """The arguments of a product that is summed over the experts, and read once."""
+    """Return the arguments of an expert matmul with a weighted sum and a single reader."""
     if node.target not in _PRODUCTS or len(node.users) > 1:
         return None
     args = ops.FusedExpertArguments.of(node.args)

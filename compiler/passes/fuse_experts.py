@@ -1,4 +1,4 @@
-"""A router and the gated products of its experts become one block of experts."""
+"""Fuses a router and its gated experts into a block of experts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ _PATTERN = Call(ops.expert_linear.overload, _INNER, Var("down"), _EXPERTS, _WEIG
 
 @graph_pass
 def fuse_experts(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Replaces a router, its products and their sum by one ``experts``.
+    """Replace a router, its expert matmuls and their sum with an ``experts`` op.
 
-    What is known of each product (op group, formats, fidelity) goes to the weight it reads, since
-    the block makes three of them.
+    The metadata of each matmul (op group, formats, fidelity) moves to its weight: the op has three.
     """
 
     def build(root: Node, found: Bindings) -> Node:

@@ -1,4 +1,4 @@
-"""A product takes in the residual add that reads it."""
+"""Fuses a linear with the residual add after it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _PRODUCTS = (ops.linear.overload, ops.fused_linear.overload)
 
 @graph_pass
 def fuse_linear_residual(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Moves each add into the product that it alone reads, which keeps its facts; where both
-    operands are such products, into the second one. Returns the number of adds.
+    """Fuse an add with a linear, if it is the linear's only reader. Return the number of adds.
+
+    The fused op retains the linear's metadata. If both operands are linears, the second is fused.
     """
     count = 0
     for total in find_calls(graph_module.graph, torch.ops.aten.add.Tensor):
@@ -32,7 +33,7 @@ def fuse_linear_residual(graph_module: GraphModule, ctx: PassContext) -> int:
 
 
 def _product_and_residual(total: Node) -> tuple[Node, Node] | None:
-    """The operands of an add of equal types and shapes, one of them a product with one reader."""
+    """Return an add's operands, a fusible linear first, if their types and shapes are equal."""
     left, right = total.args
     if total.kwargs or not isinstance(left, Node) or not isinstance(right, Node) or left is right:
         return None

@@ -1,4 +1,4 @@
-"""A merged gate and up product takes in the swiglu_packed that reads it."""
+"""Fuses a merged gate and up linear with the ``swiglu_packed`` after it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 @graph_pass
 def fuse_linear_swiglu(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Moves each ``swiglu_packed`` into the product that it alone reads, which keeps its facts.
-    Returns their number.
+    """Fuse a ``swiglu_packed`` with a linear, if it is the linear's only reader.
+
+    The fused op retains the linear's metadata. Return the number of fused ops.
     """
     count = 0
     for node in find_calls(graph_module.graph, ops.swiglu_packed):

@@ -1,4 +1,4 @@
-"""The products that read a norm compute it themselves."""
+"""Fuses a norm into the linears after it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PRODUCTS = (ops.linear.overload, ops.fused_linear.overload)
 
 @graph_pass
 def fuse_norm_linear(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Moves a norm into its readers where all are products, or it would be computed and stored
-    besides. Returns the number of products.
+    """Fuse a norm into its readers if all are linears. Return the number of norms.
 
-    Products that were not merged get one copy each. They keep their facts.
+    Any other reader would still need the norm's result in memory. Each linear gets a copy of the
+    norm and retains its metadata.
     """
     count = 0
     for norm in find_calls(graph_module.graph, ops.rms_norm):
@@ -38,7 +38,7 @@ def fuse_norm_linear(graph_module: GraphModule, ctx: PassContext) -> int:
 
 
 def _takes_the_norm(reader: Node, norm: Node) -> bool:
-    """Whether it is a product without a norm that reads this one as its ``x`` alone."""
+    """Return whether a reader is a linear without a norm and reads this norm only as its ``x``."""
     if reader.target not in _PRODUCTS:
         return False
     args = ops.FusedArguments.of(reader.args)

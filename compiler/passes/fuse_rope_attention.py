@@ -1,4 +1,4 @@
-"""The rotary embedding of q and k moves inside attention, which then reads flat projections."""
+"""Fuses attention with the rotary embedding of q and k. The fused op reads flat projections."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def _pattern(*, normed: bool) -> Call:
 
 @graph_pass
 def fuse_rope_attention(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Replaces attention over rotated heads by one ``rope_attention_step``. q, k and v that are cut
-    from one merged product are read from it, others one by one.
+    """Replace attention over rotated heads with ``rope_attention_step``.
 
-    Norms of the heads of q and k, both or none, move inside as well.
+    Slices q, k and v of a merged linear are read as a single operand. Head norms for q and k (both
+    or none) are also fused.
     """
 
     def build(root: Node, found: Bindings) -> Node | None:
@@ -84,13 +84,13 @@ def fuse_rope_attention(graph_module: GraphModule, ctx: PassContext) -> int:
 
 
 def _turn(rope: Any) -> tuple[bool, float]:
-    """Whether pairs are neighbours, and the factor of cosines and sines."""
+    """Return whether pairs are neighbors, and the factor for cosines and sines."""
     more = rope.args[3:]
     return bool(more[0]) if more else False, float(more[1]) if len(more) > 1 else 1.0
 
 
 def _common_product(parts: list[Node]) -> Node | None:
-    """The merged product that the parts are the consecutive pieces of, if there is one."""
+    """Return the merged linear if the arguments are all its output slices in order, else None."""
     splits = set()
     for index, part in enumerate(parts):
         if part.target is not operator.getitem or part.args[1] != index:

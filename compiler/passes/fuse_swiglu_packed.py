@@ -1,4 +1,4 @@
-"""swiglu of the two halves of one merged product reads the product itself."""
+"""Replaces swiglu on the halves of a merged linear with swiglu on its whole output."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _PATTERN = Call(
 
 @graph_pass
 def fuse_swiglu_packed(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Replaces a ``swiglu`` whose operands are the halves of one product by a ``swiglu_packed`` of
-    the product; where gate and up were not merged, ``swiglu`` stays.
+    """Replace a ``swiglu`` of a linear's two halves with ``swiglu_packed`` of its output.
+
+    Unmerged gate and up linears are unchanged.
     """
 
     def build(root: Node, found: Bindings) -> Node | None:

@@ -1,4 +1,4 @@
-"""Rows are picked before they are normed, so that the norm stands next to the product it feeds."""
+"""Moves a gather before a norm, so that the norm is adjacent to its linear."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PATTERN = Call(_GATHER, _NORM, 0, Var("rows"))
 
 @graph_pass
 def gather_before_norm(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Puts the pick of rows before a norm that nothing else reads, so that only the rows that are
-    asked for are normed.
+    """Move a gather before a norm without other readers. Only the gathered rows are then
+    normalized.
     """
 
     def build(root: Node, found: Bindings) -> Node | None:

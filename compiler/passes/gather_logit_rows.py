@@ -1,4 +1,4 @@
-"""The head computes logits only for the rows that are asked for."""
+"""Limits the output layer to the requested rows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 @graph_pass
 def gather_logit_rows(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Adds an input ``logit_rows [R]``, which picks rows of the hidden states before the last
-    product.
+    """Add an input ``logit_rows [R]``. It selects hidden states before the output layer.
 
-    What is done to the logits after it, value by value, is done to those rows.
+    Elementwise operations after the output layer then have these rows only.
     """
     head, after = head_of(graph_module)
     if head is None:

@@ -1,4 +1,6 @@
-"""Ops that remember get their state: an input for each, and those that place a step in it."""
+"""Gives explicit state to stateful ops: a state input per op, and inputs with sequences and
+slots.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,10 @@ from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 @graph_pass
 def insert_state(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Replaces ``attention`` by ``attention_step``, and the other ops that remember likewise; the
-    inputs that are added carry their :class:`StateSpec`.
+    """Replace ``attention`` with ``attention_step``, and other stateful ops with their cached form.
 
-    ``cu_seqlens [N + 1]`` cuts the step's tokens into sequences, ``slots [N]`` says where each
-    keeps its state.
+    Each state input has a :class:`StateSpec`. ``cu_seqlens [N + 1]`` splits the step's tokens into
+    sequences. ``slots [N]`` contains the cache slot of each sequence.
     """
     graph = graph_module.graph
     found = find_calls(graph, *STATEFUL)
@@ -75,7 +76,7 @@ def _causal_conv1d(graph_module: GraphModule, node: Node, where: _Where, ctx: Pa
 def _gated_delta_rule(
     graph_module: GraphModule, node: Node, where: _Where, ctx: PassContext
 ) -> None:
-    """Insert a delta rule's state, in fp32 whatever is asked for: in bfloat16 a model falls into
+    """Insert a delta rule's state in fp32, regardless of the configuration: bfloat16 leads to
     loops.
     """
     key_dim = node.args[-1]
@@ -97,7 +98,7 @@ _INSERTERS: dict[Any, Callable[[GraphModule, Node, _Where, PassContext], None]] 
 
 
 def _add_state(graph_module: GraphModule, node: Node, spec: StateSpec) -> Node:
-    """The input that holds the state of every slot."""
+    """Add the input for the state of all slots."""
     sizes: tuple[int | str, ...] = ("num_slots", *spec.shape)
     if spec.kind == PER_TOKEN:
         sizes = ("num_slots", 2, "max_length", *spec.shape[1:])

@@ -1,4 +1,4 @@
-"""Calls of an aten operator that is one of ours under another name become calls of ours."""
+"""Replaces aten operators with equivalent Tilewright operators."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 aten = torch.ops.aten
 
-# Each operator that is matched, ours, and how the arguments of a call of ours come from one of its.
+# Tilewright's operator, and its arguments from an aten call.
 _TABLE: Mapping[Any, tuple[ops.Operator, Callable[[Node], tuple[Any, ...]]]] = {
-    # torch's embedding has the table first
+    # The weight is torch's first argument.
     aten.embedding.default: (ops.embedding, lambda node: (node.args[1], node.args[0])),
     aten.linear.default: (ops.linear, lambda node: node.args),
-    # the approximation is a keyword there
+    # The approximation is torch's keyword.
     aten.gelu.default: (
         ops.gelu,
         lambda node: (node.args[0], node.kwargs.get("approximate", "none")),
@@ -30,7 +30,7 @@ _TABLE: Mapping[Any, tuple[ops.Operator, Callable[[Node], tuple[Any, ...]]]] = {
 
 @graph_pass
 def match_calls(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Replaces each call of aten's embedding, linear and gelu by one call of ours."""
+    """Replace each call of aten's embedding, linear and gelu."""
     found = find_calls(graph_module.graph, *_TABLE)
     for node in found:
         operation, arguments_of = _TABLE[node.target]

@@ -1,4 +1,4 @@
-"""The five nodes of a written-out RMSNorm become one rms_norm."""
+"""Replaces the five nodes of a written-out RMSNorm with rms_norm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PATTERN = Call(aten.mul.Tensor, _NORMED, Var("weight"), commutative=True)
 
 @graph_pass
 def match_rms_norm(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Matches ``x * rsqrt(mean(x^2) + eps) * weight`` over the last dimension, ``weight [C]``."""
+    """Match ``x * rsqrt(mean(x^2) + eps) * weight`` over the last dimension, ``weight [C]``."""
 
     def build(root: Node, found: Bindings) -> Node | None:
         if found["weight"].meta["val"].shape != found["x"].meta["val"].shape[-1:]:

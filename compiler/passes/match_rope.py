@@ -1,4 +1,4 @@
-"""The nodes of a written-out rotary embedding become one rope."""
+"""Replaces a written-out rotary embedding with rope."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _times(left: Any, right: Any) -> Call:
 
 
 def _rotation(*, scaled: bool) -> Call:
-    """All channels of ``x``; ``scaled``: cosines and sines are multiplied by a number first."""
+    """Return the pattern for all channels. ``scaled`` includes a factor for cosines and sines."""
     cos, sin = Call(aten.cos.default, _ANGLES), Call(aten.sin.default, _ANGLES)
     if scaled:
         cos, sin = _times(cos, Literal("factor")), _times(sin, Literal("factor"))
@@ -45,7 +45,7 @@ _PARTIAL = Call(aten.cat.default, [_TURNED, Call(operator.getitem, _SPLIT, 1)], 
 
 @graph_pass
 def match_rope(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Matches the half-split form over all channels of a head, or over the first ones."""
+    """Match the half-split form over a head's channels, or over its first channels."""
 
     def build(root: Node, found: Bindings) -> Node:
         factor = (False, found["factor"]) if "factor" in found else ()
@@ -59,7 +59,9 @@ def match_rope(graph_module: GraphModule, ctx: PassContext) -> int:
 
 
 def _turn_first_channels(root: Node, found: Bindings) -> Node | None:
-    """The rope of a head's first channels leaves the others as they are by itself."""
+    """Extend a rope of a head's first channels to the whole head: rope copies the remaining
+    channels.
+    """
     parts: Any = root.args[0]
     turned = parts[0]
     if len(found["sizes"]) != 2 or found["sizes"][0] != 2 * turned.args[2].meta["val"].shape[0]:

@@ -1,4 +1,4 @@
-"""Softmax, top-k and their normalisation become one router."""
+"""Replaces softmax, top-k and their normalization with router."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _SHARE = Call(aten.div.Tensor, Var("weights"), _SUM)
 
 @graph_pass
 def match_router(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Replaces each choice of experts (softmax and top-k, with or without the division of the
-    chosen weights by their sum) by one ``router``. Returns their number.
+    """Replace each expert selection with ``router``. Return the number of routers.
+
+    The selection is softmax and top-k, optionally divided by the sum of the selected weights.
     """
     count = 0
     for node in find_calls(graph_module.graph, aten.topk.default):
@@ -47,7 +48,9 @@ def match_router(graph_module: GraphModule, ctx: PassContext) -> int:
 
 
 def _takes_the_largest(node: Node) -> bool:
-    """Along the last axis, which may be said or not."""
+    """Return whether top-k selects the largest values on the last axis, explicitly or by
+    default.
+    """
     more = node.args[2:]
     return more[:1] in ((), (-1,)) and all(more[1:])
 

@@ -1,4 +1,4 @@
-"""x * sigmoid(gate) becomes one sigmoid_gate."""
+"""Replaces ``x * sigmoid(gate)`` with sigmoid_gate."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _PATTERN = Call(
 
 @graph_pass
 def match_sigmoid_gate(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Replaces ``x * sigmoid(gate)`` where the gate is as wide as ``x``, or one column for all of
-    it.
+    """Replace ``x * sigmoid(gate)`` if the gate has the width of ``x`` or a single column.
 
-    Returns the number of gates.
+    Return the number of gates.
     """
 
     def build(root: Node, found: Bindings) -> Node | None:

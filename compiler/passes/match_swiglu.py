@@ -1,4 +1,4 @@
-"""silu(gate) * up becomes one swiglu."""
+"""Replaces ``silu(gate) * up`` with swiglu."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PATTERN = Call(aten.mul.Tensor, Call(aten.silu.default, Var("gate")), Var("up")
 
 @graph_pass
 def match_swiglu(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Replaces ``silu(gate) * up`` where both are of one shape; returns the number of blocks."""
+    """Replace ``silu(gate) * up`` if both shapes are equal. Return the number of replacements."""
 
     def build(root: Node, found: Bindings) -> Node | None:
         if found["gate"].meta["val"].shape != found["up"].meta["val"].shape:

@@ -1,4 +1,4 @@
-"""The gates of linear attention become rows of the far larger product of the same input."""
+"""Merges the gates of linear attention with the much larger linear on the same input."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _GROUPS = ("delta_in", "delta_gates")
 
 @graph_pass
 def merge_delta_gates(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Merges the gates into the product where their formats and fidelities are equal; what is
-    merged counts as ``delta_in``. Most configurations want them unequal, so no note says that they
-    are.
+    """Merge the gates with the linear if formats and fidelities are equal. The result is
+    ``delta_in``.
+
+    Most configurations have different formats for gates. Therefore no note reports unmerged gates.
     """
     count = 0
     for product in find_calls(graph_module.graph, ops.linear):
@@ -31,7 +32,7 @@ def merge_delta_gates(graph_module: GraphModule, ctx: PassContext) -> int:
 
 
 def _gates_behind(product: Node) -> list[Node]:
-    """The gates of the same input, further down than the product: what reads them is, too."""
+    """Return later gates on the same input. Their readers are then also later."""
     source = product.args[0]
     assert isinstance(source, Node)
     readers = [each for each in source.users if each.target is ops.linear.overload]

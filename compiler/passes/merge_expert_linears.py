@@ -1,4 +1,4 @@
-"""Gate and up of every expert become one product, with the swiglu that reads them inside it."""
+"""Merges gate and up of every expert, and fuses the swiglu after them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _PATTERN = Call(ops.swiglu.overload, _product("gate"), _product("up"))
 
 @graph_pass
 def merge_expert_linears(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Replaces gate, up and swiglu of experts by one product whose weight has each expert's gate
-    rows above its up rows, and keeps its segments.
+    """Replace gate, up and swiglu of experts with a fused matmul.
 
-    Unequal formats or fidelities, and products that others read too, stay apart, with a note.
+    Each expert's weight has the gate rows above the up rows. Segments are retained. Matmuls with
+    different formats or fidelities, or with other readers, are not merged, and a note has the
+    reason.
     """
 
     def build(root: Node, found: Bindings) -> Node | None:
@@ -45,7 +46,7 @@ def merge_expert_linears(graph_module: GraphModule, ctx: PassContext) -> int:
 
 
 def _why_apart(gate: Node, up: Node) -> str:
-    """Why two products cannot be one; empty when they can."""
+    """Return the reason against merging two matmuls, or an empty text."""
     if len(gate.users) > 1 or len(up.users) > 1 or len(gate.args) > 3 or len(up.args) > 3:
         return "read by others too"
     weights = [_recipe(each) for each in (gate, up)]
@@ -73,7 +74,7 @@ def _recipe(product: Node) -> WeightRecipe:
 
 
 def _merged_input(gate: Node, up: Node, name: str) -> Node:
-    """One placeholder for both; those that it replaces are left to be removed as dead."""
+    """Return a placeholder for both weights. Dead-code removal erases the old placeholders."""
     with gate.graph.inserting_before(gate):
         merged = gate.graph.placeholder(name.replace(".", "_"))
     fake = gate.meta["val"]

@@ -1,4 +1,4 @@
-"""Products of one input that belong to one tensor group (q|k|v, gate|up) become one product."""
+"""Merges linears with the same input and tensor group (q|k|v, gate|up)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 @graph_pass
 def merge_parallel_linears(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Stacks the weights of products of one input and one tensor group; their recipes keep their
-    segments. Products of unequal formats or fidelities stay apart, which a note says.
+    """Stack the weights of parallel linears in a tensor group. Their recipes retain all segments.
+
+    Linears with different formats or fidelities are not merged. A note has the reason.
     """
     return merge_families(graph_module, ctx)
 
@@ -28,8 +29,8 @@ def merge_parallel_linears(graph_module: GraphModule, ctx: PassContext) -> int:
 def merge_families(
     graph_module: GraphModule, ctx: PassContext, groups: tuple[str, ...] = ()
 ) -> int:
-    """Merges the parallel products that can be merged, of these tensor groups alone where some are
-    named. Returns the number of merged products.
+    """Merge parallel linears, optionally only in ``groups``. Return the number of merged
+    linears.
     """
     families: dict[tuple[Node, str | None], list[Node]] = defaultdict(list)
     for node in find_calls(graph_module.graph, ops.linear):
@@ -52,7 +53,7 @@ def merge_families(
 
 
 def why_apart(family: list[Node]) -> str:
-    """Says why these products cannot be one; empty when they can."""
+    """Return the reason against merging these linears, or an empty text."""
     facts = [info(node) for node in family]
     found = [info(_weight(node)).recipe for node in family]
     recipes = [recipe for recipe in found if recipe is not None]
@@ -73,14 +74,19 @@ def why_apart(family: list[Node]) -> str:
 
 
 def _ends_inside_a_block(recipe: WeightRecipe) -> bool:
-    """Whether rows stacked below would share a block with these, and so change values."""
+    """Return whether the next recipe's rows would share a block with this recipe's last rows.
+
+    Sharing would change their values.
+    """
     if recipe.format is None or recipe.block_axis == "in":
         return False
     return recipe.shape[0] % get_format(recipe.format).block != 0
 
 
 def merge(family: list[Node]) -> None:
-    """One product, called as the first is, and its pieces in their places."""
+    """Replace linears with a merged linear and output slices. The merged linear runs in the first's
+    place.
+    """
     first = family[0]
     width = sum(node.meta["val"].shape[-1] for node in family)
     path = info(first).fqn.rpartition(".")[0]
@@ -99,7 +105,7 @@ def merge(family: list[Node]) -> None:
 
 
 def _merge_inputs(parts: list[Node], name: str, rows: int) -> Node:
-    """One placeholder for the stacked parts; the parts themselves are removed."""
+    """Replace placeholders with a placeholder for the stacked rows."""
     graph = parts[0].graph
     recipes = [recipe for part in parts if (recipe := info(part).recipe) is not None]
     with graph.inserting_before(parts[0]):

@@ -1,4 +1,4 @@
-"""Only the products of q, k and v become one: for targets that want gate and up apart."""
+"""Merges the linears of q, k and v only, for targets with separate gate and up."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 @graph_pass
 def merge_qkv(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Merges the parallel products of tensor group ``wqkv``, and leaves all others apart."""
+    """Merge the parallel linears in tensor group ``wqkv``."""
     return merge_families(graph_module, ctx, ("wqkv",))

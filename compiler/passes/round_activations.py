@@ -1,6 +1,7 @@
-"""Activations in a block format are rounded where a product reads them, and where a block gives
-them to the residual stream, for targets that compute in float; what such a target does not round
-to stays a matter of its contract.
+"""Rounds activations in block formats, for targets with float arithmetic.
+
+Inputs of matmuls and block outputs are rounded. Formats outside ``ROUNDED`` are reported by the
+target's contract.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from tilewright.compiler.ir.rewrite import emit, find_calls
 from tilewright.compiler.passes.runner import PassContext, numerics_changing_pass
 
 ROUNDED: Mapping[str, ops.Operator] = {"q80": ops.round_q80}
-"""Activation formats that the pass rounds to, and by which operator."""
+"""Rounding operator by activation format."""
 
 
 @numerics_changing_pass
 def round_activations(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Makes ``linear(x, w)`` read ``round_q80(x)``, which the products of one ``x`` share, and
-    rounds what wo and down give before anything reads it, where ``block_output`` says so.
+    """Replace ``linear(x, w)`` with ``linear(round_q80(x), w)``. Linears with a common input share
+    the op.
 
-    A router's input stays as it is, as dllama has it: which experts are used must not change.
+    If ``block_output`` requests it, also round the outputs of wo and down before their readers.
+    Router inputs stay unrounded, as in dllama: rounding must not change the selected experts.
     """
     count = 0
     for node in find_calls(graph_module.graph, ops.linear, ops.expert_linear):
@@ -45,7 +47,7 @@ def round_activations(graph_module: GraphModule, ctx: PassContext) -> int:
 
 
 def _round_output(node: Node) -> int:
-    """Let the product's users read it rounded; how many products that were: 0 or 1."""
+    """Redirect a matmul's users to its rounded output. Return the number of rewrites, 0 or 1."""
     formats = info(node).formats
     if formats is None or formats.out not in ROUNDED:
         return 0

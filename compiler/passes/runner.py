@@ -1,4 +1,7 @@
-"""Runs passes: lint, dead code, timing, op-count differences, dumps. It knows no pass by name."""
+"""The pass runner: lint, dead-code removal, timing, differences in op counts, and dumps.
+
+Passes are arguments. The runner does not depend on any of them.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,19 @@ from tilewright.errors import ConfigError
 
 @dataclass(slots=True)
 class PassContext:
-    """What passes may ask and tell: the precision asked for, notes for the user, a report of each
-    pass that ran, and the folder that graphs are dumped to (None: nowhere). ``stored_type`` tells
-    the type that a checkpoint's tensor is stored in, by its name (None: nobody knows).
-    ``calibrated`` returns format and block axis of a calibrated tensor (None: not calibrated).
-    ``target_axis``: the only axis of blocks that the target has, if it has only one.
-    ``parallel`` and ``rank``: the group that a graph is dealt over, and whose program it becomes;
-    ``places`` tells of each tensor group which axes of its weights are dealt, and what each rank
-    has of them.
+    """Inputs and outputs common to all passes.
+
+    Attributes:
+        precision: The resolved configuration.
+        notes: Messages for the user.
+        reports: Reports of completed passes.
+        dump_dir: Directory for graph dumps. None: no dumps.
+        stored_type: Returns a checkpoint tensor's type by name. None: no checkpoint.
+        calibrated: Returns a calibrated tensor's format and block axis, or None.
+        target_axis: The target's only supported block axis. Empty: both are supported.
+        parallel: The group of ranks for sharding.
+        rank: The rank of the compiled program.
+        places: Sharding of weights for reports: tensor group, axis, size per rank.
     """
 
     precision: ResolvedPrecision
@@ -43,7 +51,7 @@ class PassContext:
 
 @dataclass(frozen=True, slots=True)
 class PassReport:
-    """What one pass did: places rewritten, seconds, and how the op counts changed."""
+    """Report of a pass: number of rewrites, seconds, and changes in op counts."""
 
     name: str
     num_rewrites: int
@@ -53,8 +61,9 @@ class PassReport:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A named graph rewrite. Where it ``changes_numerics`` its results are checked against a
-    format, and not for equality.
+    """A named graph rewrite.
+
+    If it ``changes_numerics``, tests compare its results within a format's precision, else exactly.
     """
 
     name: str
@@ -62,17 +71,17 @@ class Pass:
     changes_numerics: bool = False
 
     def __call__(self, graph_module: GraphModule, ctx: PassContext) -> int:
-        """Rewrites the graph in place; returns how many places were rewritten."""
+        """Rewrite the graph in place. Return the number of rewrites."""
         return self.function(graph_module, ctx)
 
 
 def graph_pass(function: Callable[[GraphModule, PassContext], int]) -> Pass:
-    """Declares a pass of the function's name that preserves numerics."""
+    """Declare a numerics-preserving pass, named after the function."""
     return Pass(function.__name__, function)
 
 
 def numerics_changing_pass(function: Callable[[GraphModule, PassContext], int]) -> Pass:
-    """Declares a pass of the function's name that changes results, as one that assigns formats."""
+    """Declare a pass with changed results, for example by formats, named after the function."""
     return Pass(function.__name__, function, changes_numerics=True)
 
 
@@ -83,10 +92,10 @@ def run_passes(
     *,
     verify: Callable[[GraphModule], None] | None = None,
 ) -> None:
-    """Runs one stage's passes in order, then its verification; reports are added to ``ctx``.
+    """Run a stage's passes in order, then its verification. Append reports to ``ctx``.
 
     Raises:
-        ConfigError: where a graph cannot be dumped.
+        ConfigError: A dump cannot be written.
     """
     for current in passes:
         before = _op_counts(graph_module)
@@ -110,12 +119,14 @@ def run_passes(
 
 
 def _is_impure(node: object) -> bool:
-    """Inputs and the output stay; everything else lives by its users (state writes have users)."""
+    """Return whether to keep a node without users: inputs and the output. State writes have
+    users.
+    """
     return getattr(node, "op", "") in ("placeholder", "output")
 
 
 def _erase_unused_weights(graph_module: GraphModule) -> None:
-    """Weights that a merge replaced must not be loaded; step inputs keep their places."""
+    """Erase weights replaced by a merge, so that they are not loaded. Step inputs remain."""
     for node in list(graph_module.graph.nodes):
         if node.op == "placeholder" and not node.users and info(node).role in (WEIGHT, CONSTANT):
             graph_module.graph.erase_node(node)

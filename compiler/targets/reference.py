@@ -1,4 +1,4 @@
-"""The oracle: runs the graph's eager references in fp32, on the values its weight formats hold."""
+"""The reference target: the oracle. It runs the eager references in fp32 on dequantized weights."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ _MEANINGS = Meanings(
 
 
 class ReferenceTarget(Target):
-    """No fusions: what the passes made of the model is run as it stands.
+    """A target without fusions, for correctness.
 
-    Activations are fp32, or q80 where a product reads them or a block gives them.
+    Activations are fp32. With q80, inputs of matmuls or block outputs are rounded.
     """
 
     name = "reference"
@@ -104,11 +104,11 @@ class ReferenceTarget(Target):
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> Holding:
-        """The format's values in float32; two uses of one weight in one format share them."""
+        """Return float32 storage. Uses with equal recipes share a copy."""
         return Holding("float32", 4 * math.prod(recipe.shape))
 
     def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
-        """State is float32 on the reference, whatever format is asked for."""
+        """Return float32 storage, regardless of the format."""
         return Holding("float32", 4 * math.prod(spec.shape))
 
     def build(
@@ -127,8 +127,8 @@ class ReferenceTarget(Target):
         save_tensors(values, folder / _WEIGHTS)
 
     def emit(self, kind: str, emission: Emission) -> None:
-        """Write ``mlir``: the matched graph through torch-mlir; ``dialect`` and ``length`` as
-        `emit_mlir` takes them.
+        """Write ``mlir``: the matched graph through torch-mlir. See `emit_mlir` for ``dialect`` and
+        ``length``.
         """
         self.check_emits(kind)
         assert kind == "mlir"
@@ -157,7 +157,7 @@ class ReferenceTarget(Target):
         options: CompileOptions,
         progress: Progress,
     ) -> Executable:
-        """Load the values without writing them to a folder first: they would be as many bytes."""
+        """Load the values directly, without files of the same size."""
         recipes = _recipes(graph_module)
         values = {}
         for done, recipe in enumerate(recipes):
@@ -182,7 +182,7 @@ class ReferenceTarget(Target):
 
 
 def _recipes(graph_module: GraphModule) -> list[WeightRecipe]:
-    """Every recipe of the graph once, in the order of its inputs."""
+    """Return the graph's distinct recipes in input order."""
     found = [info(node).recipe for node in graph_module.graph.nodes if node.op == "placeholder"]
     return list(dict.fromkeys(recipe for recipe in found if recipe is not None))
 
@@ -192,7 +192,9 @@ def _key(index: int) -> str:
 
 
 class ReferenceExecutable(HostExecutable):
-    """Weights and caches as torch tensors, a row of each cache a seat."""
+    """An executable with weights and caches in torch tensors. Slots index the caches' first
+    axis.
+    """
 
     def __init__(
         self,
@@ -260,7 +262,7 @@ class ReferenceExecutable(HostExecutable):
 
     @functools.cached_property
     def hidden_graph(self) -> GraphModule:
-        """The graph up to the input of the product that makes the logits."""
+        """Return the graph up to the output layer's input."""
         head, _ = head_of(self.graph_module)
         assert head is not None, "no product makes the logits"
         graph, copies = Graph(), dict[Node, Node]()
@@ -270,7 +272,7 @@ class ReferenceExecutable(HostExecutable):
         return module_of(graph)
 
     def arguments(self, batch: Batch) -> list[Any]:
-        """The values of the graph's inputs for a step, in their order."""
+        """Return the graph's inputs for a step, in order."""
         step_values: dict[str, Any] = {
             "tokens": torch.from_numpy(batch.tokens),
             "positions": torch.from_numpy(batch.positions),
@@ -292,7 +294,7 @@ class ReferenceExecutable(HostExecutable):
         self.keep_state(seat, snapshot, self.length(seat))
 
     def keep_state(self, seat: Seat, snapshot: Snapshot, position: int) -> None:
-        """Keep what a seat of so many positions has of state per sequence."""
+        """Copy a slot's per-sequence state at ``position`` to a snapshot."""
         kept = [state[seat].clone() for state in self._own_states()]
         self._snapshots[snapshot] = position, kept
 
@@ -303,20 +305,21 @@ class ReferenceExecutable(HostExecutable):
         return position
 
     def _own_states(self) -> list[Tensor]:
-        """State that does not grow with a sequence's length."""
+        """Return the states with constant size per sequence."""
         return [state for spec, state in self._states if spec.kind == PER_SEQUENCE]
 
     def memory(self) -> MemoryUse:
         return MemoryUse(self._weight_bytes, self.state_bytes(self.capabilities.max_context))
 
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
-        """The reference keeps every seat whole, whatever it holds."""
+        """Return the bytes of all slots: the reference allocates them at full length."""
         return sum(state.nbytes for _, state in self._states)
 
 
 class VirtualRanks(HostExecutable):
-    """All ranks of a group in one process, advanced from exchange to exchange: the oracle for
-    ranks in processes of their own, which give the same bits.
+    """All ranks of a group in one process, as the oracle for a process per rank.
+
+    Ranks advance together from collective to collective. Separate processes give equal bits.
     """
 
     def __init__(self, ranks: Sequence[ReferenceExecutable]) -> None:
@@ -351,7 +354,7 @@ class VirtualRanks(HostExecutable):
         return {rank.load_state(seat, snapshot) for rank in self.ranks}.pop()
 
     def memory(self) -> MemoryUse:
-        """The memory that all ranks take together."""
+        """Return the total memory of all ranks."""
         uses = [rank.memory() for rank in self.ranks]
         return MemoryUse(sum(use.weights for use in uses), sum(use.state for use in uses))
 

@@ -1,4 +1,4 @@
-"""Weights and values get their places on a group's ranks, and exchanges stand between them."""
+"""Shards weights and values over a group of ranks, and inserts collectives."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ aten = torch.ops.aten
 
 @graph_pass
 def shard(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Deals products over the ranks of ``ctx.parallel``, head by head and block by block, and puts
-    collectives where an operator first needs the whole of a value. Shapes stay those of the whole
-    model, on which a collective is that of a group of one. Returns the number of weights dealt.
+    """Shard linears over the ranks in ``ctx.parallel``, by heads and by format blocks.
 
-    Does nothing for one rank. What no rule names stays whole, which a note says.
+    Insert a collective before an operator's first use of a whole value. Shapes stay the whole
+    model's: on the whole graph, a collective is the identity. Values without a rule stay whole, and
+    a note reports unsharded linears. A single rank needs no sharding. Return the number of sharded
+    weights.
 
     Raises:
-        CompileError: where heads or blocks cannot be dealt to so many ranks.
+        CompileError: Heads or blocks cannot be divided among the ranks.
     """
     if ctx.parallel.tensor == 1:
         return 0
@@ -46,7 +47,7 @@ def shard(graph_module: GraphModule, ctx: PassContext) -> int:
 
 
 def _told(weights: Mapping[Node, Placement]) -> Iterator[tuple[str, str, str]]:
-    """Say of each matrix its group, the dealt axis, and the size of each share."""
+    """Yield each weight's group, sharded axis and shard sizes."""
     for weight, placement in weights.items():
         group = info(weight).tensor_group
         names = {0: "out", 1: "in"} if weight.meta["val"].dim() == 2 else _EXPERT_AXES
@@ -61,7 +62,9 @@ _EXPERT_AXES = {0: "experts", 1: "out", 2: "in"}
 
 
 class _Dealer:
-    """Walks a graph from its inputs on; ``places`` are those of values, ``weights`` of weights."""
+    """Walks a graph from its inputs. ``places`` has value shardings, ``weights`` has weight
+    shardings.
+    """
 
     def __init__(self, shares: Shares, wire: str) -> None:
         self.ranks, self.outputs, self.wire = shares.ranks, shares.outputs, wire
@@ -70,7 +73,7 @@ class _Dealer:
         self._whole: dict[Node, Node] = {}
 
     def visit(self, node: Node) -> None:
-        """Place one node, whose operands have their places."""
+        """Assign a sharding to a node. Its operands have theirs already."""
         if node.op == "placeholder":
             self.places[node] = WHOLE
         elif node.op == "call_function":
@@ -79,17 +82,17 @@ class _Dealer:
             _whole(self, node)
 
     def hold(self, weight: Any, *dealt: Dealt) -> None:
-        """A weight, or a bias, lies so on the ranks."""
+        """Record a weight's or bias's sharding."""
         if isinstance(weight, Node):
             placement = Placement(dealt)
             assert self.weights.setdefault(weight, placement) == placement, f"{weight}: two places"
 
     def place(self, argument: Any) -> Placement:
-        """The placement of an operand; a number lies whole on every rank."""
+        """Return an operand's sharding. Numbers are whole on every rank."""
         return self.places[argument] if isinstance(argument, Node) else WHOLE
 
     def make_whole(self, node: Node, source: Node) -> None:
-        """Let ``node`` read the whole of an operand, by the exchange that yields it."""
+        """Replace an operand of ``node`` with the whole value, from an all-reduce or all-gather."""
         placement = self.places[source]
         if placement == WHOLE:
             return
@@ -112,7 +115,7 @@ class _Dealer:
 
 
 def _whole(dealer: _Dealer, node: Node) -> Placement:
-    """Reads whole values, and yields one."""
+    """Read whole values and return a whole value."""
     for source in node.all_input_nodes:
         dealer.make_whole(node, source)
     return WHOLE
@@ -138,7 +141,7 @@ def _linear(dealer: _Dealer, node: Node) -> Placement:
 
 
 def _expert_linear(dealer: _Dealer, node: Node) -> Placement:
-    """Every expert's width over some ranks, whole experts over the others."""
+    """Shard whole experts over the expert axis, and each expert's width over the tensor axis."""
     x, weight, *choice = node.args
     for each in choice:
         if isinstance(each, Node):
@@ -163,7 +166,7 @@ def _expert_linear(dealer: _Dealer, node: Node) -> Placement:
 
 
 def _value_by_value(dealer: _Dealer, node: Node) -> Placement:
-    """Operands that lie alike; one of a single column goes with all."""
+    """Keep the operands' common sharding. An operand with a single column may be whole."""
     operands = [each for each in node.args if isinstance(each, Node)]
     for each in operands:
         if dealer.place(each).partial:
@@ -177,7 +180,7 @@ def _value_by_value(dealer: _Dealer, node: Node) -> Placement:
 
 
 def _sum(dealer: _Dealer, node: Node) -> Placement:
-    """The sum of two partial values is one."""
+    """Keep the sum of two partial values partial."""
     places = [dealer.place(each) for each in node.args[:2]]
     if all(place.partial for place in places):
         return places[0]
@@ -185,7 +188,7 @@ def _sum(dealer: _Dealer, node: Node) -> Placement:
 
 
 def _product(dealer: _Dealer, node: Node) -> Placement:
-    """A partial value times a whole one stays partial."""
+    """Keep the product of a partial and a whole value partial."""
     places = [dealer.place(each) for each in node.args[:2]]
     partial = [place for place in places if place.partial]
     if len(partial) == 1 and WHOLE in places:
@@ -199,7 +202,7 @@ def _quotient(dealer: _Dealer, node: Node) -> Placement:
 
 
 def _by_heads(dealer: _Dealer, node: Node) -> Placement:
-    """Norms and rotations of heads: along the last axis alone, which is whole."""
+    """Keep head shardings for norms and rotations. They need the whole last axis."""
     x = node.args[0]
     assert isinstance(x, Node)
     placement = dealer.place(x)
@@ -236,7 +239,7 @@ def _gated_delta_rule(dealer: _Dealer, node: Node) -> Placement:
 
 
 def _unflatten(dealer: _Dealer, node: Node) -> Placement:
-    """Columns become heads."""
+    """Convert a column sharding to a head sharding."""
     x, axis, sizes = node.args
     assert isinstance(x, Node) and isinstance(sizes, list | tuple)
     last = x.meta["val"].dim() - 1
@@ -248,7 +251,7 @@ def _unflatten(dealer: _Dealer, node: Node) -> Placement:
 
 
 def _flatten(dealer: _Dealer, node: Node) -> Placement:
-    """Heads become columns."""
+    """Convert a head sharding to a column sharding."""
     x = node.args[0]
     assert isinstance(x, Node)
     last = node.meta["val"].dim() - 1
@@ -277,4 +280,4 @@ _RULES: Mapping[Any, Callable[[_Dealer, Node], Placement]] = {
     aten.unflatten.int: _unflatten,
     aten.flatten.using_ints: _flatten,
 }
-"""How each operator's result lies; of those that are not named, whole, as what they read."""
+"""Sharding rule by operator. All other operators read and return whole values."""

@@ -1,8 +1,8 @@
-"""Which products of a graph are dealt over ranks, and how their outputs are.
+"""Selects the linears for sharding and the ranges of their outputs.
 
-As in Megatron-LM (Shoeybi et al., 2019): the first products of a block over their outputs, the
-second one over its inputs. Found are the second ones, by tensor group; from them one walks back to
-the heads or columns that lie between. A head, and a block of a format, is never cut.
+As in Megatron-LM (Shoeybi et al., 2019), a block's first linears are sharded by outputs and its
+second linear by inputs. The second linears are known by tensor group. A walk back from them finds
+the heads or columns to shard. A head or a format block is never split.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tilewright.errors import CompileError
 aten = torch.ops.aten
 
 SECOND = ("wo", "ff2", "shared_ff2", "delta_out", "experts_ff2")
-"""Tensor groups of products whose inputs are dealt."""
+"""Tensor groups of linears with sharded inputs."""
 
 _HEAD = "lm_head"
 _SOFT, _ROWS, _HEAD_ROWS = 128, 8, 16
@@ -42,8 +42,12 @@ _MIXERS = {ops.attention.overload, ops.gated_delta_rule.overload}
 
 @dataclass(slots=True)
 class Shares:
-    """How a graph's products are dealt: the split of the outputs of those that are dealt over
-    their outputs, of the channels of convolutions, and why others stay whole.
+    """Sharding of a graph's linears.
+
+    Attributes:
+        ranks: The group of ranks.
+        outputs: Output ranges by rank, for linears sharded by outputs.
+        notes: Linears without sharding, with the reason.
     """
 
     ranks: Ranks
@@ -52,10 +56,10 @@ class Shares:
 
 
 def plan_shares(graph_module: GraphModule, parallel: Parallel) -> Shares:
-    """The shares of a group's ranks.
+    """Plan the sharding for a group of ranks.
 
     Raises:
-        CompileError: for more ranks than query heads, or than a format leaves whole blocks for.
+        CompileError: More ranks than query heads, or more ranks than whole format blocks.
     """
     products = find_calls(graph_module.graph, ops.linear, ops.expert_linear)
     shares = Shares(Ranks(parallel.tensor, _expert_parts(products, parallel), parallel.policy))
@@ -71,8 +75,9 @@ def plan_shares(graph_module: GraphModule, parallel: Parallel) -> Shares:
 
 
 def _expert_parts(products: list[Node], parallel: Parallel) -> int:
-    """Parts of whole experts: as asked for, or as few as leave every expert's width in pieces of
-    128.
+    """Return the number of expert groups: the requested number, or an automatic one.
+
+    The automatic number is the smallest with an expert width per rank divisible by `_PIECE`.
     """
     shapes = [
         _weight(each).meta["val"].shape
@@ -94,8 +99,9 @@ def _expert_parts(products: list[Node], parallel: Parallel) -> int:
 
 
 def _sources(product: Node) -> list[Node] | None:
-    """The products and mixers that a product's input is made of, value by value or head by head;
-    None where anything else is.
+    """Return the linears and mixers before a linear, through elementwise and head-wise operators.
+
+    Return None if another operator is between them.
     """
     waiting, found = [product.args[0]], []
     while waiting:
@@ -118,7 +124,7 @@ def _is_norm_of_heads(node: Node) -> bool:
 
 
 def _deal_between(shares: Shares, second: Node, sources: list[Node]) -> bool:
-    """Deals the sources of a second product; False where none of the rules names them."""
+    """Shard the sources of a second linear. Return False without a matching rule."""
     mixers = [each for each in sources if each.target in _MIXERS]
     firsts = [each for each in sources if each.target in _PRODUCTS]
     if any(first in shares.outputs for first in firsts) or len(mixers) > 1:
@@ -134,7 +140,7 @@ def _deal_between(shares: Shares, second: Node, sources: list[Node]) -> bool:
 
 
 def _deal_width(shares: Shares, second: Node, firsts: list[Node]) -> None:
-    """Columns between products: gate and up alike."""
+    """Shard the columns between linears. Gate and up have equal shards."""
     over = TENSOR if second.target is ops.expert_linear.overload else RANKS
     blocks = [_block(first, "out") for first in firsts] + [_block(second, "in")]
     size = int(_weight(second).meta["val"].shape[-1])
@@ -191,7 +197,9 @@ def _deal_attention(shares: Shares, attention: Node, second: Node, gates: list[N
 
 
 def _deal_delta_rule(shares: Shares, rule: Node, second: Node, firsts: list[Node]) -> bool:
-    """Key heads with their value heads; q, k and v by the widths of the rule that reads them."""
+    """Shard key heads together with their value heads. The reading rule gives the widths of q, k
+    and v.
+    """
     qkv, a, b = (_product_behind(each) for each in rule.args[:3])
     if qkv is None or a is None or b is None:
         return False
@@ -215,7 +223,7 @@ def _deal_delta_rule(shares: Shares, rule: Node, second: Node, firsts: list[Node
 
 
 def _product_behind(argument: object) -> Node | None:
-    """The product whose heads or channels a mixer reads."""
+    """Return the linear before a mixer's argument, or None."""
     node = argument
     chain = {*_HEADS, ops.causal_conv1d.overload}
     while isinstance(node, Node) and (node.target in chain or _is_norm_of_heads(node)):
@@ -231,19 +239,19 @@ def _weight(product: Node) -> Node:
 
 
 def _block(product: Node, axis: str) -> int:
-    """Positions of a product's ``in`` or ``out`` that share a block of its weight."""
+    """Return the number of ``in`` or ``out`` positions per format block."""
     recipe = info(_weight(product)).recipe
     assert recipe is not None and recipe.format is not None
     return get_format(recipe.format).block if recipe.block_axis == axis else 1
 
 
 def _heads_of(blocks: Iterable[int], width: int) -> int:
-    """The fewest heads of so many columns that are whole blocks."""
+    """Return the smallest number of heads with whole blocks. A head has ``width`` columns."""
     return math.lcm(*(block // math.gcd(block, int(width)) for block in blocks))
 
 
 def _soft(size: int, hard: int, count: int) -> int:
-    """Larger pieces where there are enough of them for the ranks."""
+    """Return a larger shard unit if it still gives every rank a shard."""
     soft = math.lcm(hard, _SOFT)
     return soft if size // soft >= count else hard
 
@@ -251,7 +259,7 @@ def _soft(size: int, hard: int, count: int) -> int:
 def _dealt(
     shares: Shares, node: Node, size: int, unit: int, over: str, what: str = "columns"
 ) -> Split:
-    """A deal that says whose it is, and which formats would do, where it fails."""
+    """Divide a size among ranks. On failure, add the node and the allowed formats to the error."""
     count = shares.ranks.size(over)
     try:
         return deal(size, count, unit=unit, policy=shares.ranks.policy_of(over))

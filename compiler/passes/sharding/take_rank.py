@@ -1,4 +1,4 @@
-"""A dealt graph becomes the program of one rank."""
+"""Extracts a rank's program from a sharded graph."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from tilewright.distributed.parallel import EXPERT, RANKS, Ranks
 
 @graph_pass
 def take_rank(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Cuts the weights of a graph that `shard` dealt to those of rank ``ctx.rank``, whose shapes
-    all values then have; afterwards nothing in it knows of places. Returns the number of weights
-    cut. Does nothing for one rank.
+    """Slice the weights for ``ctx.rank`` and recompute all shapes. Return the number of sliced
+    weights.
+
+    Afterwards the graph has no shardings. A single rank needs no slicing.
     """
     if ctx.parallel.tensor == 1:
         return 0
@@ -44,7 +45,7 @@ def take_rank(graph_module: GraphModule, ctx: PassContext) -> int:
 
 
 def _expert_parts(graph_module: GraphModule) -> int:
-    """Over how many parts of ranks the graph's experts are dealt."""
+    """Return the number of expert groups in the graph."""
     for product in find_calls(graph_module.graph, ops.expert_linear):
         placement = info(_node(product.args[1])).placement
         dealt = None if placement is None else placement.along(0)
@@ -65,7 +66,7 @@ def _cut(node: Node, placement: Placement, ranks: Ranks, rank: int) -> None:
 
 
 def _make_local(node: Node, ranks: Ranks, rank: int) -> None:
-    """Rewrites the arguments of a call that are sizes of the whole model's."""
+    """Replace sizes of the whole model in a call's arguments."""
     if node.target is ops.linear.overload and len(node.args) > 2:
         placement = info(node).placement
         if placement is not None and placement.partial == RANKS and rank > 0:
@@ -88,7 +89,7 @@ def _make_local(node: Node, ranks: Ranks, rank: int) -> None:
 
 
 def _choose_local(product: Node, ranks: Ranks, rank: int) -> None:
-    """The product counts its rank's experts from 0, and leaves those of others out."""
+    """Map expert indices to this rank's own, and skip experts on other ranks."""
     placement = info(_node(product.args[1])).placement
     dealt = None if placement is None else placement.along(0)
     if dealt is None:

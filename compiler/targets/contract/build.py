@@ -1,4 +1,4 @@
-"""A graph's numeric contract: the target is asked about everything that its nodes carry."""
+"""Construction of a graph's numeric contract from a target's answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from tilewright.compiler.targets.contract.record import (
 
 
 def build_contract(graph_module: GraphModule, meanings: Meanings) -> NumericContract:
-    """Ask the target about everything the graph's nodes carry; equal layers share a line."""
+    """Query the target for all formats and fidelities in the graph. Layers with equal answers share
+    a line.
+    """
     layers: dict[tuple[str, str, Meaning], set[int | None]] = defaultdict(set)
     products = ops.linear, ops.fused_linear, ops.expert_linear, ops.fused_expert_linear
     with_weights = *products, ops.embedding
@@ -46,7 +48,7 @@ def build_contract(graph_module: GraphModule, meanings: Meanings) -> NumericCont
     everywhere = {layer for found in layers.values() for layer in found if layer is not None}
     used: dict[tuple[str, str], set[int | None]] = defaultdict(set)
     for (field, _, meaning), found in layers.items():
-        if meaning != AS_IT_IS:  # which comes to what not asking for it comes to
+        if meaning != AS_IT_IS:  # equal to the default
             used[field, meaning.effective] |= found
     return NumericContract(
         tuple(
@@ -64,12 +66,12 @@ def _add_product(
     meanings: Meanings,
     together: Sequence[NodeInfo] = (),
 ) -> None:
-    """``together``: the weights of all products that its op makes, each with its own facts."""
+    """Add a matmul's lines. ``together`` has the metadata of all weights in its op."""
     recipe = weight.recipe
     assert recipe is not None and recipe.format is not None
     wanted = recipe.format if recipe.block_axis == "in" else f"{recipe.format}/out"
     meaning = meanings.weight(recipe.format, recipe.block_axis)
-    if recipe.is_stored:  # other values than the format's own quantiser would choose
+    if recipe.is_stored:  # other values than the format's quantizer selects
         meaning = replace(meaning, effective=f"{meaning.effective} as stored")
     layers[f"{facts.tensor_group} weights", wanted, meaning].add(facts.layer)
     if facts.compute is None or facts.formats is None:
@@ -95,7 +97,7 @@ def _fidelity_of(weight: NodeInfo, meanings: Meanings, phase: str) -> Meaning:
 
 
 def _spell(found: set[int | None], everywhere: set[int]) -> str:
-    """``""`` for all layers or none, else ranges such as ``0-3, 7``."""
+    """Return an empty text for all layers or none, else ranges such as ``0-3, 7``."""
     numbers = sorted(layer for layer in found if layer is not None)
     if not numbers or set(numbers) == everywhere:
         return ""

@@ -1,6 +1,6 @@
-"""The numeric contract: what a target makes of every format and fidelity a graph asks for.
+"""The numeric contract: a target's implementation of requested formats and fidelities.
 
-Imports no torch; `build_contract` makes one of a graph.
+Imports no torch. `build_contract` makes a contract from a graph.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ HONOURED, EMULATED, NOT_HONOURED = "honoured", "emulated", "not honoured"
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What one requested value comes to: a status, and the value that is really used."""
+    """Implementation of a requested value: a status and the effective value."""
 
     status: str
     effective: str
 
 
 AS_IT_IS = Meaning(NOT_HONOURED, "not rounded")
-"""What a block adds to the residual stream, where a target does nothing to it on its own."""
+"""Default for block outputs: the target does not round them separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContractEntry:
-    """A field (``ff2 weights``, ``li_ff2 decode``), where, what was asked, what is done."""
+    """A contract line: field (``ff2 weights``, ``li_ff2 decode``), layers, requested value,
+    implementation.
+    """
 
     field: str
     layers: str
@@ -45,9 +47,11 @@ class ContractEntry:
 
 @dataclass(frozen=True, slots=True)
 class NumericContract:
-    """What a target promises of every weight's arithmetic in one configuration.
+    """A target's arithmetic for every weight in a configuration.
 
-    ``used``: (field, layers, effective value), whatever was asked for.
+    Attributes:
+        entries: Lines with requested and effective values.
+        used: Field, layers and effective value, regardless of the request.
     """
 
     entries: tuple[ContractEntry, ...]
@@ -55,18 +59,23 @@ class NumericContract:
 
     @property
     def effective_id(self) -> str:
-        """Equal for configurations that come to the same numbers on this target."""
+        """Return a hash, equal for configurations with equal results on this target."""
         return effective_id({"entries": json.dumps(self.used)})
 
 
 @dataclass(frozen=True, slots=True)
 class Meanings:
-    """How a target carries out each setting: its answers to the numeric contract.
+    """A target's answers for the numeric contract. The phase is ``prefill`` or ``decode``.
 
-    ``weight`` is asked with (format, block axis), ``fidelity`` with (format, block axis, fidelity,
-    phase), ``attention`` with (fidelity, phase); the phase is ``prefill`` or ``decode``.
-    ``together``: what several answers to ``fidelity`` come to where one op makes those products;
-    None: each stays as it is.
+    Attributes:
+        weight: From format and block axis.
+        fidelity: From format, block axis, fidelity and phase.
+        attention: From fidelity and phase.
+        kv_cache: From format.
+        activation: From format.
+        block_output: From format.
+        together: Combines fidelity answers if a single op does several matmuls. None: no
+            combination.
     """
 
     weight: Callable[[str, str], Meaning]

@@ -1,4 +1,4 @@
-"""The weights that a lowered graph reads, each as a target is asked what it holds for it."""
+"""Weights in a lowered graph, as queries for their storage on a target."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from tilewright.compiler.targets.interface.base import Holding, Target
 
 @dataclass(frozen=True, slots=True)
 class WeightUse:
-    """One weight or constant as one node reads it.
+    """A weight or constant with its reader.
 
-    ``facts`` are those of the product or look-up, whose tensor group names the weight's; those of
-    the weight itself, without a tensor group, where it is a vector or a constant. ``block``: the
-    other weights of a node that runs a whole block of experts, each with its facts.
+    Attributes:
+        node: The reader.
+        recipe: Recipe of the weight.
+        facts: Metadata of the matmul or lookup. For vectors and constants, their own metadata
+            without a tensor group.
+        block: Further weights with metadata, if the node runs a whole expert block.
     """
 
     node: Node
@@ -29,16 +32,16 @@ class WeightUse:
     block: tuple[tuple[WeightRecipe, NodeInfo], ...] = ()
 
     def held_by(self, target: Target, compute: str) -> Holding:
-        """How a target holds this weight: its kind and bytes.
+        """Return a target's storage for this weight.
 
         Raises:
-            CompileError: for a weight that this target cannot hold.
+            CompileError: The target does not support the weight.
         """
         return target.holding(self.recipe, self.facts, compute=compute, block=self.block)
 
 
 def weight_uses(graph_module: GraphModule) -> Iterator[WeightUse]:
-    """Every use of every weight and constant, in the order in which they are read."""
+    """Yield every use of weights and constants in reading order."""
     for node in graph_module.graph.nodes:
         uses = list(_uses_of(node)) if node.op == "call_function" else []
         is_block = node.target is ops.experts.overload

@@ -1,8 +1,7 @@
-"""Executables whose seats are kept by the host: what they share of a step, around one forward pass.
+"""Base class for executables with host-side slot state and a single forward per batch.
 
-A target says how a flat batch of tokens becomes logits and where a seat's state lies; edits, the
-tokens that seats hold, and the choice are the same for all of them and stand here. Its currency are
-arrays; torch is imported where a step's logits are asked for.
+A target implements ``forward`` and access to slot state. This class implements state updates, token
+feedback and sampling. Values are numpy arrays. torch is imported only to return logits.
 """
 
 from __future__ import annotations
@@ -45,16 +44,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NOTHING = Part((), lambda: Chosen((), ()))
-"""What a follower says of a part."""
+"""A follower's result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """T tokens of N seats, flat, seat after seat: what a forward pass reads.
+    """T tokens from N slots, flat and in slot order: the input for a forward.
 
-    ``tokens [T]`` and ``positions [T]`` int64, consecutive for each seat; ``cu_seqlens [N + 1]``
-    cuts them into seats; ``logit_rows [R]`` names the tokens whose logits are wanted, in order.
-    ``decodes``: one token of each seat, by the kernels of decode; else one piece of a prompt.
+    Attributes:
+        tokens: int64 ``[T]``.
+        positions: int64 ``[T]``, consecutive within a slot.
+        cu_seqlens: ``[N + 1]``, splits the tokens by slot.
+        logit_rows: ``[R]``, token indices for logits, ascending.
+        seats: The slots.
+        decodes: A token per slot, with decode kernels. False: a prefill chunk of a single slot.
     """
 
     tokens: np.ndarray
@@ -67,12 +70,16 @@ class Batch:
 
 @dataclass(slots=True)
 class Sitting:
-    """What the host knows of an open seat.
+    """Host-side state of an open slot.
 
-    ``length``: positions its state holds. ``token``: what it reads next, None before a choice.
-    ``counts``: how often each token stands in the answer, the held one included. ``is_cut``: the
-    state of a longer sequence, of use only once a snapshot has taken the place of what cannot be
-    cut back.
+    Attributes:
+        choosing: Sampling parameters.
+        prompt: Tokens before the output.
+        length: Positions in the state.
+        token: Next token to read. None before the first sample.
+        counts: Output tokens with their number of occurrences, including ``token``.
+        is_cut: Per-sequence state belongs to a longer sequence. A snapshot must replace it before
+            use.
     """
 
     choosing: Choosing
@@ -83,29 +90,27 @@ class Sitting:
     is_cut: bool = False
 
     def hold(self, token: int) -> None:
-        """The token just chosen is the next to be read."""
+        """Store a sampled token as the next input."""
         self.token = token
         self.counts[token] = self.counts.get(token, 0) + 1
 
     def force(self, token: int) -> None:
-        """Another token stands in the place of the one held."""
+        """Replace the next input."""
         if self.token is not None:
             self.counts[self.token] -= 1
         self.hold(token)
 
     def row(self) -> Row:
-        """How the token behind the state is chosen."""
+        """Return the sampler's input for the next token."""
         return Row(self.choosing, self.length, self.prompt, self.counts)
 
 
 class HostExecutable(Executable):
-    """An executable that runs a step at once, its rows in the order of the step.
+    """An executable that runs steps synchronously, with rows in step order.
 
-    A forward pass that raises has changed nothing that counts: no seat has gone on, and what it
-    wrote behind a seat's length is written again.
-
-    Of several ranks, rank 0 alone chooses: the others are told the tokens that seats read, and
-    ``follows`` is true of them.
+    If a forward raises, no slot advances. Later steps overwrite data after a slot's length. With
+    several ranks, only rank 0 samples. It sends input tokens to the followers, and ``follows`` is
+    true on them.
     """
 
     follows = False
@@ -116,33 +121,37 @@ class HostExecutable(Executable):
 
     @abstractmethod
     def forward(self, batch: Batch) -> np.ndarray:
-        """Logits ``[R, vocabulary]`` float32 of the rows that are wanted, which the
-        next pass may overwrite; afterwards the seats' states hold the batch's tokens.
+        """Run a batch and return the requested logits, float32 ``[R, vocabulary]``.
+
+        The next forward may overwrite the result. Afterwards slot states contain the batch's
+        tokens.
         """
 
     def hidden(self, batch: Batch) -> np.ndarray:
-        """Return the final hidden states ``[T, hidden]`` float32 of all tokens of a batch, which
-        is a prompt's. The seats' states hold the tokens then, as after `forward`.
+        """Run a prefill batch and return final hidden states for all tokens, float32 ``[T,
+        hidden]``.
+
+        Afterwards slot states contain the tokens, as after `forward`.
         """
         raise AssertionError("this executable gives no hidden states")
 
     def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
-        """Copy the first positions of a seat's state to another seat's."""
+        """Copy the first positions of a slot's state to another slot."""
         raise AssertionError("this executable copies no state")
 
     def clear_state(self, seat: Seat) -> None:
-        """A seat's state holds nothing any more; its memory may be given back."""
+        """Discard a slot's state. Its memory may be freed."""
 
     def save_state(self, seat: Seat, snapshot: Snapshot) -> None:
-        """Keep what the seat has of state per sequence."""
+        """Copy a slot's per-sequence state to a snapshot."""
         raise AssertionError("this executable keeps no snapshots")
 
     def load_state(self, seat: Seat, snapshot: Snapshot) -> int:
-        """Put a snapshot's state into a seat; returns the position it was saved at."""
+        """Copy a snapshot's state to a slot. Return its position."""
         raise AssertionError("this executable keeps no snapshots")
 
     def length(self, seat: Seat) -> int:
-        """Positions that an open seat's state holds."""
+        """Return the number of positions in an open slot's state."""
         return self._sittings[seat].length
 
     def agreed(self) -> bytes:
@@ -155,7 +164,7 @@ class HostExecutable(Executable):
             self._apply(Close(seat))
 
     def step(self, step: Step) -> StepOutput:
-        assert not self._waiting, "the last step's choice is still waited for"
+        assert not self._waiting, "the last step is not sampled yet"
         for edit in step.edits:
             self._apply(edit)
         parts = [self._run_decode(step)] if step.decode else []
@@ -210,7 +219,7 @@ class HostExecutable(Executable):
         self._sittings[edit.seat] = Sitting(edit.choosing, edit.prompt, edit.keeps, is_cut=is_cut)
 
     def _copy(self, source: Seat, target: Seat, num_positions: int) -> None:
-        """The first positions of a seat's state into another seat, which is open and empty."""
+        """Copy the first positions to another slot. The target is open and empty."""
         self.copy_state(source, target, num_positions)
         self._sittings[target].length = num_positions
         self._sittings[target].is_cut = self._cuts(num_positions, self._sittings[source])
@@ -219,7 +228,7 @@ class HostExecutable(Executable):
         return self.capabilities.has_sequence_state and num_positions != sitting.length
 
     def _run_decode(self, step: Step) -> Part:
-        """One token of each seat."""
+        """Decode a token for each slot."""
         sittings = [self._sittings[seat] for seat in step.decode]
         tokens = [step.forced.get(s, self._sittings[s].token) for s in step.decode]
         assert None not in tokens, "a seat that holds no token was stepped"
@@ -234,7 +243,7 @@ class HostExecutable(Executable):
         return self._part(step.decode, logits, step)
 
     def _run_prompt(self, chunk: Chunk, step: Step) -> Part | None:
-        """A piece of a prompt; None where nothing is wanted of it."""
+        """Run a prefill chunk. Return None if it has no output."""
         sitting = self._sittings[chunk.seat]
         assert chunk.start <= sitting.length, f"seat {chunk.seat}: {chunk.start} leaves a gap"
         assert not sitting.is_cut, f"seat {chunk.seat}: {chunk.start} is not where its state is"
@@ -272,7 +281,9 @@ class HostExecutable(Executable):
         return self.hidden(batch) if chunk.pools else self.forward(batch)
 
     def _echo(self, chunk: Chunk, logits: np.ndarray, step: Step) -> Part:
-        """All rows of a chunk; the last one chooses where that is asked for."""
+        """Return log probabilities and logits for all rows. Sample from the last row if
+        requested.
+        """
         if self.follows:
             return _NOTHING
         seats = (chunk.seat, *chunk.also) if chunk.chooses else ()
@@ -298,7 +309,7 @@ class HostExecutable(Executable):
         step: Step,
         echo: list[LogProbs] | None,
     ) -> HostChoice:
-        """The choice of a part's tokens: made now, or left to :meth:`choose`."""
+        """Sample a part's tokens, or defer sampling to :meth:`choose`."""
         choice = HostChoice(seats, logits, step.logprobs, echo, self.num_choosable)
         if step.masked:
             self._waiting.append(choice)
@@ -315,10 +326,15 @@ class HostExecutable(Executable):
 
 @dataclass(slots=True)
 class HostChoice:
-    """Rows whose tokens the host chooses, now or once it has the masks.
+    """Rows for sampling on the host, immediately or after the masks arrive.
 
-    ``logits [R, V]`` float32, of which the first ``num_choosable`` are chosen from;
-    ``num_top``: see `Step.logprobs`; ``echo``: what else is said of the part, see :class:`Chosen`.
+    Attributes:
+        seats: The slots.
+        logits: float32 ``[R, V]``. Only the first ``num_choosable`` columns are sampled.
+        num_top: Value of `Step.logprobs`.
+        echo: Value for :class:`Chosen`.
+        num_choosable: Number of real tokens.
+        chosen: The result. None before sampling.
     """
 
     seats: tuple[Seat, ...]
@@ -329,7 +345,7 @@ class HostChoice:
     chosen: Chosen | None = None
 
     def choose(self, sittings: Mapping[Seat, Sitting], allowed: Allowed) -> None:
-        """Choose a token for each seat, which then holds it."""
+        """Sample a token per slot and store it as the slot's next input."""
         chosen_for = [sittings[seat] for seat in self.seats]
         width = self.num_choosable
         masks = [allowed.flags(seat, width) for seat in self.seats]
@@ -346,28 +362,30 @@ class HostChoice:
         self.chosen = Chosen(tokens, why, found, self.echo)
 
     def read(self) -> Chosen:
-        """Return the tokens that were chosen, and why they end or go on."""
+        """Return the sampled tokens with their finish state."""
         assert self.chosen is not None, "the choice still waits for its masks"
         return self.chosen
 
 
 def with_all_rows(batch: Batch) -> Batch:
-    """Return the batch with every token among its rows."""
+    """Return the batch with logits for every token."""
     return replace(batch, logit_rows=np.arange(len(batch.tokens)))
 
 
 def pooled_of(hidden: np.ndarray) -> Pooled:
-    """Pool the hidden states ``[T, hidden]`` of a chunk."""
+    """Pool a chunk's hidden states ``[T, hidden]``."""
     return Pooled(len(hidden), hidden.sum(axis=0, dtype=np.float32), hidden[-1].copy())
 
 
 def log_probs(logits: ArrayLike, tokens: Sequence[int], num_top: int) -> list[LogProbs]:
-    """The log probability of each row's token, and of its ``num_top`` likeliest."""
+    """Return log probabilities for each row's token and for its ``num_top`` most probable
+    tokens.
+    """
     return [LogProbs(*each) for each in log_probabilities(logits, tokens, num_top)]
 
 
 def tensor_of(logits: np.ndarray) -> Tensor:
-    """Logits as the facade of an engine gives them; whoever asks for these has torch."""
+    """Return logits as a torch tensor. Callers have torch."""
     import torch
 
     return torch.from_numpy(logits)

@@ -1,4 +1,4 @@
-"""The narrow waist: what a target is, what an executable promises. Imports no torch."""
+"""The interface between the compiler and its targets: Target and Executable. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,25 +30,34 @@ if TYPE_CHECKING:
     from tilewright.compiler.passes.runner import Pass
 
 Progress = Callable[[str, int, int], None]
-"""Told ``(what, done, total)`` while a model is compiled."""
+"""Called with ``(step, done, total)`` during compilation."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompileOptions:
-    """What a user may choose besides model, target and precision.
+    """User options in addition to model, target and precision.
 
-    ``compute``: ``fast``, or ``exact`` for float arithmetic everywhere (no speed is claimed).
-    ``memory_fraction``: of the device's memory, what this process may take; sequences then share
-    the pages that fit, and may be more than would fit at full length. None: each has room for all.
-    ``is_strict``: a row's bits shall not depend on what runs beside it or where a prompt is cut, at
-    some cost of speed; `Capabilities.invariant` says what comes of it. ``copies``: of weights in
-    blocks, for many rows: ``auto``, where every context has room beside them, or pages keep three
-    quarters of theirs, else FP8 alone; ``none``; ``codes``: FP8; ``all``. ``max_step_tokens``: of
-    prompts, what a step is given, ``max_shared_tokens`` a pass of several, less where memory is
-    short; room may be reserved. ``parallel``: the ranks of the model. ``rank``: whose program.
-    ``least_batch``: Minimum of ``max_batch``; the target takes the largest batch between both that
-    its memory allows. None: ``max_batch`` is fixed. ``strict_rows``: Maximum number of open
-    sequences for strict steps, if ``is_strict`` is false. 0: no step is strict.
+    Attributes:
+        max_batch: Maximum number of sequences with state.
+        max_context: Maximum number of positions per sequence.
+        compute: ``fast``, or ``exact`` for fp32 arithmetic everywhere. ``exact`` is not fast.
+        num_threads: Number of CPU threads. None: selected by the target.
+        memory_fraction: Share of the device's memory for this process. Sequences then share a pool
+            of pages, and their full lengths may exceed it. None: every sequence has its full
+            length.
+        is_strict: Make each batch row's bits independent of concurrent requests and chunk sizes, at
+            some cost. `Capabilities.invariant` is the effective level.
+        copies: Dequantized weight copies for large batches: ``none``, ``codes`` (FP8), ``all`` or
+            ``auto``. ``auto`` is ``all`` if every context still fits or 75 % of the pages remain,
+            else ``codes``.
+        max_step_tokens: Maximum number of prefill tokens per step. Low memory reduces it.
+        max_shared_tokens: Maximum number of prefill tokens in a mixed batch. Low memory reduces it.
+        parallel: The group of ranks.
+        rank: The rank of this program.
+        least_batch: Minimum of ``max_batch``. The target selects the largest batch in this range
+            for its memory. None: ``max_batch`` is fixed.
+        strict_rows: Maximum number of open sequences for strict steps, if ``is_strict`` is false.
+            0: no step is strict.
     """
 
     max_batch: int = 1
@@ -67,18 +76,23 @@ class CompileOptions:
 
     @property
     def max_strict_rows(self) -> int:
-        """Maximum number of open sequences for strict steps. 0: no step is strict."""
+        """Return the maximum number of open sequences for strict steps. 0: no step is strict."""
         return sys.maxsize if self.is_strict else self.strict_rows
 
 
 class Executable(ABC):
     """A compiled model with its weights and state.
 
-    ``device_name`` and ``device_detail``: what a result calls the device (``H200``), and what
-    tells it from others of the name; None where the host's description says it. ``mesh``: the
-    devices it runs on, rows by columns, as results name it. ``notes``: how it is held, in lines.
-    ``num_tokens``: ids from there on have no token and are never chosen, though they have logits;
-    None: there are none of these. It is set before the first step.
+    Attributes:
+        capabilities: Limits of steps.
+        contract: Numeric contract.
+        vocab_size: Width of the logits.
+        device_name: Device name in results (``H200``).
+        device_detail: Further description, to distinguish devices with equal names. None: none.
+        notes: Lines about the storage of weights and state.
+        mesh: Devices in use, rows by columns.
+        num_tokens: Number of real tokens, set before the first step. Larger ids have logits but are
+            never sampled. None: all ids are tokens.
     """
 
     capabilities: Capabilities
@@ -92,73 +106,77 @@ class Executable(ABC):
 
     @property
     def num_choosable(self) -> int:
-        """The first logits of a row: those of which one is chosen."""
+        """Return the number of leading logits that can be sampled."""
         return min(self.vocab_size, self.num_tokens or self.vocab_size)
 
     @abstractmethod
     def step(self, step: Step) -> StepOutput:
-        """Run one step, or queue it where ``runs_ahead``; what it names must be as the step says.
+        """Run a step, or queue it if ``runs_ahead``.
 
-        A scheduler that breaks the rules of a step (a seat twice, a gap) is a bug and fails an
-        assertion; nothing that a user asks for may get so far.
+        An invalid step (a repeated slot, a gap in positions) is an internal error of the scheduler
+        and fails an assertion. User input must be checked before.
         """
 
     def choose(self, output: StepOutput, allowed: Allowed) -> None:
-        """Choose the tokens of a ``masked`` step, the last one given, or queue that choice where
-        ``runs_ahead``. The words of ``allowed`` may be changed as soon as this returns.
+        """Sample the tokens of the last step, a ``masked`` step, or queue the sampling if
+        ``runs_ahead``.
+
+        The caller may modify the words of ``allowed`` after this call.
         """
         raise AssertionError("this executable offers no late choice")
 
     def join(self, peers: Peers) -> None:  # noqa: B027 (some have nothing to exchange)
-        """Meet the executables of the other ranks, before the first step; all ranks call it."""
+        """Connect to the executables of the other ranks. All ranks call it before the first
+        step.
+        """
 
     def told(self, step: Step) -> Step:
-        """What the other ranks are told of a step that rank 0 is about to make: here, the step."""
+        """Return the step to send to the followers. The default sends the step unchanged."""
         return step
 
     def follow(self, step: Step) -> None:
-        """Make a follower's part of a step, of which nothing is read."""
+        """Run a step as a follower. The output is not read."""
         self.step(step)
 
     def follow_choice(self) -> None:  # noqa: B027 (most followers are told the tokens)
-        """Make a follower's part of :meth:`choose`."""
+        """Run :meth:`choose` as a follower."""
 
     def check(self) -> None:  # noqa: B027 (most depend on nothing else)
-        """Raise where something has gone that every later step needs, as a RankError."""
+        """Raise RankError if a resource for all later steps is lost."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Close every seat and forget every page, for a runtime that begins anew."""
+        """Close all slots and free all pages, for a new runtime."""
 
     def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
-        """Make now, while nobody is seated, what a first step of each kind would wait for."""
+        """Do the one-time work for the first steps, such as captures. No sequence may be open."""
 
     @property
     def is_prepared(self) -> bool:
-        """Whether :meth:`prepare_next` has nothing left to prepare."""
+        """Return whether :meth:`prepare_next` has no work left."""
         return True
 
     def prepare_next(self) -> None:  # noqa: B027
-        """Prepare one kind of step that :meth:`prepare` leaves to idle time.
+        """Prepare the next captured size. :meth:`prepare` leaves these sizes to idle time.
 
-        Steps may run between two calls. A step of a kind that is not prepared prepares it.
+        Steps may run between two calls. A step with an unprepared size prepares it first.
         """
 
     @abstractmethod
     def memory(self) -> MemoryUse:
-        """Measure the bytes that weights and state hold now."""
+        """Measure the current bytes of weights and state."""
 
     @abstractmethod
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
-        """Bytes that this many positions of so many sequences need, all together."""
+        """Return the state bytes for ``num_positions`` in total, over ``num_sequences``."""
 
     def close(self) -> None:  # noqa: B027 (most have nothing to release)
-        """Release everything; the executable is not used again."""
+        """Release all resources. No call may follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Passes that run together, and what must be true after them."""
+    """Passes with a common verification after them."""
 
     name: str
     passes: tuple[Pass, ...]
@@ -167,8 +185,12 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """How a target keeps one weight: ``kind`` names the representation (``float32``, ``bfp8
-    blocks``), ``num_bytes`` its size; ``order`` tells copies apart that differ in nothing else.
+    """A target's storage of a weight.
+
+    Attributes:
+        kind: Representation (``float32``, ``bfp8 blocks``).
+        num_bytes: Size in bytes.
+        order: Layout, to distinguish copies with equal representation.
     """
 
     kind: str
@@ -178,8 +200,13 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A target's files in ``folder``; ``graph`` reads the lowered graph they were made of, and
-    ``sketch``, sooner, the same with some number for every size that steps choose.
+    """A target's files in a directory.
+
+    Attributes:
+        folder: The directory.
+        contract: Numeric contract.
+        graph: Reads the lowered graph.
+        sketch: Reads the lowered graph with a fixed number for each dynamic size, which is faster.
     """
 
     folder: Path
@@ -190,11 +217,18 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """A model that a target is to write in another form than a program.
+    """A model to write in another form than a program.
 
-    ``lower`` gives its graph after the stages it is told; ``constants`` the values of its buffers;
-    ``write`` puts a file into ``folder``, or raises NoRoomError. ``settings``: what a kind may be
-    told besides (see each target's).
+    Attributes:
+        lower: Returns the graph after these stages.
+        get_weight: Returns a checkpoint tensor by name.
+        constants: Returns the buffer values by name.
+        write: Writes a file into ``folder``. Raises NoRoomError.
+        folder: Output directory.
+        options: Compile options.
+        title: Text for headings.
+        progress: Progress callback.
+        settings: Further options by name. Each target documents its own.
     """
 
     lower: Callable[[Sequence[Stage]], GraphModule]
@@ -209,14 +243,17 @@ class Emission:
 
 
 class Target(ABC):
-    """A kind of device: which passes prepare a graph for it, and how that becomes an executable.
+    """A kind of device: the passes for its graphs, and the path from a graph to an executable.
 
-    ``is_cached``: whether the cache keeps its programs, which cost far more to build than to load.
-    ``is_emulated``: whether its executables have a device's numbers without the device, so that
-    their speed says nothing of it. ``emits``: the kinds that a model can be written as for it; a
-    program, which :meth:`load` runs, and those of :meth:`emit`. ``wire``: the format of partial
-    sums between its ranks. ``reach_back``: positions that a layer with a window holds before it, if
-    not all of a context. ``block_axis``: the only axis of weight blocks, if there is only one.
+    Attributes:
+        name: Name in options and results.
+        is_cached: Store programs in the cache: building is much slower than loading.
+        is_emulated: Executables emulate a device's numbers, so their speed is not the device's.
+        emits: Output forms: a program for :meth:`load`, and the forms of :meth:`emit`.
+        wire: Default link format for partial sums.
+        reach_back: Retained positions before the window in windowed layers. None: the whole
+            context.
+        block_axis: The only supported axis of weight blocks. Empty: both.
     """
 
     name: str
@@ -229,11 +266,11 @@ class Target(ABC):
 
     @abstractmethod
     def stages(self) -> tuple[Stage, ...]:
-        """The pipeline, from the traced graph to the one :meth:`compile` takes."""
+        """Return the pipeline from the traced graph to the input of :meth:`compile`."""
 
     @abstractmethod
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
-        """What this target makes of every format and fidelity in the graph."""
+        """Return the target's implementation of each format and fidelity in the graph."""
 
     def holding(
         self,
@@ -243,37 +280,49 @@ class Target(ABC):
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> Holding:
-        """What :meth:`build` makes of one weight, without building: here, its format as packed.
+        """Return the storage of a weight by :meth:`build`, without building. The default is its
+        packed format.
 
-        ``recipe``: the weight's, with its format. ``facts``: of the product or look-up that reads
-        it; vectors and constants, which no tensor group names, have their own. A weight of two uses
-        (tied embeddings) is asked for once a use; equal answers for equal recipes are one copy.
-        ``block``: of experts, the other weights of their block, for targets that run it as one.
+        A weight with two uses (tied embeddings) is queried once per use. Equal results for equal
+        recipes share a copy.
+
+        Args:
+            recipe: Recipe of the weight, with its format.
+            facts: Metadata of the matmul or lookup. For vectors and constants, their own metadata.
+            compute: ``fast`` or ``exact``.
+            block: Other weights in the expert block, for targets that run the whole block as an op.
 
         Raises:
-            CompileError: for a weight this target cannot hold.
+            CompileError: The target does not support the weight.
         """
         assert recipe.format is not None
         axis = 0 if recipe.block_axis == "out" and len(recipe.shape) > 1 else -1
         return Holding(recipe.format, get_format(recipe.format).nbytes(recipe.shape, axis=axis))
 
     def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
-        """What one piece of state takes, of a position or a sequence: here, as its format packs."""
+        """Return the storage of state for a position or a sequence. The default is its packed
+        format.
+        """
         return Holding(spec.format, get_format(spec.format).nbytes(spec.shape))
 
     def settled(self, options: CompileOptions) -> Parallel:
-        """The group of ranks asked for, and the wire that was named, else fp32 where arithmetic is
-        exact, else this target's ``wire`` (ConfigError: for ranks where there can be but one).
+        """Return the group of ranks with a definite link format.
+
+        An explicit format takes precedence. Otherwise exact arithmetic uses fp32, and fast
+        arithmetic uses ``wire``.
+
+        Raises:
+            ConfigError: The target supports a single rank only.
         """
         check_ranks(self.name, options.parallel.tensor)
         own = "fp32" if options.compute == "exact" else self.wire
         return replace(options.parallel, wire=options.parallel.wire or own)
 
     def check_room(self, graph_module: GraphModule, options: CompileOptions) -> None:  # noqa: B027
-        """Refuse what could not be loaded here, before any weight is read; here, nothing.
+        """Check the memory for this graph before weights are read. The default checks nothing.
 
         Raises:
-            CompileError: for caches that the memory has no room for, with what would fit.
+            CompileError: The caches do not fit. The message has a size that fits.
         """
 
     def compile_ranks(
@@ -283,10 +332,10 @@ class Target(ABC):
         options: CompileOptions,
         progress: Progress,
     ) -> Executable:
-        """All ranks of a group in one process, from their programs; for targets that can.
+        """Run all ranks of a group in one process, from their graphs.
 
         Raises:
-            CompileError: for a target that runs one rank a process.
+            CompileError: The target needs a process per rank.
         """
         raise CompileError(
             f"{len(graphs)} ranks in one process on target {self.name}; allowed: reference"
@@ -301,40 +350,40 @@ class Target(ABC):
         options: CompileOptions,
         progress: Progress,
     ) -> None:
-        """Stream the weights, one tensor at a time, into a program in ``folder``.
+        """Stream the weights, a tensor at a time, into a program in ``folder``.
 
-        The program serves contexts up to ``options.max_context``, in ``options.compute``; the
-        batch and the threads are chosen when it is loaded.
+        The program serves contexts up to ``options.max_context`` with ``options.compute``. Batch
+        and threads are selected at load.
 
         Raises:
-            CompileError: for a graph this target cannot run, or a folder without room.
+            CompileError: The target does not support the graph, or the disk is full.
         """
 
     def check_emits(self, kind: str) -> None:
-        """Refuse a kind that is not one of ``emits``.
+        """Reject a form outside ``emits``.
 
         Raises:
-            ConfigError: naming those that are.
+            ConfigError: The form is unknown. The message lists the known forms.
         """
         if kind not in self.emits:
             raise ConfigError(f"target {self.name} emits no {kind!r}; {allowed(self.emits, kind)}")
 
     def emit(self, kind: str, emission: Emission) -> None:
-        """Write a model as one of ``emits`` besides a program.
+        """Write a model in a form other than a program.
 
         Raises:
-            ConfigError: for a kind that this target has not.
-            CompileError: for a graph this target cannot write so.
+            ConfigError: The form is unknown.
+            CompileError: The target cannot write this graph.
         """
         self.check_emits(kind)
         raise NotImplementedError(f"{self.name}: {kind}")
 
     @abstractmethod
     def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
-        """The executable of a program that :meth:`build` wrote.
+        """Return the executable for a program from :meth:`build`.
 
         Raises:
-            CheckpointError: for files that are not what :meth:`build` writes.
+            CheckpointError: The files are invalid.
         """
 
     def compile(
@@ -344,7 +393,7 @@ class Target(ABC):
         options: CompileOptions,
         progress: Progress,
     ) -> Executable:
-        """Build and load in one go, keeping nothing."""
+        """Build and load in a temporary directory."""
         contract = self.contract(graph_module, options)
         try:
             temporary = TemporaryDirectory(prefix="tilewright-")

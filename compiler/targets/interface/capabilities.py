@@ -17,16 +17,16 @@ class Capabilities:
         num_pages: Pages in the pool.
         num_snapshots: Snapshots of per-sequence state. 0: no snapshots.
         has_sequence_state: Whether per-sequence state exists. It has no truncation.
-        num_held: Number of retained positions in windowed layers. 0: all positions.
+        num_held: Retained positions in windowed layers. 0: all positions.
         reach_back: Maximum rollback beyond ``num_held``.
-        cell: Minimum chunk size with efficient use of the weights.
-        max_prompts: Maximum number of prefill chunks per step.
-        max_step_tokens: Maximum number of prefill tokens per step.
+        cell: Minimum chunk size with efficient weight reads.
+        max_prompts: Maximum prefill chunks per step.
+        max_step_tokens: Maximum prefill tokens per step.
         runs_ahead: Whether a step may start before the previous output is read.
-        marks: Maximum number of snapshots inside a chunk, at page boundaries.
-        passes: Captured sizes of mixed batches, ascending: ``(max_rows, prefill_sizes)``. Example:
+        marks: Maximum snapshots inside a chunk, at page boundaries.
+        passes: Captured mixed batch sizes, ascending: ``(max_rows, prefill_sizes)``. Example:
             ``((16, (256, 512)),)``. Empty: no mixed batches (`StepOutput.is_mixed`).
-        most_shared: Maximum number of prefill tokens in a mixed batch, in whole pages per chunk.
+        most_shared: Maximum prefill tokens in a mixed batch, in whole pages per chunk.
         far: Context length at which a prompt token costs twice as much as at position 0. 0: the
             cost does not depend on the position.
         invariant: ``rows``: bits depend on the request only. ``batch``: bits also depend on the
@@ -62,7 +62,7 @@ class Capabilities:
 
     @property
     def max_invariant_rows(self) -> int:
-        """Maximum number of open sequences of a batch-invariant step; 0: no step is."""
+        """Return the maximum number of open sequences in a batch-invariant step. 0: no step."""
         return (self.invariant_rows or sys.maxsize) if self.invariant == "rows" else 0
 
     def can_cut(self, reached: int, position: int) -> bool:

@@ -1,4 +1,4 @@
-"""A compiled model, and the options that any target takes. Imports no torch."""
+"""A compiled model, and checks of options common to all targets. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """An executable, what it was asked to be, and what the passes had to say.
+    """An executable with its options and the messages from passes.
 
-    ``graph`` gives the lowered graph; it is read from disk where the program came from there.
-    ``places``: of a rank's program, which axes of each tensor group's weights are dealt, and the
-    size of each rank's share.
+    Attributes:
+        executable: The executable.
+        target: Target name.
+        compute: ``fast`` or ``exact``.
+        precision: The resolved configuration.
+        notes: Messages from passes.
+        graph: Returns the lowered graph, from disk if the program was loaded.
+        places: Sharding of weights: tensor group, axis, and size per rank. Empty: a single rank.
     """
 
     executable: Executable
@@ -34,10 +39,11 @@ class Compiled:
 
 
 def check_options(options: CompileOptions, max_positions: int) -> None:
-    """Refuse a batch, a context, threads, ranks or a compute mode that no target could serve.
+    """Reject options that no target supports.
 
     Raises:
-        ConfigError: a batch, context or ranks out of range, or an unknown compute mode.
+        ConfigError: Batch, threads or ranks are out of range, or a mode is unknown.
+        CompileError: The context exceeds the model's limit.
     """
     options.parallel.check()
     if options.compute not in COMPUTE_MODES:
@@ -55,4 +61,4 @@ def check_options(options: CompileOptions, max_positions: int) -> None:
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """A `Progress` that reports nothing."""
+    """Ignore progress."""

@@ -1,8 +1,8 @@
-"""What may be chosen of an executable by name. Imports nothing: command lines only say it."""
+"""Names of execution options, for command lines. Imports nothing."""
 
 from __future__ import annotations
 
 COMPUTE_MODES = ("fast", "exact")
-"""Arithmetic: the target's fastest, or float32 throughout."""
+"""Arithmetic: the target's fastest, or float32 everywhere."""
 COPIES = ("auto", "none", "codes", "all")
-"""Which weights in blocks are held once more; see `CompileOptions`."""
+"""Dequantized weight copies. See `CompileOptions`."""

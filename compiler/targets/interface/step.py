@@ -1,8 +1,8 @@
-"""What one step of an executable is: plain host data, the same on every target and on every rank.
+"""Steps of an executable: plain host data, equal on every target and every rank.
 
-A step says which seats decode, which pieces of prompts are computed, and what changes in the
-device's own tables before. It holds no tensor, no closure and no device handle, so a scheduler can
-make it without a device and send it to another process. Imports no torch.
+A step lists the slots to decode, the prefill chunks, and changes of device tables before them. It
+has no tensors, closures or device handles, so a scheduler needs no device, and a step can be sent
+to another process. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,36 +16,37 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Seat = NewType("Seat", int)
-"""A row of an executable's tables: one running sequence, from 0 to ``max_seats - 1``."""
+"""Index of a running sequence in an executable's tables, from 0 to ``max_seats - 1``."""
 
 Snapshot = NewType("Snapshot", int)
-"""A place for the per-sequence state of one sequence at one position; the runtime numbers them."""
+"""Number of a snapshot, chosen by the runtime. A snapshot has per-sequence state at a position."""
 
 HostPlace = NewType("HostPlace", int)
-"""A place in host memory for all the state of a seat that was preempted."""
+"""Number of a host buffer for the whole state of a preempted sequence."""
 
 GOES_ON, END_TOKEN, NOT_A_NUMBER = 0, 1, 2
-"""Why a row's token is what it is: see :class:`Chosen`."""
+"""Values of :attr:`Chosen.why`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choosing:
-    """How the tokens of a seat are chosen from its logits; the defaults are greedy and neutral.
+    """Sampling parameters for a slot. The defaults are greedy and neutral.
 
-    The order is that of :func:`tilewright.compiler.sampling.choose.choose_tokens`, which defines
-    the result.
+    :func:`tilewright.compiler.sampling.choose.choose_tokens` defines the order and the result.
 
     Attributes:
-        temperature: 0 takes the likeliest token.
-        top_k: 0 keeps all tokens. top_p: 1 keeps all. min_p: 0 keeps all.
-        repetition_penalty: divides positive logits of tokens seen in prompt or answer, and
-            multiplies negative ones; 1 is neutral.
-        frequency_penalty, presence_penalty: subtracted for each time a token stands in the answer,
-            and once where it stands there at all; 0 is neutral.
-        bias: pairs of a token and what is added to its logit.
-        seed: with the position of the token it names the random number; 64 bits.
-        end_tokens: tokens that end the sequence.
-        min_tokens: tokens of the answer before any of the end tokens may be chosen.
+        temperature: 0: argmax.
+        top_k: Number of candidates. 0: all.
+        top_p: Probability mass of candidates. 1: all.
+        min_p: Minimum relative probability of candidates. 0: all.
+        repetition_penalty: Divides positive logits and multiplies negative logits of tokens in the
+            prompt or output. 1: neutral.
+        frequency_penalty: Subtracted once per occurrence in the output. 0: neutral.
+        presence_penalty: Subtracted once for tokens in the output. 0: neutral.
+        bias: Pairs: token and logit bias.
+        seed: 64 bits. Seed and position determine the random number.
+        end_tokens: Tokens that finish the sequence.
+        min_tokens: Minimum number of output tokens before an end token.
     """
 
     temperature: float = 0.0
@@ -62,30 +63,34 @@ class Choosing:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken, whatever the filters say."""
+        """Return whether to take the argmax, regardless of filters."""
         return self.temperature <= 0.0
 
     @property
     def is_penalised(self) -> bool:
-        """Whether the tokens seen so far change the logits."""
+        """Return whether earlier tokens change the logits."""
         return bool(
             self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
         )
 
     @property
     def changes_logits(self) -> bool:
-        """Whether logits are changed before the temperature: penalties, bias, ``min_tokens``."""
+        """Return whether logits change before the temperature: penalties, bias or
+        ``min_tokens``.
+        """
         return self.is_penalised or bool(self.bias) or self.min_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A sequence sits down on a free seat, or takes over one that is kept.
+    """Open a slot for a new sequence. The slot is free or retains a prefix.
 
     Attributes:
-        prompt: the tokens before the answer; penalties and ``min_tokens`` count from behind them.
-        keeps: so many first positions are computed already (0: the seat begins empty): of what the
-            seat holds, which is kept; with pages, of those that it is given in this step.
+        seat: The slot.
+        choosing: Sampling parameters.
+        prompt: Tokens before the output. Penalties use them, and ``min_tokens`` counts after them.
+        keeps: Number of computed positions to reuse. 0: start empty. Contiguous state: the slot
+            retains them. Pages: the pages assigned in this step contain them.
     """
 
     seat: Seat
@@ -96,14 +101,14 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The sequence of a seat has ended; the seat may be opened again in the same step."""
+    """Free a slot. The same step may open the slot again."""
 
     seat: Seat
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The pages of a seat from its page ``first`` on: the runtime's numbers of them."""
+    """Assign pages to a slot, starting at index ``first`` of its page table."""
 
     seat: Seat
     first: int
@@ -112,7 +117,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Keep a seat's per-sequence state, as it is before this step, in a snapshot."""
+    """Copy a slot's per-sequence state from before this step to a snapshot."""
 
     seat: Seat
     snapshot: Snapshot
@@ -120,7 +125,9 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Put the per-sequence state of a snapshot into a seat; its position is the snapshot's."""
+    """Copy a snapshot's per-sequence state to a slot. The slot's position becomes the
+    snapshot's.
+    """
 
     seat: Seat
     snapshot: Snapshot
@@ -128,12 +135,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The first positions of one seat become those of another, which is open and empty.
+    """Copy a slot's first positions to another slot. The target is open and empty.
 
-    Per-sequence state is copied whole, so it wants ``num_positions`` to be the source's length, or
-    a :class:`Load` behind it.
-    With pages, only the positions behind the last whole page are copied: whole pages are shared
-    through :class:`Pages`.
+    Per-sequence state is copied whole. Therefore ``num_positions`` is the source's length, or a
+    :class:`Load` follows. With pages, only positions after the last whole page are copied:
+    :class:`Pages` shares whole pages.
     """
 
     source: Seat
@@ -143,7 +149,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Out:
-    """Copy all the state of a seat to host memory, before its pages go to others."""
+    """Copy a slot's whole state to host memory, before other sequences take its pages."""
 
     seat: Seat
     place: HostPlace
@@ -151,7 +157,9 @@ class Out:
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """Copy what :class:`Out` kept into a seat, opened and given pages in this step or before."""
+    """Copy the state of :class:`Out` back to a slot. The slot and its pages must be assigned
+    before.
+    """
 
     seat: Seat
     place: HostPlace
@@ -159,7 +167,7 @@ class Back:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Asks to forget what :class:`Out` kept: the sequence has ended meanwhile."""
+    """Free the host copy of :class:`Out`, because its sequence has finished."""
 
     place: HostPlace
 
@@ -169,22 +177,22 @@ Edit: TypeAlias = Open | Close | Pages | Save | Load | Copy | Out | Back | Drop
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive tokens of a prompt, computed by the prompt kernels.
+    """Consecutive prompt tokens for prefill.
 
     Attributes:
-        start: the position of the first of them; what the seat held from there on is forgotten.
-        chooses: whether the token behind the last one is chosen, and becomes what the seat holds.
-        saves: pairs of a position behind one of these tokens and the snapshot that keeps the
-            per-sequence state there.
-        echoes: whether the rows of all of its tokens are wanted, and not of the last one alone:
-            their logits, and the log probability of each of its tokens behind the first.
-        next_token: of a chunk that echoes, the prompt's token behind it, whose log probability is
-            wanted too; None at the prompt's end.
-        also: of a chunk that chooses, seats that were opened for other choices of the same prompt,
-            and hold nothing: they get a copy of the state behind the chunk (with pages, of what
-            lies behind the last whole page), and a token of their own is chosen for each of them.
-        pools: whether the final hidden states of its tokens are wanted, as `Pooled` has them. Such
-            a chunk chooses nothing and echoes nothing.
+        seat: The slot.
+        start: Position of the first token. Later positions in the slot are discarded.
+        tokens: The tokens.
+        chooses: Sample the next token after the chunk. The slot reads it in the next decode step.
+        saves: Pairs: a position after any of these tokens, and the snapshot for the state there.
+        echoes: Return logits for all tokens instead of the last only, and the log probabilities of
+            all tokens after the first.
+        also: Empty open slots for further samples of the same prompt (only if ``chooses``). Each
+            gets a copy of the state and its own sampled token. With pages, only positions after the
+            last whole page are copied.
+        next_token: The prompt token after an echoing chunk, for its log probability. None at the
+            end of the prompt.
+        pools: Return final hidden states as `Pooled`. The chunk then neither samples nor echoes.
     """
 
     seat: Seat
@@ -199,28 +207,30 @@ class Chunk:
 
     @property
     def echoed(self) -> tuple[int, ...]:
-        """The tokens whose log probabilities a chunk that echoes gives: of its first rows."""
+        """Return the tokens with log probabilities in an echoing chunk."""
         return self.tokens[1:] + (() if self.next_token is None else (self.next_token,))
 
     @property
     def end(self) -> int:
-        """The position behind the last token of the chunk."""
+        """Return the position after the last token."""
         return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The work of one step. ``edits`` come first, in their order; no seat is both in ``decode`` and
-    in ``prompts``, and none is in either twice.
+    """The work of a step. ``edits`` run first, in order. A slot occurs at most once in the step's
+    work.
 
     Attributes:
-        decode: seats that read one token each, the one they hold. While nobody comes or goes it is
-            the same tuple object, which executables look for.
-        forced: seats of ``decode`` that read this token instead of the one they hold.
-        masked: the choice waits for :meth:`Executable.choose`, with the tokens that are allowed.
-        logprobs: how many of the likeliest tokens' log probabilities come with each choice, beside
-            the chosen one's; None: no log probabilities at all.
-        want_logits: whether the rows' logits are given.
+        decode: Slots that decode a token each. While the set of slots does not change, this is the
+            same tuple object: executables compare identity.
+        prompts: Prefill chunks.
+        edits: State updates.
+        forced: Tokens to read instead of the sampled tokens, by slot.
+        masked: Delay sampling until :meth:`Executable.choose` with the token masks.
+        logprobs: Number of top log probabilities per sampled token, in addition to the sampled
+            token's. None: no log probabilities.
+        want_logits: Return logits.
     """
 
     decode: tuple[Seat, ...] = ()
@@ -234,9 +244,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Natural logarithms of the probabilities of one choice, from the unchanged logits.
+    """Natural log probabilities for a sampled token, from unmodified logits.
 
-    ``top``: the likeliest tokens and theirs, the likeliest first, equal ones by token id.
+    Attributes:
+        chosen: Log probability of the sampled token.
+        top: The most probable tokens with their log probabilities, descending. Ties are in token
+            order.
     """
 
     chosen: float
@@ -245,7 +258,7 @@ class LogProbs:
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """Final hidden states of a chunk: the input of the product that makes the logits, normed.
+    """Final hidden states of a chunk: the normalized input of the output layer.
 
     Attributes:
         count: Number of tokens.
@@ -260,12 +273,15 @@ class Pooled:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What was chosen in a part of a step, a row a seat.
+    """Sampled tokens for a part of a step, in slot order.
 
-    ``why``: ``GOES_ON``, ``END_TOKEN`` where the token is one of the seat's end tokens, or
-    ``NOT_A_NUMBER`` where the logits had no number to choose from, and the token means nothing.
-    ``echo``: of a chunk that echoes, the log probabilities of the tokens that it echoes.
-    ``pooled``: hidden states of a chunk that pools.
+    Attributes:
+        tokens: Sampled tokens.
+        why: ``GOES_ON``, ``END_TOKEN`` for an end token of the slot, or ``NOT_A_NUMBER`` if the
+            logits are NaN. In this case the token is meaningless.
+        logprobs: Log probabilities of the sampled tokens. None: not requested.
+        echo: Log probabilities of an echoing chunk's tokens.
+        pooled: Hidden states of a pooling chunk.
     """
 
     tokens: Sequence[int]
@@ -277,13 +293,16 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The rows of a step that are there together: those that decode, or those that end prompts.
+    """Results of a step that are available at the same time: decode rows, or ends of prompts.
 
-    ``seats`` are those for which a token was chosen, in the order of the step. A chunk that echoes
-    or pools is a part of its own, with no seat where it does not choose. ``read`` waits for this
-    part alone; it may be called again, and while up to two later steps are under way. ``logits``,
-    where they were asked for, gives float32 ``[rows, vocabulary]`` on the host until the
-    executable's next step: a row a seat, or of a chunk that echoes a row a token.
+    An echoing or pooling chunk is a separate part. It has no slots if it does not sample.
+
+    Attributes:
+        seats: Slots with a sampled token, in the order of the step.
+        read: Waits for this part and returns it. It may be called repeatedly, and while up to two
+            later steps are in flight.
+        logits: Returns float32 ``[rows, vocabulary]`` on the host, valid until the next step: a row
+            per slot, or per token of an echoing chunk. None: not requested.
     """
 
     seats: tuple[Seat, ...]
@@ -293,10 +312,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The parts of a step that chose tokens: decode rows first, then the ends of prompts.
+    """The sampling parts of a step: decode rows first, then ends of prompts.
 
-    ``is_mixed``: both were computed in one pass, and are one part: whoever has read it has waited
-    for the whole step.
+    Attributes:
+        parts: The parts.
+        is_mixed: A single forward computed decode rows and prefill chunks. They are a single part,
+            and reading it waits for the whole step.
     """
 
     parts: tuple[Part, ...] = ()

@@ -1,4 +1,4 @@
-"""How many threads torch itself uses beside those of a target."""
+"""Limits for torch's own threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def torch_threads(num_threads: int | None) -> Iterator[None]:
-    """Let torch use so many threads inside the block; None leaves their number as it is."""
+    """Set the number of torch threads inside the block. None: unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads or before)
     try:
@@ -21,10 +21,10 @@ def torch_threads(num_threads: int | None) -> Iterator[None]:
 
 @contextmanager
 def single_torch_thread() -> Iterator[None]:
-    """Keep torch's own threads asleep.
+    """Limit torch to a single thread inside the block.
 
-    Beside a session they fight its threads for the cores, and a decode step takes twice as long;
-    packing weights is bound by memory, and gains nothing from them.
+    More torch threads compete with the target's threads and double the time of a decode step.
+    Packing of weights is limited by memory and needs no further threads.
     """
     with torch_threads(1):
         yield

@@ -1,5 +1,6 @@
-"""Which tokens the rows of a masked step may be chosen from: a bit a token, all the way from the
-grammar's library to the kernel that reads them. Imports no torch.
+"""Token masks for masked steps: a bit per token, from the grammar library to the sampling kernel.
+
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,29 +15,30 @@ _BITS = 32
 
 
 def num_words(vocab_size: int) -> int:
-    """Words of a row's bits."""
+    """Return the number of words in a row's bitmask."""
     return -(-vocab_size // _BITS)
 
 
 def no_words() -> np.ndarray:
-    """The words of no row."""
+    """Return the words for zero rows."""
     return np.empty((0, 0), np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What some seats may be chosen, a row each; other seats of the step may be chosen every token.
+    """Token bitmasks for some slots of a step. All other slots may sample any token.
 
-    ``words``: uint32 ``[len(seats), num_words(vocabulary)]``, contiguous. Token ``t`` is bit
-    ``t % 32``, the lowest being bit 0, of word ``t // 32``; what lies behind the vocabulary does
-    not count.
+    Attributes:
+        seats: Slots with a mask.
+        words: uint32 ``[len(seats), num_words(vocabulary)]``, contiguous. Token ``t`` is bit ``t %
+            32`` in word ``t // 32``, with bit 0 lowest. Bits after the vocabulary are ignored.
     """
 
     seats: tuple[Seat, ...] = ()
     words: np.ndarray = field(default_factory=no_words)
 
     def flags(self, seat: Seat, width: int) -> np.ndarray | None:
-        """Of the first ``width`` tokens which a seat may be chosen, bool; None: every one."""
+        """Return a slot's allowed tokens as bool ``[width]``. None: all tokens."""
         if seat not in self.seats:
             return None
         words = self.words[self.seats.index(seat)].astype("<u4", copy=False)
@@ -44,7 +46,7 @@ class Allowed:
 
 
 def put_bits(words: np.ndarray, tokens: tuple[int, ...], *, are_set: bool) -> None:
-    """Set or clear the bits of tokens in the ``words`` of one row."""
+    """Set or clear the bits for tokens in the ``words`` of a row."""
     for token in tokens:
         bit = np.uint32(1 << token % _BITS)
         if are_set:

@@ -1,6 +1,6 @@
-"""What a plan is made of: instructions over the columns of a few buffers. No device, no weights.
+"""Instructions of a kernel program over columns of a few buffers, without devices and weights.
 
-A buffer is as wide as the values it holds one after another.
+A buffer has the width of its widest value.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import StateSpec
 
 RESIDUAL, PRODUCT, OPERAND, LOGITS = "residual", "product", "operand", "logits"
-"""What a buffer is to the kernels: a stream in fp32; what a product wrote; what the next product
-reads (bfloat16, columns padded); logits, fp32."""
+"""Roles of buffers: an fp32 stream; a matmul's output; a matmul's input (bfloat16, padded columns);
+fp32 logits.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Columns ``[first, first + width)`` of a buffer's rows, ``stride`` long each (0: width)."""
+    """Columns ``[first, first + width)`` of a buffer. ``stride`` is the row length, 0 means
+    ``width``.
+    """
 
     buffer: int
     width: int
@@ -28,7 +31,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Embed:
-    """Look up the row of a table for each token."""
+    """Look up an embedding per token."""
 
     out: Place
     table: WeightRecipe
@@ -36,9 +39,9 @@ class Embed:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A product (``fused_linear``); with ``residual`` it is added to what ``out`` holds.
+    """A matmul (``fused_linear``). With ``residual``, add the result to ``out``.
 
-    ``compute``: the fidelity asked for, by phase.
+    ``compute`` is the requested fidelity by phase.
     """
 
     fqn: str
@@ -56,8 +59,10 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """``rope_attention_step`` of a layer on q, k and v side by side. ``factor`` is of the channels
-    that turn, where others do not; else it is in ``scale``.
+    """``rope_attention_step`` on adjacent q, k and v columns.
+
+    ``factor`` scales the rotated channels if only some channels rotate. Otherwise ``scale``
+    includes it.
     """
 
     out: Place
@@ -74,7 +79,7 @@ class Attend:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """The rows of the stream that want logits."""
+    """Select the stream's rows for logits."""
 
     out: Place
     x: Place
@@ -82,7 +87,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class SwiGLU:
-    """``silu(gate) * up`` of two products."""
+    """``silu(gate) * up`` from two matmuls."""
 
     out: Place
     gate: Place
@@ -91,7 +96,7 @@ class SwiGLU:
 
 @dataclass(frozen=True, slots=True)
 class NormHeads:
-    """The heads of q and k in ``qkv`` normed, in place or with v to ``out``."""
+    """Normalize the q and k heads in ``qkv``, in place or to ``out`` together with v."""
 
     out: Place
     qkv: Place
@@ -103,7 +108,7 @@ class NormHeads:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """``rms_norm`` that no product computes itself."""
+    """An ``rms_norm`` outside matmuls."""
 
     out: Place
     x: Place
@@ -113,7 +118,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """The sum of all ranks' ``x``, which travels in the format ``wire``."""
+    """The sum of all ranks' ``x``. ``wire`` is the link format."""
 
     out: Place
     x: Place
@@ -122,7 +127,7 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True)
 class AllReduceAdd:
-    """Such a sum added to what ``out`` holds, and with ``norm`` its RMSNorm to ``normed``."""
+    """An all-reduce added to ``out``. With ``norm``, also write its RMSNorm to ``normed``."""
 
     out: Place
     x: Place
@@ -134,8 +139,9 @@ class AllReduceAdd:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """``function`` of values and numbers: ``add``, ``mul``, ``div``, ``tanh`` or ``gelu``, whose
-    ``approximate`` is the last.
+    """``function`` on values and numbers: ``add``, ``mul``, ``div``, ``tanh`` or ``gelu``.
+
+    The last input of ``gelu`` is its ``approximate`` mode.
     """
 
     out: Place
@@ -145,7 +151,7 @@ class Elementwise:
 
 @dataclass(frozen=True, slots=True)
 class SigmoidGate:
-    """Write ``x * sigmoid(gate)``; ``gate`` has a column for each of x, or one for all."""
+    """``x * sigmoid(gate)``. ``gate`` has a column per column of x, or a single column."""
 
     out: Place
     x: Place
@@ -154,9 +160,10 @@ class SigmoidGate:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The experts of every token, for the instructions up to the next `Route`: of them this rank
-    has ``count`` from ``first`` on, which it counts from 0, or all (None); a token's others are
-    other ranks'.
+    """Expert selection per token, valid up to the next `Route`.
+
+    This rank has ``count`` experts starting at ``first``. It numbers them from 0. None: all
+    experts. Experts on other ranks are ignored.
     """
 
     logits: Place
@@ -167,14 +174,16 @@ class Route:
 
     @property
     def num_experts(self) -> int:
-        """How many of them this rank has."""
+        """Return the number of experts on this rank."""
         return self.logits.width if self.count is None else self.count
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLinear:
-    """Products with the experts of every token, side by side; ``x`` is one for all of them, or has
-    theirs side by side as well. ``compute``: the fidelity asked for, by phase.
+    """Matmuls with each token's experts, in adjacent columns.
+
+    ``x`` is common to all experts, or has adjacent columns per expert. ``compute`` is the requested
+    fidelity by phase.
     """
 
     fqn: str
@@ -188,9 +197,10 @@ class ExpertLinear:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSum:
-    """The weighted sum of such products, of ``width`` columns each; with ``residual`` added to what
-    ``out`` holds; with ``shared`` (and its gate of one column) plus shared * sigmoid(gate).
-    ``compute``: the fidelity asked for, by phase.
+    """The weighted sum of matmuls with each token's experts.
+
+    With ``residual``, add it to ``out``. With ``shared`` (value and single-column gate), also add
+    ``shared * sigmoid(gate)``. ``compute`` is the requested fidelity by phase.
     """
 
     fqn: str
@@ -205,7 +215,7 @@ class ExpertSum:
 
 @dataclass(frozen=True, slots=True)
 class Convolve:
-    """A causal convolution over channels and its state (``causal_conv1d_step``)."""
+    """A causal convolution over channels with its state (``causal_conv1d_step``)."""
 
     out: Place
     x: Place
@@ -215,8 +225,9 @@ class Convolve:
 
 @dataclass(frozen=True, slots=True)
 class DeltaRule:
-    """The delta rule (``delta_rule_norm_step``), behind ``convolve`` where there is one: nothing
-    else reads its ``qkv``, and where one kernel does both nothing is written there.
+    """The delta rule with its norm (``delta_rule_norm_step``), after an optional ``convolve``.
+
+    A fused kernel for both does not write ``qkv``. No other instruction reads it.
     """
 
     out: Place
@@ -235,10 +246,10 @@ class DeltaRule:
 
 
 Mixer = SigmoidGate | Route | ExpertLinear | ExpertSum | Convolve | DeltaRule
-"""What stands in models with experts or with linear attention."""
+"""Instructions for experts or linear attention."""
 
 Collective = AllReduce | AllReduceAdd
-"""What ranks exchange within a step."""
+"""Collectives within a step."""
 
 Plain = Embed | Linear | Gather | SwiGLU | NormHeads | Norm | Elementwise | Collective
 Instruction = Plain | Attend | Mixer
@@ -246,7 +257,7 @@ Instruction = Plain | Attend | Mixer
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """``role`` and the columns of its widest value."""
+    """A buffer's role and the columns of its widest value."""
 
     role: str
     width: int
@@ -254,8 +265,9 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a step does, in order; the last instruction writes the logits: with ``dealt`` those of
-    a rank's own columns, of as many as it says for each rank.
+    """A kernel program: instructions in order. The last instruction writes the logits.
+
+    ``dealt`` is the number of logit columns per rank. Empty: each rank has all columns.
     """
 
     instructions: tuple[Instruction, ...]
@@ -264,12 +276,12 @@ class Plan:
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        """The caches, in the order of the layers."""
+        """Return the KV caches in layer order."""
         return tuple(each.state for each in self.instructions if isinstance(each, Attend))
 
     @property
     def sequence_states(self) -> tuple[StateSpec, ...]:
-        """What is kept of a sequence whatever its length, in the order of the layers."""
+        """Return the per-sequence states in layer order."""
         found: list[StateSpec] = []
         for each in self.instructions:
             if isinstance(each, DeltaRule) and each.convolve is not None:
@@ -280,17 +292,17 @@ class Plan:
 
     @property
     def products(self) -> tuple[Linear, ...]:
-        """The products that every token has, in order."""
+        """Return the linears in order, without expert linears."""
         return tuple(each for each in self.instructions if isinstance(each, Linear))
 
     @property
     def hidden_size(self) -> int:
-        """Columns of the rows that want logits; 0 if none are gathered."""
+        """Return the columns of gathered rows. 0: no rows are gathered."""
         return next((each.x.width for each in self.instructions if isinstance(each, Gather)), 0)
 
     @property
     def final_norm(self) -> tuple[WeightRecipe, float] | None:
-        """The norm of gathered rows; None if they are normed before."""
+        """Return the norm after the gather. None: rows are normalized before it."""
         gathers = [n for n, each in enumerate(self.instructions) if isinstance(each, Gather)]
         following = self.instructions[gathers[0] + 1] if gathers else None
         if isinstance(following, Norm):
@@ -301,7 +313,7 @@ class Plan:
 
     @property
     def vocab_size(self) -> int:
-        """The columns of the logits, of all ranks together."""
+        """Return the logit columns over all ranks."""
         if self.dealt:
             return sum(self.dealt)
         last = self.instructions[-1]
@@ -311,13 +323,15 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a target's kernels ask of a plan.
+    """A target's requirements for kernel programs.
 
-    ``target`` and ``others``: its name, and what to run instead of what it has no kernel for.
-    ``row_multiple``: a product's rows have room for whole tiles of so many of its weight's rows.
-    ``has_soft_caps``: whether attention may cap its scores, or turn some channels with a factor.
-    ``max_delta_dim``: channels of a key and of a value of the delta rule, at most.
-    ``deals_experts``: whether a rank may have some of the experts.
+    Attributes:
+        target: Target name.
+        others: Targets to suggest for unsupported operations.
+        row_multiple: Pad matmul outputs to a multiple of this number of columns.
+        has_soft_caps: Attention supports score caps, and scaled rotation of some channels.
+        max_delta_dim: Maximum key and value channels in the delta rule. None: no limit.
+        deals_experts: A rank may have some of the experts.
     """
 
     target: str

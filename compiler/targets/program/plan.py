@@ -1,7 +1,7 @@
-"""The lowered graph becomes a list of instructions over a few buffers; no device, no weights yet.
+"""Lowering of a graph to instructions over a few buffers, without devices and weights.
 
-A sum with the residual is made in the residual's own buffer, and three products that one attention
-reads are columns of one buffer.
+A residual sum is written in the residual's buffer. The three linears before an attention write
+columns of a common buffer.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ _FUNCTIONS: dict[Any, str] = {
 
 
 def make_plan(graph_module: GraphModule, needs: Needs) -> Plan:
-    """The plan of a graph of a target's last stage.
+    """Return the kernel program for a graph after a target's last stage.
 
     Raises:
-        CompileError: for an operator that no instruction stands for.
+        CompileError: An operator has no instruction.
     """
     return Lowering(graph_module, needs).run()
 
 
 class Lowering:
-    """One pass over the nodes; ``_places`` knows where each value lies."""
+    """A single pass over the nodes. ``_places`` maps values to columns of buffers."""
 
     def __init__(self, graph_module: GraphModule, needs: Needs) -> None:
         self.needs = needs
@@ -78,7 +78,7 @@ class Lowering:
         self._buffers: list[Buffer] = []
         self._free: dict[tuple[str, int], list[int]] = {}
         self._instructions: list[Instruction] = []
-        self.routed: Node | None = None  # the router whose choice holds
+        self.routed: Node | None = None  # the router for the current selection
         self._dealt: tuple[int, ...] = ()
 
     def run(self) -> Plan:
@@ -90,11 +90,11 @@ class Lowering:
         return Plan(tuple(self._instructions), tuple(self._buffers), self._dealt)
 
     def append(self, instruction: Instruction) -> None:
-        """Append the next instruction to the plan."""
+        """Append an instruction."""
         self._instructions.append(instruction)
 
     def place(self, node: Node) -> Place:
-        """Find the place in which a node's value lies."""
+        """Return the columns of a node's value."""
         return self._places[node]
 
     def _lower(self, node: Node) -> None:
@@ -159,7 +159,7 @@ class Lowering:
     def _out_of_product(self, node: Node, residual: Node | None, swiglu: bool) -> Place:
         if residual is not None:
             return self.add_to(node, residual)
-        if node in self._places:  # columns of a buffer that another product opened
+        if node in self._places:  # columns in a buffer allocated by another linear
             return self._places[node]
         if swiglu:
             return self.take(node, OPERAND)
@@ -173,14 +173,14 @@ class Lowering:
         return self.take(node, PRODUCT)
 
     def add_to(self, node: Node, residual: Node) -> Place:
-        """The place of a sum that is made in its residual's."""
+        """Return the columns of a sum: the residual's own."""
         if self._last_reader[residual] is not node:
             raise CompileError(f"{info(node).fqn}: its residual is read again later")
         self._places[node] = self._places[residual]
         return self._places[node]
 
     def _open(self, parts: list[Node]) -> None:
-        """One buffer for products that are read side by side."""
+        """Allocate a common buffer for linears with adjacent outputs."""
         widths = [width_of(part) for part in parts]
         buffer = self._buffer(PRODUCT, sum(widths))
         for index, part in enumerate(parts):
@@ -189,7 +189,7 @@ class Lowering:
             )
 
     def _all_reduce_add(self, node: Node) -> None:
-        """The stream changes where it is; its norm has a place of its own."""
+        """Update the stream in place. Its norm has separate columns."""
         x, residual, norm, eps, _, wire = node.args
         assert isinstance(x, Node) and isinstance(residual, Node) and isinstance(wire, str)
         found = {reader.args[1]: reader for reader in node.users}
@@ -205,7 +205,7 @@ class Lowering:
         self.append(AllReduceAdd(out, self._places[x], wire, normed, recipe, eps))
 
     def _elementwise(self, node: Node) -> None:
-        """Logits change where they are."""
+        """Emit an elementwise instruction. Logits are updated in place."""
         inputs = tuple(self._places[each] if isinstance(each, Node) else each for each in node.args)
         if _becomes_the_output(next(iter(node.users))):
             self._places[node] = self._places[node.all_input_nodes[0]]
@@ -215,11 +215,14 @@ class Lowering:
         self.append(Elementwise(self._places[node], function, inputs))  # type: ignore[arg-type]
 
     def role(self, node: Node) -> str:
-        """The role of a value that no product writes: what reads it as it is takes operands."""
+        """Return the role of a value from another instruction than a matmul.
+
+        Direct inputs of matmuls are operands.
+        """
         return OPERAND if any(_reads_as_it_is(each, node) for each in node.users) else RESIDUAL
 
     def _piece(self, node: Node) -> Place:
-        """The columns of a product that ``getitem`` of its pieces means."""
+        """Return an output slice's columns."""
         pieces: Any = node.args[0]
         index: Any = node.args[1]
         whole, sizes = self._places[pieces.args[0]], pieces.args[1]
@@ -233,7 +236,7 @@ class Lowering:
         self._check_attention(node, given, state.shape[-1])
         place = normed = self._qkv_of(given)
         if given.q_norm is not None:
-            if place.stride:  # columns of a wider product go to a place of their own
+            if place.stride:  # columns of a wider buffer: write to a separate buffer
                 normed = Place(self._buffer(PRODUCT, place.width), place.width)
             norms = recipe_of(given.q_norm), recipe_of(given.k_norm)
             self.append(NormHeads(normed, place, *norms, given.num_heads, given.norm_eps))
@@ -245,7 +248,7 @@ class Lowering:
             state=state,
             inv_freq=inv_freq,
             num_heads=given.num_heads,
-            scale=given.scale * given.factor**2 if turns_all else given.scale,  # of q and of k
+            scale=given.scale * given.factor**2 if turns_all else given.scale,  # for q and k
             window=given.window,
             interleaved=given.interleaved,
             soft_cap=given.soft_cap,
@@ -256,7 +259,7 @@ class Lowering:
             self._give(normed)
 
     def _qkv_of(self, given: ops.RopeAttentionArguments) -> Place:
-        """q, k and v side by side: all columns of a buffer, or some."""
+        """Return the adjacent columns of q, k and v."""
         q = self.place(given.q)
         if given.key is None:
             return q
@@ -282,7 +285,7 @@ class Lowering:
             )
 
     def take(self, node: Node, role: str) -> Place:
-        """A place for a value. A product's rows have room for whole tiles of its weight's rows."""
+        """Allocate columns for a value. Matmul outputs are padded to whole tiles of weight rows."""
         width, stride, whole = width_of(node), 0, self.needs.row_multiple
         if role == PRODUCT and width % whole:
             stride = -(-width // whole) * whole
@@ -300,16 +303,16 @@ class Lowering:
         return buffer
 
     def _release(self, read: Node, reader: Node) -> None:
-        """A buffer whose last value was read is free for the next of its role."""
+        """Free a value's buffer after its last reader."""
         place = self._places.get(read)
         if place is None or self._last_reader[read] is not reader:
             return
-        if self._places.get(reader) == place:  # a sum is made in its residual's buffer
+        if self._places.get(reader) == place:  # a sum is written in its residual's buffer
             return
         self._give(place)
 
     def _give(self, place: Place) -> None:
-        """A buffer is free."""
+        """Mark a buffer as free."""
         buffer = self._buffers[place.buffer]
         free = self._free.setdefault(_kind(buffer.role, buffer.width), [])
         if place.buffer not in free:
@@ -317,7 +320,7 @@ class Lowering:
 
 
 def _reads_as_it_is(reader: Node, x: Node) -> bool:
-    """Whether a product reads ``x`` without norming it."""
+    """Return whether a matmul reads ``x`` without a norm."""
     if reader.target in EXPERTS:
         return ops.FusedExpertArguments.of(reader.args).x is x
     if reader.target not in _PRODUCTS:
@@ -327,20 +330,20 @@ def _reads_as_it_is(reader: Node, x: Node) -> bool:
 
 
 def _whole(node: Node) -> Node:
-    """The product that a node is a piece of, else itself."""
+    """Return an output slice's linear, or the node itself."""
     while _is_piece(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _is_piece(node: Node) -> bool:
-    """Whether a node is part of a value, and no value of its own."""
+    """Return whether a node is a slice of another value."""
     is_own = node.target is operator.getitem and node.args[0].target in _PAIRS  # type: ignore[union-attr]
     return node.target in _PIECES and not is_own
 
 
 def _becomes_the_output(reader: Node) -> bool:
-    """Whether a reader of a value is the output, or arithmetic on its way there."""
+    """Return whether a reader is the graph's output, or elementwise arithmetic before it."""
     by_value = {*ELEMENTWISE, ops.all_gather.overload}
     while reader.target in by_value and len(reader.all_input_nodes) == 1 and reader.users:
         reader = next(iter(reader.users))
@@ -348,8 +351,9 @@ def _becomes_the_output(reader: Node) -> bool:
 
 
 def _kind(role: str, width: int) -> tuple[str, int]:
-    """Buffers of a kind are used for each other's values: operands of one width only, so that the
-    padding of their rows stays zero.
+    """Return the key of interchangeable buffers.
+
+    Operands need equal widths: the padding of their rows stays zero.
     """
     return role, width if role == OPERAND else 0
 

@@ -1,4 +1,4 @@
-"""How the ops of experts and of linear attention become instructions."""
+"""Lowering of expert and linear attention ops to instructions."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from tilewright.compiler.targets.program.instructions import (
 from tilewright.errors import CompileError
 
 EXPERTS = (ops.expert_linear.overload, ops.fused_expert_linear.overload)
-"""Products with experts."""
+"""Overloads of expert matmuls."""
 
 _LOCAL = ops.local_experts.overload
 
 
 class Lowering(Protocol):
-    """The instructions made so far and the places of their values; ``routed`` is the router whose
-    choice of experts holds.
+    """The lowering state: instructions and the columns of values.
+
+    ``routed`` is the router for the current expert selection.
     """
 
     routed: Node | None
@@ -65,7 +66,7 @@ def _route(lowering: Lowering, node: Node) -> None:
 
 
 def _local_experts(lowering: Lowering, node: Node) -> None:
-    """The router's instruction has done it."""
+    """Emit nothing: the router's instruction includes it."""
 
 
 def _expert_linear(lowering: Lowering, node: Node) -> None:
@@ -98,8 +99,9 @@ def _sigmoid_gate(lowering: Lowering, node: Node) -> None:
 
 
 def values_read(node: Node) -> list[Node]:
-    """What must still lie in its place when the instruction of a node runs: its inputs, a
-    convolution's where a delta rule's instruction has it.
+    """Return the values a node's instruction reads.
+
+    A delta rule's instruction also reads its convolution's inputs.
     """
     if _belongs_to_its_reader(node):
         return []
@@ -108,7 +110,7 @@ def values_read(node: Node) -> list[Node]:
 
 
 def _convolution_of(node: Node) -> Node | None:
-    """What a delta rule reads, where it is a convolution that nothing else reads."""
+    """Return a delta rule's convolution if no other node reads it, else None."""
     if node.target is not ops.delta_rule_norm_step.overload:
         return None
     qkv = ops.DeltaNormArguments(*node.args).qkv  # type: ignore[arg-type]
@@ -172,11 +174,11 @@ MIXERS: dict[Any, Callable[[Lowering, Node], None]] = {
     ops.causal_conv1d_step.overload: _convolve,
     ops.delta_rule_norm_step.overload: _delta_rule,
 }
-"""What plans each op."""
+"""Lowering function by op."""
 
 
 def recipe_of(node: Any) -> WeightRecipe:
-    """The recipe of the weight that a node of the graph is."""
+    """Return the recipe of a weight node."""
     found = info(node).recipe
     assert found is not None, f"{node} is no weight"
     return found

@@ -1,7 +1,7 @@
-"""Programs of ranks, advanced from exchange to exchange; who carries an exchange is not known here.
+"""Running graphs of ranks up to each collective, independent of the transport.
 
-A graph that is run so yields each call of a collective, and goes on with what it is sent for it.
-All ranks of a group in one process are the oracle for ranks in processes of their own.
+A running graph yields each collective call and continues with its result. Running all ranks in one
+process is the oracle for a process per rank.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tilewright.compiler.ops.collectives import GROUPS
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One rank's call of a collective: its overload and its arguments, tensors and numbers."""
+    """A rank's collective call: the overload and its arguments."""
 
     target: Any
     args: tuple[Any, ...]
 
 
 def advance(graph_module: GraphModule, arguments: Sequence[Any]) -> Generator[Call, Any, Any]:
-    """Run a graph on the values of its inputs, in their order; yields every :class:`Call` of a
-    collective, is sent its result, and returns the graph's.
+    """Run a graph on its input values. Yield each collective :class:`Call`, receive its result, and
+    return the graph's result.
 
-    Values are let go behind their last reader.
+    Values are freed after their last reader.
     """
     given, values = iter(arguments), dict[Node, Any]()
     for node in graph_module.graph.nodes:
@@ -55,8 +55,9 @@ def _last_reader(node: Node) -> Node:
 
 
 def run_together(programs: Sequence[tuple[GraphModule, Sequence[Any]]]) -> list[Any]:
-    """Run the graphs of all ranks, in their order, each with the values of its inputs, from
-    exchange to exchange; returns every rank's result.
+    """Run all ranks' graphs together, in rank order. Return their results.
+
+    Each program is a graph with its input values.
     """
     running = [advance(graph_module, arguments) for graph_module, arguments in programs]
     sent: list[Any] = [None] * len(running)

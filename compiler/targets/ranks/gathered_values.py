@@ -1,7 +1,7 @@
-"""Collectives between processes by the references: every rank gathers all values and adds itself.
+"""Collectives between processes: every rank gathers all values and runs the reference itself.
 
-It is for targets that run a graph node by node. What ranks compute of what they gathered is the
-very function of `ops.collectives` that ranks in one process use, so both have the same bits.
+They serve targets with node-by-node execution. Ranks in a common process use the same functions in
+`ops.collectives`. Therefore both have equal bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LENGTH = struct.Struct("<q")
 
 
 class Exchange:
-    """Gathers bytes over a socket to every other rank; exchanges are counted from 1."""
+    """All-gather over sockets to all ranks. Calls are numbered from 1."""
 
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket], limit_s: float) -> None:
         self.rank, self._sockets, self._limit_s = rank, dict(sockets), limit_s
@@ -37,14 +37,14 @@ class Exchange:
 
     @classmethod
     def of(cls, peers: Peers) -> Exchange:
-        """Connect to every other rank; all of them call it."""
+        """Connect to every other rank. All ranks must call this method."""
         return cls(peers.rank, peers.connect(), peers.limit_s)
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """What all ranks give, in their order.
+        """Return all ranks' data in rank order.
 
         Raises:
-            ExchangeError: naming the rank that has gone, or did not take part in time.
+            ExchangeError: A rank disconnected or did not answer in time. The error has its number.
         """
         self.number += 1
         frame = _LENGTH.pack(len(data)) + data
@@ -72,7 +72,7 @@ class Exchange:
         return [own[rank] for rank in sorted(own)]
 
     def close(self) -> None:
-        """Close every socket."""
+        """Close all sockets."""
         for each in self._sockets.values():
             each.close()
 
@@ -86,7 +86,9 @@ class Exchange:
         return 0
 
     def _receive(self, rank: int, found: bytearray) -> bool:
-        """Read what there is; whether the rank's part is whole. Nothing behind it is read."""
+        """Read available bytes, but none after this message. Return whether the message is
+        complete.
+        """
         total = _LENGTH.unpack_from(found)[0] + 8 if len(found) >= 8 else 8
         try:
             data = self._sockets[rank].recv(min(_PIECE, total - len(found)))
@@ -104,7 +106,7 @@ class Exchange:
 
 
 class RankInterpreter(fx.Interpreter):
-    """Runs one rank's graph; its collectives are exchanges with the other ranks."""
+    """Runs a rank's graph. Its collectives use an exchange with all ranks."""
 
     def __init__(self, graph_module: fx.GraphModule, exchange: Exchange) -> None:
         super().__init__(graph_module)
@@ -119,7 +121,7 @@ class RankInterpreter(fx.Interpreter):
 
 
 def has_collectives(graph_module: fx.GraphModule) -> bool:
-    """Whether a graph exchanges anything with other ranks."""
+    """Return whether a graph has collectives."""
     return any(node.target in GROUPS for node in graph_module.graph.nodes)
 
 

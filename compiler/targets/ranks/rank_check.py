@@ -1,7 +1,7 @@
-"""Whether ranks still agree, compared every so many steps where the environment asks for it.
+"""Consistency check between ranks, every N steps if the environment enables it.
 
-A rank that has gone another way answers wrong, or hangs the others in an exchange much later; this
-finds it near its cause. It knows neither steps nor how ranks are reached.
+Diverged ranks give wrong results or hang later in a collective. The check reports them near the
+cause. It depends on neither steps nor the transport.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ _USUAL, _MOST = 64, 1_000_000
 
 
 def steps_between() -> int:
-    """How many steps lie between two comparisons: 64 for ``TILEWRIGHT_CHECK_RANKS=1``, a larger
-    number for itself; 0 where ranks are not compared.
+    """Return the number of steps between two checks, or 0 without checks.
+
+    ``TILEWRIGHT_CHECK_RANKS=1`` selects 64. A larger number is used unchanged.
 
     Raises:
-        ConfigError: for anything else.
+        ConfigError: The variable has another value.
     """
     text = os.environ.get(VARIABLE, "") or "0"
     if not text.isdecimal() or int(text) > _MOST:
@@ -35,28 +36,28 @@ def steps_between() -> int:
 
 @runtime_checkable
 class Agrees(Protocol):
-    """An executable that says where it is."""
+    """An executable with comparable state."""
 
     def agreed(self) -> bytes:
-        """What every rank has alike between two steps: seats, how far each is, and the tokens read
-        next where all ranks know them.
+        """Return data equal on all ranks between two steps: slots, lengths, and input tokens known
+        to all ranks.
         """
 
 
 class Trace:
-    """What a rank was told so far: the number of steps and a checksum of their bytes."""
+    """The steps received by a rank: their number and a checksum."""
 
     def __init__(self) -> None:
         self.num_steps = 0
         self._sum = 0
 
     def add(self, told: bytes) -> None:
-        """Note a step."""
+        """Add a step."""
         self.num_steps += 1
         self._sum = zlib.crc32(told, self._sum)
 
     def summary(self, executable: Executable) -> bytes:
-        """What all ranks must say alike between the same two steps."""
+        """Return a text for comparison. It is equal on all ranks between the same two steps."""
         said = executable.agreed() if isinstance(executable, Agrees) else b""
         seats = hashlib.sha256(said).hexdigest()[:12]
         return f"{self.num_steps} steps {self._sum:08x}, seats {seats}".encode()

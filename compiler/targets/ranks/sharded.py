@@ -1,7 +1,7 @@
-"""An executable of several ranks: rank 0 schedules and chooses, its followers run the same steps.
+"""An executable over several ranks: the leader schedules and samples, followers run the same steps.
 
-A step is sent before rank 0 makes it itself. Followers decide nothing and answer nothing; what they
-give and get in the middle of a step is between the ranks' own executables.
+The leader sends a step before running it. Followers return nothing. Collectives inside a step run
+between the executables of the ranks.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _LIMITS = (
 
 
 class ShardedExecutable(Executable):
-    """Rank 0's executable, and with it those of all ranks. Every rank calls `meet` first.
+    """The leader's executable, which also drives the followers. Every rank calls `meet` first.
 
-    Memory is what rank 0 holds of it.
+    Memory is the leader's.
     """
 
     def __init__(self, own: Executable, ranks: Ranks) -> None:
@@ -110,7 +110,7 @@ class ShardedExecutable(Executable):
         self.own.close()
 
     def _compare(self) -> None:
-        """Raise a RankError where a rank is not where this one is."""
+        """Raise RankError if a rank has diverged from the leader."""
         self._leader.tell(_CHECK)
         own = self._trace.summary(self.own)
         for rank, found in enumerate(self._leader.all_gather(own)):
@@ -124,11 +124,11 @@ class ShardedExecutable(Executable):
             return self._guarded(run, *arguments)
 
     def _guarded(self, run: Callable[..., Any], *arguments: Any) -> Any:
-        """Do rank 0's part, or read what came of it; where it fails, its followers have gone on
-        without it.
+        """Run the leader's work. The followers have already started the step, even if the leader
+        fails.
 
         Raises:
-            RankError: then, and ever after.
+            RankError: A rank failed now or before.
         """
         try:
             with self._leader.at_work():
@@ -143,8 +143,9 @@ class ShardedExecutable(Executable):
 
 
 def meet(own: Executable, peers: Peers) -> None:
-    """Let a rank's executable join the others, and promise what the least of them can; all ranks
-    call it.
+    """Connect a rank's executable and reduce its capabilities to the minimum over all ranks.
+
+    All ranks call this function.
     """
     own.join(peers)
     limits = own.capabilities
@@ -160,10 +161,10 @@ def meet(own: Executable, peers: Peers) -> None:
 
 
 def serve_steps(executable: Executable, follower: Follower) -> None:
-    """Run the steps that rank 0 sends, until it ends the group.
+    """Run steps from the leader until the group ends.
 
     Raises:
-        RankError: where rank 0 has gone, or an exchange failed.
+        RankError: The leader disconnected, or a collective failed.
     """
     follower.is_ready()
     again, trace = Step(), Trace()
