@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.cases.cases import ACCURACY_TEXT
-from tilewright.evaluate.results import stats
+from tilewright.evaluate.results import keys, stats
 
 SCHEMA = 1
 
@@ -346,8 +346,28 @@ class Result:
         return when
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as JSON values, the schema version first."""
-        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+        """The record as JSON values by key, the schema version first."""
+        return {"schema": SCHEMA, **_by_key(self)}
+
+
+KEYS: dict[type, keys.Keys] = {
+    Repeat: keys.REPEAT,
+    Paired: keys.PAIRED,
+    Accuracy: keys.ACCURACY,
+    ContractLine: keys.CONTRACT_LINE,
+    Ceilings: keys.CEILINGS,
+    Result: keys.RESULT,
+}
+"""The key table of each record."""
+
+
+def _by_key(value: Any) -> Any:
+    """Return records as dictionaries by key, inside tuples too."""
+    if isinstance(value, tuple):
+        return tuple(map(_by_key, value))
+    if (table := KEYS.get(type(value))) is None:
+        return value
+    return {key: _by_key(getattr(value, name)) for name, key in table.items()}
 
 
 def is_heading(text: str) -> bool:

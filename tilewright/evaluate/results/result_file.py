@@ -16,6 +16,7 @@ import msgspec
 
 from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.results import record
+from tilewright.evaluate.results.keys import from_keys
 from tilewright.utils.json_lines import append_lines, decode_record, read_records
 
 _WHAT = "not a result"
@@ -83,33 +84,41 @@ def _decode(line: bytes) -> record.Result:
 def _from_values(values: dict[str, Any]) -> record.Result:
     values = dict(values)
     schema = values.pop("schema", None)
-    names = {field.name for field in dataclasses.fields(record.Result)}
     if schema != record.SCHEMA or isinstance(schema, bool):
+        names = record.KEYS[record.Result].values()
         unknown = ", ".join(sorted(map(repr, values.keys() - names))) or "none"
         raise ConfigError(
             f"schema {schema!r}; allowed: {record.SCHEMA} (unknown fields: {unknown})"
         )
-    _check_fields(record.Result, values)
+    values = _checked_fields(record.Result, values)
     record.check_choices(values)
     return msgspec.convert(values, record.Result)
 
 
-def _check_fields(kind: type, values: dict[str, Any], prefix: str = "") -> None:
-    """A record has its fields and no others; only one that was added later may be missing, because
-    older lines have it not.
+def _checked_fields(kind: type, values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a record by field.
+
+    Raises:
+        ConfigError: for an unknown key, or a missing key of a field that is not ``ADDED_LATER``.
     """
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    if unknown := sorted(values.keys() - fields.keys()):
+    keys = record.KEYS[kind]
+    if unknown := sorted(values.keys() - set(keys.values())):
         listed = ", ".join(repr(prefix + name) for name in unknown)
-        raise ConfigError(f"unknown field {listed}; {allowed(fields)}")
-    required = [name for name in fields if not fields[name].metadata.get("added_later")]
+        raise ConfigError(f"unknown field {listed}; {allowed(keys.values())}")
+    fields = dataclasses.fields(kind)
+    required = [keys[each.name] for each in fields if not each.metadata.get("added_later")]
     if missing := [repr(prefix + name) for name in required if name not in values]:
         raise ConfigError(f"missing field {', '.join(missing)}")
-    for name in values.keys() & _PARTS.keys():
-        part = values[name]
-        parts = {name: part}
-        if isinstance(part, list | tuple):
-            parts = {f"{name}[{i}]": each for i, each in enumerate(part)}
-        for place, each in parts.items():
-            if isinstance(each, dict):
-                _check_fields(_PARTS[name], each, f"{prefix}{place}.")
+    found = from_keys(values, keys)
+    for name in found.keys() & _PARTS.keys():
+        part, place = found[name], f"{prefix}{keys[name]}"
+        if isinstance(part, dict):
+            found[name] = _checked_fields(_PARTS[name], part, f"{place}.")
+        elif isinstance(part, list | tuple):
+            found[name] = [
+                _checked_fields(_PARTS[name], each, f"{place}[{index}].")
+                if isinstance(each, dict)
+                else each
+                for index, each in enumerate(part)
+            ]
+    return found

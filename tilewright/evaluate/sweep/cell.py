@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tilewright.compiler.devices import target_options
+from tilewright.evaluate.results.keys import CELL, to_keys
 
 CellKind = Literal["speed", "accuracy"]
 
@@ -67,7 +68,7 @@ class Cell:
         # how things are called, and what is expected of them, changes no figure
         for name in _NO_IDENTITY:
             del identity[name]
-        text = json.dumps(identity, sort_keys=True)
+        text = json.dumps(to_keys(identity, CELL), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]
 
     @property

@@ -20,6 +20,7 @@ import msgspec
 
 from tilewright.errors import ConfigError
 from tilewright.evaluate.report.display import short_commit
+from tilewright.evaluate.results import keys
 from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.results.result_file import from_values
 from tilewright.evaluate.sweep.cell import Cell
@@ -45,7 +46,7 @@ class _Event(msgspec.Struct, frozen=True, tag_field="event", forbid_unknown_fiel
     """A line of the file; its subclass's name is its ``event``."""
 
 
-class Planned(_Event, frozen=True, tag="planned", kw_only=True):
+class Planned(_Event, frozen=True, tag="planned", rename=keys.PLANNED, kw_only=True):
     """A journal's first line: what the sweep is, and where it was planned.
 
     ``base``: the ids of the configuration that others are compared with, as it resolves on each
@@ -65,20 +66,20 @@ class Planned(_Event, frozen=True, tag="planned", kw_only=True):
         return self.base is not None and cell.precision_id in self.base.split()
 
 
-class Added(_Event, frozen=True, tag="added"):
+class Added(_Event, frozen=True, tag="added", rename=keys.ADDED):
     """A line of the journal: a cell is to be run."""
 
     cell: Cell
 
 
-class Started(_Event, frozen=True, tag="started"):
+class Started(_Event, frozen=True, tag="started", rename=keys.STARTED):
     """A line of the journal: a cell's process was started."""
 
     cell: str
     timestamp: str
 
 
-class Finished(_Event, frozen=True, tag="finished", kw_only=True):
+class Finished(_Event, frozen=True, tag="finished", rename=keys.FINISHED, kw_only=True):
     """A cell's process has ended: ``result`` where it is done, else the ``reason``, one line."""
 
     cell: str
@@ -88,7 +89,7 @@ class Finished(_Event, frozen=True, tag="finished", kw_only=True):
     result: dict[str, Any] | None = None
 
 
-class Asked(_Event, frozen=True, tag="asked"):
+class Asked(_Event, frozen=True, tag="asked", rename=keys.ASKED):
     """Somebody wants a cell cancelled, or run (again)."""
 
     cell: str
@@ -96,7 +97,7 @@ class Asked(_Event, frozen=True, tag="asked"):
 
 
 Event = Planned | Added | Started | Finished | Asked
-_DECODER: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+_CELL = keys.ADDED["cell"]
 
 
 @dataclass(slots=True)
@@ -328,8 +329,23 @@ def _try_lock(handle: int, kind: int) -> bool:
 
 
 def _encode(events: Sequence[Event]) -> bytes:
-    return b"".join(msgspec.json.encode(each) + b"\n" for each in events)
+    return b"".join(msgspec.json.encode(_by_key(each)) + b"\n" for each in events)
+
+
+def _by_key(event: Event) -> Any:
+    """Return an event as JSON values. A cell has the keys of its table."""
+    values = msgspec.to_builtins(event)
+    if isinstance(event, Added):
+        values[_CELL] = keys.to_keys(values[_CELL], keys.CELL)
+    return values
+
+
+def _event_of(line: bytes) -> Event:
+    values = msgspec.json.decode(line)
+    if isinstance(values, dict) and isinstance(cell := values.get(_CELL), dict):
+        values[_CELL] = keys.from_keys(cell, keys.CELL)
+    return msgspec.convert(values, Event)  # type: ignore[no-any-return]
 
 
 def _decode(line: bytes, place: str) -> Event:
-    return decode_record(line, _DECODER.decode, place=place, expected="no event of a sweep")
+    return decode_record(line, _event_of, place=place, expected="no event of a sweep")
