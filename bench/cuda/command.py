@@ -1,5 +1,6 @@
-"""``bench bench-cuda``: the speed of random weights of known shapes on a GPU, row by row, beside
-what the device was measured to do in the same run.
+"""``python -m bench bench-cuda``: speed of known shapes with random weights on a GPU, row by row.
+
+The rates of memory reads and large matmuls are measured in the same run.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.cuda.rows import DECODE, METRICS, START, BenchRow, find_rows
+from bench.cuda.rows import DECODE, METRICS, START, TTFT, BenchRow, find_rows
 from tilewright.cli.terminal.console import err, note, out, print_table
 from tilewright.compiler.devices import check_gpu
-from tilewright.distributed.parallel import EXCHANGES
-from tilewright.errors import CheckpointError, ConfigError, TilewrightError, one_line
+from tilewright.errors import CheckpointError, TilewrightError, one_line
 from tilewright.evaluate.report.display import decimal, percent, span
 from tilewright.evaluate.report.table import Columns, Table
 from tilewright.evaluate.results.record import RANDOM_WEIGHTS
@@ -33,7 +33,7 @@ REPEATS = 5
 QUICK_REPEATS, QUICK_TOKENS = 2, 40
 EXIT_NOT_MEASURED, EXIT_INTERRUPTED = 1, 130
 _TARGET = "cuda"
-_WIDTH = 132
+_WIDTH, _HOST_CONTEXT = 132, 1200
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,7 @@ class Choices:
     is_profiled: bool
     target: str = _TARGET
     num_ranks: int = 1
-    is_solo: bool = False
-    exchange: str | None = None
+    shows_host_time: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +54,12 @@ class _Asked:
     rows: tuple[str, ...] = option("some rows; 8b-* fits", default=(), metavar="NAME")
     list: bool = option("list the rows", default=False)
     results: Path | None = option("append records, as JSON lines", metavar="FILE", type=Path)
-    profile: bool = option("show where steps go, by kernel", default=False)
+    profile: bool = option("show the kernels of steps by GPU time", default=False)
     repeats: int | None = option(f"of every row ({REPEATS})", type=integer(1, 1000))
     tensor_parallel: int = option(
         "GPUs that a model is spread over (1)", default=1, type=integer(1, 8), metavar="N"
     )
-    exchange: str | None = option(
-        "how they exchange (by each other's memory where they reach it); nccl: for comparisons",
-        choices=EXCHANGES,
-    )
-    solo_rank: bool = option(
-        "run rank 0 of them by itself, its own values in the others' place: a prediction's part, "
-        "never a measurement of the group",
-        default=False,
-    )
+    host_time: bool = option("show the host time of a step of every program", default=False)
     quick: bool = option(
         f"{QUICK_REPEATS} repeats, {QUICK_TOKENS} tokens: no figures for a table", default=False
     )
@@ -95,13 +86,8 @@ def main(argv: Sequence[str]) -> int:
     if asked.results is not None:
         check_writable(asked.results)
     repeats = asked.repeats or (QUICK_REPEATS if asked.quick else REPEATS)
-    ranks, is_solo = asked.tensor_parallel, asked.solo_rank
-    if is_solo and (ranks < 2 or asked.results is not None):
-        raise ConfigError("--solo-rank; allowed: with --tensor-parallel, and without --results")
-    if asked.exchange is not None and (ranks < 2 or is_solo or asked.results is not None):
-        raise ConfigError("--exchange; allowed: with --tensor-parallel, and without --results")
-    how = {"num_ranks": ranks, "is_solo": is_solo, "exchange": asked.exchange}
-    return bench(Choices(rows, repeats, asked.results, asked.profile, **how))  # type: ignore[arg-type]
+    found = Choices(rows, repeats, asked.results, asked.profile)
+    return bench(replace(found, num_ranks=asked.tensor_parallel, shows_host_time=asked.host_time))
 
 
 def bench(choices: Choices, *, measured: Ceilings | None = None) -> int:
@@ -109,14 +95,15 @@ def bench(choices: Choices, *, measured: Ceilings | None = None) -> int:
     if choices.target == _TARGET:
         check_gpu()
     warnings.filterwarnings("ignore", module="torch")
-    from bench.ceilings import measure_ceilings
+    from tilewright.evaluate.measure.ceilings import measure_ceilings
 
     ceilings = measured or measure_ceilings(choices.target)
+    if choices.shows_host_time:
+        longer = (replace(row, context=max(row.program[-1], _HOST_CONTEXT)) for row in choices.rows)
+        choices = replace(choices, rows=tuple(longer))
     session = _Session(_screen(), choices, ceilings)
     _print_ceilings(session.screen, ceilings)
     note(session.screen, "All rows have random weights.")
-    if choices.is_solo:
-        note(session.screen, f"Rank 0 of {choices.num_ranks} by itself: no GPU waits for another.")
     code = 0
     try:
         for rows in programs(choices.rows):
@@ -173,6 +160,7 @@ class _Session:
 
     def _measure(self, rows: Sequence[BenchRow]) -> None:
         from bench.cuda.measure import Bench, measure_start
+        from bench.cuda.step_times import host_times
         from tilewright.cli.terminal.console import compile_progress
 
         target, repeats = self.choices.target, self.choices.repeats
@@ -186,8 +174,6 @@ class _Session:
                 repeats=repeats,
                 progress=progress,
                 num_ranks=self.choices.num_ranks,
-                is_solo=self.choices.is_solo,
-                exchange=self.choices.exchange,
             )
         _print_program(self.screen, made)
         try:
@@ -195,8 +181,11 @@ class _Session:
                 self._take(made.measure(row, self.ceilings))
                 if row.metric == DECODE and (routing := made.routing(row)):
                     self.screen.print(f"{row.name}: {routing}", soft_wrap=True)
-            for row in rows if self.choices.is_profiled else ():  # behind what is timed
+            for row in rows if self.choices.is_profiled else ():  # after all timed runs
                 self._profile(made, row)
+            if self.choices.shows_host_time:
+                for line in host_times(made.compiled.executable, made.options.max_batch):
+                    self.screen.print(f"{rows[0].name}: {line}", soft_wrap=True)
         finally:
             made.close()
 
@@ -212,10 +201,11 @@ class _Session:
         self.screen.print(line, soft_wrap=True)
 
     def _profile(self, made: Bench, row: BenchRow) -> None:
-        from bench.cuda.kernel_profile import print_profile
+        from bench.cuda.step_times import profile
 
         try:
-            print_profile(self.screen, made, row, self.ceilings)
+            found = profile(made.compiled.executable, made.jobs(row), is_decode=row.metric != TTFT)
+            self.screen.print(f"{row.name}: kernels by GPU time\n{found}", soft_wrap=True)
         except Exception as error:  # nor must a profiler that fails
             traceback.print_exc()
             self.is_broken = True

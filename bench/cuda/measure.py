@@ -1,5 +1,6 @@
-"""How rows of ``bench bench-cuda`` are measured: a compiled program for several rows, timed runs,
-figures, records, and a demo's start in a process of its own. Prints nothing.
+"""Measurement of the rows of ``bench-cuda``: programs, timed runs, figures, records, starts.
+
+Prints nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -24,11 +24,9 @@ from bench.cuda.rows import (
     TTFT,
     BenchRow,
 )
-from bench.cuda.scaling import group_seconds
 from tilewright.cli.arguments.bench import RunOptions, read_options
 from tilewright.cli.measure import measure
 from tilewright.cli.terminal.console import RANDOM_NOTE
-from tilewright.compiler.ops.collectives import all_reduce, all_reduce_add
 from tilewright.compiler.ops.moe import expected_experts
 from tilewright.compiler.targets.interface.base import CompileOptions, Progress, Seat
 from tilewright.compiler.targets.interface.compiled import Compiled
@@ -44,15 +42,12 @@ from tilewright.evaluate.measure.timing import Job, Run, time_jobs
 from tilewright.evaluate.results.record import Ceilings, Result
 from tilewright.loading.source import (
     Source,
-    compile_alone,
     compile_source,
     open_source,
 )
-from tilewright.options.arguments import ModelOptions
 from tilewright.runtime.engine import Engine
 from tilewright.utils.child_process import PYTHON, Child
 
-SUMS = (all_reduce.overload, all_reduce_add.overload)
 _LONG_PROMPT = 16384
 _LONG_REPEATS = 3
 """The most repeats of a prompt that long, and of a start."""
@@ -109,24 +104,19 @@ class Bench:
         repeats: int,
         progress: Progress,
         num_ranks: int = 1,
-        is_solo: bool = False,
-        exchange: str | None = None,
     ) -> None:
         release_memory()  # of a program before that failed
         started = time.perf_counter()
         self._target, self._repeats, self._num_ranks = target, repeats, num_ranks
-        self._is_solo, self._exchange = is_solo, exchange
-        self.compiled: Compiled
         self._context = rows[0].program[-1]
         model = self._options_of(rows[0]).model
         self.source: Source = open_source(model.path)
         options = CompileOptions(
             max_batch=max(row.batch for row in rows), max_context=self._context
         )
-        if is_solo:
-            self.compiled = _solo_rank(self.source, model, options, progress)
-        else:
-            self.compiled = compile_source(self.source, model, options, progress, use_cache=False)
+        self.compiled: Compiled = compile_source(
+            self.source, model, options, progress, use_cache=False
+        )
         self.options = options
         self.seconds_to_compile = time.perf_counter() - started
         self._measured: dict[tuple[int, int, int], _Measured] = {}
@@ -137,8 +127,6 @@ class Bench:
         self.runs(row)
         measured = self._measured[_runs_of(row)]
         values, limit, detail = _figure(row, measured.runs, self.works(row), ceilings)
-        if self._is_solo:
-            detail += "; " + self._predicted(row)
         result = None if is_known else replace(measured.result, ceilings=ceilings)
         return Figures(row, values, limit, detail, result)
 
@@ -156,28 +144,6 @@ class Bench:
             prefill_work(self.compiled, num_tokens=row.prompt_length),
             decode_work(self.compiled, batch=row.batch, context=context),
         )
-
-    def step_seconds(self, row: BenchRow) -> tuple[float | None, float | None]:
-        """A measured row's prompt and decode step, medians."""
-        result = self._measured[_runs_of(row)].result
-        prompt = None if result.ttft_ms is None else 1e-3 * result.ttft_ms
-        return prompt, None if result.decode_tsu is None else 1 / result.decode_tsu
-
-    def _predicted(self, row: BenchRow) -> str:
-        """What a whole group is expected to make of a row whose rank ran by itself."""
-        width: int = self.source.checkpoint_model().config.hidden_size
-        nodes = self.compiled.graph().graph.nodes
-        found = sum(node.target in SUMS for node in nodes)
-        prompt, step = self.step_seconds(row)
-        of_group = partial(group_seconds, count=self._num_ranks, num_exchanges=found)
-        said = []
-        if step:
-            seconds = of_group(step, num_bytes=4.0 * row.batch * width)
-            said.append(f"decode {row.batch / seconds:,.1f} t/s")
-        if prompt:
-            seconds = of_group(prompt, num_bytes=4.0 * row.prompt_length * width)
-            said.append(f"first token {1e3 * seconds:,.2f} ms")
-        return f"predicted of {self._num_ranks}, {found} sums a step: {', '.join(said)}"
 
     def jobs(self, row: BenchRow) -> tuple[Job, ...]:
         """Make the row's prompts, one for each user, with how their answers are chosen."""
@@ -216,10 +182,8 @@ class Bench:
         return _Measured(tuple(runs), replace(result, peak_memory_bytes=None, command=command))
 
     def _options_of(self, row: BenchRow) -> RunOptions:
-        return run_options(
-            row, target=self._target, repeats=self._repeats, num_ranks=self._num_ranks,
-            exchange=self._exchange,
-        )  # fmt: skip
+        how = {"repeats": self._repeats, "num_ranks": self._num_ranks}
+        return run_options(row, target=self._target, **how)
 
     def close(self) -> None:
         """Give the program's memory back, for the next one needs it."""
@@ -235,29 +199,11 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _solo_rank(
-    source: Source, model: ModelOptions, options: CompileOptions, progress: Progress
-) -> Compiled:
-    """Rank 0 of the group that was asked for, its own values standing in for the others'."""
-    from tilewright.compiler.targets.cuda.collectives.group import alone
-    from tilewright.compiler.targets.cuda.executable import CudaExecutable
-
-    parallel = model.grouping.parallel
-    options = replace(options, parallel=parallel)
-    compiled = compile_alone(source, model, options, progress, use_cache=False)
-    executable = compiled.executable
-    assert isinstance(executable, CudaExecutable)
-    executable.unite(alone(0, parallel.tensor, executable.dealt, executable.device))
-    return compiled
-
-
 def _runs_of(row: BenchRow) -> tuple[int, int, int]:
     return row.batch, row.prompt_length, row.num_generated
 
 
-def run_options(
-    row: BenchRow, *, target: str, repeats: int, num_ranks: int = 1, exchange: str | None = None
-) -> RunOptions:
+def run_options(row: BenchRow, *, target: str, repeats: int, num_ranks: int = 1) -> RunOptions:
     """What ``tilewright bench`` would be asked for a row; more repeats do not change a case.
 
     Raises:
@@ -274,7 +220,6 @@ def run_options(
     )
     argv = ["--model", f"shape:{row.shape}", "--target", target, "--precision", row.precision]
     argv += ["--tensor-parallel", str(num_ranks)] if num_ranks > 1 else []
-    argv += ["--exchange", exchange] if exchange is not None else []
     options = read_options(["--case", named.name, *argv, "--no-results", "--no-cache"])
     assert options is not None
     is_changed = replace(case, num_repeats=named.num_repeats) != named

@@ -1,10 +1,9 @@
-"""The rows of ``bench bench-cuda``: what is run, and what it must come to. Measures nothing."""
+"""Rows of ``python -m bench bench-cuda``: workloads with a floor and a goal. Measures nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.cases.cases import TABLE_GENERATED_TOKENS, TABLE_PROMPT_LENGTH
@@ -31,20 +30,14 @@ class Metric:
 DECODE, TTFT, PREFILL_SHARE = "decode", "ttft", "prefill share"
 PREFILL_SECONDS, DECODE_SHARE, START = "prefill seconds", "decode share", "start"
 
-METRICS: Mapping[str, Metric] = MappingProxyType(
-    {
-        DECODE: Metric(
-            "t/s", "decode", "decoded tokens a second of all users, the first step left out"
-        ),
-        TTFT: Metric("ms", "TTFT", "a prompt's time to its first token", 2, is_most=True),
-        PREFILL_SHARE: Metric(
-            "%", "of products", "a prompt's operations a second, of those of large products"
-        ),
-        PREFILL_SECONDS: Metric("s", "TTFT", "a prompt's time to its first token", 2, True),
-        DECODE_SHARE: Metric("%", "of reads", "decode, of the rate at which its bytes are read"),
-        START: Metric("s", "start", "a process's start to the first text of a demo", is_most=True),
-    }
-)
+METRICS: Mapping[str, Metric] = {
+    DECODE: Metric("t/s", "decode", "decoded tokens a second of all users, without the first step"),
+    TTFT: Metric("ms", "TTFT", "time to the first token of a prompt", 2, is_most=True),
+    PREFILL_SHARE: Metric("%", "of products", "share of the measured matmul rate in prefill"),
+    PREFILL_SECONDS: Metric("s", "TTFT", "time to the first token of a prompt", 2, True),
+    DECODE_SHARE: Metric("%", "of reads", "share of the measured read rate in decode"),
+    START: Metric("s", "start", "time from process start to the first text", is_most=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,60 +73,54 @@ class BenchRow:
 _1B, _8B, _70B = "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"
 _35B = "qwen3.5-35b-a3b"
 _2K, _64K = 2048 + TABLE_GENERATED_TOKENS, 65536 + TABLE_GENERATED_TOKENS
-_8B_PRECISIONS = (
-    *(("bf16", "bf16"), ("bfp8", "all-bfp8")),
-    *(("performance", "performance"), ("bfp4", "all-bfp4")),
-)
+_PRECISIONS = {"bfp8": "all-bfp8", "bfp4": "all-bfp4"}
+"""Precision by its short name, if another."""
+
+
+def _rows(prefix: str, shape: str, decode: str, *, first: str = "-", **more: int) -> list[BenchRow]:
+    """Return decode rows, and the first token after the first row.
+
+    Args:
+        prefix: Begins all names, and ends with the short name of the precision.
+        decode: Users with floor and goal, as ``1:240/265 8:``.
+        first: Floor of the first token. Empty: none. ``-``: no row.
+    """
+    short = prefix.rpartition("-")[2]
+    precision, rows = _PRECISIONS.get(short, short), []
+    for text in decode.split():
+        users, _, bounds = text.partition(":")
+        floor, goal = map(float, bounds.split("/")) if bounds else (None, None)
+        name = f"{prefix}-b{users}"
+        rows.append(BenchRow(name, shape, precision, DECODE, floor, goal, batch=int(users), **more))
+    if first != "-":
+        floor = float(first) if first else None
+        rows.insert(1, BenchRow(f"{prefix}-ttft", shape, precision, TTFT, floor, **more))
+    return rows
+
+
+_USERS = "1: 8: 32: 64: 128: 256:"
+_8B_BF16 = "1:240/265 8:1800/2050 32:6600/7500 64:12300/14000 128:18500/23000 256:24500/31000"
+_8B_BFP8 = "1:400/480 8:2600/3000 32:8000/10000 64:15000/18500 128:22500/27000 256:28500/34000"
+_8B_PERFORMANCE = "1:480/600 8: 32:11500/13500 64:18000/22000 128: 256:29500/36000"
+_35B_BF16 = "1:300/430 4:850/1000 16:1850/1950 32: 64:3650/3800 128:5000/5600 256:8000/9500"
 
 ROWS: tuple[BenchRow, ...] = (
-    BenchRow("8b-bf16-b1", _8B, "bf16", DECODE, 240, 265),
-    BenchRow("8b-bf16-ttft", _8B, "bf16", TTFT, 6),
-    BenchRow("8b-bf16-b8", _8B, "bf16", DECODE, 1800, 2050, batch=8),
-    BenchRow("8b-bf16-b32", _8B, "bf16", DECODE, 6600, 7500, batch=32),
-    BenchRow("8b-bf16-b64", _8B, "bf16", DECODE, 12300, 14000, batch=64),
-    BenchRow("8b-bf16-b128", _8B, "bf16", DECODE, 18500, 23000, batch=128),
-    BenchRow("8b-bf16-b256", _8B, "bf16", DECODE, 24500, 31000, batch=256),
-    BenchRow("8b-bfp8-b1", _8B, "all-bfp8", DECODE, 400, 480),
-    BenchRow("8b-bfp8-ttft", _8B, "all-bfp8", TTFT, 6.5),
-    BenchRow("8b-bfp8-b8", _8B, "all-bfp8", DECODE, 2600, 3000, batch=8),
-    BenchRow("8b-bfp8-b32", _8B, "all-bfp8", DECODE, 8000, 10000, batch=32),
-    BenchRow("8b-bfp8-b64", _8B, "all-bfp8", DECODE, 15000, 18500, batch=64),
-    BenchRow("8b-bfp8-b128", _8B, "all-bfp8", DECODE, 22500, 27000, batch=128),
-    BenchRow("8b-bfp8-b256", _8B, "all-bfp8", DECODE, 28500, 34000, batch=256),
-    BenchRow("8b-performance-b1", _8B, "performance", DECODE, 480, 600),
-    BenchRow("8b-performance-ttft", _8B, "performance", TTFT, 6.5),
-    BenchRow("8b-performance-b8", _8B, "performance", DECODE, batch=8),
-    BenchRow("8b-performance-b32", _8B, "performance", DECODE, 11500, 13500, batch=32),
-    BenchRow("8b-performance-b64", _8B, "performance", DECODE, 18000, 22000, batch=64),
-    BenchRow("8b-performance-b128", _8B, "performance", DECODE, batch=128),
-    BenchRow("8b-performance-b256", _8B, "performance", DECODE, 29500, 36000, batch=256),
-    BenchRow("8b-bfp4-b1", _8B, "all-bfp4", DECODE),
-    BenchRow("8b-bfp4-ttft", _8B, "all-bfp4", TTFT),
-    *(BenchRow(f"8b-bfp4-b{n}", _8B, "all-bfp4", DECODE, batch=n) for n in (8, 32, 64, 128, 256)),
+    *_rows("8b-bf16", _8B, _8B_BF16, first="6"),
+    *_rows("8b-bfp8", _8B, _8B_BFP8, first="6.5"),
+    *_rows("8b-performance", _8B, _8B_PERFORMANCE, first="6.5"),
+    *_rows("8b-bfp4", _8B, _USERS, first=""),
     *(
-        BenchRow(
-            f"8b-{name}-ttft-{length}", _8B, precision, TTFT, prompt_length=length, context=_2K
-        )
-        for name, precision in _8B_PRECISIONS
+        replace(row, name=f"{row.name}-{length}", prompt_length=length, context=_2K)
+        for name in ("bf16", "bfp8", "performance", "bfp4")
+        for row in _rows(f"8b-{name}", _8B, "", first="")
         for length in (512, 2048)
     ),
-    BenchRow("1b-bf16-b1", _1B, "bf16", DECODE, 1150, 1450),
-    BenchRow("1b-performance-b1", _1B, "performance", DECODE, 1900, 2800),
-    BenchRow("qwen3-8b-bf16-b1", "qwen3-8b", "bf16", DECODE, 235, 260),
-    BenchRow("35b-a3b-bf16-b1", _35B, "bf16", DECODE, 300, 430, prompt_length=1024),
-    BenchRow("35b-a3b-bf16-ttft", _35B, "bf16", TTFT, 26, prompt_length=1024),
-    BenchRow("35b-a3b-bf16-b4", _35B, "bf16", DECODE, 850, 1000, batch=4, prompt_length=1024),
-    BenchRow("35b-a3b-bf16-b16", _35B, "bf16", DECODE, 1850, 1950, batch=16, prompt_length=1024),
-    BenchRow("35b-a3b-bf16-b32", _35B, "bf16", DECODE, batch=32, prompt_length=1024),
-    BenchRow("35b-a3b-bf16-b64", _35B, "bf16", DECODE, 3650, 3800, batch=64, prompt_length=1024),
-    BenchRow("35b-a3b-bf16-b128", _35B, "bf16", DECODE, 5000, 5600, batch=128, prompt_length=1024),
-    BenchRow("35b-a3b-bf16-b256", _35B, "bf16", DECODE, 8000, 9500, batch=256, prompt_length=1024),
-    BenchRow("35b-a3b-bfp8-b1", _35B, "all-bfp8", DECODE, 650, 750, prompt_length=1024),
-    BenchRow(
-        "35b-a3b-bfp8-b64", _35B, "all-bfp8", DECODE, 4800, 5600, batch=64, prompt_length=1024
-    ),
-    BenchRow("70b-performance-b1", _70B, "performance", DECODE, 60, 68),
-    BenchRow("70b-performance-ttft", _70B, "performance", TTFT, 40),
+    *_rows("1b-bf16", _1B, "1:1150/1450"),
+    *_rows("1b-performance", _1B, "1:1900/2800"),
+    *_rows("qwen3-8b-bf16", "qwen3-8b", "1:235/260"),
+    *_rows("35b-a3b-bf16", _35B, _35B_BF16, first="26", prompt_length=1024),
+    *_rows("35b-a3b-bfp8", _35B, "1:650/750 64:4800/5600", prompt_length=1024),
+    *_rows("70b-performance", _70B, "1:60/68", first="40"),
     BenchRow("8b-prefill-2k", _8B, "bf16", PREFILL_SHARE, 85, prompt_length=2048, context=_64K),
     BenchRow("8b-prefill-8k", _8B, "bf16", PREFILL_SHARE, 60, prompt_length=8192, context=_64K),
     BenchRow("8b-decode-32k", _8B, "bf16", DECODE_SHARE, prompt_length=32768, context=_64K),
@@ -141,33 +128,28 @@ ROWS: tuple[BenchRow, ...] = (
     BenchRow("8b-decode-64k", _8B, "bf16", DECODE_SHARE, 70, prompt_length=65536),
     BenchRow("8b-start", _8B, "bf16", START, 15),
 )
-"""The rows in the order of measuring. The start is last, for then its kernels are in the cache."""
+"""The rows in the order of measurement. The start is last: its kernels are in the cache."""
 
 
-LARGE_ROWS: tuple[BenchRow, ...] = (
-    BenchRow("70b-bf16-b1", _70B, "bf16", DECODE),
-    BenchRow("70b-bf16-b32", _70B, "bf16", DECODE, batch=32),
-)
-"""What takes several GPUs."""
+LARGE_ROWS = tuple(_rows("70b-bf16", _70B, "1: 32:"))
+"""Rows for several GPUs."""
 
-TWO_GPUS: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {
-        "8b-bf16-b1": (390, 430),
-        "8b-bf16-b8": (2800, 3100),
-        "8b-bf16-b32": (9400, 10500),
-        "8b-bf16-b64": (17000, 19000),
-        "8b-bf16-ttft": (4.5, 3.8),
-        "8b-performance-b1": (640, 720),
-        "35b-a3b-bf16-b1": (530, 570),
-        "35b-a3b-bf16-b4": (1400, 1520),
-        "35b-a3b-bf16-b16": (2800, 3100),
-        "35b-a3b-bf16-b64": (5900, 6400),
-        "35b-a3b-bf16-ttft": (20, 17),
-        "70b-bf16-b1": (54, 58),
-        "70b-bf16-b32": (1450, 1650),
-        "70b-performance-b1": (100, 110),
-    }
-)
+TWO_GPUS: Mapping[str, tuple[float, float]] = {
+    "8b-bf16-b1": (390, 430),
+    "8b-bf16-b8": (2800, 3100),
+    "8b-bf16-b32": (9400, 10500),
+    "8b-bf16-b64": (17000, 19000),
+    "8b-bf16-ttft": (4.5, 3.8),
+    "8b-performance-b1": (640, 720),
+    "35b-a3b-bf16-b1": (530, 570),
+    "35b-a3b-bf16-b4": (1400, 1520),
+    "35b-a3b-bf16-b16": (2800, 3100),
+    "35b-a3b-bf16-b64": (5900, 6400),
+    "35b-a3b-bf16-ttft": (20, 17),
+    "70b-bf16-b1": (54, 58),
+    "70b-bf16-b32": (1450, 1650),
+    "70b-performance-b1": (100, 110),
+}
 """Floor and goal of rows on two GPUs."""
 
 

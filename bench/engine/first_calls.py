@@ -6,8 +6,6 @@ process for each case loads the file by its path, without a name in ``sys.module
 - the first call, the tenth and the median. The first may differ from the tenth by 10 %.
 - the time until the last call returns, while the GPU still computes, and garbage collections.
 - memory without the context: weights, mapped memory and the rest. The rest may have 200 MB.
-- memory after steps in `create_engine`, and spilled registers in Triton kernels.
-- memory for torch's matmuls and streams, in a process without an engine.
 - growth: pointers and graphs with more than 4,096 positions, and memory after the engine.
 
 ``--against PATH`` names another engine.py, or a checkout to write it. Two processes of each file
@@ -17,7 +15,6 @@ run in turn. The exit code is 1 if a limit is missed.
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import importlib.util
 import json
@@ -33,7 +30,7 @@ from typing import Any
 
 import torch
 
-from bench.engine.config import HIDDEN_LIKE
+from bench.engine.measure import HIDDEN_LIKE
 from tilewright.compiler.targets.cuda.engine_generator.cases import Trace, cases
 from tilewright.compiler.targets.cuda.engine_generator.parts.generated import PLAN
 from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices
@@ -42,11 +39,6 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.settings import rea
 from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
 
 LIMIT_MB, LIMIT_SHARE = 200.0, 0.1
-STEPS = ("bind", "_make_seats", "_time_products", "_prepare")
-"""Executor methods. Memory is noted after each."""
-
-PARTS = ("launch", "product_by", "_capture", "_replay")
-"""Executor methods to note if they take memory outside torch's allocator."""
 
 
 def load(path: str, *, registered: bool = False) -> Any:
@@ -72,65 +64,6 @@ def mapped_mb(engine: Any) -> float:
     executor = engine._executor
     tensors = (*executor.pages._tensors, *executor._seats._tensors)
     return sum(sum(addresses._parts) for _, addresses in tensors) / 1e6
-
-
-def watch(executor: Any, notes: list[str], begin: float) -> None:
-    """Note memory after `STEPS`."""
-
-    def watched(method: Any) -> Any:
-        @functools.wraps(method)
-        def run(*given: Any, **named: Any) -> Any:
-            begun = time.perf_counter()
-            found = method(*given, **named)
-            took = time.perf_counter() - begun
-            reserved = torch.cuda.memory_reserved() / 1e6
-            used = f"{used_mb() - begin:.0f} MB in use, {reserved:.0f} of them torch's"
-            numbers = [str(each) for each in given if isinstance(each, int)]
-            notes.append(f"{method.__name__}({', '.join(numbers)}): {took:.2f} s; {used}")
-            return found
-
-        return run
-
-    for name in STEPS:
-        if hasattr(executor, name):
-            setattr(executor, name, watched(getattr(executor, name)))
-
-
-def watch_parts(executor: Any, notes: list[str]) -> None:
-    """Note `PARTS` that take memory outside torch's allocator."""
-
-    def others_mb() -> float:
-        return used_mb() - torch.cuda.memory_reserved() / 1e6
-
-    def watched(method: Any) -> Any:
-        @functools.wraps(method)
-        def run(*given: Any, **named: Any) -> Any:
-            if torch.cuda.is_current_stream_capturing():
-                return method(*given, **named)
-            before = others_mb()
-            found = method(*given, **named)
-            if (grown := others_mb() - before) > 1:
-                what = [getattr(each, "__name__", each) for each in given[1:3]]
-                names = " ".join(str(each) for each in what if isinstance(each, str | int | tuple))
-                notes.append(f"  {method.__name__} {names}: {grown:.0f} MB that are not torch's")
-            return found
-
-        return run
-
-    for name in PARTS:
-        setattr(executor, name, watched(getattr(executor, name)))
-
-
-def spills(module: Any) -> list[str]:
-    """Triton kernels with spilled registers: 32-bit values a thread."""
-    found = []
-    for name, kernel in vars(module).items():
-        for caches in getattr(kernel, "device_caches", {}).values():
-            compiled = caches[0].values() if isinstance(caches, tuple) else ()
-            most = max((getattr(each, "n_spills", 0) or 0 for each in compiled), default=0)
-            if most:
-                found.append(f"{name} {most}")
-    return found
 
 
 class Collections:
@@ -161,31 +94,11 @@ def timed(trace: Trace, engine: Any) -> tuple[float, float]:
     return time.perf_counter() - begun, returned
 
 
-def measure_library(given: dict[str, Any], results: Any) -> None:
-    """Put memory of torch's matmuls and streams into a queue, with the allocator's share."""
-    torch.zeros(1, device="cuda")
-    begin, found = (used_mb(), torch.cuda.memory_reserved() / 1e6), {}
-    weight = torch.zeros(3072, 768, device="cuda", dtype=torch.float16)
-    for name, rows in (("a matmul of 1 row", 1), ("and of 512 rows", 512)):
-        torch.nn.functional.linear(weight[:rows], weight)
-        torch.addmm(weight[:rows, :1].expand(rows, 3072), weight[:rows], weight.T)
-        reserved = torch.cuda.memory_reserved() / 1e6 - begin[1]
-        found[name] = f"{used_mb() - begin[0] - reserved:.0f} MB, torch's {reserved:.0f}"
-    before = used_mb()
-    torch.cuda.Stream()
-    found["a stream of torch's pools"] = f"{used_mb() - before:.0f} MB"
-    results.put(found)
-
-
 def measure_case(given: dict[str, Any], case: str, results: Any) -> None:
     """Measure a case in this fresh process. The result goes into a queue."""
     torch.zeros(1, device="cuda")
-    begin, notes = used_mb(), list[str]()
+    begin = used_mb()
     module = load(given["engine"], registered=given["old"])
-    if given["notes"]:
-        watch(module.CudaExecutor, notes, begin)
-    if given["notes"] == "parts":
-        watch_parts(module.CudaExecutor, notes)
     begun = time.perf_counter()
     engine = module.create_engine(given["config"], given["weights"], "cuda")
     found: dict[str, Any] = {"create_s": time.perf_counter() - begun, "created": used_mb() - begin}
@@ -203,7 +116,6 @@ def measure_case(given: dict[str, Any], case: str, results: Any) -> None:
     found |= {"ms": seconds, "returned": returned, "collected": collected}
     found["used"], found["reserved"] = used_mb() - begin, torch.cuda.memory_reserved() / 1e6
     found["new_graphs"] = len(engine._executor._graphs) - found["graphs"]
-    found["notes"] = [*notes, f"spilled: {', '.join(spills(module)) or 'nothing'}"]
     results.put(found)
 
 
@@ -290,8 +202,6 @@ def report(case: str, found: dict[str, Any], weights: float) -> bool:
     )
     for name in ("ms", "returned", "collected"):
         print(f"  {name}: " + " ".join(f"{each:.3f}" for each in found[name]))
-    for note in found["notes"]:
-        print("  " + note)
     return good
 
 
@@ -354,17 +264,8 @@ def main(argv: list[str] | None = None) -> int:
         if not given.engine:
             write_engine(path, given.products, int(str(config["num_hidden_layers"])))
         asked = {**vars(given), "engine": str(path.resolve()), "config": config, "weights": folder}
-        asked |= {"notes": "", "old": False}
-        for name, fact in in_child(measure_library, asked).items():
-            print(f"{name}: {fact}", flush=True)
-        good = []
-        for index, case in enumerate(cases()):
-            found = in_child(measure_case, {**asked, "notes": "" if index else "steps"}, case)
-            good.append(report(case, found, weights))
-        found = in_child(
-            measure_case, {**asked, "notes": "parts", "repeats": 2}, next(iter(cases()))
-        )
-        print("\n".join(("where memory goes:", *found["notes"])), flush=True)
+        asked["old"] = False
+        good = [report(case, in_child(measure_case, asked, case), weights) for case in cases()]
         if given.against:
             old = {**asked, "engine": str(other_engine(given, Path(folder))), "old": True}
             for case in cases():

@@ -1,4 +1,4 @@
-"""The time and the error of an engine on the cases, each a median over repeats."""
+"""Time and error of an engine in the cases of the generator. Times are medians over repeats."""
 
 from __future__ import annotations
 
@@ -12,6 +12,22 @@ import torch
 from tilewright.compiler.targets.cuda.engine_generator.cases import Trace, cases
 from tilewright.compiler.targets.cuda.engine_generator.parts.reference import Reference
 from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import error_of
+
+HIDDEN_LIKE: dict[str, Any] = {
+    "model_type": "tiny_llama",
+    "torch_dtype": "float16",
+    "vocab_size": 4096,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 192,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+"""Configuration of the model whose speed has goals."""
 
 
 def waits(device: torch.device) -> Callable[[], object]:

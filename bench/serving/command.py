@@ -1,85 +1,126 @@
-"""``python -m bench compare-serve``: our server beside llama.cpp's on the CPU, in turn, A B A B."""
+"""``python -m bench compare-serve``: servers loaded by the same client, in turn.
+
+By default these are ``tilewright serve`` and ``llama-server`` on the CPU. ``--server NAME=COMMAND``
+adds a server with ``--host`` and ``--port``, for example vLLM, SGLang or several replicas.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import shlex
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.in_turn import BesideLlama, answer_of, keeper, model_and_copy
-from bench.peers.options import Pair, read_pair
-from bench.serving.servers import Contestant, in_turn, llama_cpp, ours, running
-from bench.serving.tables import render
+from bench.common import (
+    CompareOptions,
+    Pair,
+    Server,
+    keeper,
+    llama_cpp,
+    model_and_copy,
+    own_server,
+    read_pair,
+    run_json,
+    running,
+)
 from tilewright.errors import ConfigError, TilewrightError
 from tilewright.evaluate.load.client import connected
 from tilewright.evaluate.load.figures import rows_of
 from tilewright.evaluate.load.plans import PLANS, streams
 from tilewright.evaluate.load.shape import Shape
+from tilewright.evaluate.report.comparisons import servers_table
 from tilewright.options.arguments import integer, option, parse
 
 _STORY = "Tell a long story of a lighthouse keeper, a storm and a ship, with all that is said."
+_PAIRS = ("all-q80=Q8_0", "all-q40=Q4_0")
+
+
+def _server(text: str) -> Server:
+    name, separator, command = text.partition("=")
+    if not separator or not name or not command.split():
+        raise ConfigError(f"--server {text!r}; allowed: NAME=COMMAND")
+    return Server(name, tuple(shlex.split(command)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Options(BesideLlama):
+class _Options(CompareOptions):
     pairs: tuple[Pair, ...] = option(
-        "a configuration and the GGUF type beside it",
-        default=(Pair("all-q80", "Q8_0"), Pair("all-q40", "Q4_0")),
+        "a configuration and the GGUF type for llama.cpp",
+        default=tuple(map(read_pair, _PAIRS)),
         metavar="PRECISION=TYPE",
         type=read_pair,
     )
+    server: tuple[Server, ...] = option(
+        "load these servers instead; the first has the name tilewright for ratios",
+        default=(),
+        metavar="NAME=COMMAND",
+        type=_server,
+    )
     plan: str = option("streams or chat", default="streams")
-    users: tuple[int, ...] = option("at a time", default=(1, 4, 8, 16), type=integer(1, 1024))
-    answers: int = option("of each user, in a round", default=3, type=integer(1, 1000))
-    input_tokens: int = option("of each prompt", default=128, type=integer(1, 1 << 20))
-    output_tokens: int = option("of each answer", default=128, type=integer(1, 1 << 20))
-    long_tokens: int = option("of chats' system prompt", default=256, type=integer(1, 1 << 20))
-    turns: int = option("of each chat", default=8, type=integer(1, 1000))
+    users: tuple[int, ...] = option(
+        "concurrent users", default=(1, 4, 8, 16), type=integer(1, 1024)
+    )
+    answers: int = option("requests per user and round", default=3, type=integer(1, 1000))
+    input_tokens: int = option("prompt tokens", default=128, type=integer(1, 1 << 20))
+    output_tokens: int = option("answer tokens", default=128, type=integer(1, 1 << 20))
+    long_tokens: int = option(
+        "system prompt tokens in chats", default=256, type=integer(1, 1 << 20)
+    )
+    turns: int = option("turns in a chat", default=8, type=integer(1, 1000))
 
 
 def main(argv: list[str]) -> int:
-    """Measure and print the medians; returns the exit code."""
-    text = "Load our server and llama.cpp's, in turn, by one client."
-    options = parse(_Options, argv, prog="python -m bench compare-serve", description=text)
+    """Load the servers and print medians. Return the exit code."""
+    words = "Load several servers in turn, by the same client."
+    options = parse(_Options, argv, prog="python -m bench compare-serve", description=words)
     if options.plan not in ("streams", "chat"):
         raise ConfigError(f"plan {options.plan!r}; allowed: streams, chat")
     keep, rows = keeper(options.results), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as logs:
-        for pair in options.pairs:
-            rows += _measure(options, pair, Path(logs))
+        if options.server:
+            rows = _measure(options, "", options.server, Path(logs))
+        for pair in () if options.server else options.pairs:
+            rows += _measure(options, str(pair), _defaults(options, pair), Path(logs), pair)
     for row in rows:
         keep(row)
-    print(render(rows), end="")
+    print(servers_table(rows).markdown(), end="")
     return 0
 
 
-def _measure(options: _Options, pair: Pair, logs: Path) -> list[dict[str, Any]]:
+def _defaults(options: _Options, pair: Pair) -> tuple[Server, ...]:
     path, copy = model_and_copy(options.model, pair.kind)
-    threads, most = options.num_threads, max(options.users)
     grown = options.long_tokens + options.turns * (options.input_tokens + options.output_tokens)
     needed = options.input_tokens + options.output_tokens if options.plan == "streams" else grown
-    sizes = {"users": most, "context": needed + 64, "threads": threads}
-    both = (
-        ours(str(path), pair.precision, **sizes),
-        llama_cpp(options.llama_server, copy, **sizes),
-    )
+    sizes: dict[str, Any] = {"users": max(options.users), "context": needed + 64}
+    sizes["threads"] = options.num_threads
+    ours = own_server(str(path), pair.precision, **sizes)
+    return ours, llama_cpp(options.llama_server, copy, **sizes)
+
+
+def _measure(
+    options: _Options,
+    title: str,
+    servers: tuple[Server, ...],
+    logs: Path,
+    pair: Pair | None = None,
+) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for number, contestant in in_turn(both, options.rounds):
-        if contestant is both[0] and options.plan == "streams":
-            rate = _offline(str(path), pair.precision, threads, options.output_tokens)
+    for number in range(options.rounds):
+        if pair is not None and options.plan == "streams":
+            rate = _offline(options, pair)
             row = {"server": "tilewright run", "users": 1, "output_tokens_per_second": rate}
-            rows.append({"pair": f"{pair.precision} | {pair.kind}", "round": number, **row})
-        for found in _one(options, contestant, logs):
-            rows.append({"pair": f"{pair.precision} | {pair.kind}", "round": number, **found})
+            rows.append({"pair": title, "round": number, **row})
+        for server in servers:
+            for found in _load(options, server, logs):
+                rows.append({"pair": title, "round": number, **found})
     return rows
 
 
-def _one(options: _Options, contestant: Contestant, logs: Path) -> list[dict[str, Any]]:
-    log = logs / f"{contestant.name}.log"
+def _load(options: _Options, server: Server, logs: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    with running(contestant, log) as url:
+    with running(server, logs / f"{server.name}.log") as url:
         for users in options.users:
             shape = Shape(
                 requests=users * options.answers,
@@ -91,8 +132,8 @@ def _one(options: _Options, contestant: Contestant, logs: Path) -> list[dict[str
             )
             row = asyncio.run(_ask(url, options.plan, shape))
             if row.get("failed"):
-                raise TilewrightError(f"{contestant.name}: {row.get('why', 'a request failed')}")
-            rows.append({"server": contestant.name, "users": users, **row})
+                raise TilewrightError(f"{server.name}: {row.get('why', 'a request failed')}")
+            rows.append({"server": server.name, "users": users, **row})
     return rows
 
 
@@ -103,9 +144,11 @@ async def _ask(url: str, plan: str, shape: Shape) -> dict[str, float | str]:
         return row
 
 
-def _offline(model: str, precision: str, threads: int, num_tokens: int) -> float:
-    """Tokens a second of ``tilewright run``, in a process of its own."""
-    words = ("run", model, "--precision", precision, "--threads", str(threads))
-    found = answer_of(*words, "--max-tokens", str(num_tokens), "--prompt", _STORY)
+def _offline(options: _Options, pair: Pair) -> float:
+    """Return tokens per second of ``tilewright run``."""
+    path, _ = model_and_copy(options.model, pair.kind)
+    words = ("run", str(path), "--precision", pair.precision, "--threads")
+    length = ("--max-tokens", str(options.output_tokens), "--prompt", _STORY)
+    found = run_json(*words, str(options.num_threads), *length)
     rate: float = found["timings"]["tokens_per_second"]
     return rate

@@ -15,11 +15,11 @@ import sys
 import tempfile
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.in_turn import TILEWRIGHT
-from bench.serving.servers import Contestant, in_turn, running
+from bench.common import TILEWRIGHT, Server, running
 from tilewright.evaluate.load.client import COMPLETIONS, Client, at_most, connected
 
 _LIMIT = 0.02
@@ -36,13 +36,13 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv)
     options = ("--target", asked.target, "--precision", asked.precision, "--no-prefix-cache")
     command = (*TILEWRIGHT, "serve", asked.model, *options)
-    kinds = [Contestant("8", (*command, "--max-num-seqs", "8")), Contestant("auto", command)]
+    kinds = [Server("8", (*command, "--max-num-seqs", "8")), Server("auto", command)]
     if asked.users:
         fast = ("--max-num-seqs", "256", "--arithmetic", "fast")
-        kinds.append(Contestant("256 fast", (*command, *fast)))
+        kinds.append(Server("256 fast", (*command, *fast)))
     found: dict[str, list[tuple[float, ...]]] = {each.name: [] for each in kinds}
     with tempfile.TemporaryDirectory() as folder:
-        for number, server in in_turn(kinds, 1 + asked.rounds):
+        for number, server in product(range(1 + asked.rounds), kinds):
             began = time.perf_counter()
             with running(server, Path(folder) / "log") as url:
                 started = time.perf_counter() - began

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.targets import target_runs
 from tilewright.compiler.devices import check_gpu
 from tilewright.compiler.precision import PrecisionConfig, load_precision
 from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.report.display import percent
 from tilewright.evaluate.report.table import Columns, Table
+from tilewright.evaluate.results import target_runs
 from tilewright.models import find_model
 from tilewright.options.arguments import integer, option, parse
 from tilewright.utils.environment import environment
@@ -165,8 +165,8 @@ def _prepare(options: Options, merged: Sequence[_Run], progress: Progress) -> _W
     Raises:
         ConfigError: for runs to merge with that are of something else, before time is spent.
     """
-    from bench.targets.windows import build_windows, cut_windows, windows_hash
     from tilewright.cli.measure.measure import compile_reference, subject_of
+    from tilewright.evaluate.cases.windows import build_windows, cut_windows, windows_hash
     from tilewright.loading.source import open_source
 
     source = open_source(find_model(options.model))

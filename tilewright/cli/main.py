@@ -43,10 +43,9 @@ MOVED = {
 
 MAINTAINERS = frozenset(
     (
-        *("perf", "reference", "perf-check", "fit-perf-model", "make-batch", "batch-answers"),
+        *("perf", "reference", "perf-check", "fit-perf-model", "make-batch"),
         *("compare", "compare-answers", "compare-serve", "compare-batch", "compare-targets"),
-        *("compare-replicas", "bench-nodes", "bench-loop", "bench-masks", "bench-engine"),
-        *("bench-front", "bench-cuda", "bench-collectives"),
+        *("bench-nodes", "bench-loop", "bench-engine", "bench-cuda", "bench-collectives"),
     )
 )
 """Old names of the commands of ``python -m bench``. They need a clone of the repository."""

@@ -7,15 +7,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench.cuda import kernel_profile
 from bench.cuda import measure as bench_cuda_measure
+from bench.cuda import step_times
 from bench.cuda.command import COLUMNS, Choices, bench
-from bench.cuda.kernel_profile import Line, StepProfile, kernel_rows, part_rows
 from bench.cuda.measure import (
     Bench,
     Figures,
@@ -33,12 +31,8 @@ from bench.cuda.rows import (
     TTFT,
     BenchRow,
 )
-from tests.tiny import precision_of, tiny_model
-from tilewright.compiler.driver import lower_model, resolve_precision, silent
 from tilewright.compiler.targets.host.executable import HostExecutable
 from tilewright.compiler.targets.interface.base import Seat
-from tilewright.compiler.targets.table import get_target
-from tilewright.distributed.parallel import Parallel
 from tilewright.errors import CheckpointError, CompileError
 from tilewright.evaluate.measure.roofline import Work
 from tilewright.evaluate.measure.timing import Run
@@ -205,46 +199,32 @@ def test_an_interrupt_leaves_what_was_measured(
     assert "two" not in out
 
 
-def test_profiles_come_behind_what_is_timed(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(kernel_profile, "record_launches", lambda run: run() or [])
+def test_profiles_come_after_all_timed_runs(capfd: pytest.CaptureFixture[str]) -> None:
     rows = [tiny("one"), tiny("first", TTFT)]
     assert bench(choices(rows, is_profiled=True), measured=CEILINGS) == 0
     out, _ = capfd.readouterr()
-    assert out.index("first: TTFT") < out.index("one: the profiler saw no whole step")
-    assert "first: the profiler saw no whole step" in out
+    assert out.index("first: TTFT") < out.index("one: kernels by GPU time")
+    assert "first: kernels by GPU time" in out
+
+
+def test_host_times_are_of_both_samplings(capfd: pytest.CaptureFixture[str]) -> None:
+    asked = dataclasses.replace(choices([tiny("two", batch=2)]), shows_host_time=True)
+    assert bench(asked, measured=CEILINGS) == 0
+    out, _ = capfd.readouterr()
+    for what in ("unchanged, greedy", "changing, greedy", "unchanged, sampled"):
+        assert f"two: {what}: " in out and "us a step" in out
 
 
 def test_a_profile_that_fails_costs_no_row(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*arguments: Any) -> None:
+    def fail(*arguments: Any, **named: Any) -> None:
         raise RuntimeError("no counters")
 
-    monkeypatch.setattr(kernel_profile, "record_launches", fail)
+    monkeypatch.setattr(step_times, "profile", fail)
     assert bench(choices([tiny("one")], is_profiled=True), measured=CEILINGS) == 1
     out, _ = capfd.readouterr()
     assert "one: no profile: no counters" in out and "one: not measured" not in out
-
-
-def test_the_profile_s_cells() -> None:
-    parts = (
-        Line("ff2", 2, 40.0, 50.0),
-        Line("attention", 1, 10.0, 10.0),
-        Line("other", 3, 5.0, 6.0),
-        Line("product", 1, 10.0, 10.0),
-    )
-    found = StepProfile(8, 70.0, 5.0, parts, parts[:2], True)
-    work = Work({"ff2": 100e6, "state": 20e6, "other": 3e6, "embedding": 1.0}, 1.0)
-    rows = part_rows(found, work, Ceilings("", (4e12,), (1.0,), "bf16"))
-    assert rows[0] == ("ff2", "2", "40.0", "57.1 %", "50.0", "100.0", "2.50", "62.5 %")
-    assert rows[1][-3:] == ("20.0", "2.00", "50.0 %"), "attention reads the caches"
-    assert rows[2][-3:] == ("", "", ""), "norms are read elsewhere"
-    assert rows[3][-3] == "100.0", "products that are not told apart read all weights"
-    assert rows[4] == ("gaps", "0", "5.0", "7.1 %", "0.0", "", "", "")
-    assert rows[5][:6] == ("step", "7", "70.0", "100.0 %", "76.0", "123.0")
-    assert kernel_rows(found)[0] == ("ff2", "2", "40.0", "57.1 %", "50.0")
 
 
 def test_a_start_is_measured_in_processes_of_their_own(
@@ -311,24 +291,3 @@ def test_routing_is_told_of_models_that_choose(
     assert counted == [([128, 128], 2)]
     out = capfd.readouterr().out
     assert "one: experts chosen a layer in a decode step: 3.5 (2-5) of 8; 3.5 were all" in out
-
-
-def test_a_rank_by_itself_says_what_its_group_is_expected_to_make() -> None:
-    """Of two layers' four sums; 0.75 us and 16 KB, or 2 MB, at 350 GB/s more each."""
-    model = tiny_model(num_layers=2, num_heads=4, num_kv_heads=2)
-    stages = get_target("cuda").stages()
-    resolved = resolve_precision(model, precision_of("bf16"))
-    graph, _ = lower_model(model, resolved, stages, silent, parallel=Parallel(2), rank=0)
-    width = model.config.hidden_size
-    bench: Any = SimpleNamespace(
-        source=SimpleNamespace(checkpoint_model=lambda: model),
-        compiled=SimpleNamespace(graph=lambda: graph),
-        step_seconds=lambda row: (2e-3, 1e-3),
-        _num_ranks=2,
-    )
-    row = BenchRow("x", "tiny", "bf16", "decode", batch=8, prompt_length=128)
-    step, prompt = (s + 4 * (0.75e-6 + 4 * n * width / 350e9) for s, n in ((1e-3, 8), (2e-3, 128)))
-    assert Bench._predicted(bench, row) == (
-        f"predicted of 2, 4 sums a step: decode {8 / step:,.1f} t/s, "
-        f"first token {1e3 * prompt:,.2f} ms"
-    )

@@ -50,4 +50,4 @@ def test_a_row_is_measured_and_profiled(tmp_path: Path) -> None:
     found = script(tmp_path, "--rows", "1b-bf16-b1", "--quick", "--profile")
     assert found.returncode == 0, found.stderr
     assert "1b-bf16-b1: decode, t/s: " in found.stdout and "gemv_bf16" in found.stdout
-    assert "not told apart" not in found.stdout
+    assert "1b-bf16-b1: kernels by GPU time" in found.stdout

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import main
-from bench.blocks import rendered
-from bench.serving.servers import Contestant, in_turn, llama_cpp, running
-from bench.serving.tables import render
+from bench.common import Server, llama_cpp, running
+from bench.perf import render_document as rendered
 from tilewright.errors import ConfigError, TilewrightError
+from tilewright.evaluate.report.comparisons import servers_table
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,25 +29,15 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 def test_a_server_runs_while_it_is_asked_and_no_longer(tmp_path: Path) -> None:
-    found = Contestant("theirs", (sys.executable, "-c", HEALTHY))
+    found = Server("theirs", (sys.executable, "-c", HEALTHY))
     with running(found, tmp_path / "log") as url:
         assert url.startswith("http://127.0.0.1:")
-    failing = Contestant("theirs", (sys.executable, "-c", "raise SystemExit('no model')"))
+    failing = Server("theirs", (sys.executable, "-c", "raise SystemExit('no model')"))
     with (
         pytest.raises(TilewrightError, match="theirs did not start: no model"),
         running(failing, tmp_path / "log"),
     ):
         pass
-
-
-def test_rounds_alternate() -> None:
-    a, b = Contestant("a", ()), Contestant("b", ())
-    assert [(at, each.name) for at, each in in_turn((a, b), 2)] == [
-        (0, "a"),
-        (0, "b"),
-        (1, "a"),
-        (1, "b"),
-    ]
 
 
 def test_the_table_has_medians_spread_and_ratio() -> None:
@@ -56,10 +46,12 @@ def test_the_table_has_medians_spread_and_ratio() -> None:
         for server, rates in (("tilewright", (30.0, 60.0, 50.0)), ("llama.cpp", (20.0, 25.0)))
         for rate in rates
     ]
-    line = render(rows).splitlines()[-1]
+    line = servers_table(rows).markdown().splitlines()[-1]
     assert "50.0 (30.0 to 60.0)" in line and "22.5 (20.0 to 25.0)" in line and "2.22 x" in line
     nothing = [{**row, "output_tokens_per_second": 0.0} for row in rows]
-    assert " x " not in render(nothing).splitlines()[-1], "there is no ratio to nothing"
+    assert " x " not in servers_table(nothing).markdown().splitlines()[-1], (
+        "there is no ratio to nothing"
+    )
 
 
 def test_a_document_has_the_last_run(tmp_path: Path) -> None:

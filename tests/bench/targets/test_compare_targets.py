@@ -10,10 +10,10 @@ import pytest
 
 from bench.__main__ import main
 from bench.targets.command import FIGURES, PAIRED
-from bench.targets.target_runs import Compared, compare_runs, latest, read_runs
 from tilewright.evaluate.report.table import Table
 from tilewright.evaluate.results.record import Paired
 from tilewright.evaluate.results.stats import Ratio
+from tilewright.evaluate.results.target_runs import Compared, compare_runs, latest, read_runs
 
 
 def script(argv: list[str]) -> int:

@@ -180,17 +180,3 @@ def test_experts_count_as_chosen_and_memories_twice() -> None:
 def test_products_in_their_order() -> None:
     graph, _ = lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))
     assert product_groups(graph) == ["wqkv", "wo", "ff1_3", "ff2"] * 2 + ["lm_head"]
-
-
-def test_peers_count_the_bytes_of_a_step_as_the_roofline_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Not in the formats' own sizes: the target holds blocks of 16 in another layout."""
-    from bench.peers import tilewright_worker
-
-    made = compiled("cpu", "bfp8")
-    worker = object.__new__(tilewright_worker.Tilewright)
-    monkeypatch.setattr(worker, "_compiled", made, raising=False)
-    parts = decode_work(made, batch=1, context=1).bytes_by_part
-    read = sum(size for part, size in parts.items() if part != STATE)
-    assert worker.loaded().step_bytes == int(read)

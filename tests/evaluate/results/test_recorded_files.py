@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from bench.peers.records import read_parts
-from bench.targets.target_runs import read_runs
+from tilewright.evaluate.report.comparisons import read_parts
 from tilewright.evaluate.results import keys
 from tilewright.evaluate.results.record import KEYS
 from tilewright.evaluate.results.result_file import dumps, loads
+from tilewright.evaluate.results.target_runs import read_runs
 from tilewright.evaluate.sweep.journal import Journal
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.cuda.expert_rate import TILINGS
 from tests.grids import grid
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
+    MANY_PAIRS,
     MOST_PAIRS,
+    Tiling,
     expert_linear,
     sum_experts,
 )
@@ -21,6 +22,16 @@ from tilewright.compiler.targets.cuda.weights.packing import unpack
 NAN = float("nan")
 KINDS = ["bf16", "bfp8", "bfp4"]
 NUM_EXPERTS = 5
+TILINGS = (
+    (MANY_PAIRS, None),
+    (MANY_PAIRS, Tiling(128, 64, 8, 6)),
+    (MANY_PAIRS, Tiling(256, 64, 8, 4)),
+    (MOST_PAIRS, Tiling(128, 64, 8, 3)),
+    (MOST_PAIRS, Tiling(128, 64, 8, 6)),
+    (MOST_PAIRS, Tiling(256, 64, 8, 4)),
+    (MOST_PAIRS, Tiling(256, 64, 8, 3)),
+)
+"""Pairs of a tile, and the rest of a tiling. None: the default."""
 
 
 def weight(

@@ -110,7 +110,7 @@ _STEP_US = {
     for each in tuning()["matmul"]["block"]["step_us"]
 }
 """Microseconds that blocks which fill a device take for 128 columns, each group of them for its
-own: measured with bfp8 on an H100 by `bench/cuda/wide_rate.py`, of 4,096 to 28,672 rows.
+own: measured with bfp8 on an H100 by `python -m bench kernels`, of 4,096 to 28,672 rows.
 """
 
 

@@ -1,0 +1,332 @@
+"""Kernel benchmark for CUDA: ``python -m bench kernels`` prints microseconds a launch.
+
+A case is a kernel family with model sizes. Its variants are kernels for the same result.
+A CUDA graph captures launches over operands larger than the L2 cache. Excludes whole models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.common import keeper
+from tilewright.compiler.devices import check_gpu
+from tilewright.errors import ConfigError, allowed
+from tilewright.evaluate.report.display import decimal
+from tilewright.evaluate.report.table import Table
+from tilewright.options.arguments import integer, option, parse
+
+COLD_BYTES = 240_000_000
+"""Bytes in all operands, several times the L2 cache."""
+
+MAX_COPIES = 128
+Launch = Callable[[int], object]
+"""Launches a kernel on the operands with this index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kernel for a case.
+
+    Attributes:
+        name: The kernel.
+        launch: Launches it once.
+        num_copies: Number of operand sets.
+        num_bytes: Bytes read by a launch. 0: not known.
+    """
+
+    name: str
+    launch: Launch
+    num_copies: int
+    num_bytes: float = 0.0
+
+
+Build = Callable[[int], Iterator[Variant]]
+"""Returns the variants for a row count."""
+
+
+def _copies(num_bytes: int) -> int:
+    return max(2, min(MAX_COPIES, -(-COLD_BYTES // num_bytes)))
+
+
+def _matmul(rows: int, *, size: tuple[int, int], kind: str, paired: bool) -> Iterator[Variant]:
+    import torch
+
+    from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu
+    from tilewright.compiler.targets.cuda.kernels.matmul import dense, linear, wide
+    from tilewright.compiler.targets.cuda.steps.cublas import store_product
+    from tilewright.compiler.targets.cuda.weights.packing import hold
+
+    values = (0.02 * torch.randn(size, device="cuda")).bfloat16()
+    first = hold(values, kind, paired=paired)
+    weights = [first]
+    weights += [hold(values, kind, paired=paired) for _ in range(_copies(first.data.nbytes) - 1)]
+    x = torch.randn(rows, size[1], device="cuda").bfloat16()
+    width, dtype = (size[0] // 2, torch.bfloat16) if paired else (size[0], torch.float32)
+    out = torch.empty(rows, width, dtype=dtype, device="cuda")
+    epilogue = linear.SWIGLU if paired else linear.STORE
+    variant = partial(Variant, num_copies=len(weights), num_bytes=first.data.nbytes)
+    if rows <= linear.most_tokens(first):
+        few: dict[str, Any] = {"epilogue": epilogue, "num_tokens": rows}
+        yield variant("gemv", lambda at: linear.linear(out, x, weights[at], **few))
+    if kind == "bf16" and rows in dense.rows_of(first):
+        yield variant("dense", lambda at: dense.linear(out, x, weights[at], epilogue=epilogue))
+    if kind != "bf16" and rows in wide.rows_of(first, same_bits=False):
+        many: dict[str, Any] = {"epilogue": epilogue, "arranged": wide.scratch(size[1], x.device)}
+        yield variant("block", lambda at: wide.linear(out, x, weights[at], **many))
+    plain = [values.clone() for _ in range(_copies(values.nbytes))]
+    if paired:
+        product: Launch = lambda at: swiglu(out, torch.mm(x, plain[at].T), paired=True)  # noqa: E731
+    else:
+        product = lambda at: store_product(out, x, plain[at])  # noqa: E731
+    yield Variant("cublas", product, len(plain), values.nbytes)
+
+
+def _experts(rows: int, *, kind: str, top_k: int, hidden: int, inner: int) -> Iterator[Variant]:
+    """Routing, gate and up with SwiGLU, down with the weighted sum. 256 experts."""
+    import torch
+
+    from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+    from tilewright.compiler.targets.cuda.kernels.experts import experts, experts_few, route
+    from tilewright.compiler.targets.cuda.weights.experts import place_experts
+    from tilewright.compiler.targets.cuda.weights.packing import hold
+
+    count, num_layers = 256, 12
+    device = torch.device("cuda")
+
+    def place(size: tuple[int, int], *, paired: bool) -> Any:
+        values = torch.randn(count, *size, device="cuda", dtype=torch.bfloat16) / size[1] ** 0.5
+        recipe = WeightRecipe((Segment("w", count * size[0]),), (count, *size), kind)
+        named: dict[str, Any] = {"paired": paired, "check": lambda *_: None}
+        return place_experts(recipe, kind, lambda name: values, device, **named)
+
+    up, down = place((2 * inner, hidden), paired=True), place((hidden, inner), paired=False)
+    shared_up = hold(torch.randn(2 * inner, hidden, device="cuda"), kind, paired=True)
+    shared_down = hold(torch.randn(hidden, inner, device="cuda"), kind, paired=False)
+    x = torch.randn(rows, hidden, device="cuda").bfloat16()
+    logits = torch.randn(num_layers, rows, count, device="cuda")
+    gate, positions = torch.randn(rows, 1, device="cuda"), torch.zeros(rows, device="cuda").long()
+    between = torch.empty(rows, top_k * inner, device="cuda").bfloat16()
+    shared = torch.empty(rows, inner, device="cuda").bfloat16()
+    out = torch.empty(rows, hidden, device="cuda")
+    tiles = route.Tiles.empty(rows, top_k, count, device)
+    weights = torch.empty(rows, top_k, device="cuda")
+    chosen = torch.empty_like(weights, dtype=torch.int32)
+
+    def layer(at: int, *, steps: tuple[int, int]) -> None:
+        route.route(weights, chosen, logits[at], positions, tiles, renormalise=True)
+        of_up = experts.Shared(x, shared_up, shared)
+        named: dict[str, Any] = {"top_k": top_k, "swiglu": True, "shared": of_up, "few": steps[0]}
+        experts.expert_linear(between, x, up, tiles, **named)
+        of_down = experts.Shared(shared, shared_down)
+        named = {"residual": False, "gate": gate, "shared": of_down, "few": steps[1]}
+        experts.expert_sum(out, between, down, tiles, weights, **named)
+
+    yield Variant("experts.cu", partial(layer, steps=(0, 0)), num_layers)
+    if rows <= experts_few.FEW_TOKENS:
+        yield Variant("experts_few.cu", partial(layer, steps=experts_few.DEPTHS[kind]), num_layers)
+
+
+def _delta_step(rows: int, *, key_heads: int, heads: int, dim: int) -> Iterator[Variant]:
+    import torch
+
+    from tilewright.compiler.targets.cuda.kernels.delta_rule import delta_step
+    from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import DeltaInputs
+
+    channels, inner, width = (2 * key_heads + heads) * dim, heads * dim, 4
+    num_bytes = rows * inner * dim * 4
+    layers = _copies(num_bytes)
+    state = [torch.randn(rows, heads, dim, dim, device="cuda") for _ in range(layers)]
+    a, b = torch.randn(2, rows, heads, device="cuda")
+    a_log, dt_bias = torch.randn(2, heads, device="cuda")
+    x, z = (torch.randn(rows, size, device="cuda") for size in (channels, inner))
+    inputs = DeltaInputs(x, a, b, a_log, dt_bias, key_heads, dim)
+    out = torch.empty(rows, inner, dtype=torch.bfloat16, device="cuda")
+    fixed: dict[str, Any] = {
+        "weight": torch.randn(channels, width, device="cuda"),
+        "window": torch.randn(rows, channels, width - 1, device="cuda"),
+        "positions": torch.full((rows,), 5, device="cuda"),
+        "slots": torch.arange(rows, device="cuda"),
+    }
+    norm = torch.ones(dim, device="cuda"), 1e-6
+
+    def step(at: int, *, streams: bool) -> None:
+        how: dict[str, Any] = {"state": state[at], "early": True, "streams": streams}
+        delta_step.delta_step(out, inputs, z, norm, **fixed, **how)
+
+    yield Variant("state kept", partial(step, streams=False), layers, 2 * num_bytes)
+    yield Variant("state streamed", partial(step, streams=True), layers, 2 * num_bytes)
+
+
+def _attention(
+    rows: int, *, heads: tuple[int, int, int], kind: str, position: int
+) -> Iterator[Variant]:
+    import torch
+
+    from tilewright.compiler.targets.cuda.kernels.attention import attention, split
+    from tilewright.compiler.targets.cuda.kernels.attention.decode_triton import decode_scratch
+    from tilewright.compiler.targets.cuda.state.pages import PAGE, KVPages
+
+    num_heads, num_kv_heads, head_dim = heads
+    num_pages, device = position // PAGE + 1, torch.device("cuda")
+    shape = rows * num_pages, 2, num_kv_heads, PAGE, head_dim
+
+    def pages() -> KVPages:
+        if kind == "bf16":
+            return KVPages(torch.randn(shape, device="cuda").bfloat16())
+        codes = torch.randint(-127, 128, shape, device="cuda", dtype=torch.int8)
+        blocks = *shape[:-1], head_dim // 16
+        return KVPages(codes, torch.randint(124, 128, blocks, device="cuda", dtype=torch.uint8))
+
+    first = pages()
+    num_bytes = rows * num_pages * 2 * num_kv_heads * PAGE * head_dim * (2 if kind == "bf16" else 1)
+    caches = [first, *(pages() for _ in range(_copies(num_bytes) - 1))]
+    qkv = torch.randn(rows, (num_heads + 2 * num_kv_heads) * head_dim, device="cuda")
+    out = torch.empty(rows, num_heads * head_dim, dtype=torch.bfloat16, device="cuda")
+    order = torch.randperm(rows * num_pages, device="cuda").to(torch.int32)
+    splits = max(num_pages, split.MAX_GROUPS)
+    fixed: dict[str, Any] = {
+        "positions": torch.full((rows,), position, device="cuda"),
+        "slots": torch.arange(rows, device="cuda"),
+        "block_tables": order.view(rows, num_pages),
+        "inv_freq": 5e5 ** -(torch.arange(head_dim // 2, device="cuda") / (head_dim // 2)),
+        "num_heads": num_heads,
+        "scale": head_dim**-0.5,
+        "scratch": decode_scratch(rows, num_heads, head_dim, splits, device),
+        "early": True,
+    }
+    for name, strict in (("fast", False), ("strict", True)):
+        share = split.share_of_step(rows, num_kv_heads, num_pages, head_dim, strict=strict)
+        launch: Launch = lambda at, share=share: attention.attend_decode(  # type: ignore[misc]  # noqa: E731
+            caches[at], qkv, out=out, share=share, **fixed
+        )
+        yield Variant(name, launch, len(caches), num_bytes)
+
+
+def _sampling(rows: int, *, vocabulary: int) -> Iterator[Variant]:
+    """Random logits: nearly all tokens are in a nucleus of 0.95, the slowest case."""
+    import torch
+
+    from tilewright.compiler.targets.cuda.outputs.sampling_batch import Drawing, make_choice
+    from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
+    from tilewright.compiler.targets.interface.step import Choosing, Seat
+
+    device = torch.device("cuda")
+    logits = torch.randn(rows, vocabulary, device=device)
+    drawn = Choosing(temperature=0.7, top_k=20, top_p=0.8, min_p=0.01)
+    kinds: dict[str, tuple[Choosing, Drawing | None]] = {
+        "greedy": (Choosing(), None),
+        "temperature": (Choosing(temperature=1.0), Drawing(False, False)),
+        "top-p": (Choosing(temperature=1.0, top_p=0.95), Drawing(False, True)),
+        "top-k and top-p": (drawn, Drawing(True, True)),
+    }
+    seats = [Seat(row) for row in range(rows)]
+    for name, (params, drawing) in kinds.items():
+        table = SeatTable(rows, 16, device)
+        table.open(dict.fromkeys(seats, params))
+        tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        choice = make_choice(rows, vocabulary, 16, tokens)
+        choice.gather(table, table.index(seats))
+        apply: Launch = lambda _, choice=choice, how=drawing: choice.apply(logits, how)  # type: ignore[misc]  # noqa: E731
+        yield Variant(name, apply, 1, logits.nbytes)
+    yield Variant("sort", lambda _: torch.sort(logits, descending=True), 1, logits.nbytes)
+
+
+_SIZES = {"28672x4096": True, "4096x14336": False, "6144x4096": False, "8192x28672": False}
+"""Weight rows and columns, and whether gate and up are paired."""
+
+_HEADS = {"8b": (32, 8, 128), "35b-a3b": (16, 2, 256)}
+
+CASES: dict[str, Build] = {
+    **{
+        f"matmul-{size}-{kind}": partial(
+            _matmul, size=(int(size.split("x")[0]), int(size.split("x")[1])), kind=kind, paired=pair
+        )
+        for size, pair in _SIZES.items()
+        for kind in ("bf16", "bfp8", "bfp4")
+    },
+    **{
+        f"attention-{name}-{kind}-{position}": partial(
+            _attention, heads=heads, kind=kind, position=position
+        )
+        for name, heads in _HEADS.items()
+        for kind in ("bf16", "bfp8")
+        for position in (230, 2100)
+    },
+    **{
+        f"experts-{kind}": partial(_experts, kind=kind, top_k=8, hidden=2048, inner=512)
+        for kind in ("bf16", "bfp8")
+    },
+    "delta-step": partial(_delta_step, key_heads=16, heads=32, dim=128),
+    **{f"sampling-{size}": partial(_sampling, vocabulary=size) for size in (128_256, 248_320)},
+}
+"""The cases. A new case is a line here, and a function if its operands are new."""
+
+
+def find_cases(patterns: Sequence[str]) -> dict[str, Build]:
+    """Return the cases that begin with a pattern.
+
+    Raises:
+        ConfigError: for a pattern without a case.
+    """
+    for pattern in patterns:
+        if not any(name.startswith(pattern) for name in CASES):
+            families = dict.fromkeys(re.split(r"-", name)[0] for name in CASES)
+            raise ConfigError(f"--cases {pattern!r}; {allowed(families)}, or a name of --list")
+    return {name: build for name, build in CASES.items() if name.startswith(tuple(patterns))}
+
+
+def microseconds(variant: Variant, duration_ms: int) -> float:
+    """Return the median launch time in CUDA graph replays."""
+    from triton.testing import do_bench_cudagraph
+
+    def launch_all() -> None:
+        for at in range(variant.num_copies):
+            variant.launch(at)
+
+    found = do_bench_cudagraph(launch_all, rep=duration_ms, return_mode="median")
+    return 1e3 * float(found) / variant.num_copies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    cases: tuple[str, ...] = option("case names or their beginnings", default=("",), metavar="NAME")
+    rows: tuple[int, ...] = option(
+        "rows in a launch", default=(1, 8, 32, 64, 128, 256), type=integer(1, 1024), metavar="N"
+    )
+    duration_ms: int = option("measurement time, in ms", default=20, type=integer(1, 10_000))
+    results: Path | None = option("append figures, as JSON lines", metavar="FILE", type=Path)
+    list: bool = option("list the cases", default=False)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``python -m bench kernels`` and return the exit code."""
+    words = "Measure CUDA kernels."
+    options = parse(_Options, argv, prog="python -m bench kernels", description=words)
+    cases = find_cases(options.cases)
+    if options.list:
+        print("\n".join(cases))
+        return 0
+    check_gpu()
+    keep = keeper(options.results)
+    import torch
+
+    print(f"{torch.cuda.get_device_name()}: us a launch (TB/s)")
+    for name, build in cases.items():
+        cells: dict[str, dict[int, str]] = {}
+        for rows in options.rows:
+            for variant in build(rows):
+                time_us = microseconds(variant, options.duration_ms)
+                rate = variant.num_bytes / time_us / 1e6
+                text = decimal(time_us, 2) + (f" ({decimal(rate, 2)})" if rate else "")
+                cells.setdefault(variant.name, {})[rows] = text
+                keep({"case": name, "kernel": variant.name, "rows": rows, "us": time_us})
+            torch.cuda.empty_cache()
+        titles = (name, *(f"{rows} rows" for rows in options.rows))
+        lines = [(kernel, *(of.get(n, "") for n in options.rows)) for kernel, of in cells.items()]
+        print(Table.of(titles, lines).markdown(), flush=True)
+    return 0

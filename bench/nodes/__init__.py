@@ -1,1 +1,0 @@
-"""CPU nodes over links of a known rate, each in a network of its own."""
