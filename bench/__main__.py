@@ -24,11 +24,8 @@ COMMANDS = {
     "compare-targets": ("bench.targets.command", "targets and the fp32 reference"),
     "compare-calibrated": ("bench.calibration.command", "calibrated weights and round to nearest"),
     "make-batch": ("bench.batch.made", "write a data set for tilewright batch"),
-    "bench-nodes": ("bench.nodes", "CPU nodes"),
     "bench-loop": ("bench.host_time", "host time of a scheduler step"),
-    "bench-engine": ("bench.engine.command", "generated engine.py and eager torch"),
     "bench-cuda": ("bench.cuda.command", "CUDA target with random weights"),
-    "bench-collectives": ("bench.cuda.collectives", "collectives of two GPUs"),
     "fit-perf-model": ("bench.boards_fit.command", "fit the time model of boards"),
 }
 """Module and summary of each command."""

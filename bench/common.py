@@ -35,10 +35,10 @@ class Pair:
     """A precision configuration, and the GGUF type for a baseline."""
 
     precision: str
-    kind: str
+    gguf_type: str
 
     def __str__(self) -> str:
-        return f"{self.precision} | {self.kind}"
+        return f"{self.precision} | {self.gguf_type}"
 
 
 def read_pair(text: str) -> Pair:

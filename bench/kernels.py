@@ -53,7 +53,7 @@ def _copies(num_bytes: int) -> int:
     return max(2, min(MAX_COPIES, -(-COLD_BYTES // num_bytes)))
 
 
-def _matmul(rows: int, *, size: tuple[int, int], kind: str, paired: bool) -> Iterator[Variant]:
+def _matmul(rows: int, *, size: tuple[int, int], fmt: str, paired: bool) -> Iterator[Variant]:
     import torch
 
     from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu
@@ -62,9 +62,9 @@ def _matmul(rows: int, *, size: tuple[int, int], kind: str, paired: bool) -> Ite
     from tilewright.compiler.targets.cuda.weights.packing import hold
 
     values = (0.02 * torch.randn(size, device="cuda")).bfloat16()
-    first = hold(values, kind, paired=paired)
+    first = hold(values, fmt, paired=paired)
     weights = [first]
-    weights += [hold(values, kind, paired=paired) for _ in range(_copies(first.data.nbytes) - 1)]
+    weights += [hold(values, fmt, paired=paired) for _ in range(_copies(first.data.nbytes) - 1)]
     x = torch.randn(rows, size[1], device="cuda").bfloat16()
     width, dtype = (size[0] // 2, torch.bfloat16) if paired else (size[0], torch.float32)
     out = torch.empty(rows, width, dtype=dtype, device="cuda")
@@ -73,9 +73,9 @@ def _matmul(rows: int, *, size: tuple[int, int], kind: str, paired: bool) -> Ite
     if rows <= linear.most_tokens(first):
         few: dict[str, Any] = {"epilogue": epilogue, "num_tokens": rows}
         yield variant("gemv", lambda at: linear.linear(out, x, weights[at], **few))
-    if kind == "bf16" and rows in dense.rows_of(first):
+    if fmt == "bf16" and rows in dense.rows_of(first):
         yield variant("dense", lambda at: dense.linear(out, x, weights[at], epilogue=epilogue))
-    if kind != "bf16" and rows in wide.rows_of(first, same_bits=False):
+    if fmt != "bf16" and rows in wide.rows_of(first, same_bits=False):
         many: dict[str, Any] = {"epilogue": epilogue, "arranged": wide.scratch(size[1], x.device)}
         yield variant("block", lambda at: wide.linear(out, x, weights[at], **many))
     plain = [values.clone() for _ in range(_copies(values.nbytes))]
@@ -86,7 +86,7 @@ def _matmul(rows: int, *, size: tuple[int, int], kind: str, paired: bool) -> Ite
     yield Variant("cublas", product, len(plain), values.nbytes)
 
 
-def _experts(rows: int, *, kind: str, top_k: int, hidden: int, inner: int) -> Iterator[Variant]:
+def _experts(rows: int, *, fmt: str, top_k: int, hidden: int, inner: int) -> Iterator[Variant]:
     """Routing, gate and up with SwiGLU, down with the weighted sum. 256 experts."""
     import torch
 
@@ -100,13 +100,13 @@ def _experts(rows: int, *, kind: str, top_k: int, hidden: int, inner: int) -> It
 
     def place(size: tuple[int, int], *, paired: bool) -> Any:
         values = torch.randn(count, *size, device="cuda", dtype=torch.bfloat16) / size[1] ** 0.5
-        recipe = WeightRecipe((Segment("w", count * size[0]),), (count, *size), kind)
+        recipe = WeightRecipe((Segment("w", count * size[0]),), (count, *size), fmt)
         named: dict[str, Any] = {"paired": paired, "check": lambda *_: None}
-        return place_experts(recipe, kind, lambda name: values, device, **named)
+        return place_experts(recipe, fmt, lambda name: values, device, **named)
 
     up, down = place((2 * inner, hidden), paired=True), place((hidden, inner), paired=False)
-    shared_up = hold(torch.randn(2 * inner, hidden, device="cuda"), kind, paired=True)
-    shared_down = hold(torch.randn(hidden, inner, device="cuda"), kind, paired=False)
+    shared_up = hold(torch.randn(2 * inner, hidden, device="cuda"), fmt, paired=True)
+    shared_down = hold(torch.randn(hidden, inner, device="cuda"), fmt, paired=False)
     x = torch.randn(rows, hidden, device="cuda").bfloat16()
     logits = torch.randn(num_layers, rows, count, device="cuda")
     gate, positions = torch.randn(rows, 1, device="cuda"), torch.zeros(rows, device="cuda").long()
@@ -128,7 +128,7 @@ def _experts(rows: int, *, kind: str, top_k: int, hidden: int, inner: int) -> It
 
     yield Variant("experts.cu", partial(layer, steps=(0, 0)), num_layers)
     if rows <= experts_few.FEW_TOKENS:
-        yield Variant("experts_few.cu", partial(layer, steps=experts_few.DEPTHS[kind]), num_layers)
+        yield Variant("experts_few.cu", partial(layer, steps=experts_few.DEPTHS[fmt]), num_layers)
 
 
 def _delta_step(rows: int, *, key_heads: int, heads: int, dim: int) -> Iterator[Variant]:
@@ -163,7 +163,7 @@ def _delta_step(rows: int, *, key_heads: int, heads: int, dim: int) -> Iterator[
 
 
 def _attention(
-    rows: int, *, heads: tuple[int, int, int], kind: str, position: int
+    rows: int, *, heads: tuple[int, int, int], fmt: str, position: int
 ) -> Iterator[Variant]:
     import torch
 
@@ -176,14 +176,14 @@ def _attention(
     shape = rows * num_pages, 2, num_kv_heads, PAGE, head_dim
 
     def pages() -> KVPages:
-        if kind == "bf16":
+        if fmt == "bf16":
             return KVPages(torch.randn(shape, device="cuda").bfloat16())
         codes = torch.randint(-127, 128, shape, device="cuda", dtype=torch.int8)
         blocks = *shape[:-1], head_dim // 16
         return KVPages(codes, torch.randint(124, 128, blocks, device="cuda", dtype=torch.uint8))
 
     first = pages()
-    num_bytes = rows * num_pages * 2 * num_kv_heads * PAGE * head_dim * (2 if kind == "bf16" else 1)
+    num_bytes = rows * num_pages * 2 * num_kv_heads * PAGE * head_dim * (2 if fmt == "bf16" else 1)
     caches = [first, *(pages() for _ in range(_copies(num_bytes) - 1))]
     qkv = torch.randn(rows, (num_heads + 2 * num_kv_heads) * head_dim, device="cuda")
     out = torch.empty(rows, num_heads * head_dim, dtype=torch.bfloat16, device="cuda")
@@ -243,23 +243,26 @@ _HEADS = {"8b": (32, 8, 128), "35b-a3b": (16, 2, 256)}
 
 CASES: dict[str, Build] = {
     **{
-        f"matmul-{size}-{kind}": partial(
-            _matmul, size=(int(size.split("x")[0]), int(size.split("x")[1])), kind=kind, paired=pair
+        f"matmul-{size}-{fmt}": partial(
+            _matmul,
+            size=(int(size.split("x")[0]), int(size.split("x")[1])),
+            fmt=fmt,
+            paired=pair,
         )
         for size, pair in _SIZES.items()
-        for kind in ("bf16", "bfp8", "bfp4")
+        for fmt in ("bf16", "bfp8", "bfp4")
     },
     **{
-        f"attention-{name}-{kind}-{position}": partial(
-            _attention, heads=heads, kind=kind, position=position
+        f"attention-{name}-{fmt}-{position}": partial(
+            _attention, heads=heads, fmt=fmt, position=position
         )
         for name, heads in _HEADS.items()
-        for kind in ("bf16", "bfp8")
+        for fmt in ("bf16", "bfp8")
         for position in (230, 2100)
     },
     **{
-        f"experts-{kind}": partial(_experts, kind=kind, top_k=8, hidden=2048, inner=512)
-        for kind in ("bf16", "bfp8")
+        f"experts-{fmt}": partial(_experts, fmt=fmt, top_k=8, hidden=2048, inner=512)
+        for fmt in ("bf16", "bfp8")
     },
     "delta-step": partial(_delta_step, key_heads=16, heads=32, dim=128),
     **{f"sampling-{size}": partial(_sampling, vocabulary=size) for size in (128_256, 248_320)},

@@ -1,6 +1,6 @@
-"""``bench perf-check``: PERF.md's rows measured again, and which figures are not reproduced.
+"""``python -m bench perf-check``: measure the rows of PERF.md again, and compare the figures.
 
-What is measured is what the records say; a row that this machine cannot run is said to be skipped.
+The records name the commands. A row for another machine is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -52,20 +52,17 @@ class _Options:
         default=tuple(str(_FOLDER / name) for name in _RECORDS),
         metavar="FILE",
     )
-    precisions: tuple[str, ...] = option("these alone", default=(), metavar="NAME")
-    cases: tuple[str, ...] = option("these alone", default=(), metavar="NAME")
+    precisions: tuple[str, ...] = option("only these", default=(), metavar="NAME")
+    cases: tuple[str, ...] = option("only these", default=(), metavar="NAME")
     tolerance: float = option(
-        "percent that a speed or TTFT may differ whatever its interval, since one process's "
-        f"repeats do not show what differs between processes ({_TOLERANCE:g})",
-        default=_TOLERANCE,
-        type=real(0, 100),
+        "minimum half width of an interval, in percent", default=_TOLERANCE, type=real(0, 100)
     )
-    list: bool = option("say what would be measured and what skipped", default=False)
+    list: bool = option("list the rows without a measurement", default=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A record whose figures stand in PERF.md: its speed and TTFT, its accuracy, or both."""
+    """A record with figures in PERF.md: speed and TTFT, accuracy, or both."""
 
     record: Result
     has_speed: bool
@@ -73,14 +70,14 @@ class Claim:
 
     @property
     def title(self) -> str:
-        """The row of PERF.md that this is of, in words."""
+        """The row of PERF.md in words."""
         r = self.record
         return f"{row.device_text(r)}, {row.model_text(r)}, {r.precision_name}, {r.case}"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A figure measured again: what was recorded, what was found, and whether that is the same."""
+    """A figure measured again, with the recorded and the new value."""
 
     figure: str
     recorded: str
@@ -89,44 +86,35 @@ class Verdict:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``python -m bench perf-check``; 1 where a figure was not reproduced or not measured.
+    """Run ``python -m bench perf-check``. Return 1 for a figure that is not reproduced.
 
     Raises:
-        ConfigError: for a mistake in the arguments, or where no row can be measured here.
+        ConfigError: for bad arguments, or if no row can be measured here.
     """
-    options = parse(
-        _Options,
-        argv,
-        prog="python -m bench perf-check",
-        description="Measure PERF.md's rows again and say which are reproduced.",
-    )
-    found = claims([record for path in options.results for record in read(path)])
+    words = "Measure PERF.md's rows again and say which are reproduced."
+    options = parse(_Options, argv, prog="python -m bench perf-check", description=words)
     wanted = [
-        each
-        for each in found
-        if not options.precisions or each.record.precision_name in options.precisions
-        if not options.cases or each.record.case in options.cases
+        claim
+        for claim in claims([record for path in options.results for record in read(path)])
+        if not options.precisions or claim.record.precision_name in options.precisions
+        if not options.cases or claim.record.case in options.cases
     ]
-    reasons = {id(each): reason_to_skip(each.record) for each in wanted}
-    for each in wanted:
-        if reason := reasons[id(each)]:
-            print(f"skipped         {each.title}: {reason}")
-    here = [each for each in wanted if not reasons[id(each)]]
+    here = []
+    for claim in wanted:
+        if reason := reason_to_skip(claim.record):
+            print(f"skipped         {claim.title}: {reason}")
+        else:
+            here.append(claim)
     if not here:
         raise ConfigError(f"none of {len(wanted)} rows can be measured here; allowed: one or more")
     if options.list:
-        print("\n".join(f"to be measured  {each.title}" for each in here))
+        print("\n".join(f"to be measured  {claim.title}" for claim in here))
         return 0
-    return _check(here, options.tolerance / 100)
-
-
-def _check(here: Sequence[Claim], tolerance: float) -> int:
     num_figures = num_missed = 0
     for claim, again in measured_again(here):
-        if isinstance(again, str):
-            verdicts = [Verdict("not measured", "", again, False)]
-        else:
-            verdicts = compare(claim, again, tolerance=tolerance)
+        verdicts = [Verdict("not measured", "", again, False)] if isinstance(again, str) else []
+        if not isinstance(again, str):
+            verdicts = compare(claim, again, tolerance=options.tolerance / 100)
         for each in verdicts:
             num_figures += 1
             num_missed += not each.is_reproduced
@@ -137,7 +125,7 @@ def _check(here: Sequence[Claim], tolerance: float) -> int:
 
 
 def claims(results: Sequence[Result]) -> list[Claim]:
-    """The measured records that PERF.md's rows are of, in the order of its rows."""
+    """Return the measured records of PERF.md's rows, in their order."""
     speeds: dict[int, Result] = {}
     accuracies: dict[int, Result] = {}
     for group in group_results([r for r in results if r.kind == "measured" and is_placed(r)]):
@@ -151,31 +139,32 @@ def claims(results: Sequence[Result]) -> list[Claim]:
 
 
 def reason_to_skip(record: Result) -> str:
-    """Why this machine cannot measure a record again; empty where it can."""
+    """Return why this machine cannot measure a record, empty if it can."""
     if record.target.startswith("cpu"):
-        cpu, threads = describe_cpu(), _threads(record)
-        if not record.device_detail.startswith(cpu.model_name) or threads > cpu.num_cores:
+        cpu = describe_cpu()
+        if not record.device_detail.startswith(cpu.model_name) or _threads(record) > cpu.num_cores:
             here = f"{cpu.model_name} with {cpu.num_cores} cores"
             return f"was measured on {record.device_detail}; this is {here}"
-    elif record.target == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            return f"no {record.device} here"
-        if not re.search(rf"\b{re.escape(record.device)}\b", torch.cuda.get_device_name()):
-            return f"no {record.device} here; this is {torch.cuda.get_device_name()}"
     else:
-        return f"no {record.device} here"
-    if record.weights != "random" and not record.command:
-        if record.model != _DEFAULT_MODEL:
-            return f"where the weights of {record.model} lie is not recorded"
-        if not _has_default_model():
-            return f"the package with {record.model} is not installed"
-    if record.command and not record.command.startswith(_COMMANDS):
-        return f"its command is none that is run here: {record.command}"
-    if not record.command and cuda_row(record) is None and record.case not in CASES:
+        name = _gpu_name() if record.target == "cuda" else ""
+        if not re.search(rf"\b{re.escape(record.device)}\b", name):
+            return f"no {record.device} here" + (f"; this is {name}" if name else "")
+    if record.command:
+        is_known = record.command.startswith(_COMMANDS)
+        return "" if is_known else f"its command is none that is run here: {record.command}"
+    if record.weights != "random" and record.model != _DEFAULT_MODEL:
+        return f"where the weights of {record.model} lie is not recorded"
+    if record.weights != "random" and not _has_default_model():
+        return f"the package with {record.model} is not installed"
+    if cuda_row(record) is None and record.case not in CASES:
         return f"case {record.case} was changed by options that are not recorded"
     return ""
+
+
+def _gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def _has_default_model() -> bool:
@@ -194,7 +183,7 @@ def _threads(record: Result) -> int:
 
 
 def cuda_row(record: Result) -> str | None:
-    """The name of the row of ``python -m bench bench-cuda`` that a record is of."""
+    """Return the name of a record's row of ``bench-cuda``."""
     if record.target != "cuda" or record.weights != "random":
         return None
     wanted = record.model.lower(), record.precision_name, record.batch, record.prompt_length
@@ -207,9 +196,7 @@ def cuda_row(record: Result) -> str | None:
 
 
 def command_of(record: Result) -> list[str]:
-    """The arguments of ``tilewright`` that measure a record again: those recorded, else the ones
-    that its fields say.
-    """
+    """Return the recorded arguments of ``tilewright``, else arguments from the fields."""
     if record.command:
         words = shlex.split(record.command.removeprefix("python -m "))[1:]
     else:
@@ -226,8 +213,9 @@ def command_of(record: Result) -> list[str]:
 
 
 def measured_again(here: Sequence[Claim]) -> Iterator[tuple[Claim, Result | str]]:
-    """Each claim with its new record, or with the reason why there is none. Each is measured in a
-    process of its own; those of ``bench-cuda`` together, since they share compiled programs.
+    """Yield each claim with its new record, or with an error.
+
+    Rows of ``bench-cuda`` share a process, and so their compiled programs.
     """
     rows = {id(each): cuda_row(each.record) for each in here}
     shared = [each for each in here if rows[id(each)]]
@@ -250,7 +238,7 @@ def _key(record: Result) -> tuple[object, ...]:
 
 
 def run(words: Sequence[str]) -> list[Result] | str:
-    """What a command records, measured now; how it ended where it records nothing."""
+    """Return the results of a command, or its exit status without results."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.jsonl"
         command = [*PYTHON, *_PROGRAMS[words[0]], *words, "--results", str(path)]
@@ -262,9 +250,10 @@ def run(words: Sequence[str]) -> list[Result] | str:
 
 
 def compare(claim: Claim, now: Result, *, tolerance: float) -> list[Verdict]:
-    """Each printed figure of a claim beside the one measured now. Two speeds or times are the same
-    where their 95 % intervals meet, each at least ``tolerance`` (a fraction) of its median wide to
-    either side.
+    """Compare each figure of a claim with the new record.
+
+    Speeds are equal if their 95 % intervals overlap. ``tolerance``: minimum half width, a fraction
+    of the median.
     """
     old, found = claim.record, []
     if now.effective_id != old.effective_id:

@@ -207,7 +207,7 @@ def engines_of(options: Options) -> tuple[list[Engine], list[tuple[Engine, Engin
     if "llama.cpp" in options.baselines:
         check_program(options.llama_server)  # before our weights are compiled
     for pair in options.pairs:
-        path, copy = model_and_copy(options.model, pair.kind)
+        path, copy = model_and_copy(options.model, pair.gguf_type)
         ours, others = [], []
         for backend in options.backends:
             server = own_server(str(path), pair.precision, **sizes)
@@ -218,14 +218,14 @@ def engines_of(options: Options) -> tuple[list[Engine], list[tuple[Engine, Engin
         for name in options.baselines:
             if name == "llama.cpp":
                 server = llama_cpp(options.llama_server, copy, **sizes)
-                others.append(Engine(name, pair.kind, server, gguf_sizes(copy)))
+                others.append(Engine(name, pair.gguf_type, server, gguf_sizes(copy)))
                 continue
             folder = options.onnx_genai_folder
-            if name == "openvino" and pair.kind not in _OPENVINO_KINDS:
+            if name == "openvino" and pair.gguf_type not in _OPENVINO_KINDS:
                 continue
-            if name == "onnx-genai" and (folder is None or not pair.kind.startswith("Q4")):
+            if name == "onnx-genai" and (folder is None or not pair.gguf_type.startswith("Q4")):
                 continue
-            weights = pair.kind if name == "openvino" else "int4"
+            weights = pair.gguf_type if name == "openvino" else "int4"
             source = copy if name == "openvino" else folder
             words = (*PYTHON, "-m", "bench.baselines.genai_server", name, str(source))
             server = Server(name, (*words, "--threads", str(threads)))

@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
 def _measure(options: _Options) -> Iterator[dict[str, Any]]:
     """Yield the figures of each side in turn."""
     asked, seats = options.made(), options.seats
-    path, copy = model_and_copy(options.model, options.pair.kind)
+    path, copy = model_and_copy(options.model, options.pair.gguf_type)
     bodies = [row["body"] for row in asked]
     context = max(len(body["prompt"]) + int(body["max_tokens"]) for body in bodies) + 8
     sizes: dict[str, Any] = {"users": seats, "context": context, "threads": options.num_threads}

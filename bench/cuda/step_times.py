@@ -43,10 +43,10 @@ def profile(executable: Executable, jobs: Sequence[Job], *, is_decode: bool) -> 
     return rows.table(sort_by="self_device_time_total", row_limit=_MAX_KERNELS)
 
 
-def host_times(executable: Executable, num_slots: int) -> Iterator[str]:
-    """Yield lines with the host time of a step (us): equal or changing requests, both samplings."""
+def host_times(executable: Executable, num_slots: int, *, samples: bool = True) -> Iterator[str]:
+    """Yield the host time of a step (us), for equal and for changing requests."""
     EngineLoop(executable).warm_up()
-    for params in ({}, _SAMPLED):
+    for params in ({}, _SAMPLED) if samples else ({},):
         for changes in (False, True):
             yield _host_time(executable, num_slots, params, changes=changes)
 

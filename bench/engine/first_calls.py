@@ -1,10 +1,10 @@
-"""First calls and memory of an emitted engine on one GPU. `command` measures later calls.
+"""First calls and memory of an emitted engine on one GPU.
 
 ``PYTHONPATH=. python3 -m bench.engine.first_calls`` writes an engine and random weights. A spawned
 process for each case loads the file by its path, without a name in ``sys.modules``. It prints:
 
 - the first call, the tenth and the median. The first may differ from the tenth by 10 %.
-- the time until the last call returns, while the GPU still computes, and garbage collections.
+- the time until the last call returns, while the GPU still computes.
 - memory without the context: weights, mapped memory and the rest. The rest may have 200 MB.
 - growth: pointers and graphs with more than 4,096 positions, and memory after the engine.
 
@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 
-from bench.engine.measure import HIDDEN_LIKE
 from tilewright.compiler.targets.cuda.engine_generator.cases import Trace, cases
 from tilewright.compiler.targets.cuda.engine_generator.parts.generated import PLAN
 from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices
@@ -39,6 +38,21 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.settings import rea
 from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
 
 LIMIT_MB, LIMIT_SHARE = 200.0, 0.1
+HIDDEN_LIKE: dict[str, Any] = {
+    "model_type": "tiny_llama",
+    "torch_dtype": "float16",
+    "vocab_size": 4096,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 192,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+"""Configuration of the model whose speed has goals."""
 
 
 def load(path: str, *, registered: bool = False) -> Any:
@@ -66,24 +80,6 @@ def mapped_mb(engine: Any) -> float:
     return sum(sum(addresses._parts) for _, addresses in tensors) / 1e6
 
 
-class Collections:
-    """Seconds in garbage collections since the last `take`."""
-
-    def __init__(self) -> None:
-        self._begun, self.seconds = 0.0, 0.0
-        gc.callbacks.append(self._note)
-
-    def _note(self, phase: str, facts: dict[str, int]) -> None:
-        if phase == "start":
-            self._begun = time.perf_counter()
-        else:
-            self.seconds += time.perf_counter() - self._begun
-
-    def take(self) -> float:
-        found, self.seconds = self.seconds, 0.0
-        return found
-
-
 def timed(trace: Trace, engine: Any) -> tuple[float, float]:
     """Seconds for all calls, and until the last returns."""
     torch.cuda.synchronize()
@@ -105,15 +101,12 @@ def measure_case(given: dict[str, Any], case: str, results: Any) -> None:
     found["graphs"] = len(engine._executor._graphs)
     found["mapped"] = 0.0 if given["old"] else mapped_mb(engine)
     trace = Trace(cases()[case], given["config"]["vocab_size"], given["tokens"])
-    collections = Collections()
-    seconds, returned, collected = list[float](), list[float](), list[float]()
+    seconds, returned = list[float](), list[float]()
     for _ in range(given["repeats"]):
-        collections.take()
         for times, each in zip((seconds, returned), timed(trace, engine), strict=True):
             times.append(1e3 * each)
-        collected.append(1e3 * collections.take())
         engine.remove(trace.requests)
-    found |= {"ms": seconds, "returned": returned, "collected": collected}
+    found |= {"ms": seconds, "returned": returned}
     found["used"], found["reserved"] = used_mb() - begin, torch.cuda.memory_reserved() / 1e6
     found["new_graphs"] = len(engine._executor._graphs) - found["graphs"]
     results.put(found)
@@ -200,7 +193,7 @@ def report(case: str, found: dict[str, Any], weights: float) -> bool:
         f"{'good' if good else 'MISSED'}",
         flush=True,
     )
-    for name in ("ms", "returned", "collected"):
+    for name in ("ms", "returned"):
         print(f"  {name}: " + " ".join(f"{each:.3f}" for each in found[name]))
     return good
 
@@ -245,14 +238,15 @@ def compare_with(old: dict[str, Any], new: dict[str, Any], case: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="First calls and memory of an emitted engine.")
-    parser.add_argument("--engine", help="engine.py (default: one is written)")
-    parser.add_argument("--config", help="model_config.json (default: 12 layers of 768)")
-    parser.add_argument("--against", help="another engine.py, or a checkout to write it")
-    parser.add_argument("--products", default="triton", choices=("triton", "cuda"))
-    parser.add_argument("--tokens", default="cuda", choices=("cuda", "cpu"), help="their device")
-    parser.add_argument("--repeats", type=int, default=20, help="calls of a case, 10 or more")
-    parser.add_argument("--operations", type=int, default=60, help="random calls to compare")
-    parser.add_argument("--engines", type=int, default=5, help="engines to make for the memory")
+    option = parser.add_argument
+    option("--engine", help="engine.py (default: one is written)")
+    option("--config", help="model_config.json (default: 12 layers of 768)")
+    option("--against", help="another engine.py, or a checkout to write it")
+    option("--products", default="triton", choices=("triton", "cuda"))
+    option("--tokens", default="cuda", choices=("cuda", "cpu"), help="their device")
+    option("--repeats", type=int, default=20, help="calls of a case, 10 or more")
+    option("--operations", type=int, default=60, help="random calls to compare")
+    option("--engines", type=int, default=5, help="engines to make for the memory")
     given = parser.parse_args(argv)
     config = json.loads(Path(given.config).read_text("utf-8")) if given.config else HIDDEN_LIKE
     with tempfile.TemporaryDirectory() as folder:

@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
 
 
 def _defaults(options: _Options, pair: Pair) -> tuple[Server, ...]:
-    path, copy = model_and_copy(options.model, pair.kind)
+    path, copy = model_and_copy(options.model, pair.gguf_type)
     grown = options.long_tokens + options.turns * (options.input_tokens + options.output_tokens)
     needed = options.input_tokens + options.output_tokens if options.plan == "streams" else grown
     sizes: dict[str, Any] = {"users": max(options.users), "context": needed + 64}
@@ -146,7 +146,7 @@ async def _ask(url: str, plan: str, shape: Shape) -> dict[str, float | str]:
 
 def _offline(options: _Options, pair: Pair) -> float:
     """Return tokens per second of ``tilewright run``."""
-    path, _ = model_and_copy(options.model, pair.kind)
+    path, _ = model_and_copy(options.model, pair.gguf_type)
     words = ("run", str(path), "--precision", pair.precision, "--threads")
     length = ("--max-tokens", str(options.output_tokens), "--prompt", _STORY)
     found = run_json(*words, str(options.num_threads), *length)

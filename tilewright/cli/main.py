@@ -45,7 +45,7 @@ MAINTAINERS = frozenset(
     (
         *("perf", "reference", "perf-check", "fit-perf-model", "make-batch"),
         *("compare", "compare-answers", "compare-serve", "compare-batch", "compare-targets"),
-        *("bench-nodes", "bench-loop", "bench-engine", "bench-cuda", "bench-collectives"),
+        *("bench-loop", "bench-cuda"),
     )
 )
 """Old names of the commands of ``python -m bench``. They need a clone of the repository."""
