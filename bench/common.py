@@ -47,11 +47,13 @@ def read_pair(text: str) -> Pair:
     Raises:
         ConfigError: for another text.
     """
-    precision, separator, kind = text.rpartition("=")
-    if not separator or not precision or kind.upper() not in KINDS:
-        raise ConfigError(f"pair {text!r}; {allowed(f'PRECISION={kind}' for kind in KINDS)}")
+    precision, separator, gguf_type = text.rpartition("=")
+    if not separator or not precision or gguf_type.upper() not in KINDS:
+        raise ConfigError(
+            f"pair {text!r}; {allowed(f'PRECISION={gguf_type}' for gguf_type in KINDS)}"
+        )
     load_precision(precision)
-    return Pair(precision, kind.upper())
+    return Pair(precision, gguf_type.upper())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class CompareOptions:
         return self.threads or describe_cpu().num_cores
 
 
-def model_and_copy(model: str | None, kind: str) -> tuple[Path, Path]:
+def model_and_copy(model: str | None, gguf_type: str) -> tuple[Path, Path]:
     """Return the GGUF file of a model, and a copy with another GGUF type.
 
     Raises:
@@ -84,7 +86,7 @@ def model_and_copy(model: str | None, kind: str) -> tuple[Path, Path]:
         raise ConfigError(f"{model}: llama.cpp cannot read it; allowed: a GGUF file")
     content_hash = load_model(path).checkpoint.content_hash()
     return path, cached_gguf(
-        path, kind, content_hash=content_hash, folder=cache_dir() / "baselines"
+        path, gguf_type, content_hash=content_hash, folder=cache_dir() / "baselines"
     )
 
 

@@ -10,7 +10,7 @@ from tilewright.errors import ConfigError
 from tilewright.evaluate.report.comparisons import render_blocks
 from tilewright.evaluate.report.documents import blocks_of, update_document
 from tilewright.evaluate.report.perf_file import RECORDED, read_beside, update_tables
-from tilewright.evaluate.results.result_file import read
+from tilewright.evaluate.store import read_store
 from tilewright.options.arguments import Parser
 
 
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     option("--compared", metavar="FILE", help="documents with tables of comparisons", **many)
     arguments = parser.parse_args(argv)
     path = Path(arguments.results)
-    results = [*read(path), *read_beside(path)]
+    results = [*read_store(path), *read_beside(path)]
     if not results:
         raise ConfigError(f"{arguments.results}: holds no results; allowed: at least one")
     for document in arguments.also:

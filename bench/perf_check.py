@@ -29,6 +29,7 @@ from tilewright.evaluate.results.selection import (
     is_placed,
     several_users,
 )
+from tilewright.evaluate.store import Query, read_store
 from tilewright.options.arguments import option, parse, real
 from tilewright.utils.child_process import PYTHON, Child
 
@@ -93,12 +94,9 @@ def main(argv: Sequence[str]) -> int:
     """
     words = "Measure PERF.md's rows again and say which are reproduced."
     options = parse(_Options, argv, prog="python -m bench perf-check", description=words)
-    wanted = [
-        claim
-        for claim in claims([record for path in options.results for record in read(path)])
-        if not options.precisions or claim.record.precision_name in options.precisions
-        if not options.cases or claim.record.case in options.cases
-    ]
+    query = Query(precisions=options.precisions, cases=options.cases)
+    recorded = claims(read_store(*map(Path, options.results)))
+    wanted = [claim for claim in recorded if query.selects(claim.record)]
     here = []
     for claim in wanted:
         if reason := reason_to_skip(claim.record):

@@ -23,24 +23,24 @@ def cache_name(source: Path, *parts: str) -> str:
     return f"{source.stem}-{key}"
 
 
-def cached_gguf(source: Path, kind: str, *, content_hash: str, folder: Path) -> Path:
+def cached_gguf(source: Path, gguf_type: str, *, content_hash: str, folder: Path) -> Path:
     """Return the converted file in a cache folder. Write the file if it is missing."""
-    name = cache_name(source, content_hash, kind, metadata.version("gguf"))
-    path = folder / f"{name}.{kind}.gguf"
+    name = cache_name(source, content_hash, gguf_type, metadata.version("gguf"))
+    path = folder / f"{name}.{gguf_type}.gguf"
     if not path.is_file():
-        write_gguf(source, path, kind)
+        write_gguf(source, path, gguf_type)
     return path
 
 
-def write_gguf(source: Path, destination: Path, kind: str) -> None:
-    """Write ``source`` with matrices in ``kind`` and vectors in F32.
+def write_gguf(source: Path, destination: Path, gguf_type: str) -> None:
+    """Write ``source`` with matrices in ``gguf_type`` and vectors in F32.
 
     The file appears whole or not at all. Metadata and tokenizer are copied.
 
     Raises:
         ConfigError: if a row is no multiple of the block size, or the file cannot be written.
     """
-    wanted, plain = gguf.GGMLQuantizationType[kind], gguf.GGMLQuantizationType.F32
+    wanted, plain = gguf.GGMLQuantizationType[gguf_type], gguf.GGMLQuantizationType.F32
     reader = gguf.GGUFReader(source)
     types = {each.name: wanted if len(each.shape) > 1 else plain for each in reader.tensors}
     for tensor in reader.tensors:
@@ -54,7 +54,7 @@ def write_gguf(source: Path, destination: Path, kind: str) -> None:
         destination.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=destination.parent) as scratch:
             whole = Path(scratch) / destination.name
-            _write(reader, whole, types, kind)
+            _write(reader, whole, types, gguf_type)
             whole.replace(destination)
     except OSError as error:
         raise ConfigError(f"{destination}: cannot be written: {error.strerror}") from None
@@ -68,9 +68,9 @@ def gguf_sizes(path: Path) -> tuple[int, int]:
 
 
 def _write(
-    reader: gguf.GGUFReader, path: Path, types: dict[str, gguf.GGMLQuantizationType], kind: str
+    reader: gguf.GGUFReader, path: Path, types: dict[str, gguf.GGMLQuantizationType], gguf_type: str
 ) -> None:
-    file_type = int(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
+    file_type = int(gguf.LlamaFileType["ALL_F32" if gguf_type == "F32" else f"MOSTLY_{gguf_type}"])
     writer = gguf.GGUFWriter(path, reader.fields[_ARCHITECTURE].contents())
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == _ARCHITECTURE:

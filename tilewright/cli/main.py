@@ -44,7 +44,7 @@ MOVED = {
 MAINTAINERS = frozenset(
     (
         *("perf", "reference", "perf-check", "fit-perf-model", "make-batch"),
-        *("compare", "compare-answers", "compare-serve", "compare-batch", "compare-targets"),
+        *("compare", "compare-answers", "compare-serve", "compare-targets"),
         *("bench-loop", "bench-cuda"),
     )
 )

@@ -24,7 +24,6 @@ from tilewright.evaluate.measure.roofline import (
     decode_work,
     limit_seconds,
     prefill_work,
-    product_groups,
     step_work,
 )
 from tilewright.evaluate.results.record import Ceilings
@@ -175,8 +174,3 @@ def test_experts_count_as_chosen_and_memories_twice() -> None:
         assert parts(batch)["experts_ff2"] == pytest.approx(wanted / gate_and_up)
         memory = 3 * 4 * (128 * 3 + 4 * 16 * 16)
         assert parts(batch)[STATE] == pytest.approx(batch * (2 * memory + 10 * 256))
-
-
-def test_products_in_their_order() -> None:
-    graph, _ = lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))
-    assert product_groups(graph) == ["wqkv", "wo", "ff1_3", "ff2"] * 2 + ["lm_head"]

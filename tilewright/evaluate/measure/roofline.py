@@ -189,9 +189,3 @@ def weight_bytes(
     for share in weight_shares(graph_module, target, num_tokens=num_tokens, compute=compute):
         parts[share.group] += share.moved
     return dict(parts)
-
-
-def product_groups(graph_module: GraphModule) -> list[str]:
-    """The tensor groups of the graph's products, in the order in which they run."""
-    groups = [use.facts.tensor_group for use in weight_uses(graph_module)]
-    return [group for group in groups if group is not None and group != EMBEDDING]

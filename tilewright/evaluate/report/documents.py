@@ -18,10 +18,11 @@ from tilewright.evaluate.report.table import Table
 from tilewright.evaluate.results import selection
 from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.results.row import CHANGED, OTHER_RUN, Row, machine_text, marks, origin
+from tilewright.evaluate.store import Query
 
 _DEFAULT_MODEL = "SmolLM2-135M-Instruct"
-_CPUS = ("CPU", "CPU native")
-_README_DEVICE = "CPU native"
+_CPU_RESULTS = Query(models=(_DEFAULT_MODEL,), devices=("CPU", "CPU native"), kinds=("measured",))
+_README_RESULTS = Query(models=(_DEFAULT_MODEL,), devices=("CPU native",), kinds=("measured",))
 _README_PRECISIONS = ("bf16", "all-q80", "performance", "all-q40")
 """README's rows: configurations of the default model on one device."""
 
@@ -79,19 +80,19 @@ _README = (
 )
 
 
-def _groups(results: Sequence[Result]) -> list[selection.Group]:
-    return selection.group_results(
-        [r for r in results if r.kind == "measured" and selection.is_placed(r)]
-    )
+def _groups(results: Sequence[Result], query: Query) -> list[selection.Group]:
+    placed = list(filter(selection.is_placed, query.select(results)))
+    # Results of another machine get a device with another name.
+    return [g for g in selection.group_results(placed) if g.any.device in query.devices]
 
 
 def _readme(results: Sequence[Result]) -> str:
     """Return a row for each of `_README_PRECISIONS` with a record of one user."""
     lines = []
+    groups = _groups(results, _README_RESULTS)
     for name in _README_PRECISIONS:
-        for group in _groups(results):
-            key = (group.any.device, group.any.model)
-            if key == (_README_DEVICE, _DEFAULT_MODEL) and name in group.names:
+        for group in groups:
+            if name in group.names:
                 one = group.speed(selection.SHORT)
                 lines.append(_Line(name, one, None, group.accuracy_result))
     return _table(_README, [line for line in lines if line.records], has_marks=False)
@@ -102,10 +103,9 @@ def _cpu(results: Sequence[Result]) -> str:
     each backend of the CPU.
     """
     lines = []
-    for group in _groups(results):
+    for group in _groups(results, _CPU_RESULTS):
         one, many = group.speed(selection.SHORT), group.speed(selection.BATCH_32)
-        is_wanted = group.any.device in _CPUS and group.any.model == _DEFAULT_MODEL
-        if is_wanted and one is not None and many is not None:
+        if one is not None and many is not None:
             lines.append(_Line(many.precision_name, one, many, group.accuracy_result))
     lines.sort(key=lambda line: (line.records[0].device, -(line.records[0].resident_bytes or 0)))
     return _table(_CPU, lines)

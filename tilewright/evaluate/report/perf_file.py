@@ -8,8 +8,8 @@ from pathlib import Path
 from tilewright.evaluate.report import markdown, perf_md
 from tilewright.evaluate.report.perf_tables import render_results
 from tilewright.evaluate.results.record import Result
-from tilewright.evaluate.results.result_file import read
 from tilewright.evaluate.results.selection import unplaced
+from tilewright.evaluate.store import read_store
 
 _BLOCK = "results"
 RECORDED = "results/cpu.jsonl"
@@ -23,7 +23,7 @@ def read_beside(path: Path) -> list[Result]:
     if path.name not in _RECORDED_NAMES:
         return []
     found = [path.with_name(name) for name in _RECORDED_NAMES if name != path.name]
-    return [result for each in found if each.exists() for result in read(each)]
+    return read_store(*(each for each in found if each.exists()))
 
 
 def check_file(output: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import main
-from bench.batch.made import OUTPUTS, PROMPTS, histogram, make_rows, token_rows
+from bench.make_batch import OUTPUTS, PROMPTS, histogram, make_rows, token_rows
 from tests.cli.conftest import Run
 from tilewright.batch.inputs import open_data_set
 from tilewright.batch.plain_rows import Asking

@@ -108,30 +108,6 @@ def token_rows(rows: Sequence[Row], vocabulary: int) -> list[dict[str, Any]]:
     return found
 
 
-VOCABULARY = 32_000
-"""Ids of prompts are below, unless it is said: the models that are compared have as many."""
-
-
-@dataclass(frozen=True, kw_only=True)  # no slots: classes of options may have it as a second base
-class RowOptions:
-    """The options of a comparison over rows of the data set, each of random ids."""
-
-    rows: int = option("of make-batch", default=50, type=integer(1, 1 << 20))
-    seed: int = option("of make-batch", default=0, type=integer(0, 1 << 31))
-    shrink: int = option("divide all lengths", default=1, type=integer(1, 64))
-    vocabulary: int = option("ids of prompts are below", default=VOCABULARY, type=integer(2))
-    seats: int = option("rows at a time", default=16, type=integer(1, 1024))
-
-    def made(self) -> list[dict[str, Any]]:
-        """The rows as requests of OpenAI's batches."""
-        made = make_rows(self.rows, seed=self.seed)
-        rows = [
-            (text, max(1, prompt // self.shrink), max(1, output // self.shrink))
-            for text, prompt, output in made
-        ]
-        return token_rows(rows, self.vocabulary)
-
-
 def histogram(rows: Sequence[Row]) -> list[str]:
     """How many rows are how long, as lines of text."""
     lines = [f"{len(rows):,} rows"]

@@ -1,5 +1,0 @@
-"""Commands that must succeed, as for tests of commands."""
-
-from tests.cli.conftest import run, tiny_gguf
-
-__all__ = ["run", "tiny_gguf"]

@@ -1,0 +1,80 @@
+"""The store of recorded results: files of JSON lines, a query, and the selected results.
+
+A file has results, or the events of a sweep. A sweep plans trials and its file has their results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilewright.evaluate.results.record import Result
+from tilewright.evaluate.results.result_file import read
+from tilewright.evaluate.sweep.journal import Journal
+from tilewright.utils.json_lines import read_lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """Conditions on results. An empty condition selects all results.
+
+    Attributes:
+        models: Names without the mark of random weights.
+        devices, targets, precisions, cases: Names.
+        kinds: measured, emulated, predicted or published.
+    """
+
+    models: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+
+    def selects(self, result: Result) -> bool:
+        """Return whether a result meets all conditions."""
+        pairs = (
+            (self.models, result.model),
+            (self.devices, result.device),
+            (self.targets, result.target),
+            (self.precisions, result.precision_name),
+            (self.cases, result.case),
+            (self.kinds, result.kind),
+        )
+        return all(not allowed or value in allowed for allowed, value in pairs)
+
+    def select(self, results: Iterable[Result]) -> list[Result]:
+        """Return the selected results in their order."""
+        return list(filter(self.selects, results))
+
+
+def read_store(*paths: Path, query: Query | None = None) -> list[Result]:
+    """Return the selected results of files, in the order of the files and lines.
+
+    Raises:
+        ConfigError: for a missing file, or a malformed line.
+    """
+    found = [result for path in paths for result in _read(path)]
+    return found if query is None else query.select(found)
+
+
+def _read(path: Path) -> list[Result]:
+    if not _is_sweep(path):
+        return read(path)
+    return [
+        dataclasses.replace(state.result, precision_name=state.cell.precision)
+        for state in Journal.open(path).state.cells.values()
+        if state.result is not None
+    ]
+
+
+def _is_sweep(path: Path) -> bool:
+    lines = read_lines(path)
+    try:
+        first = json.loads(lines[0][1]) if lines else None
+    except ValueError:
+        return False
+    return isinstance(first, dict) and "event" in first
