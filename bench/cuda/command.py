@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.cuda.rows import DECODE, METRICS, START, TTFT, BenchRow, find_rows
-from tilewright.cli.terminal.console import err, note, out, print_table
+from tilewright.cli.terminal.console import compile_progress, err, note, out, print_table
 from tilewright.compiler.devices import check_gpu
 from tilewright.errors import CheckpointError, TilewrightError, one_line
 from tilewright.evaluate.report.display import decimal, percent, span
@@ -29,36 +29,32 @@ if TYPE_CHECKING:
     from bench.cuda.measure import Bench, Figures
     from tilewright.evaluate.results.record import Ceilings
 
-REPEATS = 5
-QUICK_REPEATS, QUICK_TOKENS = 2, 40
+REPEATS, QUICK_REPEATS, QUICK_TOKENS = 5, 2, 40
 EXIT_NOT_MEASURED, EXIT_INTERRUPTED = 1, 130
-_TARGET = "cuda"
 _WIDTH, _HOST_CONTEXT = 132, 1200
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The command line of ``python -m bench bench-cuda``, checked."""
+    """The checked command line."""
 
     rows: tuple[BenchRow, ...]
     repeats: int
     results: Path | None
     is_profiled: bool
-    target: str = _TARGET
+    target: str = "cuda"
     num_ranks: int = 1
     shows_host_time: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _Options:
     rows: tuple[str, ...] = option("some rows; 8b-* fits", default=(), metavar="NAME")
     list: bool = option("list the rows", default=False)
     results: Path | None = option("append records, as JSON lines", metavar="FILE", type=Path)
     profile: bool = option("show the kernels of steps by GPU time", default=False)
     repeats: int | None = option(f"of every row ({REPEATS})", type=integer(1, 1000))
-    tensor_parallel: int = option(
-        "GPUs that a model is spread over (1)", default=1, type=integer(1, 8), metavar="N"
-    )
+    tensor_parallel: int = option("GPUs of a model", default=1, type=integer(1, 8), metavar="N")
     host_time: bool = option("show the host time of a step of every program", default=False)
     quick: bool = option(
         f"{QUICK_REPEATS} repeats, {QUICK_TOKENS} tokens: no figures for a table", default=False
@@ -66,43 +62,39 @@ class _Asked:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``python -m bench bench-cuda``; 0 where every row that can be made was measured.
+    """Run ``python -m bench bench-cuda``. Return 0 if all rows were measured.
 
     Raises:
-        TilewrightError: for a mistake in the arguments, or where there is no GPU.
+        TilewrightError: for bad arguments, or without a GPU.
     """
-    asked = parse(
-        _Asked,
-        argv,
-        prog="python -m bench bench-cuda",
-        description="Measure decoding, prompts and starts with random weights on a GPU.",
-    )
-    rows = find_rows(asked.rows, asked.tensor_parallel)
-    if asked.list:
-        _print_list(rows)
+    words = "Measure decoding, prompts and starts with random weights on a GPU."
+    options = parse(_Options, argv, prog="python -m bench bench-cuda", description=words)
+    rows = find_rows(options.rows, options.tensor_parallel)
+    if options.list:
+        print_table(_screen(), f"rows (--rows) {RANDOM_WEIGHTS}", Table.by(_LIST, rows))
         return 0
-    if asked.quick:
+    if options.quick:
         rows = tuple(replace(row, num_generated=QUICK_TOKENS) for row in rows)
-    if asked.results is not None:
-        check_writable(asked.results)
-    repeats = asked.repeats or (QUICK_REPEATS if asked.quick else REPEATS)
-    found = Choices(rows, repeats, asked.results, asked.profile)
-    return bench(replace(found, num_ranks=asked.tensor_parallel, shows_host_time=asked.host_time))
+    if options.results is not None:
+        check_writable(options.results)
+    repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
+    choices = Choices(rows, repeats, options.results, options.profile)
+    ranks, host_time = options.tensor_parallel, options.host_time
+    return bench(replace(choices, num_ranks=ranks, shows_host_time=host_time))
 
 
 def bench(choices: Choices, *, measured: Ceilings | None = None) -> int:
-    """Measure a GPU's rows and print them; ``measured``: ceilings that are already known."""
-    if choices.target == _TARGET:
+    """Measure rows and print them. ``measured``: known ceilings."""
+    if choices.target == "cuda":
         check_gpu()
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.evaluate.measure.ceilings import measure_ceilings
 
-    ceilings = measured or measure_ceilings(choices.target)
     if choices.shows_host_time:
         longer = (replace(row, context=max(row.program[-1], _HOST_CONTEXT)) for row in choices.rows)
         choices = replace(choices, rows=tuple(longer))
-    session = _Session(_screen(), choices, ceilings)
-    _print_ceilings(session.screen, ceilings)
+    session = _Session(_screen(), choices, measured or measure_ceilings(choices.target))
+    session.print_ceilings()
     note(session.screen, "All rows have random weights.")
     code = 0
     try:
@@ -115,9 +107,7 @@ def bench(choices: Choices, *, measured: Ceilings | None = None) -> int:
 
 
 def programs(rows: Sequence[BenchRow]) -> list[tuple[BenchRow, ...]]:
-    """Rows that are measured together, in the order of the first of each; starts are by themselves
-    and last.
-    """
+    """Return the rows of each program. Starts are separate and last."""
     compiled = [row for row in rows if row.metric != START]
     keys = dict.fromkeys(row.program for row in compiled)
     shared = [tuple(row for row in compiled if row.program == key) for key in keys]
@@ -126,11 +116,7 @@ def programs(rows: Sequence[BenchRow]) -> list[tuple[BenchRow, ...]]:
 
 @dataclass(slots=True)
 class _Session:
-    """A run of the command.
-
-    By a row's name, ``found`` is what was measured and ``missed`` why it was not; ``is_broken``:
-    something failed.
-    """
+    """A run: by row name, the figures or the reason without figures."""
 
     screen: Console
     choices: Choices
@@ -140,102 +126,107 @@ class _Session:
     is_broken: bool = False
 
     def measure(self, rows: Sequence[BenchRow]) -> None:
-        """The rows of one program; what cannot be measured is said and left out, so that the others
-        are not lost.
-        """
+        """Measure the rows of a program. An error loses these rows only."""
         try:
             self._measure(rows)
             return
-        except CheckpointError as error:  # a shape whose architecture is not built
+        except CheckpointError as error:  # the architecture of the shape does not exist
             reason = str(error)
         except TilewrightError as error:
             reason, self.is_broken = str(error), True
-        except Exception as error:  # a bug in one row must not cost the others
+        except Exception as error:
             traceback.print_exc()
             reason, self.is_broken = f"failed: {one_line(error)}", True
         for row in rows:
             if row.name not in self.found:
                 self.missed[row.name] = reason
-                self._print_missed(row.name)
+                self._print(f"{row.name}: not measured: {reason}", style="yellow")
 
     def _measure(self, rows: Sequence[BenchRow]) -> None:
         from bench.cuda.measure import Bench, measure_start
         from bench.cuda.step_times import host_times
-        from tilewright.cli.terminal.console import compile_progress
 
-        target, repeats = self.choices.target, self.choices.repeats
+        how = {"target": self.choices.target, "repeats": self.choices.repeats}
         if rows[0].metric == START:
-            self._take(measure_start(rows[0], target=target, repeats=repeats))
+            self._take(measure_start(rows[0], **how))  # type: ignore[arg-type]
             return
         with compile_progress(err()) as progress:
-            made = Bench(
-                rows,
-                target=target,
-                repeats=repeats,
-                progress=progress,
-                num_ranks=self.choices.num_ranks,
-            )
-        _print_program(self.screen, made)
+            ranks = self.choices.num_ranks
+            made = Bench(rows, progress=progress, num_ranks=ranks, **how)  # type: ignore[arg-type]
+        note(self.screen, made.text())
         try:
             for row in rows:
                 self._take(made.measure(row, self.ceilings))
                 if row.metric == DECODE and (routing := made.routing(row)):
-                    self.screen.print(f"{row.name}: {routing}", soft_wrap=True)
+                    self._print(f"{row.name}: {routing}")
             for row in rows if self.choices.is_profiled else ():  # after all timed runs
                 self._profile(made, row)
             if self.choices.shows_host_time:
                 for line in host_times(made.compiled.executable, made.options.max_batch):
-                    self.screen.print(f"{rows[0].name}: {line}", soft_wrap=True)
+                    self._print(f"{rows[0].name}: {line}")
         finally:
             made.close()
 
     def _take(self, found: Figures) -> None:
-        """Keep, record and print a row at once: the run may be ended at any time."""
+        """Keep, record and print a row at once: the run may end at any time."""
         self.found[found.row.name] = found
         if found.result is not None and self.choices.results is not None:
             append(self.choices.results, found.result)
         name, figure, value, floor, goal, met, limit, share = (c(found) for c in COLUMNS.values())
         bounds = "" if floor == "-" else f"; floor {floor}, goal {goal}: {met}"
         of_limit = "" if limit == "-" else f"; limit {limit}, {share} of it"
-        line = f"{name}: {figure}: {value}{bounds}{of_limit}; {found.detail}"
-        self.screen.print(line, soft_wrap=True)
+        self._print(f"{name}: {figure}: {value}{bounds}{of_limit}; {found.detail}")
 
     def _profile(self, made: Bench, row: BenchRow) -> None:
-        from bench.cuda.step_times import profile
+        from bench.cuda import step_times
 
         try:
-            found = profile(made.compiled.executable, made.jobs(row), is_decode=row.metric != TTFT)
-            self.screen.print(f"{row.name}: kernels by GPU time\n{found}", soft_wrap=True)
-        except Exception as error:  # nor must a profiler that fails
+            jobs, is_decode = made.jobs(row), row.metric != TTFT
+            found = step_times.profile(made.compiled.executable, jobs, is_decode=is_decode)
+            self._print(f"{row.name}: kernels by GPU time\n{found}")
+        except Exception as error:  # a failed profiler loses no row
             traceback.print_exc()
             self.is_broken = True
-            self.screen.print(f"{row.name}: no profile: {one_line(error)}", style="yellow")
+            self._print(f"{row.name}: no profile: {one_line(error)}", style="yellow")
 
-    def _print_missed(self, name: str) -> None:
-        line = f"{name}: not measured: {self.missed[name]}"
-        self.screen.print(line, style="yellow", soft_wrap=True)
+    def _print(self, text: str, style: str | None = None) -> None:
+        self.screen.print(text, style=style, soft_wrap=True)
 
     def print_report(self) -> None:
-        """The table of what was measured, and what was not."""
+        """Print the table of measured rows, and the missed rows."""
         rows = [self.found[row.name] for row in self.choices.rows if row.name in self.found]
         if rows:
             metrics = dict.fromkeys(METRICS[each.row.metric] for each in self.found.values())
             notes = [f"{each.label}: {each.text}" for each in metrics]
             table = Table.by(COLUMNS, rows, *notes)
             print_table(self.screen, f"all rows {RANDOM_WEIGHTS}", table, numbers=True)
-        for name in self.missed:
-            self._print_missed(name)
+        for name, reason in self.missed.items():
+            self._print(f"{name}: not measured: {reason}", style="yellow")
+
+    def print_ceilings(self) -> None:
+        """Print the measured rates of the device."""
+        found = self.ceilings
+        rates = (
+            ("reads (TB/s)", found.bytes_per_s, found.reads),
+            (f"{found.product_type} products (TFLOP/s)", found.flops_per_s, found.products),
+        )
+        rows = [
+            (name, decimal(rate / 1e12, 3), span(min(every) / 1e12, max(every) / 1e12, 3))
+            for name, rate, every in rates
+        ]
+        table = Table.of(("ceiling", "median", "min-max"), rows)
+        print_table(self.screen, f"measured on {found.device}", table, numbers=True)
 
 
-def _figure(found: Figures, value: float | None) -> str:
-    """A value of a row's metric."""
-    return decimal(value, METRICS[found.row.metric].digits, none="-", grouped=True)
+def _figure(value: Callable[[Figures], float | None]) -> Callable[[Figures], str]:
+    """Return a column of values in the unit of the metric."""
+    return lambda found: decimal(
+        value(found), METRICS[found.row.metric].digits, none="-", grouped=True
+    )
 
 
 def _share(found: Figures) -> str:
-    """The share of its limit that a value reaches; of a value that is to be small, the limit's of
-    it.
-    """
+    """Return the share of the limit that a value reaches."""
     if not found.limit:
         return "-"
     share = found.value / found.limit
@@ -253,61 +244,31 @@ def _met(found: Figures) -> str:
     return "NO"
 
 
+_MEDIAN, _LOWEST = _figure(lambda found: found.value), _figure(lambda found: min(found.values))
+_HIGHEST = _figure(lambda found: max(found.values))
 COLUMNS: Columns[Figures] = {
     "row": lambda found: found.row.name,
     "figure": lambda found: METRICS[found.row.metric].label,
-    "median (min-max)": lambda found: (
-        f"{_figure(found, found.value)} "
-        f"({_figure(found, min(found.values))}-{_figure(found, max(found.values))})"
-    ),
-    "floor": lambda found: _figure(found, found.row.floor),
-    "goal": lambda found: _figure(found, found.row.goal),
+    "median (min-max)": lambda found: f"{_MEDIAN(found)} ({_LOWEST(found)}-{_HIGHEST(found)})",
+    "floor": _figure(lambda found: found.row.floor),
+    "goal": _figure(lambda found: found.row.goal),
     "met": _met,
-    "limit": lambda found: _figure(found, found.limit),
+    "limit": _figure(lambda found: found.limit),
     "of limit": _share,
+}
+_LIST: Columns[BenchRow] = {
+    "row": lambda row: row.name,
+    "shape": lambda row: row.shape,
+    "precision": lambda row: row.precision,
+    "users": lambda row: f"{row.batch} x {row.prompt_length:,} + {row.num_generated}",
+    "figure": lambda row: METRICS[row.metric].label,
+    "floor": lambda row: "-" if row.floor is None else f"{row.floor:,g}",
+    "goal": lambda row: "-" if row.goal is None else f"{row.goal:,g}",
 }
 
 
-def _print_program(screen: Console, made: Bench) -> None:
-    executable, options = made.compiled.executable, made.options
-    weights = executable.memory().weights / 1e9
-    cache = options.max_batch * executable.state_bytes(options.max_context) / 1e9
-    note(
-        screen,
-        f"{made.source.name} {RANDOM_WEIGHTS}, {made.compiled.precision.name}, for "
-        f"{options.max_batch} x {options.max_context:,} positions: {weights:.1f} GB of weights, "
-        f"{cache:.1f} GB of cache; made in {made.seconds_to_compile:.1f} s",
-    )
-
-
-def _print_ceilings(screen: Console, ceilings: Ceilings) -> None:
-    rates = (
-        ("reads (TB/s)", ceilings.bytes_per_s, ceilings.reads),
-        (f"{ceilings.product_type} products (TFLOP/s)", ceilings.flops_per_s, ceilings.products),
-    )
-    rows = [
-        (name, decimal(each / 1e12, 3), span(min(found) / 1e12, max(found) / 1e12, 3))
-        for name, each, found in rates
-    ]
-    table = Table.of(("ceiling", "median", "min-max"), rows)
-    print_table(screen, f"measured on {ceilings.device}", table, numbers=True)
-
-
-def _print_list(rows: Sequence[BenchRow]) -> None:
-    columns: Columns[BenchRow] = {
-        "row": lambda row: row.name,
-        "shape": lambda row: row.shape,
-        "precision": lambda row: row.precision,
-        "users": lambda row: f"{row.batch} x {row.prompt_length:,} + {row.num_generated}",
-        "figure": lambda row: METRICS[row.metric].label,
-        "floor": lambda row: "-" if row.floor is None else f"{row.floor:,g}",
-        "goal": lambda row: "-" if row.goal is None else f"{row.goal:,g}",
-    }
-    print_table(_screen(), f"rows (--rows) {RANDOM_WEIGHTS}", Table.by(columns, rows))
-
-
 def _screen() -> Console:
-    """Standard output; wide enough for the tables where it is no terminal."""
+    """Return standard output, wide enough for the tables in a file."""
     found = out()
     if not found.is_terminal:
         found.width = max(found.width, _WIDTH)

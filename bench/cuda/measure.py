@@ -31,28 +31,17 @@ from tilewright.compiler.ops.moe import expected_experts
 from tilewright.compiler.targets.interface.base import CompileOptions, Progress, Seat
 from tilewright.compiler.targets.interface.compiled import Compiled
 from tilewright.errors import CompileError
-from tilewright.evaluate.cases.cases import CASES, TABLE_PROMPT_LENGTH, Case
-from tilewright.evaluate.measure.roofline import (
-    Work,
-    decode_work,
-    limit_seconds,
-    prefill_work,
-)
+from tilewright.evaluate.cases.cases import CASES, TABLE_PROMPT_LENGTH
+from tilewright.evaluate.measure.roofline import Work, decode_work, limit_seconds, prefill_work
 from tilewright.evaluate.measure.timing import Job, Run, time_jobs
-from tilewright.evaluate.results.record import Ceilings, Result
-from tilewright.loading.source import (
-    Source,
-    compile_source,
-    open_source,
-)
+from tilewright.evaluate.results.record import RANDOM_WEIGHTS, Ceilings, Result
+from tilewright.loading.source import Source, compile_source, open_source
 from tilewright.runtime.engine import Engine
 from tilewright.utils.child_process import PYTHON, Child
 
-_LONG_PROMPT = 16384
-_LONG_REPEATS = 3
-"""The most repeats of a prompt that long, and of a start."""
-_START_SECONDS = 300
-_START_PROMPT = "Why is the sky blue?"
+_LONG_PROMPT, _LONG_REPEATS = 16384, 3
+"""Maximum number of repeats of a prompt of this length, and of a start."""
+_START_SECONDS, _START_PROMPT = 300, "Why is the sky blue?"
 _DEMO = Path(__file__).resolve().parents[2] / "demo" / "simple_text_demo.py"
 
 
@@ -65,9 +54,13 @@ class ChoosesExperts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A row's figure: of every repeat, and the least or most it can be, in the metric's unit.
+    """The figures of a row in the unit of its metric.
 
-    ``detail`` says in words what else was measured; ``result`` is the record, where there is one.
+    Attributes:
+        values: One figure of each repeat.
+        limit: Minimum or maximum by the ceilings of the device.
+        detail: Other figures in words.
+        result: The record. None: another row has the record.
     """
 
     row: BenchRow
@@ -78,23 +71,12 @@ class Figures:
 
     @property
     def value(self) -> float:
-        """The median of all repeats, in the metric's unit."""
+        """The median of all repeats."""
         return statistics.median(self.values)
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """The runs of one batch and prompt, and what they were runs of."""
-
-    runs: tuple[Run, ...]
-    result: Result
-
-
 class Bench:
-    """A program compiled for some rows (`BenchRow.program` is the same); close it before the next.
-
-    ``seconds_to_compile``: from the shape to the executable, weights made and placed.
-    """
+    """A compiled program for rows with equal `BenchRow.program`. Close it before the next."""
 
     def __init__(
         self,
@@ -105,54 +87,58 @@ class Bench:
         progress: Progress,
         num_ranks: int = 1,
     ) -> None:
-        release_memory()  # of a program before that failed
+        release_memory()  # of a failed program
         started = time.perf_counter()
         self._target, self._repeats, self._num_ranks = target, repeats, num_ranks
         self._context = rows[0].program[-1]
         model = self._options_of(rows[0]).model
         self.source: Source = open_source(model.path)
-        options = CompileOptions(
-            max_batch=max(row.batch for row in rows), max_context=self._context
-        )
+        batch = max(row.batch for row in rows)
+        self.options = CompileOptions(max_batch=batch, max_context=self._context)
         self.compiled: Compiled = compile_source(
-            self.source, model, options, progress, use_cache=False
+            self.source, model, self.options, progress, use_cache=False
         )
-        self.options = options
         self.seconds_to_compile = time.perf_counter() - started
-        self._measured: dict[tuple[int, int, int], _Measured] = {}
+        self._measured: dict[tuple[int, int, int], tuple[Sequence[Run], Result]] = {}
 
     def measure(self, row: BenchRow, ceilings: Ceilings) -> Figures:
-        """Measure a row; rows of the same batch and lengths share their runs and their record."""
-        is_known = _runs_of(row) in self._measured
-        self.runs(row)
-        measured = self._measured[_runs_of(row)]
-        values, limit, detail = _figure(row, measured.runs, self.works(row), ceilings)
-        result = None if is_known else replace(measured.result, ceilings=ceilings)
-        return Figures(row, values, limit, detail, result)
-
-    def runs(self, row: BenchRow) -> tuple[Run, ...]:
-        """The timed runs of a row, made when they are first asked for."""
-        key = _runs_of(row)
-        if key not in self._measured:
+        """Measure a row. Rows with the same batch and lengths share runs and record."""
+        key = row.batch, row.prompt_length, row.num_generated
+        is_known = key in self._measured
+        if not is_known:
             self._measured[key] = self._run(row)
-        return self._measured[key].runs
+        runs, result = self._measured[key]
+        values, limit, detail = _figure(row, runs, self.works(row), ceilings)
+        kept = None if is_known else replace(result, ceilings=ceilings)
+        return Figures(row, values, limit, detail, kept)
 
     def works(self, row: BenchRow) -> tuple[Work, Work]:
-        """The row's prompt, and its decode step in the middle of the measured ones."""
+        """Return the work of the prompt, and of the decode step in the middle."""
         context = row.prompt_length + (row.num_generated + 1) / 2
         return (
             prefill_work(self.compiled, num_tokens=row.prompt_length),
             decode_work(self.compiled, batch=row.batch, context=context),
         )
 
+    def text(self) -> str:
+        """Return a line with the model, the memory and the time to compile."""
+        executable, options = self.compiled.executable, self.options
+        weights = executable.memory().weights / 1e9
+        cache = options.max_batch * executable.state_bytes(options.max_context) / 1e9
+        return (
+            f"{self.source.name} {RANDOM_WEIGHTS}, {self.compiled.precision.name}, for "
+            f"{options.max_batch} x {options.max_context:,} positions: {weights:.1f} GB of "
+            f"weights, {cache:.1f} GB of cache; made in {self.seconds_to_compile:.1f} s"
+        )
+
     def jobs(self, row: BenchRow) -> tuple[Job, ...]:
-        """Make the row's prompts, one for each user, with how their answers are chosen."""
+        """Return the prompts of a row, one for each user."""
         return measure.plan_jobs(self.source, self._options_of(row)).jobs
 
     def routing(self, row: BenchRow) -> str:
-        """How many experts a decode step behind the row's prompts chooses; empty without experts.
+        """Return the number of experts in a decode step, empty for a dense model.
 
-        Weights are random, and so are the prompts: what is read depends on it.
+        The number depends on the random weights and prompts, and so do the bytes read.
         """
         executable = self.compiled.executable
         config = self.source.checkpoint_model().config
@@ -171,52 +157,51 @@ class Bench:
             f"({min(found)}-{max(found)}) of {count}; {expected:.1f} were all equally likely"
         )
 
-    def _run(self, row: BenchRow) -> _Measured:
+    def _run(self, row: BenchRow) -> tuple[Sequence[Run], Result]:
         options = self._options_of(row)
         plan = replace(measure.plan_jobs(self.source, options), context=self._context)
         runs = time_jobs(self.compiled.executable, plan.jobs, num_repeats=options.case.num_repeats)
         result = measure.make_result(self.source, options, self.compiled, runs, plan=plan)
         command = f"python -m bench bench-cuda --rows {row.name} --repeats {self._repeats}"
         command += f" --tensor-parallel {self._num_ranks}" if self._num_ranks > 1 else ""
-        # one process measures several programs: its peak is not this one's
-        return _Measured(tuple(runs), replace(result, peak_memory_bytes=None, command=command))
+        # The peak memory is of several programs in this process.
+        return runs, replace(result, peak_memory_bytes=None, command=command)
 
     def _options_of(self, row: BenchRow) -> RunOptions:
-        how = {"repeats": self._repeats, "num_ranks": self._num_ranks}
-        return run_options(row, target=self._target, **how)
+        ranks = self._num_ranks
+        return run_options(row, target=self._target, repeats=self._repeats, num_ranks=ranks)
 
     def close(self) -> None:
-        """Give the program's memory back, for the next one needs it."""
+        """Release the memory of the program."""
         self.compiled.executable.close()
         self._measured.clear()
         release_memory()
 
 
 def release_memory() -> None:
-    """Give what nobody holds any more back to the GPU, where others look for room."""
-    gc.collect()  # what refers to itself in a circle would keep its tensors
+    """Return unused memory to the GPU."""
+    gc.collect()  # reference cycles keep tensors
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _runs_of(row: BenchRow) -> tuple[int, int, int]:
-    return row.batch, row.prompt_length, row.num_generated
-
-
 def run_options(row: BenchRow, *, target: str, repeats: int, num_ranks: int = 1) -> RunOptions:
-    """What ``tilewright bench`` would be asked for a row; more repeats do not change a case.
+    """Return the options of ``tilewright bench`` for a row.
 
     Raises:
-        CheckpointError: for a shape whose architecture is not built.
+        CheckpointError: for a shape without an architecture.
     """
-    named = _named_case(row)
-    long = row.prompt_length >= _LONG_PROMPT
+    name = f"performance-long-context-{row.prompt_length // 1024}k"
+    if row.prompt_length == TABLE_PROMPT_LENGTH:
+        name = "performance-ci-32" if row.batch == 32 else "performance-ci-1"
+    named = CASES[name if name in CASES else "performance-long-context-2k"]
+    is_long = row.prompt_length >= _LONG_PROMPT
     case = replace(
         named,
         prompt_length=row.prompt_length,
         batch_size=row.batch,
         max_generated_tokens=row.num_generated,
-        num_repeats=min(repeats, _LONG_REPEATS) if long else repeats,
+        num_repeats=min(repeats, _LONG_REPEATS) if is_long else repeats,
     )
     argv = ["--model", f"shape:{row.shape}", "--target", target, "--precision", row.precision]
     argv += ["--tensor-parallel", str(num_ranks)] if num_ranks > 1 else []
@@ -226,19 +211,10 @@ def run_options(row: BenchRow, *, target: str, repeats: int, num_ranks: int = 1)
     return replace(options, case=case, is_case_changed=is_changed)
 
 
-def _named_case(row: BenchRow) -> Case:
-    """The case that a row is, or is nearest to."""
-    if row.prompt_length == TABLE_PROMPT_LENGTH:
-        return CASES["performance-ci-32" if row.batch == 32 else "performance-ci-1"]
-    name = f"performance-long-context-{row.prompt_length // 1024}k"
-    return CASES[name] if name in CASES else CASES["performance-long-context-2k"]
-
-
 def _figure(
     row: BenchRow, runs: Sequence[Run], works: tuple[Work, Work], ceilings: Ceilings
 ) -> tuple[tuple[float, ...], float, str]:
-    """Values, limit and detail of a row."""
-    prefill, _ = works
+    """Return values, limit and detail of a row."""
     prompt_limit, step_limit = (limit_seconds(work, ceilings) for work in works)
     prompts = [1e-3 * run.repeat.ttft_ms for run in runs if run.repeat.ttft_ms]
     rates = [row.batch * run.repeat.decode_tsu for run in runs if run.repeat.decode_tsu]
@@ -255,18 +231,15 @@ def _figure(
     if row.metric == PREFILL_SECONDS:
         return tuple(prompts), prompt_limit, decoding
     assert row.metric == PREFILL_SHARE
-    shares = tuple(100 * prefill.flops / each / ceilings.flops_per_s for each in prompts)
+    shares = tuple(100 * works[0].flops / each / ceilings.flops_per_s for each in prompts)
     return shares, 100.0, f"{prompting}; {decoding}"
 
 
 def measure_start(row: BenchRow, *, target: str, repeats: int) -> Figures:
-    """A demo's time from its process's start to the first text, one start before not counted.
-
-    It contains Python's and torch's start, tracing, passes, making and converting the weights,
-    loading the kernels, and the warm-up that precedes the first measured run.
+    """Measure the time from process start to the first text of the demo, after one warm-up.
 
     Raises:
-        CompileError: where the demo fails.
+        CompileError: if the demo fails.
     """
     assert row.metric == START
     name = open_source(run_options(row, target=target, repeats=1).model.path).name
@@ -280,10 +253,10 @@ def measure_start(row: BenchRow, *, target: str, repeats: int) -> Figures:
 
 
 def _seconds_to_text(argv: Sequence[str], mark: str) -> float:
-    """Seconds until a process has written something behind ``mark``; it is then let end."""
+    """Return the seconds until the output of a process continues after ``mark``."""
     seen, found = b"", None
     started = time.perf_counter()
-    wide = {"COLUMNS": "400"}  # so that the line of the mark is not folded
+    wide = {"COLUMNS": "400"}  # the line of the mark must not wrap
     with Child(argv, timeout_s=_START_SECONDS, has_pipes=True, environment=wide) as child:
         while chunk := child.read():
             seen += chunk
