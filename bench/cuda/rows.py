@@ -118,6 +118,7 @@ ROWS: tuple[BenchRow, ...] = (
     *_rows("1b-bf16", _1B, "1:1150/1450"),
     *_rows("1b-performance", _1B, "1:1900/2800"),
     *_rows("qwen3-8b-bf16", "qwen3-8b", "1:235/260"),
+    *_rows("qwen3-8b-performance", "qwen3-8b", "1: 32:"),
     *_rows("35b-a3b-bf16", _35B, _35B_BF16, first="26", prompt_length=1024),
     *_rows("35b-a3b-bfp8", _35B, "1:650/750 64:4800/5600", prompt_length=1024),
     *_rows("70b-performance", _70B, "1:60/68", first="40"),
