@@ -20,7 +20,6 @@ COMMANDS = {
     "compare": ("bench.baselines.compare", "CPU target and other engines"),
     "compare-answers": ("bench.baselines.answers", "ten answers, also from llama.cpp"),
     "compare-serve": ("bench.serving.command", "servers, by default ours and llama.cpp's"),
-    "compare-targets": ("bench.targets.command", "targets and the fp32 reference"),
     "compare-calibrated": ("bench.calibration", "calibrated weights and round to nearest"),
     "make-batch": ("bench.make_batch", "write a data set for tilewright batch"),
     "bench-loop": ("bench.host_time", "host time of a scheduler step"),

@@ -1,4 +1,4 @@
-"""``tilewright compare-calibrated``: top-1 and KL against a checkpoint's fp32 weights.
+"""``python -m bench compare-calibrated``: top-1 and KL against a checkpoint's fp32 weights.
 
 Float arithmetic on format values. Activation, KV formats and fidelity are excluded.
 Every text position counts.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilewright.errors import ConfigError
+from tilewright.evaluate.results.stats import mean_ratio
 from tilewright.models import calibrated_precision, find_model
 from tilewright.options.arguments import integer, option, parse
 
@@ -91,8 +92,11 @@ def line_of(name: str, found: object, base: object, names: Sequence[str]) -> str
         inside = torch.tensor([each == text for each in names])
         share, divergence = float(right[inside].mean()), float(found.kl[inside].mean())
         by_text.append(f"{text} {100 * share:.1f}/{divergence:.4f}")
+    ratio = mean_ratio(found.kl.tolist(), base.kl.tolist())
+    low, high = (ratio.interval if ratio else None) or (float("nan"), float("nan"))
     return (
-        f"{name}: top-1 {100 * float(right.mean()):.2f} %, KL {float(found.kl.mean()):.4f}, "
+        f"{name}: top-1 {100 * float(right.mean()):.2f} %, KL {float(found.kl.mean()):.4f} "
+        f"({low:.3f} to {high:.3f} of the base's), "
         f"paired {100 * float(gain.mean()):+.2f} +- {100 * error:.2f} ({won} won, {lost} lost); "
         + ", ".join(by_text)
     )

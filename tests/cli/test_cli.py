@@ -224,7 +224,6 @@ def test_arguments_are_checked_before_torch_is_imported() -> None:
 _ON_CUDA = (
     ("bench", "--target", "cuda"),
     ("bench-cuda", "--rows", "1b-bf16-b1"),
-    ("compare-targets", "--runs", "cuda"),
 )
 
 

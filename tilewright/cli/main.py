@@ -44,8 +44,7 @@ MOVED = {
 MAINTAINERS = frozenset(
     (
         *("perf", "reference", "perf-check", "fit-perf-model", "make-batch"),
-        *("compare", "compare-answers", "compare-serve", "compare-targets"),
-        *("bench-loop", "bench-cuda"),
+        *("compare", "compare-answers", "compare-serve", "bench-loop", "bench-cuda"),
     )
 )
 """Old names of the commands of ``python -m bench``. They need a clone of the repository."""
