@@ -77,9 +77,7 @@ class Options(CompareOptions):
     busy: tuple[int, ...] = option(
         "number of busy processes during decode", default=(), nargs="*", type=integer(1, 1024)
     )
-    decode_tokens: int = option(
-        "decoded tokens with one user", default=128, type=integer(3, 1 << 20)
-    )
+    decode_tokens: int = option("decoded tokens per user", default=128, type=integer(3, 1 << 20))
     part: str = option("part name in the file --json", default="formats")
     onnx_genai_folder: Path | None = option(
         "an int4 folder by onnxruntime_genai.models.builder", metavar="DIR", type=Path
@@ -119,8 +117,7 @@ def measures_of(options: Options) -> list[Measure]:
     """Return the measures for a round in their order."""
     decode, count = f"decode-{options.context}", options.decode_tokens
     found = [Measure(f"prefill-{length}", length, 1) for length in options.prefill]
-    share = max(3, count // 4)
-    found += [Measure(f"{decode}-x{n}", options.context, share, n) for n in options.users]
+    found += [Measure(f"{decode}-x{n}", options.context, count, n) for n in options.users]
     found += [Measure(decode, options.context, count)]
     busy = [Measure(f"{decode}-busy{n}", options.context, count, 1, n) for n in options.busy]
     return [*found, *busy]

@@ -138,7 +138,8 @@ def _load(options: _Options, server: Server, logs: Path) -> list[dict[str, Any]]
 
 
 async def _ask(url: str, plan: str, shape: Shape) -> dict[str, float | str]:
-    async with connected(url, "any") as client:
+    async with connected(url, "") as client:
+        await client.take_model()
         await rows_of(streams(client, Shape(requests=2, input_tokens=16, output_tokens=8)))
         (row,) = await rows_of(PLANS[plan].run(client, shape))
         return row

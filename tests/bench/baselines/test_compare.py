@@ -62,7 +62,7 @@ def test_a_round_has_prefill_users_and_busy_processes() -> None:
     assert [each.name for each in found] == [
         *("prefill-512", "decode-128-x8", "decode-128-x32", "decode-128", "decode-128-busy1"),
     ]
-    assert [each.num_tokens for each in found] == [1, 32, 32, 128, 128]
+    assert [each.num_tokens for each in found] == [1, 128, 128, 128, 128]
     assert [each.num_busy for each in found] == [0, 0, 0, 0, 1]
 
 
