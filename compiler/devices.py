@@ -23,6 +23,14 @@ from tilewright.utils.registry import Registry
 _WORMHOLE_TFLOPS = MappingProxyType({"lofi": 262.0, "hifi2": 131.0, "hifi3": 87.0, "hifi4": 66.0})
 _WORMHOLE = "Tenstorrent Wormhole, 64 workers at 1 GHz: published peak rates, 12 DRAM banks"
 
+# Blackhole: 110 workers for kernels, at 1.35 GHz, with the cycles per phase of Wormhole.
+_BLACKHOLE_TFLOPS = MappingProxyType(
+    {"lofi": 608.0, "hifi2": 304.0, "hifi3": 203.0, "hifi4": 152.0}
+)
+_BLACKHOLE = "Tenstorrent Blackhole, 110 workers at 1.35 GHz: published peak rates, 2026-11"
+
+WORMHOLE, BLACKHOLE = "wormhole", "blackhole"
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
@@ -31,7 +39,8 @@ class DeviceSpec:
     ``grid``: worker cores (rows, columns). ``num_cores``: multiprocessors where there is no grid.
     ``l1_bytes``: usable per core. ``dram_bytes_per_s`` and ``link_bytes_per_s`` (one link, one
     direction; ``num_links`` between neighbouring chips) are rates; ``tflops`` in 1e12 a second, by
-    fidelity (Wormhole) or format (GPU).
+    fidelity (board) or format (GPU). ``architecture``: of a board's chips; ``num_banks`` of DRAM
+    on a chip.
     """
 
     name: str
@@ -46,6 +55,8 @@ class DeviceSpec:
     num_links: int | None = None
     link_bytes_per_s: float | None = None
     tflops: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    architecture: str = ""
+    num_banks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +96,36 @@ def _wormhole(
         num_links=num_links,
         link_bytes_per_s=12.5e9 if num_links is not None else None,
         tflops=_WORMHOLE_TFLOPS if grid is not None else MappingProxyType({}),
+        architecture=WORMHOLE,
+        num_banks=12,
+    )
+
+
+def _blackhole(name: str, num_chips: int, *, num_banks: int = 8) -> DeviceSpec:
+    """Return the row of a Blackhole board or box. A bank has 4 GB and 64 GB/s."""
+    return DeviceSpec(
+        name.upper(),
+        name,
+        num_chips,
+        _BLACKHOLE,
+        grid=(10, 11),
+        l1_bytes=1_393_312,
+        dram_bytes=num_banks * 4_000_000_000,
+        dram_bytes_per_s=num_banks * 64e9,
+        num_links=2 if num_chips > 1 else None,
+        link_bytes_per_s=25e9 if num_chips > 1 else None,
+        tflops=_BLACKHOLE_TFLOPS,
+        architecture=BLACKHOLE,
+        num_banks=num_banks,
     )
 
 
 DEVICES: Registry[DeviceSpec] = Registry("device")
 
-BOARDS = ("n150", "n300", "t3k", "tg")
+BOARDS = (
+    *("n150", "n300", "t3k", "tg"),
+    *("p100", "p150", "p300", "qb2", "loudbox", "bh-galaxy"),
+)
 """Targets whose devices are emulated and whose speed is predicted."""
 
 CPU_BACKENDS = {"onnxruntime": "cpu", "native": "cpu-native"}
@@ -103,6 +138,13 @@ DEVICES.register("n300", _wormhole("n300", 2, grid=(8, 8), num_links=2))
 DEVICES.register("t3k", _wormhole("t3k", 8, grid=(8, 8), num_links=2))
 # Galaxy: its worker grid, rates and links are not published in the same terms.
 DEVICES.register("tg", _wormhole("tg", 32, grid=None, num_links=None))
+DEVICES.register("p100", _blackhole("p100", 1, num_banks=7))
+DEVICES.register("p150", _blackhole("p150", 1))
+DEVICES.register("p300", _blackhole("p300", 2))
+# QuietBox 2: two p300 in a ring. LoudBox: eight p150.
+DEVICES.register("qb2", _blackhole("qb2", 4))
+DEVICES.register("loudbox", _blackhole("loudbox", 8))
+DEVICES.register("bh-galaxy", _blackhole("bh-galaxy", 32))
 DEVICES.register(
     "h200",
     DeviceSpec(

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.compiler.devices import DEVICES, describe_cpu, get_device
+from tilewright.compiler.devices import BOARDS, DEVICES, describe_cpu, get_device
 from tilewright.errors import ConfigError
 
 
 def test_chips() -> None:
     chips = {name: DEVICES[name].num_chips for name in DEVICES}
-    assert chips == {"cpu": 1, "n150": 1, "n300": 2, "t3k": 8, "tg": 32, "h200": 1}
+    wormhole = {"n150": 1, "n300": 2, "t3k": 8, "tg": 32}
+    blackhole = {"p100": 1, "p150": 1, "p300": 2, "qb2": 4, "loudbox": 8, "bh-galaxy": 32}
+    assert chips == {"cpu": 1, **wormhole, **blackhole, "h200": 1}
+    assert (*wormhole, *blackhole) == BOARDS
     assert all(device.source for device in DEVICES.values())
 
 
@@ -26,6 +29,17 @@ def test_wormhole_rates_follow_from_one_core() -> None:
             assert device.tflops[fidelity] == pytest.approx(64 * 4.096 / phases, rel=0.01)
         assert device.dram_bytes_per_s == 288e9
         assert device.l1_bytes == 1_393_312
+
+
+def test_blackhole_rates_follow_from_banks_and_cores() -> None:
+    assert [DEVICES[name].num_banks for name in ("n150", "p100", "p150")] == [12, 7, 8]
+    for name in ("p100", "p150", "p300", "qb2", "loudbox", "bh-galaxy"):
+        device = DEVICES[name]
+        assert device.architecture == "blackhole"
+        assert device.dram_bytes_per_s == device.num_banks * 64e9
+        for phases, fidelity in enumerate(("lofi", "hifi2", "hifi3", "hifi4"), start=1):
+            of_all = 110 * 1.35 * 4.096 / phases
+            assert device.tflops[fidelity] == pytest.approx(of_all, rel=0.01)
 
 
 def test_what_is_unknown_of_galaxy_is_none() -> None:

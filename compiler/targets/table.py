@@ -17,6 +17,12 @@ _TARGETS = {
     "n300": ("tilewright.compiler.targets.tenstorrent", "N300"),
     "t3k": ("tilewright.compiler.targets.tenstorrent", "T3K"),
     "tg": ("tilewright.compiler.targets.tenstorrent", "TG"),
+    "p100": ("tilewright.compiler.targets.tenstorrent", "P100"),
+    "p150": ("tilewright.compiler.targets.tenstorrent", "P150"),
+    "p300": ("tilewright.compiler.targets.tenstorrent", "P300"),
+    "qb2": ("tilewright.compiler.targets.tenstorrent", "QB2"),
+    "loudbox": ("tilewright.compiler.targets.tenstorrent", "LOUDBOX"),
+    "bh-galaxy": ("tilewright.compiler.targets.tenstorrent", "BH_GALAXY"),
 }
 
 

@@ -66,7 +66,7 @@ def test_where_the_time_goes(run: Run, refused: Refused, tiny_gguf: Path) -> Non
     out = run("--case", "performance-device-perf", "--explain-time", "--explain")
     assert "Matmul" in out and "once a step" in out and "in bfp4" in out
     with_cpu = ("--model", str(tiny_gguf), "--prompt", "a", "--explain-time")
-    assert "allowed: --target n150, n300, t3k or tg" in refused(*with_cpu)
+    assert "allowed: --target n150, n300, t3k, tg, p100" in refused(*with_cpu)
 
 
 def test_programs_are_dumped_as_text(run: Run, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from tilewright.compiler.artifacts.paths import is_compiled, target_of
-from tilewright.compiler.devices import CPU_BACKENDS, check_gpu, check_ranks, num_gpus
+from tilewright.compiler.devices import BOARDS, CPU_BACKENDS, check_gpu, check_ranks, num_gpus
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.precision import AUTO, PrecisionConfig, load_precision
 from tilewright.compiler.targets.interface.modes import COMPUTE_MODES
@@ -28,7 +28,7 @@ from tilewright.options.default_precision import ChosenPrecision, default_precis
 from tilewright.options.known_types import known_types
 from tilewright.utils.files import check_fresh
 
-_TARGETS = ("reference", "null", "cpu", "cuda", "n150", "n300", "t3k", "tg")
+_TARGETS = ("reference", "null", "cpu", "cuda", *BOARDS)
 CHECKPOINT_PRECISION = AUTO
 PRECISION_FORMS = (
     "a name in precision_cfgs/, a YAML or JSON file, a heading, or auto: stored (weights as the "

@@ -77,6 +77,12 @@ MESHES: Mapping[str, Mesh] = {
     "n300": Mesh(2),
     "t3k": Mesh(8),
     "tg": Mesh(8, 4),
+    "p100": Mesh(1),
+    "p150": Mesh(1),
+    "p300": Mesh(2),
+    "qb2": Mesh(4),
+    "loudbox": Mesh(8),
+    "bh-galaxy": Mesh(8, 4),
 }
 
 

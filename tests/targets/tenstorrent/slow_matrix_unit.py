@@ -54,16 +54,23 @@ def slow_matmul(act: Tensor, weight: Tensor, settings: MatmulSettings) -> Tensor
             for phase in range(settings.num_phases):
                 for half in (slice(k, k + 16), slice(k + 16, k + 32)):
                     products = words_act[:, half, None], words_weight[None, half]
-                    dst = _add_products(*products, dst, phase, settings.fp32_dst)
+                    dst = _add_products(*products, dst, phase, settings)
         packed = _packed(dst, _partial_format(settings) if not is_last else settings.out_format)
         if settings.l1_acc and partial is not None and not is_last:
-            packed = (
-                packed + partial if settings.fp32_dst else (packed + partial).bfloat16().float()
-            )
-            packed = torch.where(packed.abs() < 2.0**-126, 0.0, packed)
-            packed = torch.where(packed.isnan(), torch.inf, packed)
+            packed = _added_in_l1(partial, packed, settings.fp32_dst)
         partial = packed
     return packed[:, :num_n]
+
+
+def _added_in_l1(partial: Tensor, packed: Tensor, fp32: bool) -> Tensor:
+    """Infinities of both signs give NaN. In bf16, a NaN becomes an infinity at the next sum."""
+    total = partial + packed if fp32 else (partial + packed).bfloat16().float()
+    total = torch.where(total.abs() < 2.0**-126, 0.0, total)
+    undefined = torch.full_like(total, torch.nan)
+    if not fp32:
+        infinity = torch.where(packed.isinf(), packed, torch.inf)
+        undefined = torch.where(partial.isnan(), infinity, undefined)
+    return torch.where(total.isnan(), undefined, total)
 
 
 def _partial_format(settings: MatmulSettings) -> str:
@@ -85,9 +92,10 @@ def _words(x: Tensor) -> np.ndarray:
 
 
 def _add_products(
-    act: np.ndarray, weight: np.ndarray, dst: np.ndarray, phase: int, fp32: bool
+    act: np.ndarray, weight: np.ndarray, dst: np.ndarray, phase: int, settings: MatmulSettings
 ) -> np.ndarray:
     """Dst after one phase of 16 products; ``act`` [M, 16, 1], ``weight`` [1, 16, N], words."""
+    fp32 = settings.fp32_dst
     exponents = [(words >> 7) & 255 for words in (act, weight)]
     is_zero = (exponents[0] == 0) | (exponents[1] == 0)
     act_part = (act & 1) * 64 if phase & 2 else ((act & 127) + 128) // 2
@@ -108,7 +116,7 @@ def _add_products(
     total = _rounded(magnitude, largest - dst_exponent, fp32) * np.where(dst >> 31 == 1, -1, 1)
     for group_exponent, group_sum in sums:
         total = total + _rounded(group_sum, largest - group_exponent, fp32)
-    return _normalised(total, largest, fp32)
+    return _normalised(total, largest, fp32, settings.sign_error)
 
 
 def _rounded(value: np.ndarray, shift: np.ndarray, fp32: bool) -> np.ndarray:
@@ -118,7 +126,9 @@ def _rounded(value: np.ndarray, shift: np.ndarray, fp32: bool) -> np.ndarray:
     return value if fp32 else (value + 4096) >> 13 << 13
 
 
-def _normalised(total: np.ndarray, exponent: np.ndarray, fp32: bool) -> np.ndarray:
+def _normalised(
+    total: np.ndarray, exponent: np.ndarray, fp32: bool, sign_error: bool
+) -> np.ndarray:
     """The word of ``total * 2 ** (exponent - 150)``, halves away from zero."""
     magnitude = np.abs(total)
     num_bits = np.frexp(magnitude.astype(np.float64))[1].astype(np.int64)
@@ -126,12 +136,12 @@ def _normalised(total: np.ndarray, exponent: np.ndarray, fp32: bool) -> np.ndarr
     dropped, added = np.maximum(surplus, 0), np.maximum(-surplus, 0)
     kept = ((2 * magnitude + (1 << dropped)) >> (dropped + 1)) << added
     exponent = exponent + num_bits - 24
-    if fp32:  # the unit's own error: it shifts -1 by four places the wrong way
+    if fp32 and sign_error:  # Wormhole shifts -1 by four places the wrong way
         kept, exponent = (
             np.where(total == -1, 0, kept),
             np.where(total == -1, exponent + 27, exponent),
         )
-    else:
+    elif not fp32:
         kept = kept << 16
     exponent = exponent + (kept >> 24)
     word = np.where(exponent >= 255, 255 << 23, (exponent << 23) + (kept & 0x7FFFFF))

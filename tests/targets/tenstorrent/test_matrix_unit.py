@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import (
 from tilewright.errors import CompileError
 
 GOLDEN = np.load(Path(__file__).with_name("golden_matmul.npz"))
+BLACKHOLE = np.load(Path(__file__).with_name("golden_matmul_blackhole.npz"))
 NAMES = [name for name in GOLDEN.files if name not in ("act", "weight")]
 LOFI = MatmulSettings(1, fp32_dst=False, l1_acc=True, k_block=64)
 HIFI2 = MatmulSettings(2, fp32_dst=True, l1_acc=True, k_block=32)
@@ -38,6 +40,7 @@ def all_settings() -> st.SearchStrategy[MatmulSettings]:
         l1_acc=st.booleans(),
         k_block=st.sampled_from([32, 64, 128]),
         out_format=st.sampled_from(["fp32", "bf16", "bfp8", "bfp4"]),
+        sign_error=st.booleans(),
     )
 
 
@@ -50,6 +53,32 @@ def test_golden_values(name: str) -> None:
     act, weight = torch.from_numpy(GOLDEN["act"]), torch.from_numpy(GOLDEN["weight"])
     differing = run_setting(act, weight, name).numpy() != GOLDEN[name]
     assert int(differing.sum()) == 0
+
+
+def test_golden_values_of_blackhole() -> None:
+    """All settings of the file. Wormhole differs where a sum is -1 in the last place."""
+    act, weight = (torch.from_numpy(BLACKHOLE[name]) for name in ("act", "weight"))
+    names = [name for name in BLACKHOLE.files if name not in ("act", "weight")]
+    assert len(names) == 72
+    differing = dict.fromkeys((False, True), 0)
+    for name in names:
+        for sign_error in differing:
+            found = run_setting(act, weight, name, sign_error=sign_error).numpy()
+            differing[sign_error] += int((found != BLACKHOLE[name]).sum())
+    assert differing == {False: 0, True: 1367}
+
+
+def test_infinities_of_both_signs_in_l1_leave_a_number() -> None:
+    """Partial sums of inf, -inf and 0 in three blocks, then a block that starts from the NaN."""
+    act, weight = torch.ones(1, 128), torch.zeros(128, 1)
+    weight[:64:32, 0] = torch.tensor([3e38, -3e38])
+    act[0, :64:32] = 3e38
+    for fp32_dst in (True, False):
+        settings = MatmulSettings(1, fp32_dst, l1_acc=True, k_block=32, out_format="fp32")
+        for last in (0.0, -3e38):
+            act[0, 96], weight[96, 0] = 1.0, last
+            operands = act.bfloat16(), weight.bfloat16()
+            assert same_bits(matmul(*operands, settings), slow_matmul(*operands, settings))
 
 
 @pytest.mark.parametrize("name", NAMES[::6])
@@ -92,6 +121,8 @@ def test_a_sum_of_minus_one_unit_keeps_the_error_of_the_unit() -> None:
     settings = MatmulSettings(1, fp32_dst=True, l1_acc=True, k_block=64, out_format="fp32")
     got = matmul(act.bfloat16(), weight.bfloat16(), settings)
     assert float(got) == -16.0
+    blackhole = replace(settings, sign_error=False)
+    assert float(matmul(act.bfloat16(), weight.bfloat16(), blackhole)) == -(2.0**-23)
 
 
 @pytest.mark.parametrize("settings", [LOFI, HIFI2])

@@ -47,7 +47,7 @@ def test_formats_that_boards_have_not_are_refused(check: object) -> None:
 def test_a_step_lies_in_l1_and_a_prompt_in_dram() -> None:
     assert str(activation_memory(2048, "decode")) == "l1:width_sharded/64"
     assert str(heads_memory(32, "decode")) == "l1:height_sharded/32"
-    assert str(weight_memory()) == "dram:width_sharded/12"
+    assert str(weight_memory(8)) == "dram:width_sharded/8"
     for memory in (activation_memory(2048, "prefill"), heads_memory(32, "prefill")):
         assert str(memory) == "dram"
 
@@ -66,7 +66,7 @@ def test_cores_are_a_rectangle_of_the_grid_and_share_equally(num_tiles: int) -> 
 def operands(rows: int, k: int, n: int, form: str) -> tuple[Value, Weight]:
     x = Value("x", rows, k, "bf16", Memory())
     recipe = WeightRecipe((Segment("w", n),), (n, k))
-    return x, Weight("w", recipe, k, n, form, weight_memory())
+    return x, Weight("w", recipe, k, n, form, weight_memory(12))
 
 
 @given(

@@ -59,6 +59,12 @@ def test_meshes_of_the_boards() -> None:
         "n300": "1x2",
         "t3k": "1x8",
         "tg": "8x4",
+        "p100": "1x1",
+        "p150": "1x1",
+        "p300": "1x2",
+        "qb2": "1x4",
+        "loudbox": "1x8",
+        "bh-galaxy": "8x4",
     }
 
 

@@ -7,6 +7,7 @@ import warnings
 from tilewright.cli.arguments.ask import Sign
 from tilewright.cli.arguments.bench import RunOptions, read_options
 from tilewright.cli.commands import bench_serve, nodes
+from tilewright.compiler.devices import BOARDS
 from tilewright.compiler.precision import list_precisions
 from tilewright.errors import ConfigError
 from tilewright.evaluate.cases.cases import CASES
@@ -54,7 +55,7 @@ def run(options: RunOptions) -> int:
     if options.explain_time:
         raise ConfigError(
             f"--explain-time with target {options.model.target}: there is a model of time of "
-            "Tenstorrent boards alone; allowed: --target n150, n300, t3k or tg"
+            f"Tenstorrent boards alone; allowed: --target {', '.join(BOARDS)}"
         )
     return run_here(source, options, screen)
 

@@ -23,7 +23,6 @@ except ImportError as error:
 TTNN = "0.81"
 TILE = 32
 GRID = 8  # worker cores along each side of a chip
-NUM_BANKS = 12  # of DRAM, on a chip
 DRAM, L1 = ttnn.DRAM_MEMORY_CONFIG, ttnn.L1_MEMORY_CONFIG
 """
 

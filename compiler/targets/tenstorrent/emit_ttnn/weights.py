@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tilewright.compiler import __version__
+from tilewright.compiler.devices import get_device
 from tilewright.compiler.formats import FIDELITIES
 from tilewright.compiler.mesh import ROWS, Split
 from tilewright.compiler.targets.tenstorrent.emit_ttnn.lines import (
@@ -64,6 +65,7 @@ def constants(prefill: DeviceProgram, decode: DeviceProgram, prefix: str) -> str
         f"MESH = ({decode.mesh.columns}, {decode.mesh.rows})  # chips, as ttnn counts them",
         f"FABRIC = ttnn.FabricConfig.FABRIC_1D{'_RING' if is_ring else ''}",
         f"TOPOLOGY = ttnn.Topology.{'Ring' if is_ring else 'Linear'}",
+        f"NUM_BANKS = {get_device(decode.device).num_banks}  # of DRAM, on a chip",
         f"TRACE_BYTES = {_TRACE_BYTES:_}",
         f"NUM_LAYERS = {num_layers}",
         f"NUM_KV_HEADS = {cache.num_heads}  # on a chip",

@@ -69,7 +69,13 @@ def rotate(
 
 
 def attend(
-    q_THD: Tensor, keys_LGD: Tensor, values_LGD: Tensor, first: int, attention: Attention
+    q_THD: Tensor,
+    keys_LGD: Tensor,
+    values_LGD: Tensor,
+    first: int,
+    attention: Attention,
+    *,
+    sign_error: bool = True,
 ) -> Tensor:
     """Causal attention of T rows, the first at position ``first``, to cached positions.
 
@@ -89,6 +95,7 @@ def attend(
                 attention.compute.name, k_block=-(-depth // TILE) * TILE, out_format="bf16"
             ),
             out_format="bf16",
+            sign_error=sign_error,
         )
 
     # [G, group * T, D]: the rows of all queries of a key head.

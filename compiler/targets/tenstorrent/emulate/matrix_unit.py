@@ -1,4 +1,4 @@
-"""Matrix products as Wormhole's matrix unit makes them, bit for bit, on CPU and CUDA.
+"""Matrix products as the matrix units of Wormhole and Blackhole make them, bit for bit.
 
 What a product is: its settings, operands, K blocks and output. How its sums are formed stands in
 matrix_unit_cpu and matrix_unit_cuda; this file knows no graph and no device's memory.
@@ -7,7 +7,7 @@ matrix_unit_cpu and matrix_unit_cuda; this file knows no graph and no device's m
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ class MatmulSettings:
 
     ``num_phases`` fidelity phases (1 LoFi to 4 HiFi4); ``fp32_dst``: Dst is float32, not bfloat16;
     ``l1_acc``: the packer adds the K blocks in L1; ``k_block``: elements of K a block;
-    ``out_format``: one of `OUT_FORMATS`.
+    ``out_format``: one of `OUT_FORMATS`. ``sign_error``: a sum of -1 in the last place of a float32
+    Dst is written 2**27 times too large, as on Wormhole.
 
     Raises:
         CompileError: for a value that the unit does not have.
@@ -45,6 +46,7 @@ class MatmulSettings:
     l1_acc: bool
     k_block: int
     out_format: str = "bf16"
+    sign_error: bool = True
 
     def __post_init__(self) -> None:
         _check(self.num_phases in PHASES.values(), "phases", self.num_phases, PHASES.values())
@@ -53,7 +55,9 @@ class MatmulSettings:
         _check(self.out_format in OUT_FORMATS, "output format", self.out_format, OUT_FORMATS)
 
     @classmethod
-    def of(cls, fidelity: Fidelity | str, *, k_block: int, out_format: str) -> MatmulSettings:
+    def of(
+        cls, fidelity: Fidelity | str, *, k_block: int, out_format: str, sign_error: bool = True
+    ) -> MatmulSettings:
         """The settings behind a named fidelity (`tilewright.compiler.formats.FIDELITIES`)."""
         named = FIDELITIES[fidelity] if isinstance(fidelity, str) else fidelity
         return cls(
@@ -62,6 +66,7 @@ class MatmulSettings:
             l1_acc=named.packer_l1_acc,
             k_block=k_block,
             out_format="fp32" if named.fp32_outputs else out_format,
+            sign_error=sign_error,
         )
 
 
@@ -97,14 +102,15 @@ class Setting:
         return cls(part["act"], part["weight"], settings)
 
 
-def run_setting(act_MK: Tensor, weight_KN: Tensor, name: str) -> Tensor:
+def run_setting(act_MK: Tensor, weight_KN: Tensor, name: str, *, sign_error: bool = True) -> Tensor:
     """float32 ``[M, N]``: pack both operands as a host does, blocks along the last axis, multiply.
 
     ``name`` is what `Setting.parse` reads; the operands are floating-point of any kind.
+    ``sign_error``: False for Blackhole, see `MatmulSettings`.
     """
     setting = Setting.parse(name)
     act, weight = _held(act_MK, setting.act_format), _held(weight_KN, setting.weight_format)
-    return matmul(act, weight, setting.matmul)
+    return matmul(act, weight, replace(setting.matmul, sign_error=sign_error))
 
 
 def matmul(act: Tensor, weight: Tensor, settings: MatmulSettings) -> Tensor:
@@ -114,7 +120,7 @@ def matmul(act: Tensor, weight: Tensor, settings: MatmulSettings) -> Tensor:
     strides (a transposed view is read in place), its batch dimensions broadcast to those of
     ``act``. K and N of any size count as padded with zeros. Block formats are exact in bfloat16.
     Rows do not depend on each other. Inf and NaN operands count as numbers of exponent 255, as in
-    the unit; inf - inf in L1, which nothing documents, is made inf.
+    the unit.
 
     Raises:
         CompileError: for shapes, types or devices that do not fit together.
@@ -165,6 +171,7 @@ def _accumulate(
         _strided(weight),
         num_phases=settings.num_phases,
         fp32_dst=settings.fp32_dst,
+        sign_error=settings.sign_error,
         block_tiles=max(1, block // TILE) if block < act.shape[-1] else -(-act.shape[-1] // TILE),
         reload=reload,
     )

@@ -21,6 +21,9 @@ from torch import Tensor
 
 from tilewright.compiler.targets.tenstorrent.emulate import matrix_unit_tile
 from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit_tile import (
+    BF16_DST,
+    FP32_DST,
+    FP32_DST_SIGN_ERROR,
     LANES,
     LEAST_EXPONENT,
     PHASE_EXPONENTS,
@@ -54,8 +57,8 @@ def _cached() -> dict[str, Any]:
 
 
 @functools.cache
-def _kernel(num_phases: int, fp32: bool) -> Any:
-    """The product for one fidelity and one Dst; every other choice is made as it runs."""
+def _kernel(num_phases: int, fp32: int) -> Any:
+    """The matmul for one fidelity and one kind of Dst. Other settings are arguments."""
     least = np.int32(LEAST_EXPONENT + PHASE_EXPONENTS[num_phases - 1])
 
     def run(operands, sizes, steps, block_tiles, reload, first, step):
@@ -100,7 +103,10 @@ def _kernel(num_phases: int, fp32: bool) -> Any:
                         )
             for row in range(rows):
                 for n in range(lanes):
-                    out[(row0 + row) * num_n + n0 + n] = dst[row * LANES + n]
+                    state = dst[row * LANES + n]
+                    # A NaN that was loaded from L1 and never added to leaves as an infinity.
+                    state &= -0x800000 if state & 0x7F800000 == 0x7F800000 else -1
+                    out[(row0 + row) * num_n + n0 + n] = state
 
     return numba.njit(error_model="numpy", fastmath={"contract"}, **_cached())(run)
 
@@ -131,6 +137,7 @@ def accumulate(
     *,
     num_phases: int,
     fp32_dst: bool,
+    sign_error: bool,
     block_tiles: int,
     reload: bool,
 ) -> None:
@@ -157,7 +164,8 @@ def accumulate(
         out.view(torch.int32).numpy().reshape(-1),
     )  # fmt: skip
     sizes = (num_rows, num_k, out.shape[-1])
-    kernel = _kernel(num_phases, fp32_dst)
+    fp32 = FP32_DST_SIGN_ERROR if sign_error else FP32_DST
+    kernel = _kernel(num_phases, fp32 if fp32_dst else BF16_DST)
 
     def multiply(index: int, count: int) -> None:
         steps = (weight.step_k, weight.step_n)

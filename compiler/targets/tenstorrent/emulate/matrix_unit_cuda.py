@@ -16,6 +16,7 @@ from tilewright.compiler.targets.tenstorrent.emulate.strided_weight import Strid
 _INFINITY = tl.constexpr(0x7F800000)
 _SIGN = tl.constexpr(-(2**31))
 MOST_ROWS, COLUMNS = 4, 32  # of a program; a warp takes 32 columns of a row
+_NAN = tl.constexpr(0x7FC00000)
 _FAR = tl.constexpr(30)  # an alignment by as much leaves nothing
 
 
@@ -51,8 +52,9 @@ def _accumulated(dst, exponent0, sum0, exponent1, sum1, FP32: tl.constexpr):
         # One place more, filled, turns rounding to even into halves away from zero.
         more = (magnitude >= (1 << 24)).to(tl.int32)
         bits = ((magnitude << more) | more).to(tl.float32).to(tl.int32, bitcast=True)
-        # The unit's leading sign count takes -1 for 28 places where there are 24.
-        shift = tl.where(total == -1, largest + (4 - 127), largest - 150 - more)
+        shift = largest - 150 - more
+        if FP32 == 2:  # Wormhole's leading-sign count takes -1 for 28 places
+            shift = tl.where(total == -1, largest + (4 - 127), shift)
         return _encoded(total, bits, shift)
     # Both alignments round, one after the other, as the unit does.
     total += ((sum0 + 4096) >> 13) + ((sum1 + 4096) >> 13)
@@ -62,13 +64,18 @@ def _accumulated(dst, exponent0, sum0, exponent1, sum1, FP32: tl.constexpr):
 
 @triton.jit
 def _added_in_l1(partial, dst, FP32: tl.constexpr):
-    """The sum of two packed values in L1: float32, or bf16 rounded to even; no denormals or NaN."""
+    """The sum of two packed values in L1, as in `matrix_unit_tile`."""
     total = partial.to(tl.float32, bitcast=True) + dst.to(tl.float32, bitcast=True)
     bits = total.to(tl.int32, bitcast=True)
     if not FP32:
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
     bits = tl.where((bits & _INFINITY) == 0, 0, bits)
-    return tl.where(total == total, bits, _INFINITY)
+    undefined = tl.full(bits.shape, _NAN, tl.int32)
+    if not FP32:
+        is_nan = (partial & 0x7FFFFFFF) > _INFINITY
+        infinity = tl.where((dst & _INFINITY) == _INFINITY, dst, _INFINITY)
+        undefined = tl.where(is_nan, infinity, undefined)
+    return tl.where(total == total, bits, undefined)
 
 
 @triton.jit
@@ -155,6 +162,8 @@ def _kernel(
             dst = _phase(
                 dst, act0, act1, act2, act3, weight0, weight1, weight2, weight3, phase, FP32
             )  # fmt: skip
+    # A NaN that was loaded from L1 and never added to leaves as an infinity.
+    dst = tl.where((dst & _INFINITY) == _INFINITY, dst & -0x800000, dst)
     tl.store(out_ptrs, dst, mask=inside)
 
 
@@ -165,10 +174,12 @@ def accumulate(
     *,
     num_phases: int,
     fp32_dst: bool,
+    sign_error: bool,
     block_tiles: int,
     reload: bool,
 ) -> None:
     """Write Dst after all of K to ``out`` as `matrix_unit_cpu.accumulate` does, on a GPU."""
+    kind = (2 if sign_error else 1) if fp32_dst else 0
     num_batches, num_rows, num_k = act.shape
     num_n, num_tiles = out.shape[-1], -(-num_k // 32)
     last_block = (num_tiles - 1) // block_tiles * block_tiles
@@ -178,6 +189,6 @@ def accumulate(
         out.view(torch.int32), act.view(torch.int16), weight.bits, weight.offsets.to(act.device),
         num_rows, num_k, num_n, weight.step_k, weight.step_n,
         num_tiles, block_tiles, last_block,
-        PHASES=num_phases, FP32=fp32_dst, RELOAD=reload, ROWS=rows, COLUMNS=COLUMNS,
+        PHASES=num_phases, FP32=kind, RELOAD=reload, ROWS=rows, COLUMNS=COLUMNS,
         num_warps=min(rows, 4),
     )  # fmt: skip

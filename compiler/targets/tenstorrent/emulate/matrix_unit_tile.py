@@ -31,9 +31,13 @@ LEAST_EXPONENT, LARGEST_EXPONENT = 12, 230
 LEAST_OPERAND, LARGEST_OPERAND = 8, 253  # low bits are no denormals, the bias no infinity
 _FAR = 30  # an alignment by as much leaves nothing
 
+BF16_DST, FP32_DST, FP32_DST_SIGN_ERROR = 0, 1, 2
+"""Kinds of Dst. The last kind is Wormhole's: its leading-sign count takes -1 for 28 places."""
+
 _ONE = np.float32(1)
 _ACT_HIGH, _W_HIGH = np.int32(-0x20000), np.int32(-0x80000)  # 7 and 5 bits of a significand
 _NORMAL, _SIGN, _INFINITY = np.int32(0x00800000), np.int32(-(2**31)), np.int32(0x7F800000)
+_NAN = np.int32(0x7FC00000)
 
 
 def _binary(emit: Callable[..., Any]) -> Any:
@@ -98,7 +102,7 @@ def _accumulated(dst, exponent0, sum0, exponent1, sum1, fp32):
     aligned0 = _aligned(_shl(sum0, np.int32(13)), _sub(largest, exponent0))
     aligned1 = _aligned(_shl(sum1, np.int32(13)), _sub(largest, exponent1))
     if fp32:
-        return _rounded_fp32(_add(total, _add(aligned0, aligned1)), largest)
+        return _rounded_fp32(_add(total, _add(aligned0, aligned1)), largest, fp32)
     # Both alignments round, one after the other, as the unit does.
     half = np.int32(4096)
     aligned0 = _shr(_add(aligned0, half), low)
@@ -110,15 +114,15 @@ def _accumulated(dst, exponent0, sum0, exponent1, sum1, fp32):
 
 
 @_inlined
-def _rounded_fp32(total, largest):
+def _rounded_fp32(total, largest, fp32):
     sign = _shr(total, np.int32(31))
     magnitude = _sub(_xor(total, sign), sign)
     # One place more, filled, turns rounding to even into halves away from zero.
     more = np.int32(1) if magnitude >= (1 << 24) else np.int32(0)
     bits = _bits_of(np.float32(_or(_shl(magnitude, more), more)))
     shift = _sub(largest, _add(more, np.int32(150)))
-    # The unit's leading sign count takes -1 for 28 places where there are 24.
-    shift = _add(largest, np.int32(4 - 127)) if total == -1 else shift
+    if fp32 == FP32_DST_SIGN_ERROR:
+        shift = _add(largest, np.int32(4 - 127)) if total == -1 else shift
     return _encoded(total, bits, shift, total)
 
 
@@ -134,14 +138,20 @@ def _encoded(total, bits, shift, signed):
 
 @_inlined
 def _added_in_l1(partial, dst, fp32):
-    """The sum of two packed values in L1: float32, or bf16 rounded to even; no denormals or NaN."""
+    """The sum of two packed values in L1: float32, or bf16 rounded to even; no denormals.
+
+    Infinities of both signs give NaN. In bf16, a NaN in L1 becomes an infinity at the next sum.
+    """
     total = _float_of(partial) + _float_of(dst)
     bits = _bits_of(total)
     if not fp32:
         even = _and(_shr(bits, np.int32(16)), np.int32(1))
         bits = _and(_add(bits, _add(even, np.int32(0x7FFF))), np.int32(-0x10000))
     bits = np.int32(0) if _and(bits, _INFINITY) == 0 else bits
-    return bits if total == total else _INFINITY
+    undefined = _NAN
+    if not fp32 and _float_of(partial) != _float_of(partial):
+        undefined = dst if _and(dst, _INFINITY) == _INFINITY else _INFINITY
+    return bits if total == total else undefined
 
 
 @_inlined

@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from tilewright.compiler.devices import WORMHOLE, get_device
 from tilewright.compiler.formats.block_float import TILE
 from tilewright.compiler.targets.interface.threads import single_torch_thread
 from tilewright.compiler.targets.tenstorrent.emulate import arithmetic
@@ -85,7 +86,8 @@ class Emulator:
     @torch.no_grad()
     def run(self, program: DeviceProgram, work: Work) -> Tensor:
         """float32 logits ``[R, vocab]`` of the rows that want some."""
-        step = _Step(program, work)
+        sign_error = get_device(program.device).architecture == WORMHOLE
+        step = _Step(program, work, sign_error)
         last = program.instructions[-1].out
         for instruction in program.instructions:
             self._run_of[type(instruction)](instruction, step)
@@ -114,7 +116,10 @@ class Emulator:
         if each.bias is not None:  # added before the result is packed
             format_ = "fp32" if each.compute.fp32_dst else "bf16"
         settings = MatmulSettings.of(
-            each.compute.name, k_block=each.k_block * TILE, out_format=format_
+            each.compute.name,
+            k_block=each.k_block * TILE,
+            out_format=format_,
+            sign_error=step.sign_error,
         )
         for chip in step.chips(out):
             product = matmul(step.get(each.x, chip), weight[chip], settings)
@@ -159,7 +164,7 @@ class Emulator:
                 here = q[first:last], keys[chip][held], values[chip][held]
                 # a few rows are sooner done by one thread than dealt out to several
                 with single_torch_thread() if last - first < _FEW_ROWS else nullcontext():
-                    parts.append(arithmetic.attend(*here, start, each))
+                    parts.append(arithmetic.attend(*here, start, each, sign_error=step.sign_error))
             step.put(each.out, chip, torch.cat(parts).flatten(-2))
 
     def _concat_heads(self, each: ConcatHeads, step: _Step) -> None:
@@ -206,8 +211,8 @@ class Emulator:
 class _Step:
     """The values of one step while it runs; those read for the last time are let go."""
 
-    def __init__(self, program: DeviceProgram, work: Work) -> None:
-        self.mesh, self.work = program.mesh, work
+    def __init__(self, program: DeviceProgram, work: Work, sign_error: bool) -> None:
+        self.mesh, self.work, self.sign_error = program.mesh, work, sign_error
         self._values: dict[str, Parts] = {}
 
     def chips(self, value: Value, *, without: str = "") -> list[Chip]:

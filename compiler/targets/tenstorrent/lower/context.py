@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from tilewright.compiler.devices import DeviceSpec
 from tilewright.compiler.ir.info import WHOLE, NodeInfo, Placement, info
 from tilewright.compiler.mesh import Mesh
 from tilewright.compiler.precision import output_format
@@ -40,7 +41,7 @@ class LoweringContext:
     def __init__(
         self,
         graph_module: GraphModule,
-        device: str,
+        device: DeviceSpec,
         mesh: Mesh,
         *,
         phase: str,
@@ -48,7 +49,8 @@ class LoweringContext:
         length: int,
         context: int,
     ) -> None:
-        self.device, self.mesh, self.phase = device, mesh, phase
+        self.device, self.mesh, self.phase = device.name, mesh, phase
+        self.num_banks = device.num_banks
         self.batch, self.length, self.context = batch, length, context
         self.places = Places(graph_module, mesh)
         self.instructions: list[Instruction] = []

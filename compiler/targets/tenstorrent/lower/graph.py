@@ -69,7 +69,7 @@ def lower_program(
     assert (phase == DECODE and length == 1) or (phase == PREFILL and batch == 1)
     ctx = LoweringContext(
         graph_module,
-        get_device(device).name,
+        get_device(device),
         mesh,
         phase=phase,
         batch=batch,
@@ -214,6 +214,6 @@ def _weight(ctx: LoweringContext, node: Node, x: Value) -> Weight:
         rows=x.columns,
         columns=share_of(place, OUT, recipe.shape[0]),
         format=str(recipe.format),
-        memory=placement.weight_memory(),
+        memory=placement.weight_memory(ctx.num_banks),
         placement=place,
     )

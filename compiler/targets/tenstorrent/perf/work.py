@@ -25,7 +25,7 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     Value,
     tile_bytes,
 )
-from tilewright.compiler.targets.tenstorrent.program.placement import GRID, NUM_BANKS
+from tilewright.compiler.targets.tenstorrent.program.placement import GRID
 
 NUM_CORES = GRID * GRID
 MAX_CORES_PER_HEAD = 16
@@ -116,7 +116,7 @@ def _matmul(matmul: Matmul) -> Work:
     rows, _ = matmul.x.tiles
     k_tiles, n_tiles = matmul.weight.tiles
     if rows == 1:
-        products = -(-k_tiles * n_tiles // NUM_BANKS)
+        products = -(-k_tiles * n_tiles // matmul.weight.memory.cores)
     else:
         products = -(-rows // GRID) * -(-n_tiles // GRID) * k_tiles
     return Work(

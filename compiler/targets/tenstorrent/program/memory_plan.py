@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from tilewright.compiler.devices import get_device
+from tilewright.compiler.devices import BOARDS, get_device
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     L1,
     DeviceProgram,
@@ -73,7 +73,8 @@ def check_memory(program: DeviceProgram) -> MemoryPlan:
         raise CompileError(
             f"{plan.dram_bytes / 1e9:.2f} GB a chip of {device.name} ({plan.weight_bytes / 1e9:.2f}"
             f" of weights, {plan.cache_bytes / 1e9:.2f} of caches of {program.batch} x "
-            f"{program.context} positions) of {device.dram_bytes / 1e9:.2f}; allowed: "
+            f"{program.context} positions) of {device.dram_bytes / 1e9:.2f}, too many by "
+            f"{plan.dram_bytes - device.dram_bytes} bytes; allowed: "
             f"{_what_fits(program, plan, device.dram_bytes)}"
         )
     if plan.l1_bytes > device.l1_bytes:
@@ -96,7 +97,8 @@ def _what_fits(program: DeviceProgram, plan: MemoryPlan, limit: int) -> str:
     if room > 0:
         a_position = plan.cache_bytes / (program.batch * program.context)
         found.append(f"{int(room / a_position)} positions in all")
-    for name in ("n300", "t3k", "tg"):
+    family = get_device(program.device).architecture
+    for name in (each for each in BOARDS if get_device(each).architecture == family):
         chips = get_device(name).num_chips
         if chips <= program.mesh.num_chips:
             continue

@@ -28,15 +28,12 @@ PAGE = 32
 PROMPT_CHUNK = 2048
 """Tokens of a prompt that run at a time, at most."""
 
-NUM_BANKS = 12
-"""DRAM banks of a Wormhole chip."""
-
 WEIGHT_FORMATS = ("bf16", "bfp8", "bfp4")
 CACHE_FORMATS = ("bf16", "bfp8", "bfp4")
 ACTIVATION_FORMATS = ("bf16", "bfp8", "bfp4")
 
 GRID = 8
-"""Worker cores along each side of a chip."""
+"""Worker cores along each side of a chip that kernels use, on Blackhole's larger grid too."""
 
 _MAX_CORES = GRID * GRID
 _MAX_K_BLOCK = {"decode": 8, "prefill": 4}
@@ -89,9 +86,9 @@ def heads_memory(batch: int, phase: str) -> Memory:
     return Memory(L1, HEIGHT_SHARDED, batch) if phase == DECODE else Memory()
 
 
-def weight_memory() -> Memory:
+def weight_memory(num_banks: int) -> Memory:
     """Columns over the DRAM banks, each of which the nearest cores read."""
-    return Memory(DRAM, WIDTH_SHARDED, NUM_BANKS)
+    return Memory(DRAM, WIDTH_SHARDED, num_banks)
 
 
 def shard_cores(num_tiles: int) -> int:
@@ -113,7 +110,7 @@ def matmul_blocks(x: Value, weight: Weight, phase: str) -> tuple[int, int]:
         cores = shard_cores(math.gcd(k_tiles, n_tiles))
         if n_tiles > cores * _MAX_TILES_A_CORE:
             cores = shard_cores(k_tiles)
-        share, held = k_tiles // cores, 3 * -(-n_tiles // NUM_BANKS)
+        share, held = k_tiles // cores, 3 * -(-n_tiles // weight.memory.cores)
     else:
         cores, share, held = _MAX_CORES, k_tiles, 2 * -(-n_tiles // GRID)
     room = _WEIGHT_ROOM // (held * tile_bytes(weight.format))

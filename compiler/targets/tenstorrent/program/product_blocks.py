@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tilewright.compiler.formats.block_float import TILE
 from tilewright.compiler.targets.tenstorrent.program.instructions import Matmul, tile_bytes
-from tilewright.compiler.targets.tenstorrent.program.placement import GRID, NUM_BANKS
+from tilewright.compiler.targets.tenstorrent.program.placement import GRID
 
 L1_BYTES = 1_499_136
 """A core's whole L1; ttnn refuses what goes beyond."""
@@ -93,7 +93,7 @@ def _num_pieces(matmul: Matmul) -> int:
 def _step_bytes(matmul: Matmul, n_tiles: int) -> int:
     """Buffers of the cores that read a bank's share of N, and the shards of both operands."""
     x_tile, out_tile = tile_bytes(matmul.x.format), tile_bytes(matmul.out.format)
-    a_bank = -(-n_tiles // NUM_BANKS)
+    a_bank = -(-n_tiles // matmul.weight.memory.cores)
     weights = 3 * matmul.k_block * a_bank * tile_bytes(matmul.weight.format)
     sums = -(-a_bank // 4) * 4 * (out_tile + tile_bytes("fp32"))
     shards = 2 * -(-matmul.x.tiles[1] // matmul.cores) * x_tile

@@ -1,0 +1,61 @@
+"""Blackhole boards: programs, memory and emulation where they differ from Wormhole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.targets.tenstorrent.boards import board_precision, emulated, programs
+from tests.tiny import compiled, prefill, random_tokens, tiny_model
+from tilewright.compiler.devices import BOARDS, get_device
+from tilewright.compiler.targets.tenstorrent.emit_ttnn.weights import constants
+from tilewright.compiler.targets.tenstorrent.program.instructions import Matmul
+from tilewright.compiler.targets.tenstorrent.program.memory_plan import check_memory
+from tilewright.errors import CompileError
+
+ON_BLACKHOLE = tuple(name for name in BOARDS if get_device(name).architecture == "blackhole")
+
+
+@pytest.mark.parametrize(("name", "num_banks"), [("n150", 12), ("p100", 7), ("p150", 8)])
+def test_weights_lie_over_the_banks_of_the_board(name: str, num_banks: int) -> None:
+    model = tiny_model(hidden_size=64, num_layers=1)
+    prefill_program, decode = programs(model, name=name)
+    matmuls = [each for each in decode.instructions if isinstance(each, Matmul)]
+    assert {each.weight.memory.cores for each in matmuls} == {num_banks}
+    assert all(each.weight.tiles[1] % num_banks == 0 for each in matmuls)
+    assert f"NUM_BANKS = {num_banks}  # of DRAM" in constants(prefill_program, decode, "model.0.")
+
+
+@pytest.mark.parametrize("name", ["p100", "p300"])
+def test_emulation_is_near_the_reference(name: str) -> None:
+    model = tiny_model(std=0.2, hidden_size=64)
+    precision = board_precision("bf16", "hifi4", activation="bf16", kv_cache="bf16")
+    tokens = random_tokens(11)
+    expected = prefill(compiled(model, precision=precision), tokens)
+    found = prefill(emulated(model, precision=precision, name=name), tokens, [9, 1])
+    assert (found - expected).std() < 0.03 * expected.std()
+    wormhole = {"p100": "n150", "p300": "n300"}[name]
+    other = prefill(emulated(model, precision=precision, name=wormhole), tokens, [9, 1])
+    assert (found - other).std() < 0.03 * expected.std()
+    assert torch.isfinite(found).all()
+
+
+def test_a_model_without_room_is_refused_by_bytes() -> None:
+    model = tiny_model(hidden_size=64, num_layers=1)
+    _, decode = programs(model, name="p100")
+    large = replace(decode, device="P100", batch=32, context=2**20)
+    cache = large.caches[0]
+    wide = {each: replace(each, num_pages=32 * 2**20) for each in large.caches}
+    instructions = tuple(
+        replace(each, **{n: wide[getattr(each, n)] for n in ("keys", "values")})
+        if hasattr(each, "keys")
+        else replace(each, cache=wide[each.cache])
+        if hasattr(each, "cache")
+        else each
+        for each in large.instructions
+    )
+    assert cache.num_bytes < get_device("p100").dram_bytes
+    with pytest.raises(CompileError, match=r"too many by \d+ bytes; allowed: \d+ positions"):
+        check_memory(replace(large, instructions=instructions))
