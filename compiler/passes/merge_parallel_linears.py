@@ -27,15 +27,21 @@ def merge_parallel_linears(graph_module: GraphModule, ctx: PassContext) -> int:
 
 
 def merge_families(
-    graph_module: GraphModule, ctx: PassContext, groups: tuple[str, ...] = ()
+    graph_module: GraphModule,
+    ctx: PassContext,
+    groups: tuple[str, ...] = (),
+    *,
+    without: str = "",
 ) -> int:
     """Merge parallel linears, optionally only in ``groups``. Return the number of merged
-    linears.
+    linears. A linear whose module is named ``without`` is not merged.
     """
     families: dict[tuple[Node, str | None], list[Node]] = defaultdict(list)
     for node in find_calls(graph_module.graph, ops.linear):
         source = node.args[0]
         assert isinstance(source, Node)
+        if without and info(node).fqn.endswith(f".{without}"):
+            continue
         if not groups or info(node).tensor_group in groups:
             families[source, info(node).tensor_group].append(node)
     count = 0

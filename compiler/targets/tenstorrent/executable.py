@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 
 import numpy as np
@@ -16,11 +17,14 @@ from tilewright.compiler.targets.interface.base import (
     MemoryUse,
     Seat,
 )
+from tilewright.compiler.targets.interface.step import Snapshot
 from tilewright.compiler.targets.interface.threads import torch_threads
 from tilewright.compiler.targets.tenstorrent.emulate.run import Emulator, Work
 from tilewright.compiler.targets.tenstorrent.program.chips import Parts
 from tilewright.compiler.targets.tenstorrent.program.instructions import DeviceProgram
 from tilewright.compiler.targets.tenstorrent.program.memory_plan import plan_memory
+
+_NUM_SNAPSHOTS = 64
 
 
 class EmulatedExecutable(HostExecutable):
@@ -40,7 +44,11 @@ class EmulatedExecutable(HostExecutable):
         super().__init__()
         self.contract = contract
         self.capabilities = Capabilities(
-            max_seats=options.max_batch, max_context=options.max_context, cell=32
+            max_seats=options.max_batch,
+            max_context=options.max_context,
+            cell=32,
+            num_snapshots=_NUM_SNAPSHOTS if decode.states else 0,
+            has_sequence_state=bool(decode.states),
         )
         self.vocab_size = decode.vocab_size
         self.device_name = decode.device
@@ -54,7 +62,13 @@ class EmulatedExecutable(HostExecutable):
             dealt = self._caches[cache.name]
             for chip in dealt.chips():
                 dealt[chip] = torch.zeros(shape, dtype=torch.bfloat16, device=self._device)
-        self._emulator = Emulator(weights, self._caches)
+        self._states = {state.name: Parts(decode.mesh, state.over) for state in decode.states}
+        for state in decode.states:
+            of_state = self._states[state.name]
+            for chip in of_state.chips():
+                of_state[chip] = torch.zeros((options.max_batch, *state.shape), device=self._device)
+        self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
+        self._emulator = Emulator(weights, ChainMap(self._caches, self._states))
         self._plan = plan_memory(decode)
 
     def forward(self, batch: Batch) -> np.ndarray:
@@ -73,8 +87,20 @@ class EmulatedExecutable(HostExecutable):
         return logits.float().cpu().numpy()
 
     def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
-        for part in self._parts():
+        for part in self._parts(self._caches):
             part[target, :num_positions] = part[source, :num_positions]
+        for part in self._parts(self._states):
+            part[target] = part[source]
+
+    def save_state(self, seat: Seat, snapshot: Snapshot) -> None:
+        kept = [part[seat].clone() for part in self._parts(self._states)]
+        self._snapshots[snapshot] = self.length(seat), kept
+
+    def load_state(self, seat: Seat, snapshot: Snapshot) -> int:
+        position, kept = self._snapshots[snapshot]
+        for part, values in zip(self._parts(self._states), kept, strict=True):
+            part[seat] = values
+        return position
 
     def memory(self) -> MemoryUse:
         """What the board's chips would hold together, as planned; not what the emulator takes."""
@@ -88,13 +114,16 @@ class EmulatedExecutable(HostExecutable):
             cache.num_bytes // cache.num_pages * -(-num_positions // cache.page)
             for cache in self._decode.caches
         )
-        return chips * pages
+        states = sum(state.num_bytes // state.num_slots for state in self._decode.states)
+        return chips * (pages + num_sequences * states)
 
     def close(self) -> None:
         self._caches.clear()
+        self._states.clear()
 
-    def _parts(self) -> list[Tensor]:
-        return [part for dealt in self._caches.values() for part in dealt.parts().values()]
+    @staticmethod
+    def _parts(by_name: Mapping[str, Parts]) -> list[Tensor]:
+        return [part for dealt in by_name.values() for part in dealt.parts().values()]
 
 
 def emulation_device() -> torch.device:

@@ -47,6 +47,20 @@ def swiglu(gate: Tensor, up: Tensor, format_: str) -> Tensor:
     return pack(_round(activated) * up.float(), format_)
 
 
+def gated(gate: Tensor, x: Tensor, activation: str, format_: str) -> Tensor:
+    """Return ``activation(gate) * x``, with the activated gate rounded to bfloat16."""
+    if activation == "sigmoid":
+        activated = gate.float().sigmoid()
+    else:
+        activated = torch.nn.functional.gelu(gate.float(), approximate="tanh")
+    return pack(_round(activated) * x.float(), format_)
+
+
+def scale(x: Tensor, factor: float, format_: str) -> Tensor:
+    """Return ``x`` times a number, which the device holds in bfloat16."""
+    return pack(x.float() * float(torch.tensor(factor).bfloat16()), format_)
+
+
 def rotate(
     x_THD: Tensor, positions: Tensor, inv_freq: Tensor, *, interleaved: bool, format_: str
 ) -> Tensor:
@@ -76,12 +90,14 @@ def attend(
     attention: Attention,
     *,
     sign_error: bool = True,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of T rows, the first at position ``first``, to cached positions.
 
     Scores and sums of values are the matrix unit's; the softmax goes along chunks of the cache,
-    its maxima, exponentials and partial results in bfloat16 (Dao et al., 2022). Returns
-    ``[T, H, D]`` in the output's format.
+    its maxima, exponentials and partial results in bfloat16 (Dao et al., 2022). ``sinks [H]``
+    are logits that take part in the maximum and the sum. Returns ``[T, H, D]`` in the output's
+    format.
     """
     num_rows, num_heads, head_dim = q_THD.shape
     num_positions, num_kv_heads, _ = keys_LGD.shape
@@ -108,6 +124,10 @@ def attend(
     scores = scores.view(num_kv_heads, group * num_rows, num_positions)
     best = torch.full_like(scores[..., :1], -torch.inf)
     total, out = torch.zeros_like(best), torch.zeros_like(q, dtype=torch.float32)
+    if sinks is not None:
+        by_group = sinks.float().view(num_kv_heads, group, 1).expand(-1, -1, num_rows)
+        best = (by_group / attention.scale).reshape(num_kv_heads, group * num_rows, 1)
+        total = torch.ones_like(best)
     for start in range(0, num_positions, chunk):
         part = scores[..., start : start + chunk]
         values = values_LGD[start : start + chunk].permute(1, 0, 2)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tilewright.compiler.devices import WORMHOLE, get_device
 from tilewright.compiler.formats.block_float import TILE
 from tilewright.compiler.targets.interface.threads import single_torch_thread
-from tilewright.compiler.targets.tenstorrent.emulate import arithmetic
+from tilewright.compiler.targets.tenstorrent.emulate import arithmetic, mixers
 from tilewright.compiler.targets.tenstorrent.emulate.arithmetic import pack
 from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import MatmulSettings, matmul
 from tilewright.compiler.targets.tenstorrent.program.chips import Chip, Parts, along, axes_of
@@ -26,17 +26,24 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     AllGather,
     AllReduce,
     Attention,
+    CausalConv,
     ConcatHeads,
     CreateHeads,
+    DeltaRule,
     DeviceProgram,
     Embedding,
+    ExpertMatmul,
+    Gated,
     Instruction,
     Matmul,
     ReduceScatter,
     RmsNorm,
     Rotate,
+    Route,
+    Scale,
     SelectRows,
     SwiGLU,
+    Tanh,
     UpdateCache,
     Value,
     Weight,
@@ -76,6 +83,13 @@ class Emulator:
             Attention: self._attention,
             ConcatHeads: self._concat_heads,
             SwiGLU: self._swiglu,
+            Gated: self._gated,
+            Scale: self._scale,
+            Tanh: self._tanh,
+            Route: self._route,
+            ExpertMatmul: self._expert_matmul,
+            CausalConv: self._conv,
+            DeltaRule: self._delta_rule,
             Add: self._add,
             SelectRows: self._select_rows,
             ReduceScatter: self._reduce,
@@ -100,6 +114,9 @@ class Emulator:
 
     def _norm(self, each: RmsNorm, step: _Step) -> None:
         weight = self._weight(each.weight)
+        if each.num_heads:
+            self._norm_heads(each, weight, step)
+            return
         for chip in step.chips(each.out):
             line = along(step.mesh, each.x.over, chip) if each.x.over else [chip]
             parts = [arithmetic.sum_of_squares(step.get(each.x, other)) for other in line]
@@ -109,6 +126,14 @@ class Emulator:
             x, out = step.get(each.x, chip), each.out
             normed = arithmetic.rms_norm(x, weight[chip], mean_square, each.eps, out.format)
             step.put(out, chip, normed)
+
+    def _norm_heads(self, each: RmsNorm, weight: Parts, step: _Step) -> None:
+        for chip in step.chips(each.out):
+            x = step.get(each.x, chip).unflatten(-1, (each.num_heads, -1))
+            mean_square = arithmetic.sum_of_squares(x) / each.width
+            format_ = each.out.format
+            normed = arithmetic.rms_norm(x, weight[chip], mean_square, each.eps, "bf16").flatten(-2)
+            step.put(each.out, chip, normed if format_ == "bf16" else pack(normed, format_))
 
     def _matmul(self, each: Matmul, step: _Step) -> None:
         weight, out = self._weight(each.weight), each.out
@@ -156,15 +181,17 @@ class Emulator:
 
     def _attention(self, each: Attention, step: _Step) -> None:
         keys, values = self._caches[each.keys.name], self._caches[each.values.name]
+        sinks = None if each.sinks is None else self._weight(each.sinks)
         for chip in step.chips(each.out):
             q = step.get(each.q, chip).unflatten(-1, (each.num_heads, each.head_dim))
             parts = []
             for slot, start, first, last in step.sequences():
                 held = (slot, slice(start + last - first))
                 here = q[first:last], keys[chip][held], values[chip][held]
+                named = {"sign_error": step.sign_error, "sinks": sinks and sinks[chip]}
                 # a few rows are sooner done by one thread than dealt out to several
                 with single_torch_thread() if last - first < _FEW_ROWS else nullcontext():
-                    parts.append(arithmetic.attend(*here, start, each, sign_error=step.sign_error))
+                    parts.append(arithmetic.attend(*here, start, each, **named))
             step.put(each.out, chip, torch.cat(parts).flatten(-2))
 
     def _concat_heads(self, each: ConcatHeads, step: _Step) -> None:
@@ -175,6 +202,62 @@ class Emulator:
         for chip in step.chips(each.out):
             gate, up = step.get(each.gate, chip), step.get(each.up, chip)
             step.put(each.out, chip, arithmetic.swiglu(gate, up, each.out.format))
+
+    def _gated(self, each: Gated, step: _Step) -> None:
+        for chip in step.chips(each.out):
+            gate, x = step.get(each.gate, chip), step.get(each.x, chip)
+            step.put(each.out, chip, arithmetic.gated(gate, x, each.activation, each.out.format))
+
+    def _scale(self, each: Scale, step: _Step) -> None:
+        for chip in step.chips(each.out):
+            x = step.get(each.x, chip)
+            step.put(each.out, chip, arithmetic.scale(x, each.factor, each.out.format))
+
+    def _tanh(self, each: Tanh, step: _Step) -> None:
+        for chip in step.chips(each.out):
+            step.put(each.out, chip, pack(step.get(each.x, chip).float().tanh(), each.out.format))
+
+    def _route(self, each: Route, step: _Step) -> None:
+        for chip in step.chips(each.out):
+            weights, experts = mixers.route(step.get(each.x, chip), each)
+            step.put(each.out, chip, weights)
+            step.put(each.experts, chip, experts)
+
+    def _expert_matmul(self, each: ExpertMatmul, step: _Step) -> None:
+        weight = self._weight(each.weight)
+        for chip in step.chips(each.out):
+            weights = None if each.weights is None else step.get(each.weights, chip)
+            found = mixers.expert_products(
+                step.get(each.x, chip),
+                weight[chip],
+                step.get(each.experts, chip),
+                weights,
+                each,
+                first=chip[0] * each.weight.num_experts if each.weight.expert_over else 0,
+                sign_error=step.sign_error,
+            )
+            step.put(each.out, chip, found)
+
+    def _conv(self, each: CausalConv, step: _Step) -> None:
+        weight, windows = self._weight(each.weight), self._caches[each.window.name]
+        for chip in step.chips(each.out):
+            x, parts = step.get(each.x, chip), []
+            for slot, start, first, last in step.sequences():
+                window = _begin(windows[chip][slot], start)
+                parts.append(mixers.convolve(x[first:last], weight[chip], window, each))
+            step.put(each.out, chip, torch.cat(parts))
+
+    def _delta_rule(self, each: DeltaRule, step: _Step) -> None:
+        memories = self._caches[each.memory.name]
+        a_log, dt_bias = self._weight(each.a_log), self._weight(each.dt_bias)
+        for chip in step.chips(each.out):
+            parts = []
+            for slot, start, first, last in step.sequences():
+                memory = _begin(memories[chip][slot], start)
+                rows = (step.get(value, chip)[first:last] for value in (each.x, each.a, each.b))
+                vectors = a_log[chip], dt_bias[chip]
+                parts.append(mixers.delta_rule(*rows, vectors, memory, each))
+            step.put(each.out, chip, torch.cat(parts))
 
     def _add(self, each: Add, step: _Step) -> None:
         for chip in step.chips(each.out):
@@ -232,6 +315,11 @@ class _Step:
         work = self.work
         starts, bounds = work.first_positions, pairwise(work.bounds)
         return [(slot, at, *b) for slot, at, b in zip(work.slots, starts, bounds, strict=True)]
+
+
+def _begin(state: Tensor, start: int) -> Tensor:
+    """Clear the state of a sequence that begins."""
+    return state.zero_() if start == 0 else state
 
 
 def _written(product: Tensor, format_: str, done: str) -> Tensor:

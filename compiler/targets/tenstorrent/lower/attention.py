@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.fx import Node
 
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.mesh import HeadSplit
 from tilewright.compiler.targets.tenstorrent.lower.context import (
+    HEAD_NORM,
     SMALL,
     LoweringContext,
     whose,
@@ -19,6 +22,7 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     ComputeConfig,
     ConcatHeads,
     CreateHeads,
+    RmsNorm,
     Rotate,
     UpdateCache,
     Value,
@@ -59,6 +63,9 @@ def lower_attention(ctx: LoweringContext, node: Node) -> None:
     )
     sizes = (split.num_heads, split.num_kv_heads, head_dim)
     ctx.put(node, CreateHeads(q, *whose(node), qkv, k, v, *sizes))
+    if args.q_norm is not None and args.k_norm is not None:
+        q = _norm_heads(ctx, node, q, args.q_norm, "q_normed")
+        k = _norm_heads(ctx, node, k, args.k_norm, "k_normed")
     q = _rotate(ctx, node, q, split.num_heads, "q_rotated")
     k = _rotate(ctx, node, k, split.num_kv_heads, "k_rotated")
     keys, values = _caches(ctx, args, split)
@@ -71,7 +78,6 @@ def lower_attention(ctx: LoweringContext, node: Node) -> None:
 
 def _check_arguments(node: Node, args: ops.RopeAttentionArguments) -> None:
     unknown = {
-        "norms of q and k": args.q_norm is not None or args.k_norm is not None,
         "a factor of the rotation": args.factor != 1.0,
         "a soft cap of scores": args.soft_cap != 0.0,
     }
@@ -81,6 +87,17 @@ def _check_arguments(node: Node, args: ops.RopeAttentionArguments) -> None:
                 f"{info(node).fqn}: {what}: no instruction on Tenstorrent boards; "
                 "allowed: --target reference, cpu or cuda"
             )
+
+
+def _norm_heads(ctx: LoweringContext, node: Node, x: Value, weight: Any, suffix: str) -> Value:
+    """Append a norm over each head, whose output is bfloat16."""
+    eps = ops.RopeAttentionArguments.of(node.args).norm_eps
+    vector = ctx.vector(info(as_node(weight)).fqn, weight)
+    out = ctx.value(node, x.rows, x.columns, "bf16", x.placement, suffix=suffix)
+    heads = x.columns // vector.columns
+    norm = RmsNorm(out, *whose(node), x, vector, float(eps), vector.columns, HEAD_NORM, heads)
+    ctx.put(node, norm)
+    return out
 
 
 def _attend(ctx: LoweringContext, node: Node, q: Value, keys: Cache, values: Cache) -> Value:

@@ -27,8 +27,14 @@ from tilewright.compiler.targets.tenstorrent.program.places import OUT, Places, 
 SMALL = ComputeConfig("hifi4")
 """A norm and a rotation are no configuration's choice: fp32 sums, all four phases."""
 
+HEAD_NORM = ComputeConfig("hifi2")
+"""The vendor's norms of q and k: two phases, fp32 sums."""
+
+# Op groups whose output format is the router's.
+_OPS = {"li_router": "router", "li_delta_gates": "router"}
+
 # Values that lie head by head.
-_HEADS = ("q", "k", "v", "q_rotated", "k_rotated", "heads")
+_HEADS = ("q", "k", "v", "q_normed", "k_normed", "q_rotated", "k_rotated", "heads")
 
 
 class LoweringContext:
@@ -64,6 +70,10 @@ class LoweringContext:
         """The value on the device that a node of the graph was lowered to."""
         return self._values[as_node(argument)]
 
+    def __contains__(self, node: Node) -> bool:
+        """Return whether a node was lowered."""
+        return node in self._values
+
     def operands(self, node: Node) -> tuple[Value, ...]:
         """What a node reads, without weights and states."""
         return tuple(self._values[each] for each in node.all_input_nodes if each in self._values)
@@ -95,11 +105,15 @@ class LoweringContext:
         self.instructions.append(instruction)
         self._values[node] = instruction.out
 
+    def alias(self, node: Node, value: Value) -> None:
+        """Record that a node is a value of another node: nothing runs on the device."""
+        self._values[node] = value
+
     def format(self, node: Node, op: str) -> str:
         """What ``op``, a key of the table of ``mixed``, writes in this phase."""
         facts = info(node)
         setting = facts.formats.in0 if facts.formats else self._settings[facts.layer]
-        format_ = output_format(op, setting, self.phase)  # type: ignore[arg-type]
+        format_ = output_format(_OPS.get(op, op), setting, self.phase)  # type: ignore[arg-type]
         return check_activation_format(facts.fqn, format_)
 
     def vector(self, name: str, argument: Any, format_: str = "bf16") -> Weight:

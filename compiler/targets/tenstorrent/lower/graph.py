@@ -6,6 +6,8 @@ Fidelities and formats come from the graph.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +25,12 @@ from tilewright.compiler.targets.tenstorrent.lower.context import (
     share_of,
     whose,
 )
+from tilewright.compiler.targets.tenstorrent.lower.mixers import (
+    lower_conv,
+    lower_delta_rule,
+    lower_experts,
+    lower_router,
+)
 from tilewright.compiler.targets.tenstorrent.program import placement
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     DECODE,
@@ -33,12 +41,15 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     ComputeConfig,
     DeviceProgram,
     Embedding,
+    Gated,
     Matmul,
     Memory,
     ReduceScatter,
     RmsNorm,
+    Scale,
     SelectRows,
     SwiGLU,
+    Tanh,
     Value,
     Weight,
 )
@@ -119,11 +130,17 @@ def _lower(ctx: LoweringContext, node: Node) -> None:
         rows = ctx.batch if ctx.phase == DECODE else 1
         out = ctx.value(node, rows, x.columns, x.format, x.placement)
         ctx.put(node, SelectRows(out, *whose(node), x))
-    else:
-        raise CompileError(
-            f"{info(node).fqn or node.name}: {operator_name(node)} has no instruction on target "
-            f"{ctx.device.lower()}; allowed: --target reference, cpu or cuda"
-        )
+    elif target in _LOWERINGS:
+        _LOWERINGS[target](ctx, node)
+    elif target is not operator.getitem or node not in ctx:
+        raise _without_instruction(ctx, node)
+
+
+def _without_instruction(ctx: LoweringContext, node: Node) -> CompileError:
+    return CompileError(
+        f"{info(node).fqn or node.name}: {operator_name(node)} has no instruction on target "
+        f"{ctx.device.lower()}; allowed: --target reference, cpu or cuda"
+    )
 
 
 def _embedding(ctx: LoweringContext, node: Node) -> None:
@@ -155,8 +172,88 @@ def _norm(ctx: LoweringContext, node: Node) -> None:
     weight = ctx.vector(f"{info(node).fqn}.weight", node.args[1])
     out = ctx.like(node, x, ctx.format(node, "rms_norm"))
     eps: Any = node.args[2]
-    norm = RmsNorm(out, *whose(node), x, weight, float(eps), recipe.shape[0], SMALL)
+    heads = x.columns // recipe.shape[0] if node.meta["val"].ndim == 3 else 0
+    norm = RmsNorm(out, *whose(node), x, weight, float(eps), recipe.shape[0], SMALL, heads)
     ctx.put(node, norm)
+
+
+def _gelu(ctx: LoweringContext, node: Node) -> None:
+    """Leave GELU to the multiplication that reads it, whose kernel applies it."""
+    readers = list(node.users)
+    if node.args[1:] != ("tanh",) or [each.target for each in readers] != [aten.mul.Tensor]:
+        raise _without_instruction(ctx, node)
+    ctx.alias(node, ctx.value_of(node.args[0]))
+
+
+def _multiply(ctx: LoweringContext, node: Node) -> None:
+    """Append a multiplication by a number, or by an activated gate."""
+    x, y = node.args
+    if not isinstance(y, Node):
+        _scale(ctx, node, float(y))  # type: ignore[arg-type]
+        return
+    gate = next((each for each in (x, y) if _is(each, ops.gelu.overload)), None)
+    if gate is None:
+        raise _without_instruction(ctx, node)
+    other = y if gate is x else x
+    _put_gated(ctx, node, ctx.value_of(gate), ctx.value_of(other), "gelu_tanh", "swiglu")
+
+
+def _is(argument: Any, target: Any) -> bool:
+    return isinstance(argument, Node) and argument.target is target
+
+
+def _sigmoid_gate(ctx: LoweringContext, node: Node) -> None:
+    x, gate = (ctx.value_of(each) for each in node.args)
+    _put_gated(ctx, node, gate, x, "sigmoid", "residual_add")
+
+
+def _put_gated(
+    ctx: LoweringContext, node: Node, gate: Value, x: Value, activation: str, op: str
+) -> None:
+    out = ctx.like(node, x, ctx.format(node, op))
+    ctx.put(node, Gated(out, *whose(node), gate, x, activation))
+
+
+def _scale(ctx: LoweringContext, node: Node, factor: float) -> None:
+    x = ctx.value_of(node.args[0])
+    ctx.put(node, Scale(ctx.like(node, x, "bf16"), *whose(node), x, factor))
+
+
+def _divide(ctx: LoweringContext, node: Node) -> None:
+    divisor: Any = node.args[1]
+    _scale(ctx, node, 1.0 / float(divisor))
+
+
+def _tanh(ctx: LoweringContext, node: Node) -> None:
+    x = ctx.value_of(node.args[0])
+    ctx.put(node, Tanh(ctx.like(node, x, "bf16"), *whose(node), x))
+
+
+def _same(ctx: LoweringContext, node: Node) -> None:
+    """Heads are columns on the device: splitting and joining them does nothing."""
+    ctx.alias(node, ctx.value_of(node.args[0]))
+
+
+def _experts(ctx: LoweringContext, node: Node) -> None:
+    out = lower_experts(ctx, node)
+    if len(node.args) > 3 and node.args[3] is not None:
+        _finish_product(ctx, node, out, info(node).tensor_group or "")
+
+
+_LOWERINGS: Mapping[Any, Callable[[LoweringContext, Node], None]] = {
+    ops.gelu.overload: _gelu,
+    aten.mul.Tensor: _multiply,
+    aten.div.Tensor: _divide,
+    aten.tanh.default: _tanh,
+    ops.sigmoid_gate.overload: _sigmoid_gate,
+    aten.unflatten.int: _same,
+    aten.flatten.using_ints: _same,
+    ops.router.overload: lower_router,
+    ops.expert_linear.overload: _experts,
+    ops.causal_conv1d_step.overload: lower_conv,
+    ops.gated_delta_rule_step.overload: lower_delta_rule,
+}
+"""The lowering of each operator that few architectures have."""
 
 
 def _linear(ctx: LoweringContext, node: Node) -> None:

@@ -43,7 +43,7 @@ class Parts:
 def axes_of(operand: Value | Weight) -> str:
     """The mesh axes along which chips hold different parts of it."""
     if isinstance(operand, Weight):
-        return operand.in_over + operand.out_over
+        return operand.in_over + operand.out_over + operand.expert_over
     return operand.over + operand.partial
 
 
@@ -61,13 +61,17 @@ def load_weight(weight: Weight, mesh: Mesh, get: Callable[[str], Tensor]) -> Par
     ``[in, out]`` with blocks along out; tables and vectors as they are.
     """
     dense = load_dense(weight.recipe, get)
+    if dense.ndim == 3 and not weight.num_experts:
+        dense = dense.squeeze(1)  # a convolution
     if weight.transposed:
-        dense = dense.t()
+        dense = dense.mT
     dealt = Parts(mesh, axes_of(weight))
     for chip in dealt.chips():
         part = dense
+        if weight.expert_split is not None:
+            part = weight.expert_split.take(part, 0, _rank(weight.expert_over, chip))
         if weight.in_split is not None:
-            part = weight.in_split.take(part, 0, _rank(weight.in_over, chip))
+            part = weight.in_split.take(part, part.ndim - 2, _rank(weight.in_over, chip))
         if weight.out_split is not None:
             part = weight.out_split.take(part, part.ndim - 1, _rank(weight.out_over, chip))
         exact = get_format(weight.format).round_trip(part).contiguous()
@@ -82,7 +86,11 @@ def check_part(weight: Weight, name: str, part: Tensor) -> Tensor:
         ValueError: for another shape or type.
     """
     is_vector = len(weight.recipe.shape) == 1
-    shape = (weight.columns,) if is_vector else (weight.rows, weight.columns)
+    shape: tuple[int, ...] = (weight.rows, weight.columns)
+    if is_vector:
+        shape = (weight.columns,)
+    elif weight.num_experts:
+        shape = (weight.num_experts, *shape)
     dtype = torch.float32 if weight.format == "fp32" else torch.bfloat16
     if part.shape != shape or part.dtype != dtype:
         raise ValueError(f"{name} is {part.dtype} {list(part.shape)}, not {dtype} {list(shape)}")

@@ -1,4 +1,4 @@
-"""A typed program of device instructions: what one step is on a mesh of Wormhole chips.
+"""A typed program of device instructions: what one step is on a mesh of chips.
 
 Every chip of a mesh runs the same instructions on its own part of each value. Four readers take
 it from here: the emulator, the ttnn emitter, the memory plan and the performance model.
@@ -7,6 +7,7 @@ it from here: the emulator, the ttnn emitter, the memory plan and the performanc
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from tilewright.compiler.mesh import Mesh, Split
 DRAM, L1 = "dram", "l1"
 INTERLEAVED, WIDTH_SHARDED, HEIGHT_SHARDED = "interleaved", "width_sharded", "height_sharded"
 PREFILL, DECODE = "prefill", "decode"
+EXPERTS = 2
 
 T = TypeVar("T")
 
@@ -87,7 +89,8 @@ class Weight:
     """A tensor of the checkpoint as a chip holds it: ``[in, out]`` = ``rows`` x ``columns``.
 
     ``placement``: how its axes, ``in`` (0) and ``out`` (1), lie on the mesh. Vectors
-    (norms, biases) have one row. ``transposed``: the recipe's ``[out, in]`` becomes ``[in, out]``,
+    (norms, biases) have one row. ``num_experts``: matrices on a chip, 0 for a plain weight. Experts
+    are axis 2 of the placement. ``transposed``: the recipe's ``[out, in]`` becomes ``[in, out]``,
     blocks along out; tables and vectors are kept as they are.
     """
 
@@ -99,6 +102,17 @@ class Weight:
     memory: Memory
     placement: Placement = WHOLE
     transposed: bool = True
+    num_experts: int = 0
+
+    @property
+    def expert_over(self) -> str:
+        """The mesh axis over which its experts are dealt, if any."""
+        return self.placement.over(EXPERTS)
+
+    @property
+    def expert_split(self) -> Split | None:
+        """How the experts are dealt over the mesh."""
+        return self.placement.split(EXPERTS)
 
     @property
     def in_over(self) -> str:
@@ -131,7 +145,7 @@ class Weight:
     @property
     def num_bytes(self) -> int:
         """The bytes on one chip, in whole tiles."""
-        return tile_bytes(self.format) * self.tiles[0] * self.tiles[1]
+        return tile_bytes(self.format) * self.tiles[0] * self.tiles[1] * max(1, self.num_experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +177,24 @@ class Cache:
         """Bytes of all pages on one chip."""
         tiles = self.num_pages * self.num_heads * (self.page // TILE) * -(-self.head_dim // TILE)
         return tile_bytes(self.format) * tiles
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """State of fixed size a sequence, in fp32: ``shape`` is that of a chip. ``over``: the mesh axis
+    whose chips have different channels or heads.
+    """
+
+    name: str
+    state: StateSpec
+    shape: tuple[int, ...]
+    num_slots: int
+    over: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots on one chip."""
+        return 4 * self.num_slots * math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +242,8 @@ class RmsNorm(Instruction):
     """Over the columns of ``x``, ``width`` of which are real.
 
     Where ``x`` is dealt over a mesh axis, the sums of squares are gathered over it first (``x``'s
-    ``over`` tells): the vendor's distributed norm.
+    ``over`` tells): the vendor's distributed norm. ``num_heads`` > 0: each head of a chip has its
+    own norm, over ``width`` columns.
     """
 
     x: Value
@@ -218,6 +251,7 @@ class RmsNorm(Instruction):
     eps: float
     width: int
     compute: ComputeConfig
+    num_heads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +309,8 @@ class UpdateCache(Instruction):
 class Attention(Instruction):
     """Causal attention over the cache, by chunks of ``k_chunk`` positions, softmax going along.
 
-    ``context``: positions attended to, the step's own included.
+    ``context``: positions attended to, the step's own included. ``sinks``: a logit of each head in
+    the softmax, without a value.
     """
 
     q: Value
@@ -290,6 +325,7 @@ class Attention(Instruction):
     context: int
     k_chunk: int
     compute: ComputeConfig
+    sinks: Weight | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +343,93 @@ class SwiGLU(Instruction):
 
     gate: Value
     up: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Gated(Instruction):
+    """The elementwise ``activation(gate) * x``; ``activation``: ``gelu_tanh`` or ``sigmoid``.
+
+    A gate of one column counts for all columns of ``x``.
+    """
+
+    gate: Value
+    x: Value
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(Instruction):
+    """``x`` times a number, which the device holds in bfloat16."""
+
+    x: Value
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tanh(Instruction):
+    """The hyperbolic tangent of each element."""
+
+    x: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Route(Instruction):
+    """The ``top_k`` experts of each row of router logits: ``out`` has weights, ``experts`` indices.
+
+    ``renormalize``: weights are a softmax over the selected logits, else over all.
+    """
+
+    x: Value
+    experts: Value
+    top_k: int
+    renormalize: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatmul(Instruction):
+    """Products with the experts of each row, side by side: ``[rows, top_k * columns]``.
+
+    ``x`` has one row for all experts of a token, or (``is_wide``) columns for each. With
+    ``weights`` the products are weighted and summed. K is one block. A chip has whole experts; a
+    product with an expert of another chip is zero.
+    """
+
+    x: Value
+    weight: Weight
+    experts: Value
+    weights: Value | None
+    compute: ComputeConfig
+    top_k: int
+    num_experts: int
+    is_wide: bool
+    cores: int
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class CausalConv(Instruction):
+    """SiLU of a convolution along the sequence, each channel by itself, with its ``window``."""
+
+    x: Value
+    weight: Weight
+    window: SequenceState
+    positions: Value
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule(Instruction):
+    """The gated delta rule: heads of queries, keys and values in ``x``; gates ``a`` and ``b``."""
+
+    x: Value
+    a: Value
+    b: Value
+    a_log: Weight
+    dt_bias: Weight
+    memory: SequenceState
+    positions: Value
+    num_key_heads: int
+    key_dim: int
+    num_value_heads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +498,11 @@ class DeviceProgram:
     def caches(self) -> tuple[Cache, ...]:
         """Every cache once, keys before values, layer by layer."""
         return self._operands(Cache)
+
+    @property
+    def states(self) -> tuple[SequenceState, ...]:
+        """Every state of fixed size once."""
+        return self._operands(SequenceState)
 
     def _operands(self, kind: type[T]) -> tuple[T, ...]:
         found: dict[T, None] = {}

@@ -27,6 +27,7 @@ from tilewright.compiler.mesh import (
     join,
     split_heads,
 )
+from tilewright.compiler.targets.tenstorrent.program import mixer_places
 from tilewright.errors import CompileError
 
 aten = torch.ops.aten
@@ -106,9 +107,15 @@ def _embedding(places: Places, node: Node) -> Placement:
 def _like(places: Places, node: Node) -> Placement:
     """Place a value as what it reads first; a norm's weight lies as its columns do."""
     found = places.read(node.args[0])
-    if node.target is ops.rms_norm.overload:
+    if node.target is ops.rms_norm.overload and node.meta["val"].ndim == 2:
         places.weights[as_node(node.args[1])] = found
     return found
+
+
+def _gate(places: Places, node: Node) -> Placement:
+    """Place a product of a value and its gate, either of which comes first."""
+    operands = [each for each in node.args if isinstance(each, Node)]
+    return places.read(max(operands, key=lambda each: each.meta["val"].shape[-1]))
 
 
 def _linear(places: Places, node: Node) -> Placement:
@@ -119,8 +126,13 @@ def _linear(places: Places, node: Node) -> Placement:
     inputs = places.read(node.args[0]).along(OUT)
     is_second = inputs is not None and inputs.over == ROWS
     reader = next(iter(node.users))
-    if reader.target is ops.rope_attention_step.overload:
+    own = mixer_places.matmul_outputs(places, node)
+    if own is not None:
+        found = own
+    elif reader.target is ops.rope_attention_step.overload:
         found = _merged_heads(places, reader)
+    elif reader.target is ops.sigmoid_gate.overload and reader.args[1] is node:
+        found = places.read(reader.args[0])  # the gate of an attention
     else:
         found = places.over(COLUMNS if is_second else ROWS, recipe_of(weight).shape[0])
     for bias in node.args[2:3]:
@@ -175,5 +187,15 @@ _RULES: Mapping[Any, Callable[[Places, Node], Placement]] = {
     ops.swiglu.overload: _like,
     aten.add.Tensor: _like,
     aten.index_select.default: _like,
+    ops.gelu.overload: _like,
+    ops.sigmoid_gate.overload: _gate,
+    aten.mul.Tensor: _gate,
+    aten.div.Tensor: _like,
+    aten.tanh.default: _like,
+    aten.unflatten.int: _like,
+    aten.flatten.using_ints: _like,
+    ops.causal_conv1d_step.overload: mixer_places.place_conv,
+    ops.gated_delta_rule_step.overload: mixer_places.place_delta_rule,
+    ops.expert_linear.overload: mixer_places.place_experts,
 }
 """How each operator's result lies."""

@@ -14,12 +14,15 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     CreateHeads,
     DeviceProgram,
     Instruction,
+    Route,
+    SequenceState,
     UpdateCache,
     Value,
     Weight,
 )
 
 _SKIPPED = ("out", "fqn", "layer")
+_DECLARED = Weight | Cache | SequenceState
 
 
 def program_text(program: DeviceProgram, *, layer: int | None = None) -> str:
@@ -37,11 +40,11 @@ def program_text(program: DeviceProgram, *, layer: int | None = None) -> str:
     if layer is None:
         lines += [_declaration(value) for value in program.inputs]
     names = {value: f"%{value.name}" for value in program.inputs}
-    declared: set[Weight | Cache] = set()
+    declared: set[Weight | Cache | SequenceState] = set()
     body = []
     for instruction in chosen:
         for _, operand in _operands(instruction):
-            if isinstance(operand, Weight | Cache) and operand not in declared:
+            if isinstance(operand, _DECLARED) and operand not in declared:
                 declared.add(operand)
                 lines.append(_declaration(operand))
         body.append(_line(instruction, names))
@@ -73,6 +76,8 @@ def _made(instruction: Instruction) -> tuple[Value, ...]:
         return ()
     if isinstance(instruction, CreateHeads):
         return instruction.out, instruction.k, instruction.v
+    if isinstance(instruction, Route):
+        return instruction.out, instruction.experts
     return (instruction.out,)
 
 
@@ -87,17 +92,17 @@ def _operands(instruction: Instruction) -> list[tuple[str, Any]]:
 def _argument(name: str, operand: Any, name_of: Callable[[Value], str]) -> str:
     if isinstance(operand, Value):
         return name_of(operand)
-    if isinstance(operand, Weight | Cache):
+    if isinstance(operand, _DECLARED):
         return operand.name
     if isinstance(operand, ComputeConfig):
         return operand.name
-    if operand is None or operand is False or operand == "":
+    if operand is None or operand is False or operand == "" or (name, operand) == ("num_heads", 0):
         return ""
     return f"{name}={operand:g}" if isinstance(operand, float) else f"{name}={operand}"
 
 
 def _declaration(
-    operand: Value | Weight | Cache,
+    operand: Value | Weight | Cache | SequenceState,
     name_of: Callable[[Value], str] = lambda value: f"%{value.name}",
 ) -> str:
     if isinstance(operand, Value):
@@ -108,9 +113,13 @@ def _declaration(
     if isinstance(operand, Cache):
         shape = f"{operand.num_pages}x{operand.num_heads}x{operand.page}x{operand.head_dim}"
         return f"{operand.name}: {operand.format}[{shape}]{_dealt(operand.over, operand.split)}"
+    if isinstance(operand, SequenceState):
+        shape = "x".join(str(size) for size in (operand.num_slots, *operand.shape))
+        return f"{operand.name}: fp32[{shape}]{'/' + operand.over if operand.over else ''}"
     rows = _dealt(operand.in_over, operand.in_split)
     columns = _dealt(operand.out_over, operand.out_split)
-    shape = f"{operand.format}[{operand.rows}{rows}x{operand.columns}{columns}]"
+    experts = f"{operand.num_experts}x" if operand.num_experts else ""
+    shape = f"{operand.format}[{experts}{operand.rows}{rows}x{operand.columns}{columns}]"
     return f"{operand.name}: {shape} @ {operand.memory}"
 
 

@@ -1,0 +1,95 @@
+"""Qwen3, Gemma 3, experts and Gated DeltaNet on boards against the reference."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.targets.tenstorrent.boards import board_precision, emulated, programs
+from tests.tiny import (
+    compiled,
+    copy_seat,
+    prefill,
+    random_tokens,
+    step,
+    take_seat,
+    tiny_model,
+)
+from tilewright.compiler.mesh import Mesh
+from tilewright.errors import CompileError
+from tilewright.models.config import DeltaShape, RopeConfig
+
+HIDDEN = {"hidden_size": 64, "head_dim": 32}
+EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_size": 32}
+HYBRID = {
+    **HIDDEN,
+    "linear_layers": (True, False),
+    "delta": DeltaShape(2, 4, 16, 16, 4),
+    "rope": RopeConfig(theta=10000.0, num_rotated=8),
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {**HIDDEN, "model_type": "qwen3"},
+    "qwen3_moe": {**HIDDEN, **EXPERTS, "model_type": "qwen3_moe"},
+    "softmax_of_all": {**HIDDEN, **EXPERTS, "model_type": "qwen3_moe", "renormalise": False},
+    "qwen3_5": {**HYBRID, "model_type": "qwen3_5"},
+    "qwen3_5_moe": {**HYBRID, **EXPERTS, "shared_size": 32, "model_type": "qwen3_5_moe"},
+    "gemma3": {
+        **HIDDEN,
+        **{"model_type": "gemma3_text", "windows": (4, 0), "logit_cap": 5.0},
+        "query_scale": 32.0,
+    },
+}
+PLAIN = board_precision("bf16", "hifi4", activation="bf16", kv_cache="bf16", router="bf16")
+TOKENS = random_tokens(11)
+CHUNKS = [6, 3, 1]
+
+
+def model_of(name: str) -> SimpleNamespace:
+    return tiny_model(std=0.2, **MODELS[name])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_emulation_is_near_the_reference(name: str) -> None:
+    """In bfloat16 on one chip and two chips, in chunks and steps."""
+    model = model_of(name)
+    expected = prefill(compiled(model, precision=PLAIN), TOKENS)
+    for board in ("p150", "p300"):
+        found = prefill(emulated(model, precision=PLAIN, name=board), TOKENS, CHUNKS)
+        assert (found - expected).std() < 0.05 * expected.std(), board
+
+
+def test_experts_over_chips_are_one_chip_bit_for_bit_without_sums_over_chips() -> None:
+    """Two experts of a token on one chip, or on two: sums over chips round as sums on a chip."""
+    model = model_of("qwen3_moe")
+    first, *others = (
+        prefill(emulated(model, mesh, precision=PLAIN, name="p150"), TOKENS, [10])
+        for mesh in (Mesh(), Mesh(2), Mesh(4))
+    )
+    for other in others:
+        assert (other - first).std() < 0.03 * first.std()
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "message"),
+    [
+        ("qwen3_moe", Mesh(8, 4), "8 experts over 8x4; allowed on Tenstorrent boards: a mesh of"),
+        ("qwen3_5", Mesh(4), "2 heads of the delta rule over 1x4; allowed"),
+    ],
+)
+def test_a_mesh_that_cannot_split_a_model_is_refused(name: str, mesh: Mesh, message: str) -> None:
+    model = tiny_model(**{**MODELS[name], "num_heads": 8})
+    with pytest.raises(CompileError, match=message):
+        programs(model, mesh, precision=PLAIN, name="p150")
+
+
+def test_state_continues_in_a_copy() -> None:
+    executable = emulated(model_of("qwen3_5"), precision=PLAIN, name="p300")
+    assert executable.capabilities.has_sequence_state
+    first = take_seat(executable)
+    step(executable, [(first, TOKENS[:6], 0)])
+    copy = copy_seat(executable, first, 6)
+    found = [step(executable, [(seat, TOKENS[6:7], 6)]) for seat in (first, copy)]
+    assert torch.equal(*found)
