@@ -46,19 +46,25 @@ def main(argv: Sequence[str]) -> int:
     )
     document = perf_md.load(options.speeds)
     # what is fitted takes seconds to import, which help and mistakes need not wait for
+    from bench.boards_fit.blackhole import blackhole_report, blackhole_source, study_blackhole
     from bench.boards_fit.programs import READINGS, Programs
     from bench.boards_fit.report import study_report, study_rows
     from bench.boards_fit.rows import read_rows
+    from tilewright.compiler.targets.tenstorrent.perf import blackhole as perf_blackhole
     from tilewright.compiler.targets.tenstorrent.perf import constants as perf_constants
 
     programs = Programs()
     studies = [study_rows(each, read_rows(document, programs, each)) for each in READINGS]
     report = study_report(studies)
     out().print(report, soft_wrap=True, markup=False, highlight=False)
-    used = studies[0]
+    used, blackhole = studies[0], study_blackhole()
+    out().print(blackhole_report(blackhole), soft_wrap=True, markup=False, highlight=False)
+    source = blackhole_source(blackhole)
+    path = Path(perf_blackhole.__file__)
     if options.write:
         write_constants(Path(perf_constants.__file__), used)
-    elif not is_kept(used):
+        replace_source(path, source)
+    elif not is_kept(used) or fitted_source(path) != source:
         err().print("the constants kept are not these; --write keeps them", style="yellow")
         return EXIT_STALE
     return 0
@@ -91,7 +97,20 @@ def write_constants(path: Path, study: Study) -> None:
         f'    "{name}": ({step:.3f}, {prompt:.3f}),\n'
         for name, (step, prompt) in study.bars().items()
     )
-    made = f"FITTED = Constants(\n{lines})\nERROR_BARS = {{\n{bars}}}\n"
+    replace_source(path, f"FITTED = Constants(\n{lines})\nERROR_BARS = {{\n{bars}}}\n")
+
+
+def fitted_source(path: Path) -> str:
+    """Return the text between the marks of a source file."""
+    return path.read_text(encoding="utf-8").partition(_BEGIN)[2].partition(_END)[0]
+
+
+def replace_source(path: Path, made: str) -> None:
+    """Put text between the marks of a source file.
+
+    Raises:
+        ConfigError: if the file cannot be read or written, or has no marks.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         before, mark, rest = text.partition(_BEGIN)

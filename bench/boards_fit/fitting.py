@@ -10,6 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,8 @@ from tilewright.compiler.targets.tenstorrent.perf.work import Work, program_work
 from tilewright.compiler.targets.tenstorrent.program.instructions import DECODE, DeviceProgram
 
 Vector = NDArray[np.float64]
+C = TypeVar("C", bound=Any)
+"""Constants: a dataclass of positive numbers that samples predict from."""
 
 DECODE_NAMES = (
     *("bank_bytes_per_s", "tile_cycles", "op_seconds", "bias_seconds", "ring_seconds"),
@@ -68,7 +71,7 @@ def sample_of(
     return Sample(model, device, source, seconds, work, program.phase == DECODE)
 
 
-def fit(samples: Sequence[Sample], names: Sequence[str], start: Constants = START) -> Constants:
+def fit(samples: Sequence[Any], names: Sequence[str], start: C) -> C:
     """Constants called ``names`` from samples, the others as they are in ``start``.
 
     Gauss-Newton with Levenberg's damping and Huber's weights on log(predicted / published).
@@ -106,11 +109,11 @@ def fit(samples: Sequence[Sample], names: Sequence[str], start: Constants = STAR
 
 
 def held_out(
-    samples: Sequence[Sample], names: Sequence[str], key: Callable[[Sample], Hashable]
+    samples: Sequence[Any], names: Sequence[str], key: Callable[[Any], Hashable], start: Any = START
 ) -> list[float]:
     """The error of each sample by constants fitted without those of its key."""
     fitted = {
-        left: fit([sample for sample in samples if key(sample) != left], names)
+        left: fit([sample for sample in samples if key(sample) != left], names, start)
         for left in {key(sample) for sample in samples}
     }
     return [sample.error(fitted[key(sample)]) for sample in samples]
@@ -130,7 +133,7 @@ def _ranks(values: Vector) -> Vector:
     return found
 
 
-def _with(start: Constants, names: Sequence[str], x: Vector) -> Constants:
+def _with(start: C, names: Sequence[str], x: Vector) -> C:
     return dataclasses.replace(start, **dict(zip(names, np.exp(x).tolist(), strict=True)))
 
 

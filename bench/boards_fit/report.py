@@ -76,7 +76,7 @@ def study_rows(reading: str, rows: Sequence[PublishedRow]) -> Study:
     steps = [row.decode for row in rows if row.is_judged and row.decode]
     large = [row.decode for row in rows if row.is_galaxy and row.decode]
     prompts = [row.prefill for row in rows if row.is_judged and row.prefill]
-    decode = fitting.fit([*steps, *large], fitting.DECODE_NAMES)
+    decode = fitting.fit([*steps, *large], fitting.DECODE_NAMES, START)
     constants = fitting.fit(prompts, fitting.PREFILL_NAMES, decode)
     residuals = _residuals([*steps, *large], fitting.DECODE_NAMES, constants)
     return Study(

@@ -95,9 +95,8 @@ def attend(
     """Causal attention of T rows, the first at position ``first``, to cached positions.
 
     Scores and sums of values are the matrix unit's; the softmax goes along chunks of the cache,
-    its maxima, exponentials and partial results in bfloat16 (Dao et al., 2022). ``sinks [H]``
-    are logits that take part in the maximum and the sum. Returns ``[T, H, D]`` in the output's
-    format.
+    its maxima, exponentials and partial results in bfloat16 (Dao et al., 2022). ``sinks [H]`` are
+    logits in the maximum and the sum. Returns ``[T, H, D]`` in the output's format.
     """
     num_rows, num_heads, head_dim = q_THD.shape
     num_positions, num_kv_heads, _ = keys_LGD.shape
@@ -105,28 +104,19 @@ def attend(
     chunk = attention.k_chunk
 
     def settings(depth: int) -> MatmulSettings:
-        """The settings of a product whose K is one block; what leaves Dst is bfloat16."""
-        return replace(
-            MatmulSettings.of(
-                attention.compute.name, k_block=-(-depth // TILE) * TILE, out_format="bf16"
-            ),
-            out_format="bf16",
-            sign_error=sign_error,
-        )
+        return _one_block(attention, depth, sign_error=sign_error)
 
     # [G, group * T, D]: the rows of all queries of a key head.
     q = q_THD.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     q = q.reshape(num_kv_heads, group * num_rows, head_dim)
     scores = matmul(q, keys_LGD.permute(1, 2, 0), settings(head_dim))
     scores = scores.view(num_kv_heads, group, num_rows, num_positions)
-    hidden = _hidden(scores, first, attention.window)
-    scores = scores.masked_fill(hidden, -torch.inf)
+    scores = scores.masked_fill(_hidden(scores, first, attention.window), -torch.inf)
     scores = scores.view(num_kv_heads, group * num_rows, num_positions)
     best = torch.full_like(scores[..., :1], -torch.inf)
     total, out = torch.zeros_like(best), torch.zeros_like(q, dtype=torch.float32)
     if sinks is not None:
-        by_group = sinks.float().view(num_kv_heads, group, 1).expand(-1, -1, num_rows)
-        best = (by_group / attention.scale).reshape(num_kv_heads, group * num_rows, 1)
+        best = _sinks(sinks / attention.scale, num_kv_heads, num_rows)
         total = torch.ones_like(best)
     for start in range(0, num_positions, chunk):
         part = scores[..., start : start + chunk]
@@ -141,6 +131,19 @@ def attend(
     # A head of zeros still attends evenly: no row is without a weight.
     out = (out / total).view(num_kv_heads, group, num_rows, head_dim).permute(2, 0, 1, 3)
     return pack(out.reshape(num_rows, num_heads, head_dim), attention.out.format)
+
+
+def _one_block(attention: Attention, depth: int, *, sign_error: bool) -> MatmulSettings:
+    """Return the settings of a product whose K is one block. Dst is packed to bfloat16."""
+    k_block = -(-depth // TILE) * TILE
+    found = MatmulSettings.of(attention.compute.name, k_block=k_block, out_format="bf16")
+    return replace(found, out_format="bf16", sign_error=sign_error)
+
+
+def _sinks(best_H: Tensor, num_kv_heads: int, num_rows: int) -> Tensor:
+    """Return the first maximum of every row of a key head, ``[G, group * T, 1]``."""
+    by_group = best_H.float().view(num_kv_heads, -1, 1).expand(-1, -1, num_rows)
+    return by_group.reshape(num_kv_heads, -1, 1)
 
 
 def _hidden(scores: Tensor, first: int, window: int) -> Tensor:

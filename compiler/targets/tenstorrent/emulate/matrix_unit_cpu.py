@@ -34,6 +34,7 @@ from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit_tile import (
     decode_weight,
     fits_float32,
     spill,
+    without_nan,
 )
 from tilewright.compiler.targets.tenstorrent.emulate.strided_weight import StridedWeight
 from tilewright.utils.files import cache_dir
@@ -103,10 +104,7 @@ def _kernel(num_phases: int, fp32: int) -> Any:
                         )
             for row in range(rows):
                 for n in range(lanes):
-                    state = dst[row * LANES + n]
-                    # A NaN that was loaded from L1 and never added to leaves as an infinity.
-                    state &= -0x800000 if state & 0x7F800000 == 0x7F800000 else -1
-                    out[(row0 + row) * num_n + n0 + n] = state
+                    out[(row0 + row) * num_n + n0 + n] = without_nan(dst[row * LANES + n])
 
     return numba.njit(error_model="numpy", fastmath={"contract"}, **_cached())(run)
 

@@ -155,6 +155,12 @@ def _added_in_l1(partial, dst, fp32):
 
 
 @_inlined
+def without_nan(state):
+    """Return Dst. A NaN that was loaded from L1 and never added to becomes an infinity."""
+    return state & -0x800000 if state & 0x7F800000 == 0x7F800000 else state
+
+
+@_inlined
 def _largest_product(xs, x, ws, w):
     """The power of 2 of a group's largest product, as its exponents say."""
     largest = xs[x] * ws[w]

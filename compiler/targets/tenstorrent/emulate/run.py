@@ -188,10 +188,13 @@ class Emulator:
             for slot, start, first, last in step.sequences():
                 held = (slot, slice(start + last - first))
                 here = q[first:last], keys[chip][held], values[chip][held]
-                named = {"sign_error": step.sign_error, "sinks": sinks and sinks[chip]}
+                of_chip = None if sinks is None else sinks[chip]
+                sign_error = step.sign_error
                 # a few rows are sooner done by one thread than dealt out to several
                 with single_torch_thread() if last - first < _FEW_ROWS else nullcontext():
-                    parts.append(arithmetic.attend(*here, start, each, **named))
+                    parts.append(
+                        arithmetic.attend(*here, start, each, sign_error=sign_error, sinks=of_chip)
+                    )
             step.put(each.out, chip, torch.cat(parts).flatten(-2))
 
     def _concat_heads(self, each: ConcatHeads, step: _Step) -> None:
@@ -254,9 +257,9 @@ class Emulator:
             parts = []
             for slot, start, first, last in step.sequences():
                 memory = _begin(memories[chip][slot], start)
-                rows = (step.get(value, chip)[first:last] for value in (each.x, each.a, each.b))
+                x, a, b = (step.get(value, chip)[first:last] for value in (each.x, each.a, each.b))
                 vectors = a_log[chip], dt_bias[chip]
-                parts.append(mixers.delta_rule(*rows, vectors, memory, each))
+                parts.append(mixers.delta_rule(x, a, b, vectors, memory, each))
             step.put(each.out, chip, torch.cat(parts))
 
     def _add(self, each: Add, step: _Step) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict
 
-from tilewright.compiler.targets.tenstorrent.perf.constants import FITTED, Constants
-from tilewright.compiler.targets.tenstorrent.perf.price import Priced, price, work_seconds
+from tilewright.compiler.targets.tenstorrent.perf.constants import Constants
+from tilewright.compiler.targets.tenstorrent.perf.price import Priced, price, seconds_by_work
 from tilewright.compiler.targets.tenstorrent.perf.work import Work, program_work
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
-    DECODE,
     DeviceProgram,
     tile_bytes,
 )
@@ -22,7 +21,7 @@ _ONCE = "once a step"
 
 
 def explain_rows(
-    program: DeviceProgram, constants: Constants = FITTED, *, attended: int | None = None
+    program: DeviceProgram, constants: Constants | None = None, *, attended: int | None = None
 ) -> list[tuple[str, ...]]:
     """Cells of `EXPLAIN_COLUMNS` by kind of instruction, the longest first, the step last.
 
@@ -40,7 +39,7 @@ def explain_rows(
 
 
 def cost_rows(
-    program: DeviceProgram, constants: Constants = FITTED, *, attended: int | None = None
+    program: DeviceProgram, constants: Constants | None = None, *, attended: int | None = None
 ) -> list[tuple[str, ...]]:
     """Cells of `COST_COLUMNS`: what reading each tensor group's weights or cache costs a step, and
     would cost in every other format at the same fidelity.
@@ -59,10 +58,10 @@ def cost_rows(
     return rows
 
 
-def _in_format(work: Work, name: str, program: DeviceProgram, constants: Constants) -> float:
+def _in_format(work: Work, name: str, program: DeviceProgram, constants: Constants | None) -> float:
     read = work.bytes_read * tile_bytes(name) // tile_bytes(work.format)
     changed = dataclasses.replace(work, bytes_read=read, format=name)
-    return work_seconds(changed, constants, is_decode=program.phase == DECODE)[0]
+    return seconds_by_work(program, constants)(changed)[0]
 
 
 def _kind(line: Priced) -> str:

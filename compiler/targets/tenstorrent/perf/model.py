@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilewright.compiler.targets.tenstorrent.perf.blackhole import BLACKHOLE_BARS
 from tilewright.compiler.targets.tenstorrent.perf.constants import (
     ERROR_BARS,
-    FITTED,
     SMALLEST_FITTED,
     Constants,
 )
@@ -19,11 +19,17 @@ from tilewright.compiler.targets.tenstorrent.perf.explain import (
     cost_rows,
     explain_rows,
 )
-from tilewright.compiler.targets.tenstorrent.perf.price import Priced, price, step_seconds
+from tilewright.compiler.targets.tenstorrent.perf.price import (
+    Priced,
+    is_blackhole,
+    price,
+    step_seconds,
+)
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     DECODE,
     PREFILL,
     DeviceProgram,
+    ExpertMatmul,
     Matmul,
 )
 from tilewright.compiler.targets.tenstorrent.program.placement import PROMPT_CHUNK
@@ -53,7 +59,7 @@ def predict(
     *,
     num_generated: int,
     num_groups: int = 1,
-    constants: Constants = FITTED,
+    constants: Constants | None = None,
 ) -> Prediction:
     """What a user sees: time to the first token of a prompt of the prefill program's length, and
     tokens per second while ``num_generated`` are made in a batch of the decode program's size, in
@@ -78,6 +84,9 @@ def _error_bars(
     num_weights = sum(weight.rows * weight.columns for weight in products)
     if num_weights * decode.mesh.num_chips < SMALLEST_FITTED:
         return None, None
+    if is_blackhole(decode):
+        has_rows = not any(isinstance(each, ExpertMatmul) for each in decode.instructions)
+        return BLACKHOLE_BARS if has_rows and decode.mesh.columns == 1 else (None, None)
     kinds = ["short"]
     kinds += ["batch"] if decode.batch > 1 else []
     kinds += ["long"] if prefill.length > PROMPT_CHUNK else []
@@ -91,7 +100,7 @@ def explain_time(
     decode: DeviceProgram,
     *,
     num_generated: int | None = None,
-    constants: Constants = FITTED,
+    constants: Constants | None = None,
 ) -> list[Table]:
     """Tables of where a prompt and a decode step go, and what the step's formats cost.
 

@@ -5,8 +5,17 @@ What an instruction moves and computes is perf_work's, at what rate perf_constan
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+from tilewright.compiler.devices import BLACKHOLE as BLACKHOLE_CHIP
+from tilewright.compiler.devices import get_device
+from tilewright.compiler.targets.tenstorrent.perf.blackhole import (
+    BLACKHOLE,
+    blackhole_seconds,
+    software_of,
+)
 from tilewright.compiler.targets.tenstorrent.perf.constants import (
     CLOCK,
     FITTED,
@@ -47,24 +56,51 @@ class Priced:
 
 
 def price(
-    program: DeviceProgram, constants: Constants = FITTED, *, attended: int | None = None
+    program: DeviceProgram, constants: Constants | None = None, *, attended: int | None = None
 ) -> tuple[Priced, ...]:
     """Every instruction, and last what a step costs once (``instruction`` None).
 
     ``attended``: positions that a decode step attends to, its own included; None: as many as the
-    caches have room for.
+    caches have room for. ``constants``: None for the fitted ones of the board.
     """
     is_decode = program.phase == DECODE
     work = program_work(program, attended=attended)
+    seconds_of = seconds_by_work(program, constants)
     lines = [
-        Priced(instruction, each, *work_seconds(each, constants, is_decode=is_decode))
+        Priced(instruction, each, *seconds_of(each))
         for instruction, each in zip(program.instructions, work, strict=True)
     ]
-    return (*lines, Priced(None, None, once_seconds(constants, is_decode=is_decode), BOUND_ONCE))
+    once = 0.0
+    if constants is not None or not is_blackhole(program):
+        once = once_seconds(constants or FITTED, is_decode=is_decode)
+    return (*lines, Priced(None, None, once, BOUND_ONCE))
+
+
+def is_blackhole(program: DeviceProgram) -> bool:
+    """Return whether a program's chips are Blackhole."""
+    return get_device(program.device).architecture == BLACKHOLE_CHIP
+
+
+def seconds_by_work(
+    program: DeviceProgram, constants: Constants | None = None
+) -> Callable[[Work], tuple[float, str]]:
+    """Return the function from work to seconds and their bound, for the board of a program."""
+    is_decode = program.phase == DECODE
+    if constants is not None or not is_blackhole(program):
+        return partial(work_seconds, constants=constants or FITTED, is_decode=is_decode)
+    software = software_of(program)
+
+    def on_blackhole(work: Work) -> tuple[float, str]:
+        start, moved, computed = blackhole_seconds(work, BLACKHOLE, software, is_decode=is_decode)
+        if work.kind == COLLECTIVE:
+            return start + moved, BOUND_LINK if moved > start else BOUND_ROUTE
+        return _parts(start, moved, computed)
+
+    return on_blackhole
 
 
 def step_seconds(
-    program: DeviceProgram, constants: Constants = FITTED, *, attended: int | None = None
+    program: DeviceProgram, constants: Constants | None = None, *, attended: int | None = None
 ) -> float:
     """The seconds of a whole step: the sum of `price`."""
     return sum(line.seconds for line in price(program, constants, attended=attended))

@@ -6,22 +6,29 @@ over it; rates and latencies are in perf_constants.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tilewright.compiler.formats.block_float import TILE
 from tilewright.compiler.mesh import ROWS
+from tilewright.compiler.ops.moe import expected_experts
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     DECODE,
     DRAM,
     AllGather,
     AllReduce,
     Attention,
+    CausalConv,
+    DeltaRule,
     DeviceProgram,
     Embedding,
+    ExpertMatmul,
     Instruction,
     Matmul,
     ReduceScatter,
     RmsNorm,
+    Route,
     Value,
     tile_bytes,
 )
@@ -30,6 +37,11 @@ from tilewright.compiler.targets.tenstorrent.program.placement import GRID
 NUM_CORES = GRID * GRID
 MAX_CORES_PER_HEAD = 16
 """Cores that ttnn's decode attention gives one key/value head of one user at most."""
+
+_STARTS: Mapping[type[Instruction], int] = {Route: 5, CausalConv: 2, DeltaRule: 3}
+"""Operators that an instruction takes in the vendor's demos."""
+_HEAD_NORM_STARTS = 3
+"""A norm of heads in a decode step, with its two changes of layout."""
 
 MATMUL, ATTENTION, SMALL, COLLECTIVE = "matmul", "attention", "small", "collective"
 FUSED_GATHER_CHIPS = 8
@@ -45,6 +57,8 @@ class Work:
     DRAM, weights and caches; ``activation_bytes``: operands and results, in L1 or (``is_spread``)
     interleaved in DRAM. ``ring_steps``: sums passed on from chip to chip; ``hops``: plain
     forwarding; ``link_bytes`` leave the chip over each link; ``is_two_axes``: the mesh has two.
+    ``head_tiles``: score tiles of the busiest core if a head has a single core. ``starts``:
+    operators that the instruction takes. ``banks``: DRAM banks of a one-row product.
     ``flops`` count real multiplications and additions. ``format``: of the weight or the cache.
     """
 
@@ -65,6 +79,9 @@ class Work:
     is_spread: bool = False
     has_bias: bool = False
     format: str = ""
+    starts: int = 1
+    head_tiles: int = 0
+    banks: int = 0
 
 
 def program_work(program: DeviceProgram, *, attended: int | None = None) -> tuple[Work, ...]:
@@ -95,8 +112,15 @@ def _work(
         return _attention(instruction, program, attended)
     if isinstance(instruction, ReduceScatter | AllGather | AllReduce):
         return _collective(instruction, program, producers.get(id(instruction.x)))
+    if isinstance(instruction, ExpertMatmul):
+        return _expert_matmul(instruction)
     moved = _operand_bytes(instruction)
     hops = bytes_read = 0
+    starts = _STARTS.get(type(instruction), 1)
+    if isinstance(instruction, RmsNorm) and instruction.num_heads and program.phase == DECODE:
+        starts = _HEAD_NORM_STARTS
+    if isinstance(instruction, DeltaRule):
+        bytes_read = 2 * instruction.memory.num_bytes
     if isinstance(instruction, RmsNorm) and instruction.x.over:
         hops = program.mesh.size(instruction.x.over) // 2  # sums of squares, a tile from each chip
     if isinstance(instruction, Embedding):
@@ -109,6 +133,39 @@ def _work(
         activation_bytes=moved,
         hops=hops,
         is_spread=instruction.out.memory.buffer == DRAM,
+        starts=starts,
+    )
+
+
+def hit_experts(num_experts: int, num_rows: int, top_k: int, num_chips: int) -> float:
+    """Return the expected number of selected experts on the busiest chip.
+
+    Rows select experts at random. The excess over the mean is that of independent chips.
+    """
+    mean = expected_experts(num_experts, num_rows, top_k) / num_chips
+    if num_chips == 1:
+        return mean
+    spread = math.sqrt(mean * (1 - mean * num_chips / num_experts) * (1 - 1 / num_chips))
+    return min(num_experts / num_chips, mean + spread * math.sqrt(2 * math.log(num_chips) / 1.5))
+
+
+def _expert_matmul(matmul: ExpertMatmul) -> Work:
+    weight = matmul.weight
+    num_chips = matmul.num_experts // weight.num_experts
+    hit = hit_experts(matmul.num_experts, matmul.x.rows, matmul.top_k, num_chips)
+    a_matrix = weight.tiles[0] * weight.tiles[1]
+    rows = max(1.0, matmul.x.tiles[0] * matmul.top_k / matmul.num_experts)
+    return Work(
+        MATMUL,
+        "ExpertMatmul",
+        matmul.group,
+        phases=matmul.compute.num_phases,
+        products=math.ceil(hit * math.ceil(rows) * a_matrix / NUM_CORES),
+        bytes_read=int(hit * a_matrix * tile_bytes(weight.format)),
+        activation_bytes=matmul.x.num_bytes + matmul.out.num_bytes,
+        flops=2 * matmul.x.rows * matmul.top_k * weight.rows * weight.columns,
+        is_spread=True,
+        format=weight.format,
     )
 
 
@@ -129,6 +186,7 @@ def _matmul(matmul: Matmul) -> Work:
         activation_bytes=matmul.x.num_bytes + matmul.out.num_bytes,
         flops=2 * matmul.x.rows * matmul.weight.rows * matmul.weight.columns,
         is_one_row=rows == 1,
+        banks=matmul.weight.memory.cores if rows == 1 else 0,
         is_spread=matmul.out.memory.buffer == DRAM,
         has_bias=matmul.bias is not None,
         format=matmul.weight.format,
@@ -146,13 +204,14 @@ def _attention(attention: Attention, program: DeviceProgram, attended: int) -> W
         heads = program.batch * attention.num_kv_heads
         cores = min(MAX_CORES_PER_HEAD, max(1, NUM_CORES // heads))
         softmax = -(-heads * cores // NUM_CORES) * -(-chunks // cores)
+        head_tiles = -(-heads // NUM_CORES) * chunks
         read = heads * chunks * depth * 2 * tile_bytes(attention.keys.format)
         pairs = program.batch * context
     else:
         rows = -(-program.length // TILE)
         reach = -(-attention.window // TILE) + 1 if attention.window else rows
         tiles = sum(min(row + 1, reach) for row in range(rows))
-        softmax = -(-attention.num_heads * tiles // NUM_CORES)
+        softmax = head_tiles = -(-attention.num_heads * tiles // NUM_CORES)
         read = attention.num_heads * tiles * depth * 2 * tile_bytes(attention.keys.format) // GRID
         reach = attention.window or program.length
         pairs = sum(min(position + 1, reach) for position in range(program.length))
@@ -163,6 +222,7 @@ def _attention(attention: Attention, program: DeviceProgram, attended: int) -> W
         phases=attention.compute.num_phases,
         products=2 * depth * softmax,
         softmax_tiles=softmax,
+        head_tiles=head_tiles,
         bytes_read=read,
         activation_bytes=attention.q.num_bytes + attention.out.num_bytes,
         flops=4 * attention.num_heads * pairs * attention.head_dim,

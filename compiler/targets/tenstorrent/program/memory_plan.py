@@ -54,7 +54,8 @@ def plan_memory(program: DeviceProgram) -> MemoryPlan:
             l1_bytes, fullest = here, f"{type(instruction).__name__} of {instruction.fqn}"
     return MemoryPlan(
         weight_bytes=sum(weight.num_bytes for weight in program.weights),
-        cache_bytes=sum(state.num_bytes for state in (*program.caches, *program.states)),
+        cache_bytes=sum(cache.num_bytes for cache in program.caches)
+        + sum(state.num_bytes for state in program.states),
         value_bytes=value_bytes,
         l1_bytes=l1_bytes,
         fullest=fullest,

@@ -1,0 +1,165 @@
+"""Time of instructions on Blackhole boards: documented rates, fitted constants, generations of the
+vendor's software.
+
+Speeds of a board doubled within a year at equal hardware. The fitted time of an operator therefore
+belongs to a generation, and a prediction is one for the newest. ``python -m bench fit-perf-model``
+fits and checks the constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tilewright.compiler.targets.tenstorrent.perf.work import (
+    ATTENTION,
+    COLLECTIVE,
+    MATMUL,
+    Work,
+)
+from tilewright.compiler.targets.tenstorrent.program.instructions import (
+    DeltaRule,
+    DeviceProgram,
+    Gated,
+)
+
+CLOCK = 1.35e9
+"""Cycles a second."""
+PHASE_CYCLES = 16
+BANK_BYTES_PER_S = 0.9 * 64e9
+"""Rate of a DRAM bank that decode matmuls reach. Documented."""
+SPREAD_BYTES_PER_S = 344e9
+"""DRAM rate of interleaved tensors in large packets. Documented."""
+L1_BYTES_PER_S = 64 * 64e9 * 1.35
+LINK_BYTES_PER_S = 2 * 0.85 * 25e9
+"""Two links, one direction, 85 % of the line rate. Documented."""
+SOFTMAX_CYCLES = 1100
+"""Of the vector unit for a tile of scores, as on Wormhole. Assumed."""
+LARGEST_CHUNK = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """A generation of the vendor's software: ``readers`` for each DRAM bank in decode matmuls, and
+    whether decode attention splits a head over cores (``splits_heads``).
+    """
+
+    readers: int = 1
+    splits_heads: bool = True
+
+
+SOFTWARE: Mapping[str, Software] = MappingProxyType(
+    {
+        "vllm_2025_05": Software(),
+        "tt_2025_11": Software(),
+        "tt_2026_07": Software(),
+        "tt_2026_09": Software(readers=2),
+        "tp4_2025_07": Software(),
+        "tp4_2026_09": Software(readers=2),
+        "vllm_2026_08": Software(splits_heads=False),
+        "gemma_2026_08": Software(),
+        "qwen36_2026_09": Software(readers=2),
+    }
+)
+"""Generations by name and month: vLLM servers, tt_transformers on a chip (``tt``) and on four
+chips (``tp4``), and the demos of Gemma 3 and Qwen3.6."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlackholeConstants:
+    """Fitted constants, all positive. A field of a generation is seconds of an operator's start.
+
+    ``cache_bytes_per_s``: rate of keys and values. ``ring_factor``: operator starts that a step of
+    a collective takes. ``matmul_factor``: cycles of a prompt's tile products over the peak's.
+    ``prompt_op_seconds``: start of an operator of a prompt.
+    """
+
+    cache_bytes_per_s: float
+    ring_factor: float
+    vllm_2025_05: float
+    tt_2025_11: float
+    tt_2026_07: float
+    tt_2026_09: float
+    tp4_2025_07: float
+    tp4_2026_09: float
+    vllm_2026_08: float
+    gemma_2026_08: float
+    qwen36_2026_09: float
+    matmul_factor: float
+    prompt_op_seconds: float
+
+
+BLACKHOLE_START = BlackholeConstants(
+    cache_bytes_per_s=300e9,
+    ring_factor=1.5,
+    vllm_2025_05=1e-5,
+    tt_2025_11=1e-5,
+    tt_2026_07=1e-5,
+    tt_2026_09=1e-5,
+    tp4_2025_07=1e-5,
+    tp4_2026_09=1e-5,
+    vllm_2026_08=1e-5,
+    gemma_2026_08=1e-5,
+    qwen36_2026_09=1e-5,
+    matmul_factor=2.0,
+    prompt_op_seconds=5e-5,
+)
+"""Round numbers from which the fit begins."""
+
+# fitted: begin
+BLACKHOLE = BlackholeConstants(
+    cache_bytes_per_s=2.117e11,
+    ring_factor=0.7752,
+    vllm_2025_05=4.049e-05,
+    tt_2025_11=2.247e-05,
+    tt_2026_07=1.118e-05,
+    tt_2026_09=1.591e-05,
+    tp4_2025_07=1.521e-05,
+    tp4_2026_09=5.468e-06,
+    vllm_2026_08=1.612e-05,
+    gemma_2026_08=5.927e-06,
+    qwen36_2026_09=8.894e-06,
+    matmul_factor=1.359,
+    prompt_op_seconds=3.996e-05,
+)
+BLACKHOLE_BARS = (0.095, 0.638)
+# fitted: end
+"""The bars are shares of t/s/u and of TTFT that nine of ten left-out rows are within."""
+
+
+def software_of(program: DeviceProgram) -> str:
+    """Return the newest generation with published rows for a program of this kind."""
+    kinds = {type(each) for each in program.instructions}
+    if DeltaRule in kinds:
+        return "qwen36_2026_09"
+    if Gated in kinds:
+        return "gemma_2026_08"
+    return "tp4_2026_09" if program.mesh.num_chips > 1 else "tt_2026_09"
+
+
+def blackhole_seconds(
+    work: Work, constants: BlackholeConstants, software: str, *, is_decode: bool
+) -> tuple[float, float, float]:
+    """Return the seconds of the start, of moving bytes, and of computing."""
+    generation = SOFTWARE[software]
+    start = getattr(constants, software) if is_decode else constants.prompt_op_seconds
+    if work.kind == COLLECTIVE:
+        steps = work.ring_steps + work.hops
+        return steps * constants.ring_factor * start, work.link_bytes / LINK_BYTES_PER_S, 0.0
+    start *= work.starts + work.has_bias
+    peak = work.phases * PHASE_CYCLES
+    if work.kind == MATMUL:
+        cycles = work.products * peak
+        if work.is_one_row:
+            moved = work.bytes_read / (work.banks * BANK_BYTES_PER_S)
+            return start, moved, cycles / generation.readers / CLOCK
+        factor = 1.0 if is_decode else constants.matmul_factor
+        moved = (work.bytes_read + (not is_decode) * work.activation_bytes) / SPREAD_BYTES_PER_S
+        return start, moved, factor * cycles / CLOCK
+    if work.kind == ATTENTION:
+        tiles = work.softmax_tiles if generation.splits_heads else work.head_tiles
+        return start, work.bytes_read / constants.cache_bytes_per_s, tiles * SOFTMAX_CYCLES / CLOCK
+    rate = SPREAD_BYTES_PER_S if work.is_spread else L1_BYTES_PER_S
+    moved = work.activation_bytes / rate + work.bytes_read / SPREAD_BYTES_PER_S
+    return start, moved, 0.0

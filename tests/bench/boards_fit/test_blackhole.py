@@ -1,0 +1,54 @@
+"""The time model of Blackhole boards against published rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bench.boards_fit.blackhole import study_blackhole
+from bench.boards_fit.blackhole_rows import ROWS
+from tests.targets.tenstorrent.boards import programs
+from tests.tiny import tiny_model
+from tilewright.compiler.targets.tenstorrent.perf.blackhole import (
+    BLACKHOLE,
+    BLACKHOLE_BARS,
+    SOFTWARE,
+    blackhole_seconds,
+    software_of,
+)
+from tilewright.compiler.targets.tenstorrent.perf.price import price, step_seconds
+from tilewright.compiler.targets.tenstorrent.perf.work import program_work
+
+
+@pytest.mark.slow
+def test_left_out_rows_are_within_the_bounds() -> None:
+    study = study_blackhole()
+    errors = 100 * np.abs(study.step_errors)
+    assert np.median(errors) <= 6 and errors.max() <= 20
+    assert study.bars() == pytest.approx(BLACKHOLE_BARS, rel=0.01)
+    for name in SOFTWARE:
+        assert getattr(study.constants, name) == pytest.approx(getattr(BLACKHOLE, name), rel=0.01)
+
+
+def test_every_published_row_has_a_date_a_source_and_known_software() -> None:
+    rows = json.loads(ROWS.read_text(encoding="utf-8"))["rows"]
+    assert len({row["id"] for row in rows}) == len(rows) > 60
+    assert all(row["date"] and row["source"] and row["step_ms"] > 0 for row in rows)
+    assert {row["software"] for row in rows} == set(SOFTWARE)
+
+
+def test_two_readers_of_a_bank_halve_the_cycles_of_a_matmul() -> None:
+    _, decode = programs(tiny_model(hidden_size=64), name="p150")
+    work = next(each for each in program_work(decode) if each.is_one_row)
+    times = [
+        blackhole_seconds(work, BLACKHOLE, name, is_decode=True)
+        for name in ("tt_2025_11", "tt_2026_09")
+    ]
+    assert times[0][2] == 2 * times[1][2] and times[0][1] == times[1][1]
+    assert software_of(decode) == "tt_2026_09"
+    assert step_seconds(decode) == pytest.approx(sum(each.seconds for each in price(decode)))
+    slower = replace(decode, device="P100")
+    assert step_seconds(slower) == step_seconds(decode), "the banks are those of the program"
