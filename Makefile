@@ -117,7 +117,7 @@ perf-tables: $(WITH_DEMO)
 	$(RENDER)
 
 # Measures all again that this machine can and says row by row what is not reproduced; see --help.
-perf-check: $(WITH_DEMO)
+perf-check: $(WITH_TEST)
 	"$(BIN)/python" -m bench perf-check $(ARGS)
 
 # The rows of boards that are not there. Predicted ones take 10 s each; the default model's accuracy
@@ -128,7 +128,7 @@ BOARD_CASES := performance-ci-1 accuracy-ci-1 performance-ci-32 performance-long
 BOARDS := n150 n300 t3k tg
 
 # A shape that a board has no room for, or heads for, is said and left out.
-perf-boards: $(WITH_DEMO)
+perf-boards: $(WITH_TEST)
 	for board in $(BOARDS); do for shape in $(BOARD_SHAPES); do for case in $(BOARD_CASES); do \
 	    "$(BIN)/tilewright" bench --model shape:$$shape --target $$board --case $$case \
 	        --results $(BOARD_RESULTS) || [ $$? -eq 2 ] || exit 1; \

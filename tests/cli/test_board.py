@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,3 +143,18 @@ def test_how_long_an_emulation_takes_is_said_before_it_begins(
     assert name == "performance-short" and CASES[name].max_generated_tokens == 16
     assert main(["bench", *model, "--case", "performance-device-perf"]) == 0
     assert "emulated" not in capfd.readouterr().err, "a prediction takes no time"
+
+
+def test_board_without_numba_names_its_extra(
+    refused: Refused, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tilewright.compiler.targets.tenstorrent.emulate as package
+
+    for name in list(sys.modules):
+        if name.startswith((f"{package.__name__}.matrix_unit_", "numba")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(package, "matrix_unit_cpu", raising=False)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    said = refused("--target", "n150", "--model", str(tiny_gguf), "--prompt", "hello", *FEW)
+    assert said.startswith("emulated boards: import of numba halted")
+    assert said.endswith("; allowed: pip install -e '.[boards]' in the clone")

@@ -233,6 +233,7 @@ class BoardTarget(Target):
         write_weights(decode, emission.get_weight, emission.folder)
 
     def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
+        _check_emulator()
         graph_module, path = program.graph(), program.folder / _WEIGHTS
         prefill, decode = self.programs(graph_module, options)
         progress("weights", 0, 1)
@@ -259,6 +260,7 @@ class BoardTarget(Target):
         progress: Progress,
     ) -> Executable:
         """Deal the weights to the chips without writing them to a folder first."""
+        _check_emulator()
         prefill, decode = self.programs(graph_module, options)
         dealt = self._load_weights(decode, get_weight, progress)
         return _executable(prefill, decode, dealt, options, self.contract(graph_module, options))
@@ -274,6 +276,14 @@ class BoardTarget(Target):
             dealt[weight.name] = load_weight(weight, self.mesh, get_weight)
             progress("weights", done + 1, len(weights))
         return dealt
+
+
+def _check_emulator() -> None:
+    """Raise a CompileError before weights are read if this machine cannot emulate a board."""
+    from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import accumulator
+    from tilewright.compiler.targets.tenstorrent.executable import emulation_device
+
+    accumulator(emulation_device())
 
 
 def _executable(

@@ -7,6 +7,7 @@ matrix_unit_cpu and matrix_unit_cuda; this file knows no graph and no device's m
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from tilewright.compiler.formats import FIDELITIES, BlockFloat, Fidelity, get_format
 from tilewright.compiler.formats.block_float import TILE
 from tilewright.compiler.targets.tenstorrent.emulate.strided_weight import StridedWeight
-from tilewright.errors import CompileError, allowed
+from tilewright.errors import CompileError, allowed, one_line
 
 OUT_FORMATS = ("fp32", "bf16", "bfp8", "bfp4")
 OPERAND_FORMATS = ("bf16", "bfp8", "bfp4", "bfp2")
@@ -155,16 +156,29 @@ def _multiply(out: Tensor, act: Tensor, weight: Tensor, settings: MatmulSettings
         out.copy_(packed(out, settings.out_format))
 
 
+def accumulator(device: torch.device) -> Callable[..., None]:
+    """Return the function that sums on ``device``.
+
+    Raises:
+        CompileError: numba, which the CPU needs, is not installed.
+    """
+    if device.type == "cuda":
+        from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit_cuda import accumulate
+
+        return accumulate
+    try:
+        from tilewright.compiler.targets.tenstorrent.emulate import matrix_unit_cpu
+    except ImportError as error:
+        raise CompileError(
+            f"emulated boards: {one_line(error)}; allowed: pip install -e '.[boards]' in the clone"
+        ) from None
+    return matrix_unit_cpu.accumulate
+
+
 def _accumulate(
     out: Tensor, act: Tensor, weight: Tensor, settings: MatmulSettings, *, block: int, reload: bool
 ) -> None:
-    try:
-        if act.device.type == "cuda":
-            from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit_cuda import accumulate
-        else:
-            from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit_cpu import accumulate
-    except ImportError as error:
-        raise CompileError(f"emulated boards: {error}; allowed: with numba installed") from None
+    accumulate = accumulator(act.device)
     accumulate(
         out,
         act,
