@@ -10,9 +10,11 @@ import torch
 
 from tilewright.compiler.targets.cuda.engine_generator.layers import engine_plan
 from tilewright.compiler.targets.cuda.engine_generator.parts import plan as parts
-from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_plan import HybridPlan
-from tilewright.compiler.targets.cuda.engine_generator.parts.native_plan import NativeChoices
-from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices
+from tilewright.compiler.targets.cuda.engine_generator.parts.plan import (
+    Choices,
+    HybridPlan,
+    NativeChoices,
+)
 from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
 from tilewright.compiler.targets.host.tensor_files import save_tensors
 from tilewright.compiler.targets.interface.base import Emission

@@ -9,7 +9,7 @@ from dataclasses import replace
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.targets.cuda.engine_generator.mixers import GATES, MixerWriter
 from tilewright.compiler.targets.cuda.engine_generator.parts import plan as parts
-from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_plan import DeltaRule, HybridPlan
+from tilewright.compiler.targets.cuda.engine_generator.parts.plan import DeltaRule, HybridPlan
 from tilewright.compiler.targets.program import instructions as typed
 from tilewright.errors import CompileError
 

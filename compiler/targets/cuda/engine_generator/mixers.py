@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from tilewright.compiler.ir.recipe import WeightRecipe
-from tilewright.compiler.targets.cuda.engine_generator.parts import mixer_plan as parts
+from tilewright.compiler.targets.cuda.engine_generator.parts import plan as parts
 from tilewright.compiler.targets.program import instructions as typed
 from tilewright.errors import CompileError
 

@@ -8,69 +8,53 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tilewright.compiler import __version__
-from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_plan import HybridPlan
-from tilewright.compiler.targets.cuda.engine_generator.parts.native_plan import NativeChoices
-from tilewright.compiler.targets.cuda.engine_generator.parts.native_source import sources
-from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices, Plan
+from tilewright.compiler.targets.cuda.engine_generator.parts.native import sources
+from tilewright.compiler.targets.cuda.engine_generator.parts.plan import (
+    Choices,
+    HybridPlan,
+    NativeChoices,
+    Plan,
+)
 
 _PARTS = Path(__file__).with_name("parts")
 _SECTIONS = {
     "plan": "Instructions",
-    "native_plan": "Choices of kernels in CUDA C++",
-    "mixer_plan": "Instructions of experts and of linear attention",
     "generated": "The plan of this engine, made from the typed program",
     "settings": "Configuration",
-    "hybrid_settings": "Configuration of experts and of linear attention",
     "weights": "Weights",
     "steps": "The walk over the plan",
-    "mixer_steps": "The walk over mixers",
     "torch_steps": "On a CPU",
-    "mixer_torch": "Mixers on a CPU",
     "pages": "Memory of requests on a GPU",
     "kernels": "Kernels",
-    "triton_products": "Products of few rows",
     "cuda_source": "Kernels of products of few rows",
-    "cuda_products": "Products of few rows",
+    "products": "Products of few rows",
     "mixer_kernels": "Kernels of mixers",
-    "native_source": "Kernels in CUDA C++",
-    "native_cuda": "Kernels in CUDA C++ on a device",
     "launches": "What an instruction launches",
+    "cuda_steps": "On a GPU",
     "../../kernels/attention/split": "How attention is shared out",
     "../../kernels/attention/attention": "What attention's kernel is handed",
-    "native_attend": "Attention in CUDA C++",
-    "cuda_steps": "On a GPU",
-    "mixer_cuda": "Mixers on a GPU",
     "../../kernels/experts/route": "What a router's kernel is handed",
     "../../kernels/experts/experts": "What kernels of experts are handed",
-    "native_experts": "Experts in CUDA C++",
     "../../kernels/delta_rule/delta_step": "How linear attention is cut into blocks",
-    "native_delta": "Linear attention in CUDA C++",
+    "native": "Kernels in CUDA C++, and what launches them",
     "engine": "The engine",
     "reference": "The reference",
-    "hybrid_reference": "The reference with experts and linear attention",
-    "native_family": "On a GPU with kernels in CUDA C++",
     "family": "The model",
     "self_test": "The check",
 }
 _NATIVE = {
-    "native_plan": (),
-    "native_source": (),
-    "native_cuda": (),
     "../../kernels/attention/split": ("choose_share", "num_parts", "SHORT_PAGES", "MOST_SPLITS"),
     "../../kernels/attention/attention": ("_Attend", "_shared_bytes", "_WARPS"),
-    "native_attend": (),
     "../../kernels/experts/route": ("RouteArguments",),
     "../../kernels/experts/experts": ("_Experts", "_Weight"),
-    "native_experts": (),
     "../../kernels/delta_rule/delta_step": ("_DeltaStep", "columns_of_a_block"),
-    "native_delta": (),
-    "native_family": (),
+    "native": (),
 }
 """Sections of files with `NativeChoices` alone; what is taken of modules that are no parts."""
 _NOTED = ("kernels", "mixer_kernels")
@@ -78,6 +62,7 @@ _NOTED = ("kernels", "mixer_kernels")
 _PRODUCTS = {"triton": "TritonProducts", "cuda": "CudaProducts"}
 _ROOTS = ("create_engine", "Engine", "main", "PLAN", "CHOICES", "FAMILY")
 _CHOICES = "@dataclass(frozen=True)\nclass Choices"
+_EXECUTOR = 'class NativeExecutor({bases}):\n    """Steps on a GPU."""'
 _HEADER = '''"""An engine for {title}.
 
 Written by Tilewright {version}, from the typed program of this model: {layers} layers that
@@ -100,39 +85,40 @@ check it against the eager reference at its end:
 
 def engine_text(plan: Plan, choices: Choices, *, title: str, num_layers: int) -> str:
     """A whole engine.py. ``title``: what it is an engine for; ``num_layers``: of that model."""
-    texts = {name: (_PARTS / f"{name}.py").read_text(encoding="utf-8") for name in _SECTIONS}
-    if not isinstance(choices, NativeChoices):
-        texts = {name: text for name, text in texts.items() if name not in _NATIVE}
+    is_native = isinstance(choices, NativeChoices)
+    names = [name for name in _SECTIONS if is_native or name not in _NATIVE]
+    texts = {name: (_PARTS / f"{name}.py").read_text(encoding="utf-8") for name in names}
     bodies = {name: _body(text) for name, text in texts.items()}
     for name, taken in _NATIVE.items():
         if taken and name in bodies:
-            kept = _reached([each.text for each in bodies[name]], taken)
-            bodies[name] = [each for each in bodies[name] if each.text in kept]
+            kept = _reached([piece.text for piece in bodies[name]], taken)
+            bodies[name] = [piece for piece in bodies[name] if piece.text in kept]
+    bodies = _with_own_names(bodies)
     made = f"PLAN = {_literal(plan)}", f"CHOICES = {_literal(choices)}"
     bodies["generated"] = [_Piece(made[0], 1), _Piece(made[1], 1)]
     family = "HYBRID" if isinstance(plan, HybridPlan) else "LLAMA"
+    replaced = {"FEW_ROWS": f"FEW_ROWS = {_PRODUCTS[choices.products]}()"}
     if isinstance(choices, NativeChoices):
-        bodies["native_source"] = [_Piece(_sources_text(choices.native), 1)]
         bases = ", ".join(_bases(family, choices.native))
-        bodies["native_family"][0] = _with_bases(bodies["native_family"][0], bases)
+        replaced["SOURCES ="] = _sources_text(choices.native)
+        replaced["class NativeExecutor"] = (
+            f'class NativeExecutor({bases}):\n    """Steps on a GPU."""'
+        )
         family = f"replace({family}, on_gpu=NativeExecutor)"
-    bodies["family"][-1] = _Piece(f"FAMILY = {family}", 1)
-    products = f"FEW_ROWS = {_PRODUCTS[choices.products]}()"
-    bodies["launches"] = [
-        _Piece(products, 1) if each.text.startswith("FEW_ROWS") else each
-        for each in bodies["launches"]
-    ]
-    kept = _reached([each.text for body in bodies.values() for each in body])
+    replaced["FAMILY ="] = f"FAMILY = {family}"
+    for name, body in bodies.items():
+        bodies[name] = [_replaced(piece, replaced) for piece in body]
+    kept = _reached([piece.text for body in bodies.values() for piece in body])
     used = "\n".join(kept)
-    bodies["plan"] = [_with_fields(each, choices, used) for each in bodies["plan"]]
-    kept |= {each.text for each in bodies["plan"] if each.text.startswith(_CHOICES)}
+    bodies["plan"] = [_with_fields(piece, choices, used) for piece in bodies["plan"]]
+    kept |= {piece.text for piece in bodies["plan"] if piece.text.startswith(_CHOICES)}
     sections = []
     for name in bodies:
-        body = [each for each in bodies[name] if each.text in kept]
+        body = [piece for piece in bodies[name] if piece.text in kept]
         if not body:
             continue
         note = _comment(texts[name]) if name in _NOTED else ""
-        shown = [replace(each, text=_first_paragraphs(each.text)) for each in body]
+        shown = [replace(piece, text=_first_paragraphs(piece.text)) for piece in body]
         heading = f"# {'-' * 8} {_SECTIONS[name]} ".ljust(100, "-")
         sections.append(f"{heading}{note}{_joined(shown)}")
     imports = _imports(texts.values(), "\n".join(sections))
@@ -149,6 +135,21 @@ class _Piece:
 
     text: str
     gap: int
+
+
+def _with_own_names(bodies: dict[str, list[_Piece]]) -> dict[str, list[_Piece]]:
+    """Rename the names of an included module that an earlier section binds, too."""
+    bound: set[str] = set()
+    renamed = {}
+    for section, body in bodies.items():
+        names = {name for piece in body for name in _defined(ast.parse(piece.text).body)}
+        for name in sorted(names & bound):
+            assert section in _NATIVE and section != "native", f"{section}: {name} is bound twice"
+            own = f"{Path(section).name.upper()}_{name.lstrip('_')}"
+            body = [replace(p, text=re.sub(rf"\b{name}\b", own, p.text)) for p in body]
+        renamed[section] = body
+        bound |= names
+    return renamed
 
 
 def _with_fields(piece: _Piece, choices: Choices, used: str) -> _Piece:
@@ -179,9 +180,10 @@ def _bases(family: str, native: tuple[str, ...]) -> tuple[str, ...]:
     return (*(each for name, each in known.items() if name in native), last)
 
 
-def _with_bases(piece: _Piece, bases: str) -> _Piece:
-    """A class with other bases."""
-    return _Piece(re.sub(r"\(.*\)", f"({bases})", piece.text, count=1), piece.gap)
+def _replaced(piece: _Piece, texts: Mapping[str, str]) -> _Piece:
+    """Return the piece with the text whose key begins it, if there is one."""
+    text = next((text for begin, text in texts.items() if piece.text.startswith(begin)), piece.text)
+    return replace(piece, text=text)
 
 
 def _body(source: str) -> list[_Piece]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilewright.compiler.targets.cuda.engine_generator.parts import cuda_products
+from tilewright.compiler.targets.cuda.engine_generator.parts import products as cuda_products
 from tilewright.compiler.targets.cuda.engine_generator.parts.cuda_source import PRODUCTS
 from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import error_of
 

@@ -18,7 +18,7 @@ from tilewright.compiler.driver import compile_model, weight_source
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.cuda.engine_generator.emit import emit_engine
 from tilewright.compiler.targets.cuda.engine_generator.layers import engine_plan
-from tilewright.compiler.targets.cuda.engine_generator.parts.hybrid_reference import HYBRID_CONFIG
+from tilewright.compiler.targets.cuda.engine_generator.parts.reference import HYBRID_CONFIG
 from tilewright.compiler.targets.cuda.engine_generator.trial import load_engine
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.interface.base import CompileOptions, Emission

@@ -18,11 +18,11 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.cuda_steps import (
 from tilewright.compiler.targets.cuda.engine_generator.parts.engine import Engine
 from tilewright.compiler.targets.cuda.engine_generator.parts.generated import PLAN
 from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices, Linear, Plan
+from tilewright.compiler.targets.cuda.engine_generator.parts.products import APART, INSIDE
 from tilewright.compiler.targets.cuda.engine_generator.parts.reference import Reference
 from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import error_of
 from tilewright.compiler.targets.cuda.engine_generator.parts.settings import Settings, read_settings
 from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Bound, with_ends
-from tilewright.compiler.targets.cuda.engine_generator.parts.triton_products import APART, INSIDE
 from tilewright.compiler.targets.cuda.engine_generator.parts.weights import load_weights
 from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
 
@@ -85,7 +85,7 @@ def test_kernels_have_the_references_logits(
     same("decode", [4], torch.tensor([7]))
     if style == "interleaved":
         fewer = dataclasses.replace(chosen, columns=16, whole=1)
-        monkeypatch.setattr(f"{PARTS}.triton_products.CHOICES", fewer)
+        monkeypatch.setattr(f"{PARTS}.products.CHOICES", fewer)
         same("prefill", [4], prompts(33))  # many: the library's, over two pages
         same("decode", [4, 9], torch.tensor([8, 1]))
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pickle
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,8 +21,11 @@ from tests.targets.cuda.engine_generator.conftest import CONFIG, Folder
 from tests.tiny import lowered
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.cuda.engine_generator.layers import engine_plan
-from tilewright.compiler.targets.cuda.engine_generator.parts.native_plan import NativeChoices
-from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices, Plan
+from tilewright.compiler.targets.cuda.engine_generator.parts.plan import (
+    Choices,
+    NativeChoices,
+    Plan,
+)
 from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
 from tilewright.compiler.targets.cuda.plan import make_plan
 
@@ -65,6 +70,14 @@ def by_path(path: Path, name: str, *, registered: bool) -> ModuleType:
         sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def test_engine_file_binds_each_name_once(texts: dict[str, str]) -> None:
+    for kind, text in texts.items():
+        python = re.sub(r'r""".*?"""', "", text, flags=re.DOTALL)
+        names: list[str] = re.findall(r"^(?:def |class |)(\w+)(?=[(:,]| =)", python, re.M)
+        assert [name for name, count in Counter(names).items() if count > 1] == [], kind
+        assert {"Engine", "MOST_ROWS"} <= {*names}
 
 
 @pytest.mark.parametrize("kind", ["dense", "dense, CUDA C++", "mixture", "mixture, CUDA C++"])

@@ -11,28 +11,33 @@ from typing import Any
 import pytest
 import torch
 
-from tilewright.compiler.targets.cuda.engine_generator.parts import mixer_cuda
-from tilewright.compiler.targets.cuda.engine_generator.parts.cuda_steps import Captured
+from tilewright.compiler.targets.cuda.engine_generator.parts import cuda_steps as mixer_cuda
+from tilewright.compiler.targets.cuda.engine_generator.parts.cuda_steps import (
+    Captured,
+    HybridCudaExecutor,
+)
 from tilewright.compiler.targets.cuda.engine_generator.parts.engine import Engine
-from tilewright.compiler.targets.cuda.engine_generator.parts.hybrid_reference import (
+from tilewright.compiler.targets.cuda.engine_generator.parts.plan import (
+    DeltaRule,
+    Embed,
+    Experts,
+    GatedAttend,
+    Gather,
+    HybridPlan,
+    Linear,
+    Norm,
+)
+from tilewright.compiler.targets.cuda.engine_generator.parts.reference import (
     HYBRID_CONFIG,
     HybridReference,
 )
-from tilewright.compiler.targets.cuda.engine_generator.parts.hybrid_settings import (
-    HybridSettings,
-    read_hybrid_settings,
-)
-from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_cuda import HybridCudaExecutor
-from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_plan import (
-    DeltaRule,
-    Experts,
-    GatedAttend,
-    HybridPlan,
-)
-from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Embed, Gather, Linear, Norm
 from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import (
     error_of,
     random_weights,
+)
+from tilewright.compiler.targets.cuda.engine_generator.parts.settings import (
+    HybridSettings,
+    read_hybrid_settings,
 )
 from tilewright.compiler.targets.cuda.engine_generator.parts.weights import load_weights
 

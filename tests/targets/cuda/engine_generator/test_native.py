@@ -24,24 +24,27 @@ from tests.targets.cuda.engine_generator.test_mixer_kernels import (
     large_weights,
 )
 from tilewright.compiler.targets.cuda.engine_generator.emit import choices_for
+from tilewright.compiler.targets.cuda.engine_generator.parts.cuda_steps import HybridCudaExecutor
 from tilewright.compiler.targets.cuda.engine_generator.parts.engine import Engine
-from tilewright.compiler.targets.cuda.engine_generator.parts.hybrid_reference import HybridReference
-from tilewright.compiler.targets.cuda.engine_generator.parts.hybrid_settings import (
-    read_hybrid_settings,
-)
-from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_cuda import HybridCudaExecutor
-from tilewright.compiler.targets.cuda.engine_generator.parts.native_attend import NativeAttention
-from tilewright.compiler.targets.cuda.engine_generator.parts.native_delta import NativeDelta
-from tilewright.compiler.targets.cuda.engine_generator.parts.native_experts import (
+from tilewright.compiler.targets.cuda.engine_generator.parts.native import (
     TILE,
+    NativeAttention,
+    NativeDelta,
     NativeExperts,
 )
-from tilewright.compiler.targets.cuda.engine_generator.parts.native_plan import NativeChoices
-from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices, Plan
+from tilewright.compiler.targets.cuda.engine_generator.parts.plan import (
+    Choices,
+    NativeChoices,
+    Plan,
+)
+from tilewright.compiler.targets.cuda.engine_generator.parts.reference import HybridReference
 from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import (
     compare,
     error_of,
     random_weights,
+)
+from tilewright.compiler.targets.cuda.engine_generator.parts.settings import (
+    read_hybrid_settings,
 )
 from tilewright.compiler.targets.cuda.engine_generator.parts.weights import load_weights
 from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
@@ -227,9 +230,8 @@ def test_kernels_are_handed_what_their_sources_read(
         }
         does[kernel[0]](arguments)
 
-    for part in ("native_attend", "native_experts", "native_delta"):
-        monkeypatch.setattr(f"{PARTS}.{part}.native_launch", launch)
-        monkeypatch.setattr(f"{PARTS}.{part}.takes_native", lambda device, dtype: True)
+    monkeypatch.setattr(f"{PARTS}.native.native_launch", launch)
+    monkeypatch.setattr(f"{PARTS}.native.takes_native", lambda device, dtype: True)
     monkeypatch.setattr(f"{PARTS}.steps.PLAN", PLAN)
     exact = read_hybrid_settings(SIZES, CPU)
     tensors = large_weights(exact, tmp_path, 1.5)

@@ -8,23 +8,26 @@ from typing import Any
 
 import torch
 
-from tilewright.compiler.targets.cuda.engine_generator.parts.cuda_steps import CudaExecutor
-from tilewright.compiler.targets.cuda.engine_generator.parts.hybrid_reference import (
-    HYBRID_CONFIG,
-    HybridReference,
+from tilewright.compiler.targets.cuda.engine_generator.parts.cuda_steps import (
+    CudaExecutor,
+    HybridCudaExecutor,
 )
-from tilewright.compiler.targets.cuda.engine_generator.parts.hybrid_settings import (
-    read_hybrid_settings,
-)
-from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_cuda import HybridCudaExecutor
-from tilewright.compiler.targets.cuda.engine_generator.parts.mixer_torch import HybridTorchExecutor
 from tilewright.compiler.targets.cuda.engine_generator.parts.reference import (
+    HYBRID_CONFIG,
     SMALL_CONFIG,
+    HybridReference,
     Reference,
 )
-from tilewright.compiler.targets.cuda.engine_generator.parts.settings import Settings, read_settings
+from tilewright.compiler.targets.cuda.engine_generator.parts.settings import (
+    Settings,
+    read_hybrid_settings,
+    read_settings,
+)
 from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Executor
-from tilewright.compiler.targets.cuda.engine_generator.parts.torch_steps import TorchExecutor
+from tilewright.compiler.targets.cuda.engine_generator.parts.torch_steps import (
+    HybridTorchExecutor,
+    TorchExecutor,
+)
 
 
 @dataclass(frozen=True)

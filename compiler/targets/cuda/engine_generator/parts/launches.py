@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.engine_generator.parts.cuda_products import CudaProducts
 from tilewright.compiler.targets.cuda.engine_generator.parts.generated import CHOICES
 from tilewright.compiler.targets.cuda.engine_generator.parts.kernels import (
     attend_prompt_kernel,
@@ -22,6 +21,10 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.kernels import (
     swiglu_kernel,
 )
 from tilewright.compiler.targets.cuda.engine_generator.parts.pages import PAGE, Pages
+from tilewright.compiler.targets.cuda.engine_generator.parts.products import (
+    CudaProducts,
+    TritonProducts,
+)
 from tilewright.compiler.targets.cuda.engine_generator.parts.settings import Settings, turn_table
 from tilewright.compiler.targets.cuda.engine_generator.parts.steps import (
     Bound,
@@ -29,7 +32,6 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.steps import (
     Values,
     with_ends,
 )
-from tilewright.compiler.targets.cuda.engine_generator.parts.triton_products import TritonProducts
 
 BLOCK = 1024
 
