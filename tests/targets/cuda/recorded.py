@@ -1,0 +1,224 @@
+"""A GPU without a device: kernels of whole steps are recorded, not run.
+
+Tensors have no memory. Every launch leaves its kernel, its tuning values and its grid.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from tests.tiny import lowered
+from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.targets.cuda.kernels.attention.rope import rotate_and_store
+from tilewright.compiler.targets.cuda.kernels.common import launch, nvrtc
+from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
+from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.state.tables import PagedState
+from tilewright.compiler.targets.cuda.state.token_batch import Rows
+from tilewright.compiler.targets.cuda.steps import attention as steps_attention
+from tilewright.compiler.targets.cuda.steps import matmul as steps_matmul
+from tilewright.compiler.targets.cuda.steps.run import Steps
+from tilewright.compiler.targets.cuda.weights.experts import held_sizes
+from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.stream import Placed, Wanted, Weights, wanted_by
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.program.instructions import Plan
+from tilewright.models.architectures.table import architecture_of
+from tilewright.models.config import ModelConfig
+
+CUDA = torch.device("cuda")
+_META = torch.device("meta")
+
+
+_SHOWN = (
+    *("num_warps", "num_stages", "maxnreg", "BLOCK", "ROWS", "TOKENS", "PAIRS", "COLUMNS", "R"),
+    *("SPLITS", "SPLIT_PAGES", "HEADS", "WHOLE", "CHUNK", "TILE", "PRECISION", "PART", "P"),
+    *("KIND", "PIECES", "DIAGONAL"),
+)
+"""Tuning values of Triton kernels in the text. The checksum contains all."""
+
+
+class Launches:
+    """The launches so far: kernels with their tuning values, and a checksum of all operands."""
+
+    def __init__(self) -> None:
+        self.kernels: list[str] = []
+        self.checksum = 0
+
+    def clear(self) -> None:
+        """Forget the launches."""
+        self.kernels.clear()
+        self.checksum = 0
+
+    def add(self, kernel: str, *operands: object) -> None:
+        """Record a launch."""
+        self.kernels.append(kernel)
+        self.checksum = zlib.crc32(repr((kernel, operands)).encode(), self.checksum)
+
+    def shown(self) -> str:
+        """Return the launches. Equal neighbors are counted."""
+        found: list[tuple[str, int]] = []
+        for kernel in self.kernels:
+            if found and found[-1][0] == kernel:
+                found[-1] = kernel, found[-1][1] + 1
+            else:
+                found.append((kernel, 1))
+        return ", ".join(kernel + f" x{count}" * (count > 1) for kernel, count in found)
+
+
+def _native(launches: Launches) -> Any:
+    def launched(source: Any, name: str, *, at: Any, arguments: Any, spread: bool = False) -> None:
+        memory = ctypes.string_at(ctypes.addressof(arguments), ctypes.sizeof(arguments))
+        launches.add(f"{source.path.stem}:{name}", at, zlib.crc32(memory), spread)
+
+    return launched
+
+
+def _triton(launches: Launches) -> Any:
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        sizes = {key: each for key, each in kwargs.items() if isinstance(each, int | float | str)}
+        shown = [f"{key}={sizes[key]}" for key in _SHOWN if key in sizes]
+        name = self.fn.__name__.strip("_").removesuffix("_kernel")
+        numbers = [each for each in args if isinstance(each, int | float)]
+        missing = [each is None for each in args]
+        launches.add(f"{name}({' '.join(shown)})", grid, sorted(sizes.items()), numbers, missing)
+
+    return run
+
+
+@contextmanager
+def recorded_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> Iterator[Launches]:
+    """A GPU with a compute capability and 132 multiprocessors. Its launches are recorded."""
+    launches = Launches()
+    with monkeypatch.context() as patch:
+        properties = SimpleNamespace(multi_processor_count=132)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "Stream", lambda device=None: None)
+        for name in ("num_processors", "why_not"):
+            for module in (launch, nvrtc):
+                cached = getattr(getattr(module, name, None), "cache_clear", None)
+                if cached is not None:
+                    cached()
+        patch.setattr(nvrtc, "_missing", lambda: "")
+        patch.setattr(nvrtc, "_functions", lambda source, device: {})
+        patch.setattr(nvrtc, "launch", _native(launches))
+        patch.setattr(nvrtc, "clusters_at_once", lambda *_: 16)
+        patch.setattr(native_dense, "_map", _map)
+        for kind in (JITFunction, InterpretedFunction):
+            patch.setattr(kind, "run", _triton(launches))
+        _patch_library(patch, launches)
+        _patch_tensors(patch)
+        yield launches
+
+
+def _patch_tensors(patch: pytest.MonkeyPatch) -> None:
+    """Let tensors of the GPU have no memory, and such tensors be on the GPU."""
+    device_of: Any = torch.Tensor.device
+
+    def on_gpu(make: Any) -> Any:
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            if kwargs.get("device") == CUDA:
+                kwargs["device"] = _META
+            found: Tensor = make(*args, **kwargs)
+            return found
+
+        return made
+
+    def device(tensor: Tensor) -> torch.device:
+        found: torch.device = device_of.__get__(tensor)
+        return CUDA if found == _META else found
+
+    for name in (
+        "empty",
+        "empty_permuted",
+        "empty_strided",
+        "zeros",
+        "ones",
+        "full",
+        "tensor",
+        "arange",
+    ):
+        patch.setattr(torch, name, on_gpu(getattr(torch, name)))
+    patch.setattr(torch.Tensor, "device", property(device))
+    patch.setattr(torch.Tensor, "is_cuda", property(lambda self: self.device == CUDA))
+
+
+def _map(*sizes: object) -> native_dense.TensorMap:
+    checksum = zlib.crc32(repr(sizes[1:]).encode())
+    return native_dense.TensorMap((ctypes.c_uint64 * 16)(checksum))
+
+
+def _patch_library(patch: pytest.MonkeyPatch, launches: Launches) -> None:
+    def product(name: str, result: Any = None) -> Any:
+        def run(*operands: Any) -> Any:
+            launches.add(
+                f"cublas {name}", *(each.shape for each in operands if hasattr(each, "shape"))
+            )
+            return None if result is None else result(*operands)
+
+        return run
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        launches.add("cudnn attention", q.shape, k.shape)
+        return torch.empty(len(q), math.prod(q.shape[1:]), dtype=q.dtype, device=q.device)
+
+    patch.setattr(steps_matmul, "store_product", product("store"))
+    patch.setattr(steps_matmul, "add_product", product("add"))
+    patch.setattr(torch, "mm", product("mm", lambda x, w: x.new_empty(len(x), w.shape[1])))
+    patch.setattr(steps_attention, "attend_from_start", attend)
+    patch.setattr(steps_attention, "rotate_and_store", rotate_and_store)
+
+
+def plan_of(config: ModelConfig, precision: PrecisionConfig) -> Plan:
+    """Return the plan of a model without weights."""
+    with _META:
+        module: Any = architecture_of(config.model_type).model(config)
+    model: Any = SimpleNamespace(name=config.name, config=config, module=module, checkpoint=None)
+    return make_plan(lowered(model, target="cuda", precision=precision)[0])
+
+
+def _weights(plan: Plan) -> Weights:
+    return Weights({wanted: _placed(wanted) for wanted in wanted_by(plan)})
+
+
+def _placed(wanted: Wanted) -> Placed:
+    if wanted.kind == "fp32":
+        return torch.empty(wanted.recipe.shape, device=CUDA)
+    num_experts, rows, columns = held_sizes(wanted.recipe, paired=wanted.is_paired)
+    given = wanted.kind, rows, columns
+    rest = wanted.is_paired, 1.0, num_experts
+    empty = HeldWeight(*given, torch.empty(0), *rest)
+    data = torch.empty(empty.data_shape, dtype=empty.data_type, device=CUDA)
+    return HeldWeight(*given, data, *rest)
+
+
+def steps_of(plan: Plan, *, max_rows: int, max_context: int, **how: Any) -> Steps:
+    """Return the steps of a plan whose tensors have no memory."""
+    compute = "exact" if how.get("exact") else "fast"
+    options = CompileOptions(max_batch=max_rows, max_context=max_context, compute=compute)
+    state = PagedState(
+        plan.states, options, CUDA, num_pages=64, sequence_specs=plan.sequence_states, num_marks=2
+    )
+    how = {"exact": False, **how}
+    return Steps(plan, _weights(plan), state, max_rows=max_rows, **how)
+
+
+def rows_of(num_rows: int) -> Rows:
+    """Return the rows of a step."""
+    return Rows.padding(num_rows, CUDA)

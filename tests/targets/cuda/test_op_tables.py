@@ -1,0 +1,137 @@
+"""Kernels of whole steps by model, format, arithmetic, compute capability and rows: a golden text.
+
+The kernels are recorded, not run.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from tests.targets.cuda.recorded import CUDA, Launches, plan_of, recorded_gpu, rows_of, steps_of
+from tests.tiny import check_golden, precision_of
+from tilewright.compiler.targets.cuda.steps.run import Steps
+from tilewright.models.checkpoints.huggingface.config import config_of_hf
+from tilewright.models.shapes import SHAPES
+
+LAYERS = {
+    "llama-3.1-8b": {"num_hidden_layers": 1},
+    "llama-3.2-1b": {"num_hidden_layers": 1},
+    "qwen3-8b": {"num_hidden_layers": 1},
+    "qwen3.5-35b-a3b": {"num_hidden_layers": 2, "full_attention_interval": 2},
+    "qwen3-30b-a3b": {"num_hidden_layers": 1},
+    "tiny": {"num_hidden_layers": 1},
+    "tiny-hybrid": {"num_hidden_layers": 2, "full_attention_interval": 2},
+}
+FORMATS = {
+    "bf16": {},
+    "bfp8": {"kv_cache": "bfp8"},
+    "bfp4": {"kv_cache": "bfp8", "fidelity": "lofi", "wqkv": "bfp8"},
+}
+MODELS = {
+    **dict.fromkeys(("llama-3.1-8b", "qwen3.5-35b-a3b"), ("bf16", "bfp8", "bfp4")),
+    **dict.fromkeys(("llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b"), ("bf16",)),
+    **dict.fromkeys(("tiny", "tiny-hybrid"), ("bf16", "bfp8")),
+}
+HOW: dict[str, dict[str, Any]] = {
+    "fast": {},
+    "strict": {"strict_rows": 16},
+    "exact": {"exact": True},
+}
+DECODES = (*range(1, 35), 48, 63, 64, 65, 96, 128, 129, 200, 256)
+PROMPTS = (1, 2, 3, 4, 5, 8, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 384, 512, 513, 768, 1024,
+           2048, 2049, 4096, 4097, 8704, 8705)  # fmt: skip
+FEW_DECODES = (1, 2, 5, 17, 33, 65, 256)
+FEW_PROMPTS = (1, 65, 513, 2049)
+
+
+def runs(
+    steps: Steps, decodes: Sequence[int], prompts: Sequence[int]
+) -> Iterator[tuple[str, int, Any]]:
+    """Yield the steps of a plan: what they are, the number of rows, and a call that runs one."""
+    for reach in steps.attention.reaches:
+        for count in decodes:
+            call = lambda n=count, r=reach: steps.decode(rows_of(n), reach=r, captured=True)  # noqa: E731
+            yield f"decode {reach}", count, call
+    last = torch.zeros(1, dtype=torch.int64, device=CUDA)
+    for start in (True, False):
+        for count in prompts:
+            yield (
+                "from start" if start else "prompt",
+                count,
+                lambda n=count, s=start: steps.prefill(rows_of(n), logit_rows=last, from_start=s),
+            )
+    for count in (128, 1024):
+        starts = torch.zeros(3, dtype=torch.int64, device=CUDA)
+        riding = slice(count, count + 8)
+        yield (
+            "mixed",
+            count,
+            lambda n=count, s=starts, r=riding: steps.prefill(
+                rows_of(n + 8), logit_rows=last, starts=s, block=64, riding=r
+            ),
+        )
+
+
+def selections(steps: Steps, launches: Launches, *counts: Sequence[int]) -> Iterator[str]:
+    """Yield a line for every range of rows with the same kernels."""
+    found: list[tuple[str, int, str, list[int]]] = []
+    for what, count, call in runs(steps, *counts):
+        launches.clear()
+        call()
+        shown = launches.shown()
+        if not found or found[-1][0] != what or found[-1][2] != shown:
+            found.append((what, count, shown, []))
+        found[-1][3].append(launches.checksum)
+    for what, count, shown, checksums in found:
+        yield f"  {what} | {count}: {shown} | {sum(checksums) % (1 << 32):08x}"
+
+
+def case(
+    patch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    model: str,
+    kind: str,
+    how: str,
+    *counts: Sequence[int],
+) -> list[str]:
+    """Return the text of a model in a format, with an arithmetic."""
+    config = config_of_hf({**SHAPES[model], **LAYERS[model]}, where=model)
+    plan = plan_of(config, precision_of(kind, **FORMATS[kind]))
+    with recorded_gpu(patch, capability) as launches:
+        steps = steps_of(plan, max_rows=256, max_context=4096, **HOW[how])
+        title = f"{model} {kind} {how} {capability[0]}.{capability[1]}"
+        return [title, *selections(steps, launches, *counts)]
+
+
+def test_steps_select_the_kernels_of_the_golden_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = (
+        *(((9, 0), model, "bf16", "fast") for model in ("llama-3.1-8b", "qwen3.5-35b-a3b")),
+        ((9, 0), "llama-3.1-8b", "bfp8", "strict"),
+        ((9, 0), "qwen3.5-35b-a3b", "bfp4", "fast"),
+        ((9, 0), "tiny-hybrid", "bf16", "exact"),
+        ((8, 9), "tiny-hybrid", "bfp8", "fast"),
+    )
+    text = [line for each in cases for line in case(monkeypatch, *each, FEW_DECODES, FEW_PROMPTS)]
+    check_golden("cuda/op_kernels.txt", "\n".join(text) + "\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [(9, 0), (8, 9)], ids=["90", "89"])
+def test_steps_select_the_kernels_of_the_checksums(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All formats, arithmetics and rows."""
+    found = []
+    for model, kinds in MODELS.items():
+        for kind, how in product(kinds, HOW):
+            text = case(monkeypatch, capability, model, kind, how, DECODES, PROMPTS)
+            found.append(
+                f"{text[0]}: {len(text) - 1} ranges, {zlib.crc32(repr(text).encode()):08x}"
+            )
+    check_golden(f"cuda/op_kernels_{capability[0]}{capability[1]}.txt", "\n".join(found) + "\n")
