@@ -213,15 +213,16 @@ def _sampling(rows: int, *, vocabulary: int) -> Iterator[Variant]:
 
     from tilewright.compiler.targets.cuda.outputs.sampling_batch import Drawing, make_choice
     from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
-    from tilewright.compiler.targets.interface.step import Choosing, Seat
+    from tilewright.compiler.sampling.params import SamplingParams
+    from tilewright.compiler.targets.interface.step import Seat
 
     device = torch.device("cuda")
     logits = torch.randn(rows, vocabulary, device=device)
-    drawn = Choosing(temperature=0.7, top_k=20, top_p=0.8, min_p=0.01)
-    kinds: dict[str, tuple[Choosing, Drawing | None]] = {
-        "greedy": (Choosing(), None),
-        "temperature": (Choosing(temperature=1.0), Drawing(False, False)),
-        "top-p": (Choosing(temperature=1.0, top_p=0.95), Drawing(False, True)),
+    drawn = SamplingParams(temperature=0.7, top_k=20, top_p=0.8, min_p=0.01)
+    kinds: dict[str, tuple[SamplingParams, Drawing | None]] = {
+        "greedy": (SamplingParams(), None),
+        "temperature": (SamplingParams(temperature=1.0), Drawing(False, False)),
+        "top-p": (SamplingParams(temperature=1.0, top_p=0.95), Drawing(False, True)),
         "top-k and top-p": (drawn, Drawing(True, True)),
     }
     seats = [Seat(row) for row in range(rows)]

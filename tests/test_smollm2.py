@@ -22,6 +22,7 @@ from tests.tiny import compiled, lowered, prefill
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.precision.auto import SMALL
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cpu.native.library.build import find_compiler
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.evaluate.cases.prompts import bench_text, sample_prompts
@@ -32,7 +33,7 @@ from tilewright.llm import LLM
 from tilewright.models import LoadedModel, load_model
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request, SamplingParams
+from tilewright.runtime.request import Request
 
 pytestmark = pytest.mark.weights
 
@@ -138,7 +139,7 @@ def answered(
     model: LoadedModel, reference: Executable, *, count: int, max_tokens: int
 ) -> list[Request]:
     """The greedy answers of the reference, all at once."""
-    params = SamplingParams(max_tokens=max_tokens, end_tokens=tuple(model.tokenizer.eos_ids))
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(model.tokenizer.eos_ids))
     requests = [Request(index, prompt, params) for index, prompt in enumerate(chats(model, count))]
     EngineLoop(reference).generate(requests)
     assert len({tuple(request.output) for request in requests}) == count
@@ -234,7 +235,7 @@ def test_the_fast_cpu_answers_a_question(model: LoadedModel, fast: Executable) -
     text = model.tokenizer.apply_chat_template([{"role": "user", "content": "What is gravity?"}])
     ends = tuple(model.tokenizer.eos_ids)
     prompt = tuple(model.tokenizer.encode(text, add_special=False))
-    request = Request(0, prompt, SamplingParams(max_tokens=40, end_tokens=ends))
+    request = Request(0, prompt, SamplingParams(max_tokens=40, stop_token_ids=ends))
     EngineLoop(fast).generate([request])
     assert model.tokenizer.decode(request.output).startswith("Gravity is a fundamental concept")
 

@@ -25,12 +25,12 @@ from tilewright.compiler.ir.recipe import load_dense, load_values
 from tilewright.compiler.ir.state import PER_TOKEN
 from tilewright.compiler.passes.runner import Pass, PassContext, PassReport, run_passes
 from tilewright.compiler.precision import PrecisionConfig, load_precision
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import (
     CompileOptions,
     Executable,
 )
 from tilewright.compiler.targets.interface.step import (
-    Choosing,
     Chunk,
     Close,
     Copy,
@@ -301,12 +301,12 @@ _SEATS: WeakKeyDictionary[Executable, _Seats] = WeakKeyDictionary()
 
 
 def take_seat(
-    executable: Executable, num_positions: int = 0, choosing: Choosing | None = None
+    executable: Executable, num_positions: int = 0, choosing: SamplingParams | None = None
 ) -> Seat:
     """Open the lowest free seat, with pages for so many positions (0: for a whole context)."""
     limits, seats = executable.capabilities, _SEATS.setdefault(executable, _Seats(executable))
     seat = Seat(heapq.heappop(seats.free))
-    edits: list[Edit] = [Open(seat, choosing or Choosing())]
+    edits: list[Edit] = [Open(seat, choosing or SamplingParams())]
     if limits.page_size:
         count = pages_of(num_positions or limits.max_context, limits.page_size)
         seats.pages[seat] = seats.pool.take(count)

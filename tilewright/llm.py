@@ -9,13 +9,14 @@ import itertools
 import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast, overload
 
+from tilewright.compiler.sampling.params import sampling_of
 from tilewright.compiler.targets.interface.base import CompileOptions, Progress
 from tilewright.compiler.targets.interface.compiled import Compiled, silent
-from tilewright.errors import ConfigError, RequestError, allowed, one_line
+from tilewright.errors import ConfigError, RequestError, allowed
 from tilewright.loading.source import Source, compile_source, open_source
 from tilewright.models.tokenizer.chat_template import Message
 from tilewright.models.tokenizer.tokenizer import Tokenizer
@@ -26,7 +27,6 @@ from tilewright.options.arguments import (
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.pooling import MEAN, POOLINGS, Pooling, normalized
 from tilewright.runtime.request import FAILED, Request
-from tilewright.runtime.sampling import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
@@ -111,9 +111,9 @@ class LLM:
 
     What was compiled once comes from the cache, and a prompt that begins as an earlier one did
     computes only what is new. Several prompts run as one batch. Every method takes the sampling
-    parameters of :class:`tilewright.runtime.sampling.SamplingParams` as keywords
+    parameters of :class:`tilewright.compiler.sampling.params.SamplingParams` as keywords
     (``temperature``, ``top_p``, ``max_tokens``, ``seed`` ...); the model's own end tokens end an
-    answer unless ``end_tokens`` says otherwise, and ``max_tokens`` is 512 or what there is room
+    answer unless ``stop_token_ids`` names others, and ``max_tokens`` is 512 or what there is room
     for.
 
     Args:
@@ -308,8 +308,8 @@ class LLM:
 
     def _request(self, prompt: tuple[int, ...], asked: Mapping[str, Any]) -> Request:
         room = max(1, self.max_context - len(prompt) + 1)
-        defaults = {"max_tokens": min(MAX_TOKENS, room), "end_tokens": self.tokenizer.eos_ids}
-        return Request(next(self._numbers), prompt, sampling_of({**defaults, **asked}))
+        defaults = {"max_tokens": min(MAX_TOKENS, room), "stop_token_ids": self.tokenizer.eos_ids}
+        return Request(next(self._numbers), prompt, sampling_of(asked, defaults))
 
     def _pieces(self, request: Request) -> Iterator[str]:
         decoder, seen = self.tokenizer.stream(after=request.prompt), 0
@@ -345,29 +345,6 @@ def context_of(source: Source, wanted: int | None) -> int:
             f"a context of {wanted}; allowed by this model: 1 to {source.max_positions}"
         )
     return wanted
-
-
-def sampling_of(asked: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters by name; ``logit_bias`` may be a mapping.
-
-    Raises:
-        RequestError: for an unknown name, or a value out of range or of another kind.
-    """
-    known = [each.name for each in fields(SamplingParams)]
-    values = dict(asked)
-    for name in values:
-        if name not in known:
-            raise RequestError(f"unknown sampling parameter {name!r}; {allowed(known, name)}")
-    if isinstance(values.get("logit_bias"), Mapping):
-        values["logit_bias"] = tuple(values["logit_bias"].items())
-    if "end_tokens" in values:
-        values["end_tokens"] = tuple(values["end_tokens"])
-    try:
-        return SamplingParams(**values)
-    except TypeError as error:
-        raise RequestError(
-            f"a sampling parameter of a wrong kind ({one_line(error)}); allowed: numbers"
-        ) from None
 
 
 def _answer(request: Request, tokenizer: Tokenizer) -> Answer:

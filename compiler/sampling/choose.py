@@ -10,49 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tilewright.compiler.sampling.draw import draw
+from tilewright.compiler.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 _NOTHING = -np.inf
-
-
-class Choosing(Protocol):
-    """How tokens are chosen, as far as this looks: see `targets.interface.step`."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def min_p(self) -> float: ...
-    @property
-    def repetition_penalty(self) -> float: ...
-    @property
-    def frequency_penalty(self) -> float: ...
-    @property
-    def presence_penalty(self) -> float: ...
-    @property
-    def bias(self) -> tuple[tuple[int, float], ...]: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def end_tokens(self) -> tuple[int, ...]: ...
-    @property
-    def min_tokens(self) -> int: ...
-    @property
-    def is_greedy(self) -> bool: ...
-    @property
-    def is_penalised(self) -> bool: ...
-    @property
-    def changes_logits(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +29,7 @@ class Row:
     ``counts`` says how often each token stands in the answer so far.
     """
 
-    choosing: Choosing
+    sampling: SamplingParams
     position: int
     prompt: Sequence[int] = ()
     counts: Mapping[int, int] = field(default_factory=dict)
@@ -81,20 +49,20 @@ def choose_tokens(
     tokens: list[int] = values.argmax(-1).tolist()
     is_number = []
     for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
-        choosing = row.choosing
+        sampling = row.sampling
         line = values[index]
-        if mask is not None or choosing.changes_logits:
+        if mask is not None or sampling.changes_logits:
             line = adjusted(line, row, mask)
             tokens[index] = int(np.nanargmax(line)) if not np.isnan(line).all() else 0
         is_number.append(bool(np.isfinite(line[tokens[index]])))
-        if not choosing.is_greedy and is_number[-1]:
+        if not sampling.is_greedy and is_number[-1]:
             tokens[index] = draw(
                 line,
-                temperature=choosing.temperature,
-                top_k=choosing.top_k,
-                top_p=choosing.top_p,
-                min_p=choosing.min_p,
-                seed=choosing.seed,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                seed=sampling.seed,
                 position=row.position,
             )
     return tokens, is_number
@@ -102,34 +70,34 @@ def choose_tokens(
 
 def adjusted(line: np.ndarray, row: Row, mask: np.ndarray | None) -> np.ndarray:
     """Logits ``[V]`` as the draw sees them: masked, biased, penalised; a copy."""
-    choosing = row.choosing
+    sampling = row.sampling
     line = line.copy()
     if mask is not None:
         line[~mask] = _NOTHING
-    if choosing.min_tokens > row.position - len(row.prompt) and not _only_ends(choosing, mask):
-        line[list(choosing.end_tokens)] = _NOTHING
-    for token, more in choosing.bias:
+    if sampling.min_tokens > row.position - len(row.prompt) and not _only_ends(sampling, mask):
+        line[list(sampling.stop_token_ids)] = _NOTHING
+    for token, more in sampling.logit_bias:
         line[token] += np.float32(more)
-    if choosing.is_penalised:
+    if sampling.is_penalised:
         _penalise(line, row)
     return line
 
 
-def _only_ends(choosing: Choosing, mask: np.ndarray | None) -> bool:
+def _only_ends(sampling: SamplingParams, mask: np.ndarray | None) -> bool:
     """Whether a mask leaves nothing but end tokens: then they may come however early."""
     if mask is None:
         return False
-    return not np.delete(mask, list(choosing.end_tokens)).any()
+    return not np.delete(mask, list(sampling.stop_token_ids)).any()
 
 
 def _penalise(line: np.ndarray, row: Row) -> None:
-    choosing = row.choosing
+    sampling = row.sampling
     counted = np.array([token for token, count in row.counts.items() if count > 0], dtype=np.int64)
-    if choosing.repetition_penalty != 1.0:
+    if sampling.repetition_penalty != 1.0:
         seen = np.unique(np.concatenate([counted, np.asarray(row.prompt, dtype=np.int64)]))
-        factor = np.float32(choosing.repetition_penalty)
+        factor = np.float32(sampling.repetition_penalty)
         line[seen] = np.where(line[seen] > 0, line[seen] / factor, line[seen] * factor)
     if len(counted):
         times = np.array([row.counts[int(token)] for token in counted], dtype=np.float32)
-        line[counted] -= np.float32(choosing.frequency_penalty) * times
-        line[counted] -= np.float32(choosing.presence_penalty)
+        line[counted] -= np.float32(sampling.frequency_penalty) * times
+        line[counted] -= np.float32(sampling.presence_penalty)

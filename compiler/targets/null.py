@@ -138,10 +138,10 @@ class NullExecutable(HostExecutable):
 
     def _zeros(self, seats: Sequence[Seat]) -> Chosen | None:
         """What is chosen for seats whose tokens the zeros alone decide; None where others are."""
-        chosen = [self._sittings[seat].choosing for seat in seats]
+        chosen = [self._sittings[seat].sampling for seat in seats]
         if not all(each.is_greedy and not each.changes_logits for each in chosen):
             return None
-        why = [END_TOKEN if 0 in each.end_tokens else GOES_ON for each in chosen]
+        why = [END_TOKEN if 0 in each.stop_token_ids else GOES_ON for each in chosen]
         return Chosen([0] * len(why), why)
 
     def forward(self, batch: Batch) -> np.ndarray:

@@ -20,13 +20,14 @@ from tilewright.compiler.artifacts.folder import seal_folder
 from tilewright.compiler.artifacts.paths import digest_memory
 from tilewright.compiler.artifacts.program import compile_cached, write_program
 from tilewright.compiler.driver import compile_model, weight_source
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.cpu.native.library import build
 from tilewright.compiler.targets.cpu.native.program.mapping import WEIGHTS
 from tilewright.compiler.targets.cpu.native.program.packed import PROGRAM
 from tilewright.compiler.targets.interface.base import CompileOptions, Program
 from tilewright.compiler.targets.interface.compiled import silent
-from tilewright.compiler.targets.interface.step import Choosing, Chunk, Open, Seat, Step
+from tilewright.compiler.targets.interface.step import Chunk, Open, Seat, Step
 from tilewright.compiler.targets.table import get_target
 from tilewright.errors import CheckpointError, CompileError, ConfigError
 
@@ -43,7 +44,7 @@ from tilewright.compiler.artifacts.loading import load_program
 from tilewright.compiler.artifacts.paths import digest_memory
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime.service import EngineService
 from tilewright.compiler.targets.interface.base import CompileOptions
 
@@ -136,7 +137,7 @@ def test_damaged_files_are_refused_or_give_numbers(
     tokens = [each % executable.vocab_size for each in random_tokens(5)]
     step = Step(
         prompts=(Chunk(Seat(0), 0, tuple(tokens), chooses=True),),
-        edits=(Open(Seat(0), Choosing()),),
+        edits=(Open(Seat(0), SamplingParams()),),
     )
     (part,) = executable.step(step).parts
     assert len(part.read().tokens) == 1

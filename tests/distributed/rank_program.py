@@ -51,7 +51,8 @@ def null(rank: int) -> Any:
 
 
 def lead() -> None:
-    from tilewright.compiler.targets.interface.step import Choosing, Chunk, Open, Seat, Step
+    from tilewright.compiler.sampling.params import SamplingParams
+    from tilewright.compiler.targets.interface.step import Chunk, Open, Seat, Step
     from tilewright.compiler.targets.ranks.sharded import ShardedExecutable, meet
 
     def begin(*what: Any) -> Any:
@@ -67,7 +68,7 @@ def lead() -> None:
     enter(0, "load")
     meet(own, Peers(ranks.leader, ranks.token, LIMIT))
     executable, seat = ShardedExecutable(own, ranks), Seat(0)
-    opened = (Open(seat, Choosing()),)
+    opened = (Open(seat, SamplingParams()),)
     executable.prepare()
     executable.step(Step(edits=opened, prompts=(Chunk(seat, 0, (1, 2), chooses=True),)))
     started = time.monotonic()
@@ -75,7 +76,7 @@ def lead() -> None:
     while time.monotonic() - started < (STAYS if sys.argv[2] in _STEPS else 1.0):
         executable.step(Step(decode=(seat,)))
         if own.length(seat) > 60:
-            executable.step(Step(edits=(Open(seat, Choosing(), keeps=2),)))
+            executable.step(Step(edits=(Open(seat, SamplingParams(), keeps=2),)))
             executable.step(Step(prompts=(Chunk(seat, 2, (3,), chooses=True),)))
         time.sleep(0.01)
     enter(0, "idle")

@@ -19,13 +19,14 @@ from tests.models.test_tokenizer import CHATML, PIPELINES, gguf_metadata, train_
 from tests.tiny import QWEN2, precision_of, tiny_model
 from tests.twins import assert_eager_equals_twin
 from tilewright.compiler.driver import compile_model
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.errors import CheckpointError
 from tilewright.models import load_model
 from tilewright.models.architectures.llama import LlamaForCausalLM
 from tilewright.models.architectures.qwen2 import Qwen2ForCausalLM
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request, SamplingParams
+from tilewright.runtime.request import Request
 
 PROMPTS = [
     "hello world",
@@ -97,7 +98,7 @@ def greedy(path: Path, target: str = "reference") -> list[str]:
     assert loaded.architecture is Qwen2ForCausalLM
     options = CompileOptions(max_batch=4, max_context=128, compute="exact", num_threads=1)
     executable = compile_model(loaded, precision_of(), target=target, options=options).executable
-    params = SamplingParams(max_tokens=MAX_TOKENS, end_tokens=loaded.tokenizer.eos_ids)
+    params = SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=loaded.tokenizer.eos_ids)
     requests = [
         Request(index, tuple(loaded.tokenizer.encode(prompt)), params)
         for index, prompt in enumerate(PROMPTS)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.runtime.plain_device import PlainDevice
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import (
     Seat,
@@ -23,7 +24,6 @@ from tilewright.runtime.memory.paged_cache import PagedSeating
 from tilewright.runtime.memory.pages import PagePool
 from tilewright.runtime.memory.snapshots import Snapshots
 from tilewright.runtime.request import FAILED, Request
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.runtime.scheduling.request_state import Plan, Policy, Running
 from tilewright.runtime.scheduling.scheduler import Scheduler
 
@@ -95,7 +95,7 @@ class Operations:
             request = Request(
                 self.num_requests,
                 tuple(prompt),
-                SamplingParams(max_tokens=wanted, end_tokens=ends),
+                SamplingParams(max_tokens=wanted, stop_token_ids=ends),
                 priority=rng.choice((0, 0, 0, 1)),
                 client=rng.choice("ab"),
                 is_private=rng.random() < 0.05,
@@ -192,7 +192,7 @@ class Operations:
             if request.finish_reason is None and self.rng.random() < 0.002:
                 self.scheduler.finish(request, FAILED)
                 continue
-            is_end = token in request.sampling.end_tokens
+            is_end = token in request.sampling.stop_token_ids
             if self.scheduler.take(running, token, is_end=is_end):
                 assert (
                     request.output

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.interface.base import Capabilities, Executable, MemoryUse
 from tilewright.compiler.targets.interface.step import (
     Back,
-    Choosing,
     Chosen,
     Chunk,
     Close,
@@ -58,7 +58,7 @@ class _Held:
     its first ``state_at`` positions.
     """
 
-    choosing: Choosing
+    sampling: SamplingParams
     pages: list[int]
     length: int = 0
     token: int | None = None
@@ -227,7 +227,7 @@ class QueuedExecutable(Executable):
     def _apply(self, edit: Edit) -> None:
         if isinstance(edit, Open):
             own = [] if self.capabilities.page_size else [edit.seat]
-            fresh = _Held(edit.choosing, own, edit.keeps)
+            fresh = _Held(edit.sampling, own, edit.keeps)
             if edit.keeps and own:
                 held = self._seats[edit.seat]
                 assert edit.keeps <= held.length
@@ -317,10 +317,10 @@ class QueuedExecutable(Executable):
         history = self._history(held)
         if self.capabilities.has_sequence_state:
             assert held.state == zlib.crc32(bytes(history)), "state of another history"
-        facts = (history, held.choosing.seed, held.length)
+        facts = (history, held.sampling.seed, held.length)
         among = range(VOCAB) if mask is None else np.flatnonzero(mask).tolist()
         held.token = among[zlib.crc32(repr(facts).encode()) % len(among)]
-        return held.token, int(held.token in held.choosing.end_tokens)
+        return held.token, int(held.token in held.sampling.stop_token_ids)
 
     def _work_off(self) -> None:
         """All that was given, but a step whose choice is waited for: it is the last."""

@@ -8,11 +8,11 @@ import pytest
 
 from tests.runtime.queued import QueuedExecutable
 from tests.runtime.test_scheduler import answer
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import Seat
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.runtime.scheduling.prefill_scheduler import PromptDealer
 from tilewright.runtime.scheduling.request_state import Policy, Running
 from tilewright.runtime.scheduling.scheduler import HOLD_SECONDS, Scheduler

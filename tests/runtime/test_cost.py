@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.runtime.queued import Clock, QueuedExecutable
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime import loop as loop_module
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.runtime.scheduling.request_state import Policy
 from tilewright.runtime.scheduling.step_cost_model import StepCost, StepMeter
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runtime.queued import Clock, QueuedExecutable
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import Chosen, Chunk, Part, Seat, Step, StepOutput
 from tilewright.runtime import loop as loop_module
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.runtime.scheduling.prefill_scheduler import PromptDealer
 from tilewright.runtime.scheduling.request_state import Policy, Running
 from tilewright.runtime.scheduling.step_cost_model import StepCost

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.runtime.random_logits import RandomLogits
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.runtime.scheduling import prefill_scheduler as dealing
 from tilewright.runtime.scheduling.request_state import Policy
 

@@ -24,6 +24,7 @@ from tests.runtime.random_logits import (
     grammars,
     text_of,
 )
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.step import Seat
 from tilewright.compiler.targets.interface.token_masks import Allowed, num_words
 from tilewright.errors import RequestError
@@ -34,7 +35,6 @@ from tilewright.runtime.grammar.spec import CHOICE, JSON_SCHEMA, LARK, REGEX, Gr
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.messages import Failed, Finished, Submit
 from tilewright.runtime.request import CANCELLED, FAILED, LENGTH, STOPPED, Request
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.runtime.service import EngineService, QueueTransport
 
 PERSON = {
@@ -108,7 +108,7 @@ def request(
     **more: Any,
 ) -> Request:
     sampling = SamplingParams(
-        temperature=temperature, seed=number, max_tokens=wanted, end_tokens=ends, **more
+        temperature=temperature, seed=number, max_tokens=wanted, stop_token_ids=ends, **more
     )
     return Request(number, (number % 200, 7, 9), sampling, grammar=grammar)
 
@@ -256,7 +256,7 @@ def test_text_behind_the_mark_in_its_last_token_counts(compiler: Grammars) -> No
 def test_a_finished_matcher_allows_the_end_tokens_alone(compiler: Grammars) -> None:
     one = request(spec(REGEX, "a|ab"), ends=(END, 65))
     assert one.grammar is not None
-    one.matcher = compiler.matcher(one.grammar, one.sampling.end_tokens)
+    one.matcher = compiler.matcher(one.grammar, one.sampling.stop_token_ids)
     found = []
     for token in (ord("a"), ord("b")):
         one.output.append(token)
@@ -268,7 +268,7 @@ def test_a_finished_matcher_allows_the_end_tokens_alone(compiler: Grammars) -> N
 def test_what_has_no_token_is_never_allowed(compiler: Grammars) -> None:
     one = request(spec(REGEX, r"(?s:.)*"))
     assert one.grammar is not None
-    one.matcher = compiler.matcher(one.grammar, one.sampling.end_tokens)
+    one.matcher = compiler.matcher(one.grammar, one.sampling.stop_token_ids)
     allowed = allowed_tokens(one)
     assert END in allowed and THINK not in allowed and allowed.max() < NUM_TOKENS
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runtime.queued import QueuedExecutable
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.step import Close, Open, Seat
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.memory.cached_slots import common_length
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.runtime.scheduling.request_state import Policy
 
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny import compiled, precision_of, random_tokens, tiny_model
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import LENGTH, STOPPED, Request
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.runtime.scheduling.request_state import Policy
 
 BATCH, CONTEXT, COUNT = 6, 64, 14
@@ -47,7 +47,7 @@ def jobs() -> list[tuple[tuple[int, ...], SamplingParams]]:
             top_p=(1.0, 0.9)[index % 4 // 2],
             seed=1000 + index,
             max_tokens=2 + index,
-            end_tokens=ends,
+            stop_token_ids=ends,
         )
         made.append((prompt, params))
     return made
@@ -121,7 +121,7 @@ def test_an_end_token_is_the_last_of_the_output(
     output, reason = alone[13]
     assert reason == LENGTH and len(output) == params.max_tokens
     end = output[5]
-    stopped = Request(0, prompt, replace(params, end_tokens=(99, end)))
+    stopped = Request(0, prompt, replace(params, stop_token_ids=(99, end)))
     EngineLoop(executable).generate([stopped])
     assert stopped.output == output[: output.index(end) + 1]
     assert stopped.finish_reason == STOPPED

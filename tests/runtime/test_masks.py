@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from tests.runtime.queued import VOCAB, QueuedExecutable
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.token_masks import put_bits
 from tilewright.runtime.grammar.masks import Masks
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import CANCELLED, STOPPED, Request
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.runtime.scheduling.request_state import Policy
 
 GRAMMARS: Any = SimpleNamespace(vocab_size=VOCAB)
@@ -58,7 +58,7 @@ def request(number: int, *, wanted: int = 12, prompt: int = 3) -> Request:
     """Every second one is bound by the rule."""
     matcher: Any = Rule() if number % 2 else None
     sampling = SamplingParams(
-        seed=number, max_tokens=wanted, end_tokens=(END,) if matcher is not None else ()
+        seed=number, max_tokens=wanted, stop_token_ids=(END,) if matcher is not None else ()
     )
     tokens = tuple((5 * number + at) % VOCAB for at in range(prompt))
     return Request(number, tokens, sampling, matcher=matcher)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.errors import RequestError
-from tilewright.runtime.request import Request, SamplingParams, check_tokens
+from tilewright.runtime.request import Request, check_tokens
 
 
 @pytest.mark.parametrize(
@@ -44,9 +45,9 @@ def test_the_ends_of_the_ranges_are_allowed(values: dict[str, Any]) -> None:
 
 
 def test_top_p_zero_takes_the_most_likely_token() -> None:
-    choosing = SamplingParams(temperature=2.0, top_p=0.0, top_k=7, seed=3).choosing()
-    assert choosing.is_greedy and choosing.top_p == 1.0
-    kept = SamplingParams(temperature=2.0, top_p=1e-9).choosing()
+    greedy = SamplingParams(temperature=2.0, top_p=0.0, top_k=7, seed=3)
+    assert greedy.is_greedy and greedy.top_p == 1.0
+    kept = SamplingParams(temperature=2.0, top_p=1e-9)
     assert (kept.temperature, kept.top_p) == (2.0, 1e-9)
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from tests.runtime.queued import VOCAB, Clock, QueuedExecutable
 from tests.runtime.test_scheduler import answer
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.evaluate.measure.timing import figures
 from tilewright.runtime import loop as loop_module
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import CANCELLED, STOPPED, Request
-from tilewright.runtime.sampling import SamplingParams
 
 NEVER = VOCAB + 1
 """An end token that is not chosen."""
@@ -23,7 +23,9 @@ def request(
     prompt: int = 3, wanted: int = 8, *, number: int = 0, ends: tuple[int, ...] = ()
 ) -> Request:
     tokens = tuple((5 * number + at) % VOCAB for at in range(prompt))
-    return Request(number, tokens, SamplingParams(seed=number, max_tokens=wanted, end_tokens=ends))
+    return Request(
+        number, tokens, SamplingParams(seed=number, max_tokens=wanted, stop_token_ids=ends)
+    )
 
 
 def whole_answer(made: Request) -> list[int]:

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runtime.queued import VOCAB, QueuedExecutable
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.step import Step, StepOutput
 from tilewright.errors import RequestError
 from tilewright.runtime import loop as loop_module
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import CANCELLED, LENGTH, STOPPED, Request
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.runtime.scheduling.request_state import Policy
 
 CONTEXT = 64
@@ -263,7 +263,7 @@ def one(**limits: Any) -> EngineLoop:
 
 def test_an_end_token_ends_a_request_and_is_its_last() -> None:
     wanted = answer(Request(0, (1, 2, 3), SamplingParams(max_tokens=9)))
-    request = Request(0, (1, 2, 3), SamplingParams(max_tokens=9, end_tokens=(99, wanted[4])))
+    request = Request(0, (1, 2, 3), SamplingParams(max_tokens=9, stop_token_ids=(99, wanted[4])))
     one().generate([request])
     assert request.output == wanted[: wanted.index(wanted[4]) + 1]
     assert request.finish_reason == STOPPED

@@ -11,6 +11,7 @@ import pytest
 
 from tests.runtime.queued import VOCAB, QueuedExecutable
 from tests.runtime.test_scheduler import answer
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime.loop import LostDeviceError
 from tilewright.runtime.messages import (
     Beat,
@@ -26,7 +27,6 @@ from tilewright.runtime.messages import (
     Tokens,
 )
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.runtime.scheduling.engine_stats import bounds_of
 from tilewright.runtime.scheduling.request_state import Policy
 from tilewright.runtime.service import EngineService, QueueTransport

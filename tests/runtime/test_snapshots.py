@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.runtime.memory.snapshots import Snapshots
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.runtime.scheduling.scheduler import Scheduler
 
 CHATS, TURNS = 64, 8

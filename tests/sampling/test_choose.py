@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from tilewright.compiler.ops import sample
 from tilewright.compiler.sampling.choose import Row, adjusted, choose_tokens
 from tilewright.compiler.sampling.draw import draw, log_probabilities, uniform
-from tilewright.compiler.targets.interface.step import Choosing
+from tilewright.compiler.sampling.params import SamplingParams
 
 LOGITS = np.array([1.0, 3.0, 2.0, -1.0], dtype=np.float32)
 
 
-def chosen(choosing: Choosing, logits: np.ndarray = LOGITS, **row: object) -> int:
+def chosen(choosing: SamplingParams, logits: np.ndarray = LOGITS, **row: object) -> int:
     rows = [Row(choosing, **{"position": 5, **row})]  # type: ignore[arg-type]
     (token,), (is_number,) = choose_tokens(torch.from_numpy(logits)[None], rows)
     assert is_number
@@ -27,30 +27,30 @@ def chosen(choosing: Choosing, logits: np.ndarray = LOGITS, **row: object) -> in
 
 
 def test_neutral_parameters_are_the_likeliest() -> None:
-    assert chosen(Choosing()) == 1
-    assert chosen(Choosing(top_k=1, temperature=5.0)) == 1
-    assert not Choosing(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1).changes_logits
+    assert chosen(SamplingParams()) == 1
+    assert chosen(SamplingParams(top_k=1, temperature=5.0)) == 1
+    assert not SamplingParams(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1).changes_logits
 
 
 @pytest.mark.parametrize(
     ("choosing", "row", "expected"),
     [
-        (Choosing(bias=((2, 1.5), (1, -0.25))), {}, [1.0, 2.75, 3.5, -1.0]),
+        (SamplingParams(logit_bias=((2, 1.5), (1, -0.25))), {}, [1.0, 2.75, 3.5, -1.0]),
         (
-            Choosing(repetition_penalty=2.0),
+            SamplingParams(repetition_penalty=2.0),
             {"prompt": (1, 3), "counts": {2: 1}},
             [1.0, 1.5, 1.0, -2.0],
         ),
-        (Choosing(frequency_penalty=0.5), {"counts": {1: 3, 0: 1}}, [0.5, 1.5, 2.0, -1.0]),
+        (SamplingParams(frequency_penalty=0.5), {"counts": {1: 3, 0: 1}}, [0.5, 1.5, 2.0, -1.0]),
         (
-            Choosing(presence_penalty=0.5),
+            SamplingParams(presence_penalty=0.5),
             {"prompt": (2,), "counts": {1: 3, 0: 0}},
             [1.0, 2.5, 2.0, -1.0],
         ),
     ],
 )
 def test_logits_are_changed_by_hand(
-    choosing: Choosing, row: dict[str, object], expected: list[float]
+    choosing: SamplingParams, row: dict[str, object], expected: list[float]
 ) -> None:
     before = LOGITS.copy()
     found = adjusted(LOGITS, Row(choosing, 5, **row), None)  # type: ignore[arg-type]
@@ -59,20 +59,20 @@ def test_logits_are_changed_by_hand(
 
 
 def test_an_end_token_waits_until_there_are_enough_tokens() -> None:
-    choosing = Choosing(min_tokens=2, end_tokens=(1,))
+    choosing = SamplingParams(min_tokens=2, stop_token_ids=(1,))
     assert [chosen(choosing, prompt=(0, 0, 0), position=at) for at in (3, 4, 5)] == [2, 2, 1]
 
 
 def test_a_mask_is_applied_before_the_bias_and_kept() -> None:
     mask = np.array([True, False, False, True])
-    rows = [Row(Choosing(bias=((1, 100.0),)), 0)]
+    rows = [Row(SamplingParams(logit_bias=((1, 100.0),)), 0)]
     assert choose_tokens(torch.from_numpy(LOGITS)[None], rows, [mask]) == ([0], [True])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_without_a_number_say_so(temperature: float) -> None:
     logits = torch.tensor([[math.nan] * 3, [-math.inf] * 3, [0.0, math.nan, 1.0]])
-    rows = [Row(Choosing(temperature=temperature), 0)] * 3
+    rows = [Row(SamplingParams(temperature=temperature), 0)] * 3
     _, is_number = choose_tokens(logits[:2], rows[:2])
     assert is_number == [False, False]
     tokens, is_number = choose_tokens(logits[2:], rows[2:], [np.ones(3, dtype=bool)])
@@ -80,7 +80,7 @@ def test_rows_without_a_number_say_so(temperature: float) -> None:
 
 
 ANY_ROW = st.builds(
-    Choosing,
+    SamplingParams,
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
     top_k=st.integers(0, 12),
     top_p=st.floats(0.05, 1.0),
@@ -88,9 +88,9 @@ ANY_ROW = st.builds(
     repetition_penalty=st.sampled_from([0.5, 1.0, 1.9]),
     frequency_penalty=st.sampled_from([-1.0, 0.0, 0.7]),
     presence_penalty=st.sampled_from([-1.0, 0.0, 0.7]),
-    bias=st.lists(st.tuples(st.integers(0, 9), st.floats(-5, 5)), max_size=3).map(tuple),
+    logit_bias=st.lists(st.tuples(st.integers(0, 9), st.floats(-5, 5)), max_size=3).map(tuple),
     seed=st.integers(-(2**63), 2**63 - 1),
-    end_tokens=st.sets(st.integers(0, 9), max_size=2).map(tuple),
+    stop_token_ids=st.sets(st.integers(0, 9), max_size=2).map(tuple),
     min_tokens=st.integers(0, 4),
 )
 VALUES = st.lists(st.floats(-8, 8, width=32), min_size=10, max_size=10)
@@ -98,17 +98,17 @@ VALUES = st.lists(st.floats(-8, 8, width=32), min_size=10, max_size=10)
 
 @given(ANY_ROW, VALUES, st.lists(st.booleans(), min_size=10, max_size=10), st.integers(2, 9))
 def test_what_is_masked_is_never_chosen_and_neighbours_change_nothing(
-    choosing: Choosing, values: list[float], allowed: list[bool], position: int
+    choosing: SamplingParams, values: list[float], allowed: list[bool], position: int
 ) -> None:
     logits, mask = torch.tensor([values] * 2), np.array(allowed)
     row = Row(choosing, position, (1, 2), {3: 2, 5: 1})
-    tokens, is_number = choose_tokens(logits, [Row(Choosing(), 0), row], [None, mask])
+    tokens, is_number = choose_tokens(logits, [Row(SamplingParams(), 0), row], [None, mask])
     assert is_number[1] == mask.any()
     if is_number[1]:
         assert mask[tokens[1]]
         is_early = choosing.min_tokens > position - 2
-        others = [at for at in np.flatnonzero(mask) if at not in choosing.end_tokens]
-        assert not (is_early and others and tokens[1] in choosing.end_tokens)
+        others = [at for at in np.flatnonzero(mask) if at not in choosing.stop_token_ids]
+        assert not (is_early and others and tokens[1] in choosing.stop_token_ids)
     assert ([tokens[1]], [is_number[1]]) == choose_tokens(logits[1:], [row], [mask])
 
 
@@ -120,8 +120,8 @@ def test_neutral_parameters_choose_the_same_in_every_way_of_choosing(
     at theirs: one token.
     """
     logits = torch.tensor([values])
-    plain = Choosing(temperature=temperature, seed=seed)
-    neutral = replace(plain, top_k=10, top_p=1.0, min_p=0.0, bias=((4, 0.0),), min_tokens=1)
+    plain = SamplingParams(temperature=temperature, seed=seed)
+    neutral = replace(plain, top_k=10, top_p=1.0, min_p=0.0, logit_bias=((4, 0.0),), min_tokens=1)
     rows = [Row(each, position + 9, (1,) * 3, {2: 1}) for each in (plain, neutral)]
     masks = [None, np.ones(10, dtype=bool)]
     found = [choose_tokens(logits, [row], [mask]) for row in rows for mask in masks]

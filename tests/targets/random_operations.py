@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
 
 
 def random_operations(loop: EngineLoop, count: int, *, vocabulary: int = 60, seed: int = 5) -> int:

@@ -12,22 +12,15 @@ import torch
 from tests.masks import allowed_of
 from tests.tiny import compiled, joined, precision_of, tiny_model
 from tilewright.compiler.sampling.choose import Row, choose_tokens
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import DeviceChoice, choice_of
 from tilewright.compiler.targets.cuda.outputs.pinned_ring import Readings
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import drawing_of
 from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
-from tilewright.compiler.targets.interface.step import (
-    NOT_A_NUMBER,
-    Choosing,
-    Chunk,
-    Open,
-    Pages,
-    Seat,
-    Step,
-)
+from tilewright.compiler.targets.interface.step import NOT_A_NUMBER, Chunk, Open, Pages, Seat, Step
 
 SEAT = Seat(0)
-GREEDY, DRAWN = Choosing(), Choosing(temperature=9.0, seed=1)
+GREEDY, DRAWN = SamplingParams(), SamplingParams(temperature=9.0, seed=1)
 
 
 @pytest.mark.parametrize("target", ["reference", "cuda"])
@@ -53,8 +46,8 @@ def test_ids_without_a_token_are_never_chosen(target: str) -> None:
     made.close()
 
 
-@pytest.mark.parametrize("choosing", [GREEDY, Choosing(temperature=1.5, top_p=0.9, seed=4)])
-def test_masks_on_the_device_choose_as_the_definition_does(choosing: Choosing) -> None:
+@pytest.mark.parametrize("choosing", [GREEDY, SamplingParams(temperature=1.5, top_p=0.9, seed=4)])
+def test_masks_on_the_device_choose_as_the_definition_does(choosing: SamplingParams) -> None:
     """Bits are sent for those who have a mask, and the neighbour's row stays as it is."""
     rng = np.random.default_rng(5)
     logits = torch.from_numpy(rng.normal(0, 3, (3, 45)).astype(np.float32))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.tiny import compiled, copy_seat, leave_seat, step, take_seat, tiny_model
-from tilewright.compiler.targets.interface.step import Choosing, Chunk, Open, Seat, Step
+from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.targets.interface.step import Chunk, Open, Seat, Step
 from tilewright.compiler.targets.null import NullExecutable
 
 
@@ -41,9 +42,9 @@ def test_a_gap_and_a_seat_that_nobody_has_are_bugs(null: NullExecutable) -> None
     with pytest.raises(AssertionError, match="holds no token"):
         null.step(Step(decode=(seat,), want_logits=True))
     with pytest.raises(AssertionError, match="is taken"):
-        null.step(Step(edits=(Open(seat, Choosing()),)))
+        null.step(Step(edits=(Open(seat, SamplingParams()),)))
     with pytest.raises(AssertionError, match="there is no seat 3"):
-        null.step(Step(edits=(Open(Seat(3), Choosing()),)))
+        null.step(Step(edits=(Open(Seat(3), SamplingParams()),)))
 
 
 def test_lengths_follow_copies_and_ends(null: NullExecutable) -> None:
@@ -61,7 +62,7 @@ def test_lengths_follow_copies_and_ends(null: NullExecutable) -> None:
 
 
 def test_null_chooses_the_first_token_and_knows_its_end(null: NullExecutable) -> None:
-    seat = take_seat(null, choosing=Choosing(end_tokens=(5, 0)))
+    seat = take_seat(null, choosing=SamplingParams(stop_token_ids=(5, 0)))
     (part,) = null.step(Step(prompts=(Chunk(seat, 0, (1,), chooses=True),))).parts
     chosen = part.read()
     assert (part.seats, list(chosen.tokens), list(chosen.why)) == ((seat,), [0], [1])

@@ -13,13 +13,13 @@ import torch
 
 from tests.tiny import QWEN2, compiled, random_tokens, tiny_model
 from tests.twins import twin_of
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
-from tilewright.compiler.targets.interface.step import Choosing, Chunk, Close, Open, Seat, Step
+from tilewright.compiler.targets.interface.step import Chunk, Close, Open, Seat, Step
 from tilewright.errors import RequestError
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.pooling import LAST, MEAN, Pooling
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.runtime.scheduling.request_state import Policy
 
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -105,7 +105,7 @@ def test_a_chunk_computed_again_counts_once() -> None:
     )
     pooling = Pooling(MEAN)
     for cuts in ((0, 8, 15), (0, 3, 11, 20)):
-        edits = (Open(Seat(0), Choosing()),)
+        edits = (Open(Seat(0), SamplingParams()),)
         for start, end in itertools.pairwise(cuts):
             chunk = Chunk(Seat(0), start, tokens[start:end], pools=True)
             (part,) = executable.step(Step(prompts=(chunk,), edits=edits)).parts

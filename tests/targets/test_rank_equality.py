@@ -14,11 +14,11 @@ from torch import Tensor
 from tests.dealt_models import assert_equal, make
 from tests.tiny import leave_seat, precision_of, prefill, random_tokens, step, take_seat
 from tilewright.compiler.driver import compile_virtual
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 from tilewright.distributed.parallel import ALONE, Parallel
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
 
 NUM_SEQUENCES, LENGTH = 16, 256
 """4,096 positions with tokens given."""

@@ -9,10 +9,10 @@ import pytest
 
 from tests.models import test_qwen3_5, test_qwen3_5_moe
 from tests.tiny import compiled, precision_of, random_tokens, tiny_model
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.runtime.scheduling.request_state import Policy
 
 HYBRID: dict[str, Any] = {"model_type": "qwen3_5", **test_qwen3_5.ON_CUDA}

@@ -16,9 +16,9 @@ from tests.targets.random_operations import random_operations
 from tests.tiny import compiled, tiny_model
 from tilewright.compiler import ops
 from tilewright.compiler.ops.collectives import all_gather_group, all_reduce_group
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.step import (
     Back,
-    Choosing,
     Chunk,
     Close,
     Copy,
@@ -44,14 +44,15 @@ from tilewright.distributed.peers import Peers
 from tilewright.errors import ConfigError, ExchangeError, RankError
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.runtime.service import EngineService, QueueTransport
 
 S = [Seat(number) for number in range(5)]
 
 
 def test_every_kind_of_edit_survives_the_way() -> None:
-    choosing = Choosing(temperature=0.5, bias=((3, 1.5),), seed=(1 << 64) - 1, end_tokens=(2, 0))
+    choosing = SamplingParams(
+        temperature=0.5, logit_bias=((3, 1.5),), seed=-1, stop_token_ids=(2, 0)
+    )
     edits = (
         *(Open(S[1], choosing, (1, 2), keeps=1), Close(S[2]), Pages(S[1], 1, (7, 8))),
         *(Save(S[0], Snapshot(3)), Load(S[0], Snapshot(3)), Copy(S[0], S[1], 5)),
@@ -130,7 +131,7 @@ def test_ranks_that_part_are_found_where_it_is_asked_for(
     with thread_group(tmp_path, 2, follow) as (leader, ranks):
         meet(own, Peers(leader, ranks.token, 5.0))
         executable = ShardedExecutable(own, ranks)
-        opened = Open(S[0], Choosing())
+        opened = Open(S[0], SamplingParams())
         executable.step(Step(edits=(opened,), prompts=(Chunk(S[0], 0, (1, 2), chooses=True),)))
         for _ in range(20):
             executable.step(Step(decode=(S[0],)))
@@ -183,7 +184,9 @@ def test_a_step_that_fails_on_one_rank_ends_the_group(tmp_path: Path) -> None:
         executable = ShardedExecutable(own, ranks)
         service = EngineService(executable, QueueTransport())
         with pytest.raises(AssertionError, match="leaves a gap"):
-            executable.step(Step(edits=(Open(S[0], Choosing()),), prompts=(Chunk(S[0], 5, (1,)),)))
+            executable.step(
+                Step(edits=(Open(S[0], SamplingParams()),), prompts=(Chunk(S[0], 5, (1,)),))
+            )
         with pytest.raises(RankError, match=r"rank 0 failed in step|rank 1 .* failed in step"):
             executable.step(Step())
         with pytest.raises(RankError):  # though nobody asks anything

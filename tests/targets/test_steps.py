@@ -14,10 +14,10 @@ from tests.masks import allowed_of
 from tests.models.test_qwen3_5 import ON_CUDA
 from tests.tiny import compiled, joined, precision_of, prefill, random_tokens, tiny_model
 from tilewright.compiler.sampling.choose import Row, choose_tokens
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     NOT_A_NUMBER,
-    Choosing,
     Chunk,
     Close,
     Copy,
@@ -33,8 +33,8 @@ from tilewright.compiler.targets.interface.step import (
 A, B, C = Seat(0), Seat(1), Seat(2)
 PROMPT = tuple(random_tokens(9))
 HYBRID: dict[str, Any] = {"model_type": "qwen3_5", **ON_CUDA}
-PENALISED = Choosing(
-    temperature=0.8, seed=3, repetition_penalty=1.7, presence_penalty=0.5, bias=((4, 3.0),)
+PENALISED = SamplingParams(
+    temperature=0.8, seed=3, repetition_penalty=1.7, presence_penalty=0.5, logit_bias=((4, 3.0),)
 )
 
 
@@ -56,7 +56,7 @@ def _anew(executable: Executable) -> None:
     executable.reset()
 
 
-def opened(executable: Executable, seat: Seat, choosing: Choosing, *, first: int = 0) -> Step:
+def opened(executable: Executable, seat: Seat, choosing: SamplingParams, *, first: int = 0) -> Step:
     """A seat with a page, where there are pages, each seat its own."""
     edits: list[Open | Pages] = [Open(seat, choosing, PROMPT)]
     if executable.capabilities.page_size:
@@ -65,7 +65,7 @@ def opened(executable: Executable, seat: Seat, choosing: Choosing, *, first: int
 
 
 def test_a_prompt_s_token_is_read_next_without_the_host(executable: Executable) -> None:
-    executable.step(opened(executable, A, Choosing()))
+    executable.step(opened(executable, A, SamplingParams()))
     first = executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),)))
     second = executable.step(Step(decode=(A,), want_logits=True))
     (token,) = first.parts[0].read().tokens
@@ -76,14 +76,14 @@ def test_a_prompt_s_token_is_read_next_without_the_host(executable: Executable) 
 
 def prefill_of(executable: Executable, tokens: list[int]) -> torch.Tensor:
     executable.reset()
-    executable.step(opened(executable, C, Choosing(), first=1))
+    executable.step(opened(executable, C, SamplingParams(), first=1))
     chunk = Chunk(C, 0, tuple(tokens), echoes=True)
     return joined(executable.step(Step(prompts=(chunk,), want_logits=True)))
 
 
 def test_decode_comes_before_prompts_and_each_seat_is_answered(executable: Executable) -> None:
     for seat in (A, B):
-        executable.step(opened(executable, seat, Choosing()))
+        executable.step(opened(executable, seat, SamplingParams()))
     executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),)))
     output = executable.step(Step(decode=(A,), prompts=(Chunk(B, 0, PROMPT, chooses=True),)))
     assert [part.seats for part in output.parts] == [(A,), (B,)]
@@ -92,15 +92,19 @@ def test_decode_comes_before_prompts_and_each_seat_is_answered(executable: Execu
 
 
 def test_a_forced_token_is_read_in_the_place_of_the_one_held(executable: Executable) -> None:
-    executable.step(opened(executable, A, Choosing()))
+    executable.step(opened(executable, A, SamplingParams()))
     executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),)))
     forced = executable.step(Step(decode=(A,), forced={A: 7}, want_logits=True))
     got = joined(forced).clone()
     torch.testing.assert_close(got, prefill_of(executable, [*PROMPT, 7])[-1:], atol=0.25, rtol=0)
 
 
-@pytest.mark.parametrize("choosing", [PENALISED, Choosing(temperature=1.2, min_p=0.2, seed=5)])
-def test_tokens_are_those_of_the_definition(executable: Executable, choosing: Choosing) -> None:
+@pytest.mark.parametrize(
+    "choosing", [PENALISED, SamplingParams(temperature=1.2, min_p=0.2, seed=5)]
+)
+def test_tokens_are_those_of_the_definition(
+    executable: Executable, choosing: SamplingParams
+) -> None:
     executable.step(opened(executable, A, choosing))
     output = executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),), want_logits=True))
     counts: dict[int, int] = {}
@@ -113,7 +117,7 @@ def test_tokens_are_those_of_the_definition(executable: Executable, choosing: Ch
 
 
 def test_masks_come_late_and_end_tokens_wait_for_their_time(executable: Executable) -> None:
-    executable.step(opened(executable, A, Choosing(min_tokens=2, end_tokens=(5,))))
+    executable.step(opened(executable, A, SamplingParams(min_tokens=2, stop_token_ids=(5,))))
     allowed = np.zeros(executable.vocab_size, dtype=bool)
     allowed[[5, 6]] = True
     output = executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),), masked=True))
@@ -127,7 +131,7 @@ def test_masks_come_late_and_end_tokens_wait_for_their_time(executable: Executab
 
 
 def test_an_empty_mask_is_no_number(executable: Executable) -> None:
-    executable.step(opened(executable, A, Choosing()))
+    executable.step(opened(executable, A, SamplingParams()))
     output = executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),), masked=True))
     executable.choose(output, allowed_of({A: np.zeros(executable.vocab_size, dtype=bool)}))
     assert output.parts[0].read().why == [NOT_A_NUMBER]
@@ -135,7 +139,7 @@ def test_an_empty_mask_is_no_number(executable: Executable) -> None:
 
 def test_a_reset_forgets_a_choice_that_waits_and_all_seats(executable: Executable) -> None:
     for _ in range(2):
-        executable.step(opened(executable, A, Choosing()))
+        executable.step(opened(executable, A, SamplingParams()))
         output = executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),), masked=True))
         assert output.parts[0].seats == (A,)
         executable.reset()
@@ -158,7 +162,7 @@ def test_log_probabilities_are_those_of_the_raw_logits(executable: Executable) -
 
 def test_a_copy_goes_its_own_way(executable: Executable) -> None:
     for seat in (A, B):
-        executable.step(opened(executable, seat, Choosing()))
+        executable.step(opened(executable, seat, SamplingParams()))
     executable.step(Step(prompts=(Chunk(A, 0, PROMPT),)))
     executable.step(Step(edits=(Copy(A, B, len(PROMPT)),)))
     rows = [Chunk(seat, len(PROMPT), (4, 2), chooses=True) for seat in (A, B)]
@@ -172,7 +176,11 @@ def test_the_choices_of_a_prompt_compute_it_once(executable: Executable, kind: s
     is_interpreted = executable.capabilities.page_size and not torch.cuda.is_available()
     if kind != "penalised" and is_interpreted:
         pytest.skip("one kind will do in the interpreter")
-    makes = {"greedy": Choosing(), "sampled": Choosing(temperature=1.5), "penalised": PENALISED}
+    makes = {
+        "greedy": SamplingParams(),
+        "sampled": SamplingParams(temperature=1.5),
+        "penalised": PENALISED,
+    }
     rows = [replace(makes[kind], seed=seed) for seed in (5, 6, 7)]
     for seat, row in zip((A, B, C), rows, strict=True):
         executable.step(opened(executable, seat, row))
@@ -198,7 +206,7 @@ def test_the_choices_of_a_prompt_compute_it_once(executable: Executable, kind: s
 def test_a_seat_opened_again_has_no_past(executable: Executable) -> None:
     executable.step(opened(executable, A, PENALISED))
     executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),)))
-    again = (Close(A), *opened(executable, A, Choosing()).edits)
+    again = (Close(A), *opened(executable, A, SamplingParams()).edits)
     chunk = Chunk(A, 0, PROMPT[:4], chooses=True)
     output = executable.step(Step(edits=again, prompts=(chunk,), want_logits=True))
     got = joined(output).clone()
@@ -211,7 +219,7 @@ def test_a_snapshot_on_the_way_continues_as_the_whole(target: str) -> None:
     hybrid = compiled(tiny_model(std=0.2, **HYBRID), target)
     whole = prefill(hybrid, list(PROMPT))
     hybrid.reset()
-    hybrid.step(Step(edits=(Open(A, Choosing()), Open(B, Choosing()))))
+    hybrid.step(Step(edits=(Open(A, SamplingParams()), Open(B, SamplingParams()))))
     hybrid.step(Step(prompts=(Chunk(A, 0, PROMPT, saves=((5, Snapshot(2)),)),)))
     hybrid.step(Step(edits=(Copy(A, B, 9), Load(B, Snapshot(2)))))
     rest = Chunk(B, 5, PROMPT[5:], chooses=True)

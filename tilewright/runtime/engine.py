@@ -10,17 +10,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
-from tilewright.compiler.targets.interface.step import (
-    Choosing,
-    Chunk,
-    Close,
-    Edit,
-    Open,
-    Pages,
-    Seat,
-    Step,
-)
+from tilewright.compiler.targets.interface.step import Chunk, Close, Edit, Open, Pages, Seat, Step
 from tilewright.errors import RequestError
 from tilewright.runtime.memory.pages import PagePool, pages_of
 from tilewright.runtime.request import check_tokens
@@ -151,7 +143,7 @@ class Engine:
 
     def _sit(self, prompt: list[int]) -> _Sequence:
         sequence = _Sequence(Seat(heapq.heappop(self._free)), prompt)
-        self._edits.append(Open(sequence.seat, Choosing()))
+        self._edits.append(Open(sequence.seat, SamplingParams()))
         self._grow(sequence, len(prompt))
         return sequence
 

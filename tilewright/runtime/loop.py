@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     GOES_ON,
@@ -19,7 +20,6 @@ from tilewright.errors import one_line
 from tilewright.runtime.grammar.masks import Masks, no_token
 from tilewright.runtime.grammar.matchers import Grammars
 from tilewright.runtime.request import FAILED, STOPPED, Request, check_tokens
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.runtime.scheduling.engine_stats import HOST, IDLE, SIZE, STEP, Tallies
 from tilewright.runtime.scheduling.request_state import Plan, Policy, Running
 from tilewright.runtime.scheduling.scheduler import Scheduler

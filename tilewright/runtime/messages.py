@@ -9,9 +9,9 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.step import LogProbs
 from tilewright.runtime.grammar.spec import GrammarSpec
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.runtime.scheduling.engine_stats import Tally
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.step import LogProbs
 from tilewright.errors import RequestError
 from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.pooling import MEAN, Pooling
-from tilewright.runtime.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from tilewright.runtime.grammar.matchers import Matcher

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewright.compiler import __version__
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.messages import Ready
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.serve.output.choice import Choice
 from tilewright.serve.output.reasoning import OPEN, ReasoningSplitter, begins_in_reasoning
 from tilewright.serve.output.stops import StopMatcher

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.cuda.collectives.exchange import PROMPT_WIRE
 from tilewright.compiler.targets.cuda.collectives.group import Group, meet
@@ -34,7 +35,6 @@ from tilewright.compiler.targets.host.executable import Sitting
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable, MemoryUse
 from tilewright.compiler.targets.interface.step import (
     Back,
-    Choosing,
     Chunk,
     Close,
     Copy,
@@ -204,14 +204,14 @@ class CudaExecutable(Executable):
         """All edits in their order; those of tables and pages go to the device together."""
         if any(not isinstance(edit, Pages | Close) for edit in edits):
             self._leave()
-        opened: dict[Seat, Choosing] = {}
+        opened: dict[Seat, SamplingParams] = {}
         for edit in edits:
             if isinstance(edit, Open):
                 assert edit.seat not in self._sittings, f"seat {edit.seat} is taken"
                 assert 0 <= edit.seat < self.capabilities.max_seats, f"there is no {edit}"
-                self._sittings[edit.seat] = Sitting(edit.choosing, edit.prompt, edit.keeps)
-                opened[edit.seat] = edit.choosing
-                self._answers.open(edit.seat, edit.choosing.end_tokens)
+                self._sittings[edit.seat] = Sitting(edit.sampling, edit.prompt, edit.keeps)
+                opened[edit.seat] = edit.sampling
+                self._answers.open(edit.seat, edit.sampling.stop_token_ids)
             elif isinstance(edit, Close):
                 del self._sittings[edit.seat]
                 self._answers.close(edit.seat)
@@ -280,7 +280,7 @@ class CudaExecutable(Executable):
         bucket = self._buckets.decode(len(seats))
         lengths = np.array([self._sittings[seat].length for seat in seats], dtype=np.int64)
         at = bucket.sit(self._table, seats, lengths)
-        chosen = [self._sittings[seat].choosing for seat in seats]
+        chosen = [self._sittings[seat].sampling for seat in seats]
         is_late = any(map(needs_host, chosen))
         return Seated(seats, bucket, at, drawing_of(chosen), is_late, lengths)
 
@@ -313,7 +313,7 @@ class CudaExecutable(Executable):
 
     def _run_prompt(self, chunk: Chunk, step: Step) -> Part | None:
         """Captured where it is short, and at most its last token wants logits."""
-        chosen = [self._sittings[seat].choosing for seat in (chunk.seat, *chunk.also)]
+        chosen = [self._sittings[seat].sampling for seat in (chunk.seat, *chunk.also)]
         is_late = self._answers.is_late((chunk.seat, *chunk.also), step)
         drawing = None if is_late else drawing_of(chosen)
         marks = self._state.marks((chunk,))
@@ -346,7 +346,7 @@ class CudaExecutable(Executable):
             return self._answers.late(seats, logits, step, chunk if chunk.echoes else None)
         if len(seats) > 1:
             ends = [chunk.end] * len(seats)
-            chosen = [self._sittings[seat].choosing for seat in seats]
+            chosen = [self._sittings[seat].sampling for seat in seats]
             logits_each, width = logits[-1:].repeat(len(seats), 1), self.num_choosable
             choice = choose_now(self._table, seats, ends, width, logits_each, chosen, self._group)
         for row, seat in enumerate(seats):

@@ -15,12 +15,12 @@ import numpy as np
 
 from tilewright.compiler.sampling.choose import Row, choose_tokens
 from tilewright.compiler.sampling.draw import log_probabilities
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     END_TOKEN,
     GOES_ON,
     NOT_A_NUMBER,
-    Choosing,
     Chosen,
     Chunk,
     Close,
@@ -73,7 +73,7 @@ class Sitting:
     """Host-side state of an open slot.
 
     Attributes:
-        choosing: Sampling parameters.
+        sampling: Sampling parameters.
         prompt: Tokens before the output.
         length: Positions in the state.
         token: Next token to read. None before the first sample.
@@ -82,7 +82,7 @@ class Sitting:
             use.
     """
 
-    choosing: Choosing
+    sampling: SamplingParams
     prompt: tuple[int, ...]
     length: int = 0
     token: int | None = None
@@ -102,7 +102,7 @@ class Sitting:
 
     def row(self) -> Row:
         """Return the sampler's input for the next token."""
-        return Row(self.choosing, self.length, self.prompt, self.counts)
+        return Row(self.sampling, self.length, self.prompt, self.counts)
 
 
 class HostExecutable(Executable):
@@ -216,7 +216,7 @@ class HostExecutable(Executable):
         else:
             self.clear_state(edit.seat)
         is_cut = held is not None and self._cuts(edit.keeps, held)
-        self._sittings[edit.seat] = Sitting(edit.choosing, edit.prompt, edit.keeps, is_cut=is_cut)
+        self._sittings[edit.seat] = Sitting(edit.sampling, edit.prompt, edit.keeps, is_cut=is_cut)
 
     def _copy(self, source: Seat, target: Seat, num_positions: int) -> None:
         """Copy the first positions to another slot. The target is open and empty."""
@@ -354,7 +354,7 @@ class HostChoice:
         why = []
         for sitting, token, good in zip(chosen_for, tokens, is_number, strict=True):
             sitting.hold(token)
-            ends = token in sitting.choosing.end_tokens
+            ends = token in sitting.sampling.stop_token_ids
             why.append(NOT_A_NUMBER if not good else END_TOKEN if ends else GOES_ON)
         found = None
         if self.num_top is not None:

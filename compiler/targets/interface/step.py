@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NewType, TypeAlias
 
+from tilewright.compiler.sampling.params import SamplingParams
+
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
@@ -28,73 +30,20 @@ GOES_ON, END_TOKEN, NOT_A_NUMBER = 0, 1, 2
 """Values of :attr:`Chosen.why`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choosing:
-    """Sampling parameters for a slot. The defaults are greedy and neutral.
-
-    :func:`tilewright.compiler.sampling.choose.choose_tokens` defines the order and the result.
-
-    Attributes:
-        temperature: 0: argmax.
-        top_k: Number of candidates. 0: all.
-        top_p: Probability mass of candidates. 1: all.
-        min_p: Minimum relative probability of candidates. 0: all.
-        repetition_penalty: Divides positive logits and multiplies negative logits of tokens in the
-            prompt or output. 1: neutral.
-        frequency_penalty: Subtracted once per occurrence in the output. 0: neutral.
-        presence_penalty: Subtracted once for tokens in the output. 0: neutral.
-        bias: Pairs: token and logit bias.
-        seed: 64 bits. Seed and position determine the random number.
-        end_tokens: Tokens that finish the sequence.
-        min_tokens: Minimum number of output tokens before an end token.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    bias: tuple[tuple[int, float], ...] = ()
-    seed: int = 0
-    end_tokens: tuple[int, ...] = ()
-    min_tokens: int = 0
-
-    @property
-    def is_greedy(self) -> bool:
-        """Return whether to take the argmax, regardless of filters."""
-        return self.temperature <= 0.0
-
-    @property
-    def is_penalised(self) -> bool:
-        """Return whether earlier tokens change the logits."""
-        return bool(
-            self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
-        )
-
-    @property
-    def changes_logits(self) -> bool:
-        """Return whether logits change before the temperature: penalties, bias or
-        ``min_tokens``.
-        """
-        return self.is_penalised or bool(self.bias) or self.min_tokens > 0
-
-
 @dataclass(frozen=True, slots=True)
 class Open:
     """Open a slot for a new sequence. The slot is free or retains a prefix.
 
     Attributes:
         seat: The slot.
-        choosing: Sampling parameters.
+        sampling: Sampling parameters.
         prompt: Tokens before the output. Penalties use them, and ``min_tokens`` counts after them.
         keeps: Number of computed positions to reuse. 0: start empty. Contiguous state: the slot
             retains them. Pages: the pages assigned in this step contain them.
     """
 
     seat: Seat
-    choosing: Choosing
+    sampling: SamplingParams
     prompt: tuple[int, ...] = ()
     keeps: int = 0
 

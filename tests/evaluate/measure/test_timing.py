@@ -8,9 +8,10 @@ import pytest
 
 from tests.runtime.queued import QueuedExecutable
 from tests.tiny import compiled, random_tokens, tiny_model
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.evaluate.measure.timing import Job, figures, time_jobs
-from tilewright.runtime.request import Request, SamplingParams
+from tilewright.runtime.request import Request
 
 
 def finished(prompt: int, times: Sequence[float]) -> Request:

@@ -11,6 +11,7 @@ import torch
 
 from tests.models.test_qwen3_5 import ON_CUDA
 from tests.tiny import compiled, lowered, precision_of, tiny_model
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.graphs import capture
 from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
 from tilewright.compiler.targets.cuda.graphs.capture import PromptBucket, prompt_buckets
@@ -25,7 +26,6 @@ from tilewright.compiler.targets.interface.step import Chunk, Seat
 from tilewright.compiler.targets.program.instructions import Attend
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
 
 
 class Counted:

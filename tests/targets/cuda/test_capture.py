@@ -19,6 +19,7 @@ from tests.tiny import (
     take_seat,
     tiny_model,
 )
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.graphs import capture
 from tilewright.compiler.targets.cuda.graphs.capture import Captured
 from tilewright.compiler.targets.cuda.kernels.attention import split as attention_shares
@@ -30,7 +31,6 @@ from tilewright.compiler.targets.cuda.steps.attention import Attention
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     Back,
-    Choosing,
     Chunk,
     Close,
     HostPlace,
@@ -353,15 +353,15 @@ def test_state_goes_to_pinned_memory_and_back_while_steps_run() -> None:
     executable = on_device("bfp8")
     tokens, place = tuple(random_tokens(200, vocab_size=VOCABULARY)), HostPlace(0)
     a, b, c = Seat(0), Seat(1), Seat(2)
-    begins = (Open(a, Choosing()), Pages(a, 0, (3, 2, 1, 0)))
+    begins = (Open(a, SamplingParams()), Pages(a, 0, (3, 2, 1, 0)))
     executable.step(Step(edits=begins, prompts=(Chunk(a, 0, tokens, chooses=True),)))
     expected = [executable.step(Step(decode=(a,))).parts[0] for _ in range(3)][1:]
     executable.reset()
     executable.step(Step(edits=begins, prompts=(Chunk(a, 0, tokens, chooses=True),)))
     executable.step(Step(decode=(a,)))
-    taken = (Out(a, place), Close(a), Open(b, Choosing()), Pages(b, 0, (0, 1, 2, 3)))
+    taken = (Out(a, place), Close(a), Open(b, SamplingParams()), Pages(b, 0, (0, 1, 2, 3)))
     executable.step(Step(edits=taken, prompts=(Chunk(b, 0, tokens[::-1], chooses=True),)))
-    again = (Open(c, Choosing()), Pages(c, 0, (9, 8, 7, 6)), Back(c, place))
+    again = (Open(c, SamplingParams()), Pages(c, 0, (9, 8, 7, 6)), Back(c, place))
     found = [executable.step(Step(edits=again, decode=(c,))).parts[0]]
     found.append(executable.step(Step(decode=(c,))).parts[0])
     assert [part.read() for part in found] == [part.read() for part in expected]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import Drawing, make_choice
 from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
-from tilewright.compiler.targets.interface.step import END_TOKEN, NOT_A_NUMBER, Choosing, Seat
+from tilewright.compiler.targets.interface.step import END_TOKEN, NOT_A_NUMBER, Seat
 
 CPU = torch.device("cpu")
 VOCABULARY = 1003
@@ -17,7 +18,7 @@ def test_fewer_rows_leave_no_parameters_of_the_rows_before() -> None:
     table = SeatTable(4, 3, CPU)
     ends = [(1, 2, 3), (4, 5, 6), (9,), ()]
     chosen = [
-        Choosing(temperature=0.5, top_k=7, top_p=0.25, seed=2**40 + seat, end_tokens=each)
+        SamplingParams(temperature=0.5, top_k=7, top_p=0.25, seed=2**40 + seat, stop_token_ids=each)
         for seat, each in enumerate(ends)
     ]
     table.open({Seat(seat): each for seat, each in enumerate(chosen)})

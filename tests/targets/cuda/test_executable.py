@@ -27,16 +27,9 @@ from tests.tiny import (
     tiny_model,
 )
 from tilewright.compiler.sampling.choose import Row, choose_tokens
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
-from tilewright.compiler.targets.interface.step import (
-    END_TOKEN,
-    GOES_ON,
-    Choosing,
-    Chosen,
-    Chunk,
-    Seat,
-    Step,
-)
+from tilewright.compiler.targets.interface.step import END_TOKEN, GOES_ON, Chosen, Chunk, Seat, Step
 from tilewright.runtime.engine import Engine
 
 BF16 = precision_of("bf16", kv_cache="bfp8")
@@ -47,16 +40,16 @@ def executable() -> Executable:
     return compiled(tiny_model(std=0.2, **SMALL), "cuda", precision=BF16, compute="fast")
 
 
-GREEDY = Choosing()
+GREEDY = SamplingParams()
 ROWS = [
     GREEDY,
-    Choosing(temperature=1.0, seed=5),
-    Choosing(temperature=1.5, top_k=7, seed=2**62 + 3),
-    Choosing(temperature=2.0, top_p=0.6, seed=-(2**60)),
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=1.5, top_k=7, seed=2**62 + 3),
+    SamplingParams(temperature=2.0, top_p=0.6, seed=-(2**60)),
 ]
 
 
-def started(executable: Executable, rows: Sequence[Choosing]) -> tuple[Seat, ...]:
+def started(executable: Executable, rows: Sequence[SamplingParams]) -> tuple[Seat, ...]:
     """A seat for each row, with a prompt of its own: of two tokens, three, and so on."""
     seats = tuple(take_seat(executable, 40 + len(rows), row) for row in rows)
     for length, seat in enumerate(seats, 2):
@@ -76,7 +69,7 @@ def release(executable: Executable, seats: Sequence[Seat]) -> None:
         leave_seat(executable, seat)
 
 
-def expected_choice(logits: Tensor, rows: Sequence[Choosing]) -> list[int]:
+def expected_choice(logits: Tensor, rows: Sequence[SamplingParams]) -> list[int]:
     """Of the first step."""
     given = [Row(row, length + 1) for length, row in enumerate(rows, 2)]
     tokens, is_number = choose_tokens(logits, given)
@@ -85,7 +78,9 @@ def expected_choice(logits: Tensor, rows: Sequence[Choosing]) -> list[int]:
 
 
 @pytest.mark.parametrize("rows", only([ROWS], [ROWS, ROWS[:1] * 3, ROWS[2:]]))
-def test_tokens_are_chosen_as_the_op_does(executable: Executable, rows: list[Choosing]) -> None:
+def test_tokens_are_chosen_as_the_op_does(
+    executable: Executable, rows: list[SamplingParams]
+) -> None:
     chosen, is_greedy = set(), all(row.is_greedy for row in rows)
     for shift in range(1 if is_greedy else 2):  # the same logits, other random numbers
         moved = [replace(row, seed=row.seed + shift) for row in rows]
@@ -99,7 +94,7 @@ def test_tokens_are_chosen_as_the_op_does(executable: Executable, rows: list[Cho
 
 
 def test_end_tokens_finish_their_own_row_alone(executable: Executable) -> None:
-    def read(rows: list[Choosing]) -> Chosen:
+    def read(rows: list[SamplingParams]) -> Chosen:
         seats = started(executable, rows)
         found = executable.step(first_step(seats)).parts[0].read()
         release(executable, seats)
@@ -111,8 +106,8 @@ def test_end_tokens_finish_their_own_row_alone(executable: Executable) -> None:
     others = [next(t for t in range(61) if t not in tokens) for _ in tokens]
     ends = [(others[0],), (others[1], tokens[1]), (tokens[2], tokens[2], others[2])]
     expected = Chosen(tokens, [GOES_ON, END_TOKEN, END_TOKEN])
-    assert read([Choosing(end_tokens=each) for each in ends]) == expected
-    one = Choosing(temperature=1.0, top_k=1, seed=9)  # of one candidate
+    assert read([SamplingParams(stop_token_ids=each) for each in ends]) == expected
+    one = SamplingParams(temperature=1.0, top_k=1, seed=9)  # of one candidate
     assert read([replace(one, end_tokens=each) for each in ends]) == expected
 
 
@@ -121,7 +116,7 @@ def test_more_end_tokens_than_the_device_looks_for_end_a_sequence(executable: Ex
     seats = started(executable, [GREEDY, GREEDY])
     tokens = executable.step(first_step(seats)).parts[0].read().tokens
     release(executable, seats)
-    many = Choosing(end_tokens=(*range(100, 140), tokens[1]))
+    many = SamplingParams(stop_token_ids=(*range(100, 140), tokens[1]))
     for rows, why in (([many, many], [GOES_ON, END_TOKEN]), ([GREEDY] * 2, [GOES_ON] * 2)):
         seats = started(executable, rows)
         assert executable.step(first_step(seats)).parts[0].read() == Chosen(tokens, why)
@@ -136,7 +131,7 @@ def test_more_end_tokens_than_the_device_looks_for_end_a_sequence(executable: Ex
 @pytest.mark.parametrize("num_tokens", [2, 9])
 @pytest.mark.parametrize("row", ROWS[:2], ids=["greedy", "sampled"])
 def test_a_prompt_chooses_its_first_token(
-    executable: Executable, num_tokens: int, row: Choosing
+    executable: Executable, num_tokens: int, row: SamplingParams
 ) -> None:
     seat = take_seat(executable, 20, row)
     chunk = Chunk(seat, 0, tuple(random_tokens(num_tokens)), chooses=True)
@@ -146,7 +141,7 @@ def test_a_prompt_chooses_its_first_token(
     leave_seat(executable, seat)
 
 
-def step_by_step(executable: Executable, rows: list[Choosing], count: int) -> list[list[int]]:
+def step_by_step(executable: Executable, rows: list[SamplingParams], count: int) -> list[list[int]]:
     """The tokens of so many steps, each told by the host what to read."""
     seats = started(executable, rows)
     given, found = first_step(seats), []
@@ -159,7 +154,7 @@ def step_by_step(executable: Executable, rows: list[Choosing], count: int) -> li
 
 @pytest.mark.parametrize("rows", only([ROWS[:1] * 2], [ROWS[:1] * 2, ROWS[1:3]]))
 def test_running_ahead_is_the_same_step_by_step(
-    executable: Executable, rows: list[Choosing]
+    executable: Executable, rows: list[SamplingParams]
 ) -> None:
     """Also where something else runs in between, and the rows have to be gathered again."""
     expected = step_by_step(executable, rows, 3)

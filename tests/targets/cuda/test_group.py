@@ -17,6 +17,7 @@ from tests.targets.cuda.sharing import set_sharing
 from tests.targets.cuda.thread_ranks import Meeting, ThreadExchange, together
 from tests.tiny import precision_of, random_tokens
 from tilewright.compiler.driver import lower_model, resolve_precision, weight_source
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.collectives.gathered import GatheredExchange
 from tilewright.compiler.targets.cuda.collectives.group import Group
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
@@ -25,14 +26,14 @@ from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.target import CudaTarget
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.compiled import silent
-from tilewright.compiler.targets.interface.step import Choosing, Chunk, Open, Pages, Seat, Step
+from tilewright.compiler.targets.interface.step import Chunk, Open, Pages, Seat, Step
 from tilewright.compiler.targets.program.instructions import AllReduce, Place
 from tilewright.distributed.parallel import ALONE, Parallel
 from tilewright.errors import CompileError
 
-GREEDY = Choosing()
-DRAWN = Choosing(temperature=1.5, top_k=7, seed=11)
-BY_HOST = Choosing(frequency_penalty=1.0)
+GREEDY = SamplingParams()
+DRAWN = SamplingParams(temperature=1.5, top_k=7, seed=11)
+BY_HOST = SamplingParams(frequency_penalty=1.0)
 PROMPTS = (random_tokens(5, seed=1, vocab_size=131), random_tokens(9, seed=2, vocab_size=131))
 
 
@@ -52,7 +53,7 @@ def rank_of(model: SimpleNamespace, parallel: Parallel, rank: int, **how: Any) -
     return executable
 
 
-def steps_of(choosing: Sequence[Choosing], *, masked: bool) -> list[Step]:
+def steps_of(choosing: Sequence[SamplingParams], *, masked: bool) -> list[Step]:
     seats = tuple(Seat(i) for i in range(len(choosing)))
     edits: list[Any] = [Open(seat, each) for seat, each in zip(seats, choosing, strict=True)]
     edits += [Pages(seat, 0, (int(seat),)) for seat in seats]
@@ -141,7 +142,9 @@ def two() -> Two:
     [((GREEDY, GREEDY), False), ((GREEDY, DRAWN), True), ((BY_HOST, DRAWN), True)],
     ids=["greedy", "drawn", "by the host"],
 )
-def test_two_ranks_choose_as_one(two: Two, choosing: tuple[Choosing, ...], masked: bool) -> None:
+def test_two_ranks_choose_as_one(
+    two: Two, choosing: tuple[SamplingParams, ...], masked: bool
+) -> None:
     two.check(steps_of(choosing, masked=masked))
 
 
@@ -149,7 +152,7 @@ def test_two_ranks_choose_as_one(two: Two, choosing: tuple[Choosing, ...], maske
     ("choosing", "masked"), [((GREEDY, DRAWN), True), ((BY_HOST, GREEDY), False)]
 )
 def test_what_a_library_gathers_has_the_bits_of_peers(
-    two: Two, monkeypatch: pytest.MonkeyPatch, choosing: tuple[Choosing, ...], masked: bool
+    two: Two, monkeypatch: pytest.MonkeyPatch, choosing: tuple[SamplingParams, ...], masked: bool
 ) -> None:
     """Logits and tokens of rows that are greedy, that draw, and that the host chooses for."""
     monkeypatch.setattr(nvrtc, "launch", emulated_exchange.launch)

@@ -15,6 +15,7 @@ import torch
 from tests.targets.cuda import strict_steps
 from tests.targets.cuda.sharing import set_sharing
 from tests.tiny import compiled, precision_of, tiny_model
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda import invariance
 from tilewright.compiler.targets.cuda import memory_budget as device
 from tilewright.compiler.targets.cuda.invariance import can_promise, invariant_of
@@ -23,7 +24,6 @@ from tilewright.compiler.targets.cuda.steps.matmul import Products
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.utils.child_process import PYTHON
 
 ROOT = Path(__file__).parents[3]

@@ -14,18 +14,19 @@ from tests.targets.cuda.test_executable import release
 from tests.targets.cuda.test_ragged import PROMPTS, check_alike, made
 from tests.tiny import take_seat
 from tilewright.compiler.sampling.choose import Row, choose_tokens
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.kernels.sampling.mask_logits import forbid
 from tilewright.compiler.targets.interface.base import Executable
-from tilewright.compiler.targets.interface.step import Choosing, Chunk, Part, Seat, Step
+from tilewright.compiler.targets.interface.step import Chunk, Part, Seat, Step
 from tilewright.compiler.targets.interface.token_masks import Allowed
 
 BY_DEVICE = [
-    Choosing(),
-    Choosing(temperature=1.0, seed=3),
-    Choosing(temperature=1.4, top_p=0.8, top_k=9, seed=11),
-    Choosing(end_tokens=(5,)),
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(temperature=1.4, top_p=0.8, top_k=9, seed=11),
+    SamplingParams(stop_token_ids=(5,)),
 ]
-BY_HOST = [*BY_DEVICE[:3], Choosing(frequency_penalty=0.5)]
+BY_HOST = [*BY_DEVICE[:3], SamplingParams(frequency_penalty=0.5)]
 
 
 def steps_of(a: Seat, b: Seat, c: Seat, d: Seat) -> list[dict[str, Any]]:
@@ -46,7 +47,9 @@ def steps_of(a: Seat, b: Seat, c: Seat, d: Seat) -> list[dict[str, Any]]:
 
 
 def run(
-    executable: Executable, rows: Sequence[Choosing], told: Sequence[Mapping[Seat, int]] | None
+    executable: Executable,
+    rows: Sequence[SamplingParams],
+    told: Sequence[Mapping[Seat, int]] | None,
 ) -> tuple[list[dict[Seat, int]], list[torch.Tensor], list[bool]]:
     """What was chosen in each step, the logits, and which steps were mixed. Masked, and beside the
     definition, or with the tokens of another run ``told``.
@@ -90,7 +93,7 @@ def run(
 def check_part(
     executable: Executable,
     part: Part,
-    by_seat: Mapping[Seat, Choosing],
+    by_seat: Mapping[Seat, SamplingParams],
     lengths: Mapping[Seat, int],
     outputs: Mapping[Seat, Sequence[int]],
     masks: Mapping[Seat, np.ndarray],
@@ -109,7 +112,7 @@ def check_part(
 @pytest.mark.parametrize("rows", [BY_DEVICE, BY_HOST], ids=["by the device", "by the host"])
 @pytest.mark.parametrize("rides", [False, True], ids=["apart", "riding"])
 def test_masked_steps_choose_as_the_definition_does(
-    rides: bool, rows: list[Choosing], monkeypatch: pytest.MonkeyPatch
+    rides: bool, rows: list[SamplingParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the logits that the same steps have without masks, whatever passes follow in a step."""
     executable = made("llama", monkeypatch, rides)

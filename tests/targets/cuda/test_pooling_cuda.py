@@ -11,11 +11,11 @@ import torch
 from tests.targets.cuda.test_conformance_cuda import SMALL
 from tests.targets.test_pooling import embed
 from tests.tiny import compiled, precision_of, random_tokens, tiny_model
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.outputs.pooled_states import pool_rows
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.pooling import LAST, MEAN, Pooling
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
 
 
 def test_pooled_states_on_cuda_are_the_reference_s() -> None:

@@ -21,6 +21,7 @@ from tests.tiny import (
     take_seat,
     tiny_model,
 )
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda import memory_budget as device
 from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
 from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
@@ -28,7 +29,7 @@ from tilewright.compiler.targets.cuda.plan import far_of, make_plan
 from tilewright.compiler.targets.cuda.state.ragged import can_join, join, one, split
 from tilewright.compiler.targets.cuda.steps.overlap import Beside
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions, Executable
-from tilewright.compiler.targets.interface.step import Choosing, Chunk, Seat, Snapshot, Step
+from tilewright.compiler.targets.interface.step import Chunk, Seat, Snapshot, Step
 from tilewright.compiler.targets.program.instructions import Attend
 from tilewright.distributed.parallel import Parallel
 
@@ -130,7 +131,7 @@ def test_prompts_together_are_those_of_each_alone(
     assert executable.capabilities.max_prompts == 8
     sizes = ((0, 5), (4, 3), (0, 2))
     for is_together in (True, False):
-        rows = [Choosing(), Choosing(temperature=1.0, seed=3), Choosing()]
+        rows = [SamplingParams(), SamplingParams(temperature=1.0, seed=3), SamplingParams()]
         seats = tuple(take_seat(executable, 12, row) for row in rows)
         prompts = [tuple(random_tokens(8, seed=index)) for index in range(3)]
         executable.step(Step(prompts=(Chunk(seats[1], 0, prompts[1][:4]),)))
@@ -150,7 +151,12 @@ def test_prompts_together_are_those_of_each_alone(
 
 
 PROMPTS = [tuple(random_tokens(10, seed=seed)) for seed in range(4)]
-ROWS = [Choosing(), Choosing(temperature=1.0, seed=3), Choosing(), Choosing(temperature=0.7)]
+ROWS = [
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(),
+    SamplingParams(temperature=0.7),
+]
 
 
 def served(executable: Executable, how: dict[str, Any] | None = None) -> tuple[list[Any], Any]:

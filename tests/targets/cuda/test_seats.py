@@ -35,12 +35,12 @@ from tests.tiny import (
     take_seat,
     tiny_model,
 )
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.state import slot_table as seats_module
 from tilewright.compiler.targets.cuda.state.slot_table import SeatTable, send
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     Back,
-    Choosing,
     Chunk,
     Close,
     HostPlace,
@@ -53,16 +53,16 @@ from tilewright.compiler.targets.interface.step import (
 
 __all__ = ["executable"]
 
-PENALISED = Choosing(temperature=0.7, seed=8, repetition_penalty=1.5, frequency_penalty=0.3)
+PENALISED = SamplingParams(temperature=0.7, seed=8, repetition_penalty=1.5, frequency_penalty=0.3)
 
 
 def test_a_seat_that_is_opened_again_has_parameters_of_its_own() -> None:
     """Seeds are 64 bits, of either sign or none; a top k may be any number."""
     table = SeatTable(2, 3, torch.device("cpu"))
-    table.open({Seat(1): Choosing(temperature=0.5, end_tokens=(1, 2, 3), seed=2**64 - 5)})
+    table.open({Seat(1): SamplingParams(temperature=0.5, stop_token_ids=(1, 2, 3), seed=2**64 - 5)})
     by = table.parameters
     assert by.seeds.tolist() == [0, -5, 0] and by.end_tokens[1].tolist() == [1, 2, 3]
-    table.open({Seat(1): Choosing(end_tokens=(7,), seed=-(2**63), top_k=10**12)})
+    table.open({Seat(1): SamplingParams(stop_token_ids=(7,), seed=-(2**63), top_k=10**12)})
     assert by.seeds.tolist() == [0, -(2**63), 0] and by.temperature[1] == 0.0
     assert by.end_tokens[1].tolist() == [7, -1, -1] and by.top_k[1] == 2**31 - 1
 
@@ -80,7 +80,11 @@ def test_rows_are_written_in_one_copy_and_only_where_they_change(
 
     monkeypatch.setattr(seats_module, "send_into", counted)
     table = SeatTable(4, 3, torch.device("cpu"))
-    a, b, c = Choosing(seed=7), Choosing(seed=8, end_tokens=(5,)), Choosing(top_p=0.5, min_p=0.25)
+    a, b, c = (
+        SamplingParams(seed=7),
+        SamplingParams(seed=8, stop_token_ids=(5,)),
+        SamplingParams(top_p=0.5, min_p=0.25),
+    )
     table.open({Seat(1): b})
     table.open({Seat(2): a, Seat(0): c})
     expected = [0, 8, 7, 0, 0], [0.5, 1.0, 1.0, 1.0, 1.0], [-1, 5, -1, -1, -1]
@@ -91,10 +95,10 @@ def test_rows_are_written_in_one_copy_and_only_where_they_change(
 
     assert found() == expected and sent == [1, 3]
     table.open({Seat(0): c, Seat(2): a})
-    table.open({Seat(3): Choosing()})
+    table.open({Seat(3): SamplingParams()})
     assert found() == expected and sent == [1, 3]
     with pytest.raises(OverflowError):
-        table.open({Seat(0): b, Seat(1): Choosing(end_tokens=(1 << 64,))})
+        table.open({Seat(0): b, Seat(1): SamplingParams(stop_token_ids=(1 << 64,))})
     assert found() == expected and sent == [1, 3]
     table.open({Seat(0): b})
     assert found() == ([8, 8, 7, 0, 0], [1.0] * 5, [5, 5, -1, -1, -1]) and sent == [1, 3, 1]
@@ -137,7 +141,7 @@ def test_one_seat_s_token_may_be_forced_beside_another_s_own(executable: Executa
 
 @pytest.mark.parametrize("row", only([PENALISED], [PENALISED, GREEDY, ROWS[1]]))
 def test_more_rows_than_a_bucket_has_come_in_parts(
-    executable: Executable, row: Choosing, monkeypatch: pytest.MonkeyPatch
+    executable: Executable, row: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [row, GREEDY, row]
     expected = step_by_step(executable, rows, 3)
@@ -191,7 +195,7 @@ def test_known_tokens_are_read_behind_a_prompt_that_chose_nothing(executable: Ex
 
 
 @pytest.mark.parametrize(("row", "hybrid"), only([], [(PENALISED, False), (ROWS[1], True)]))
-def test_a_seat_that_went_to_the_host_and_back_goes_on(row: Choosing, hybrid: bool) -> None:
+def test_a_seat_that_went_to_the_host_and_back_goes_on(row: SamplingParams, hybrid: bool) -> None:
     """On another seat, in other pages, while its own were written over by others."""
     changes = {"model_type": "qwen3_5", **ON_CUDA} if hybrid else SMALL
     options: dict[str, Any] = {"compute": "fast", "max_context": 128}

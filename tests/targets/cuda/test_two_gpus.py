@@ -25,6 +25,7 @@ from tests.targets.cuda.test_ragged import check_alike, logits_beside, uncapture
 from tests.targets.random_operations import random_operations
 from tests.utils.test_child_process import gone
 from tilewright.cli.arguments.bench import read_options
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.compiled import silent
@@ -40,7 +41,6 @@ from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.utils.child_process import PYTHON
 
 pytestmark = pytest.mark.multigpu

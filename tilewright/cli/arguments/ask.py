@@ -12,9 +12,10 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tilewright.cli.arguments.sampling import SamplingOptions
 from tilewright.cli.terminal.notes import only_fallbacks
 from tilewright.models import DEFAULT_MODEL
 from tilewright.options.arguments import (
@@ -28,7 +29,6 @@ from tilewright.options.arguments import (
     integer,
     option,
     read_model_options,
-    real,
     take_path,
     values_of,
 )
@@ -41,35 +41,6 @@ if TYPE_CHECKING:
 _REDRAW_S = 0.1
 _NEW_LINE_S, _SAME_LINE_S = 1.0, 5.0
 """Seconds before a plain line about another kind of work, and between lines about the same."""
-_SAMPLING = "sampling"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingArguments:
-    """How tokens are chosen, by the runtime's names for it; None where nothing is said."""
-
-    max_tokens: int | None = option(
-        "of an answer (default: 512, or what there is room for)",
-        group=_SAMPLING,
-        type=integer(1, 1 << 20),
-        metavar="N",
-    )
-    temperature: float | None = option(
-        "0 is greedy (default: 0)", group=_SAMPLING, type=real(0, 100)
-    )
-    top_k: int | None = option(
-        "0 is off (default: 0)", group=_SAMPLING, type=integer(0, (1 << 31) - 1)
-    )
-    top_p: float | None = option(
-        "1 is off, 0 is greedy (default: 1)", group=_SAMPLING, type=real(0, 1)
-    )
-    min_p: float | None = option("0 is off (default: 0)", group=_SAMPLING, type=real(0, 1))
-    repetition_penalty: float | None = option(
-        "1 is off (default: 1)", group=_SAMPLING, type=real(0, 10, above=True)
-    )
-    seed: int | None = option(
-        "of the random choices (default: 0)", group=_SAMPLING, type=integer(0, (1 << 63) - 1)
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +78,11 @@ def read_asked(
         TilewrightError: for anything that can be seen to be wrong without the model.
     """
     parser = Parser(prog=prog, description=description)
-    add_options(parser, kind, ParallelArguments, SamplingArguments)
+    add_options(parser, kind, ParallelArguments, SamplingOptions)
     arguments = parser.parse_args(list(argv))
     take_path(arguments)
     sign.opening(arguments.model)
-    given = values_of(SamplingArguments, arguments)
+    given = values_of(SamplingOptions, arguments)
     check_text(arguments.system or "", "the system message")
     return Asked(
         model=read_model_options(arguments, CHECKPOINT_PRECISION),
@@ -265,8 +236,3 @@ def cost_line(llm: LLM, answer: Answer) -> str:
         parts.append("stopped")
     where = f"{llm.source.name} on {compiled.target}, {compiled.precision.name}"
     return f"{', '.join(parts)}; {where}"
-
-
-def sampling_names() -> tuple[str, ...]:
-    """The sampling parameters that a command line and a chat know."""
-    return tuple(each.name for each in fields(SamplingArguments))

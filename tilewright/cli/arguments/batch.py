@@ -9,8 +9,8 @@ from typing import Any
 
 from tilewright.batch.dataset import MAX_TOKENS
 from tilewright.batch.plain_rows import Asking
-from tilewright.cli.arguments.ask import SamplingArguments
 from tilewright.cli.arguments.engine import AUTO, FAST, EngineArguments, default_seats
+from tilewright.cli.arguments.sampling import SamplingOptions
 from tilewright.distributed.grouping import Grouping
 from tilewright.errors import ConfigError
 from tilewright.options.arguments import (
@@ -140,11 +140,11 @@ def read_batch_options(argv: Sequence[str]) -> BatchOptions:
         prog="tilewright batch",
         description="Answer all rows of a data set, by the server's own loop and without a server.",
     )
-    add_options(parser, _Asked, ParallelArguments, SamplingArguments, BatchOptions)
+    add_options(parser, _Asked, ParallelArguments, SamplingOptions, BatchOptions)
     arguments = parser.parse_args(list(argv))
     given = values_of(BatchOptions, arguments)
     source = _input(arguments, given)
-    sampling = values_of(SamplingArguments, arguments)
+    sampling = values_of(SamplingOptions, arguments)
     seed, max_tokens = sampling.pop("seed") or 0, sampling.pop("max_tokens")
     for name in ("prompt_column", "answer_column"):
         check_text(getattr(arguments, name) or "", f"--{name.replace('_', '-')}")

@@ -22,8 +22,9 @@ from tilewright.cli.arguments.ask import (
     messages_of,
     open_asked,
     read_asked,
-    sampling_names,
 )
+from tilewright.cli.arguments.sampling import SAMPLING_NAMES
+from tilewright.compiler.sampling.params import range_of, sampling_of
 from tilewright.errors import ConfigError, RequestError, TilewrightError, allowed
 from tilewright.options.arguments import integer, option
 from tilewright.utils.files import cache_dir, create_file
@@ -135,7 +136,7 @@ class Talk:
             self.messages = [*asked, {"role": "assistant", "content": answer.text}]
 
     def _help(self, rest: str) -> None:
-        self._sign.write_lines(_HELP.format(names=", ".join((*sampling_names(), "system"))))
+        self._sign.write_lines(_HELP.format(names=", ".join((*SAMPLING_NAMES, "system"))))
 
     def _set(self, rest: str) -> None:
         name, value = _words(rest)
@@ -186,15 +187,11 @@ def _words(text: str) -> tuple[str, str]:
 
 def _with(sampling: dict[str, Any], name: str, text: str) -> dict[str, Any]:
     """Sampling parameters with one of them set to what was typed."""
-    from tilewright.llm import sampling_of
-
-    known = sampling_names()
-    if name not in known:
-        names = allowed((*known, "system"), name)
+    if name not in SAMPLING_NAMES:
+        names = allowed((*SAMPLING_NAMES, "system"), name)
         raise ConfigError(f"unknown setting {name[:60]!r}; {names}")
-    kind = int if name in ("max_tokens", "top_k", "seed") else float
     try:
-        value = kind(text)
+        value = type(range_of(name).low)(text)
     except ValueError:
         raise ConfigError(f"{name} {text[:60]!r}; allowed: a number") from None
     found = {**sampling, name: value}

@@ -352,12 +352,12 @@ def _run(
     say: Callable[[str], None],
 ) -> Counted:
     """Read a prompt and continue it, to its steps, of both, or the context's end."""
-    from tilewright.runtime.sampling import SamplingParams
+    from tilewright.compiler.sampling.params import SamplingParams
 
     tokens = source.tokenizer.encode(prompt.text, add_special=True)
     limit = min(prompt.steps, executable.capabilities.max_context)
     sampling = SamplingParams(temperature=given.temperature, top_p=given.topp, seed=given.seed)
-    stepper = Stepper(executable, sampling.choosing())
+    stepper = Stepper(executable, sampling)
     stepper.evaluate(tokens)
     decoder, text = source.tokenizer.stream(after=tokens), ""
     for token in stepper.predict(tokens, limit):

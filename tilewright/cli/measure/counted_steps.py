@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tilewright.compiler.sampling.params import SamplingParams
     from tilewright.compiler.targets.interface.base import Executable
-    from tilewright.compiler.targets.interface.step import Choosing
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class Counted:
 class Stepper:
     """One sequence's steps, each timed."""
 
-    def __init__(self, executable: Executable, choosing: Choosing) -> None:
+    def __init__(self, executable: Executable, sampling: SamplingParams) -> None:
         from tilewright.compiler.targets.interface.step import Seat
 
-        self._executable, self._seat, self._choosing = executable, Seat(0), choosing
+        self._executable, self._seat, self._sampling = executable, Seat(0), sampling
         self._seconds = [0.0, 0.0]
         self._counts = [0, 0]
         self._then = 0.0, 0.0
@@ -67,7 +67,7 @@ class Stepper:
 
         self._executable.reset()
         seat, read = self._seat, tuple(tokens[:-1])
-        self._executable.step(Step(edits=(Open(seat, self._choosing, tuple(tokens)),)))
+        self._executable.step(Step(edits=(Open(seat, self._sampling, tuple(tokens)),)))
         if read:
             self._timed(0, len(read), Step(prompts=(Chunk(seat, 0, read),)))
 

@@ -17,6 +17,7 @@ from tilewright.cli.arguments.bench import RunOptions
 from tilewright.compiler.devices import DEVICES, describe_cpu
 from tilewright.compiler.driver import compile_model
 from tilewright.compiler.precision import PrecisionSummary, load_precision
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable, Progress
 from tilewright.compiler.targets.interface.compiled import Compiled
@@ -43,7 +44,6 @@ from tilewright.evaluate.measure.timing import Job, Run, sampling_text
 from tilewright.evaluate.results.record import Accuracy, ContractLine, Result, medians
 from tilewright.loading.source import Source, compile_source
 from tilewright.models import LoadedModel
-from tilewright.runtime.request import SamplingParams
 from tilewright.utils.environment import environment
 from tilewright.utils.files import cache_dir
 
@@ -89,7 +89,7 @@ def plan_jobs(source: Source, options: RunOptions, *, max_groups: int = 1) -> Pl
             top_p=options.top_p,
             seed=options.seed,
             max_tokens=wanted,
-            end_tokens=end_tokens,
+            stop_token_ids=end_tokens,
         )
         jobs.append(Job(tuple(tokens), sampling))
     context = max(len(job.prompt) + job.sampling.max_tokens for job in jobs)

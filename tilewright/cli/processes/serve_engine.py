@@ -18,9 +18,9 @@ from tilewright.cli.arguments.serve import (
     ServeOptions,
     read_serve_options,
 )
+from tilewright.compiler.sampling.params import SamplingParams, plain_names
 from tilewright.errors import ConfigError, RankError, RequestError, TilewrightError
 from tilewright.runtime.messages import Refused
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.serve.engines.client import TOKENIZER
 from tilewright.serve.engines.sockets import SocketTransport
 from tilewright.utils.garbage import collect_seldom
@@ -28,8 +28,6 @@ from tilewright.utils.garbage import collect_seldom
 if TYPE_CHECKING:
     from tilewright.compiler.targets.interface.compiled import Compiled
     from tilewright.loading.source import Source
-
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def main(argv: list[str]) -> int:
@@ -104,7 +102,7 @@ def _own_sampling(path: object) -> dict[str, float]:
     file = Path(str(path)) / "generation_config.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        chosen = {name: found[name] for name in _SAMPLING if found.get(name) is not None}
+        chosen = {name: found[name] for name in plain_names() if found.get(name) is not None}
         if found.get("do_sample") is False:
             chosen["temperature"] = 0.0
         if not all(isinstance(value, int | float) for value in chosen.values()):

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.artifacts.paths import cache_dir
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
-from tilewright.compiler.targets.interface.step import Choosing, Chunk, Open, Seat, Step
+from tilewright.compiler.targets.interface.step import Chunk, Open, Seat, Step
 from tilewright.errors import ConfigError
 from tilewright.evaluate.cases.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
 from tilewright.utils.environment import environment
@@ -95,7 +96,7 @@ def build_reference(
     executable.reset()
     seat = Seat(0)
     whole = Chunk(seat, 0, tuple(tokens[:-1]), echoes=True)
-    opened = (Open(seat, Choosing()),)
+    opened = (Open(seat, SamplingParams()),)
     (part,) = executable.step(Step(prompts=(whole,), edits=opened, want_logits=True)).parts
     assert part.logits is not None
     logits = part.logits()[ACCURACY_PREFILL - 1 :].clone()

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.evaluate.results.record import Repeat
 from tilewright.runtime.loop import EngineLoop, OnToken
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.runtime.scheduling.request_state import Policy
 
 _WARM_UP_TOKENS = 8
@@ -40,7 +40,7 @@ class Run:
 
 def sampling_text(sampling: SamplingParams) -> str:
     """How tokens are chosen, as a record says it; empty where each is the likeliest one."""
-    if sampling.choosing().is_greedy:
+    if sampling.is_greedy:
         return ""
     return f"temperature {sampling.temperature:g}, top-k {sampling.top_k}, top-p {sampling.top_p:g}"
 

@@ -10,16 +10,9 @@ from torch import Tensor
 from tilewright.compiler.driver import CompilableModel, compile_model
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.precision.fragment import Fragment, read_rule
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable, Progress
-from tilewright.compiler.targets.interface.step import (
-    Choosing,
-    Chunk,
-    Edit,
-    Open,
-    Pages,
-    Seat,
-    Step,
-)
+from tilewright.compiler.targets.interface.step import Chunk, Edit, Open, Pages, Seat, Step
 from tilewright.errors import ConfigError
 from tilewright.evaluate.tracing.layer_trace import ALL, TraceRow
 from tilewright.evaluate.tracing.logits import observe
@@ -87,7 +80,7 @@ def _logits(executable: Executable, tokens: list[int]) -> Tensor:
     """Return a prefill's logits ``[T, vocabulary]``."""
     executable.reset()
     seat, size = Seat(0), executable.capabilities.page_size
-    edits: list[Edit] = [Open(seat, Choosing())]
+    edits: list[Edit] = [Open(seat, SamplingParams())]
     if size:
         edits.append(Pages(seat, 0, tuple(range(pages_of(len(tokens), size)))))
     chunk = Chunk(seat, 0, tuple(tokens), echoes=True)

@@ -52,7 +52,7 @@ class Masks:
         assert self._grammars is not None and request.grammar is not None
         if self._compilers is None:
             self._compilers = roomy_threads(_NUM_COMPILERS, "grammars")
-        ends = request.sampling.end_tokens
+        ends = request.sampling.stop_token_ids
         self._compiling[request] = self._compilers.submit(
             self._grammars.matcher, request.grammar, ends
         )

@@ -210,9 +210,9 @@ class Seating(ABC):
         return self._state_bytes(num_positions, 1)
 
     def _open(self, seat: Seat, request: Request, keeps: int = 0) -> None:
-        choosing = request.sampling.choosing()
-        wants_prompt = choosing.is_penalised or choosing.min_tokens
-        self.edits.append(Open(seat, choosing, request.prompt if wants_prompt else (), keeps))
+        sampling = request.sampling
+        wants_prompt = sampling.is_penalised or sampling.min_tokens
+        self.edits.append(Open(seat, sampling, request.prompt if wants_prompt else (), keeps))
 
     def _load(self, running: Running, found: Found) -> None:
         """The state of what was found into a seat, where it is a snapshot's."""
@@ -236,7 +236,7 @@ class Seating(ABC):
         )
         if self._has_state and request.page_keys and not self.snapshots.is_empty:
             known, junction = found.length, found.junction
-            ends = request.sampling.end_tokens
+            ends = request.sampling.stop_token_ids
             running.saves = places_worth(
                 request.prompt, self.grain, ends, known=known, junction=junction
             )

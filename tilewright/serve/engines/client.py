@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.errors import ConfigError
 from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.memory.pages import chain_keys
 from tilewright.runtime.messages import Cancel, Forget, Ready, Submit, ToEngine, Tokens
 from tilewright.runtime.pooling import MEAN
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.serve.engines.process import (
     DOWN,
     HUNG_SECONDS,

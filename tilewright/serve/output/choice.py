@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.step import LogProbs
 from tilewright.runtime.messages import Finished, Started, Tokens
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.serve.output.reasoning import Piece, ReasoningSplitter, joined
 from tilewright.serve.output.stops import StopMatcher
 from tilewright.serve.output.tool_calls import Call, CallReader
@@ -94,7 +94,7 @@ class Choice:
             if self.finish_reason is not None:
                 break
             self.tokens.append(token)
-            is_end = token in self.sampling.end_tokens
+            is_end = token in self.sampling.stop_token_ids
             text = "" if is_end and not self.keeps_end else self._decoder.push(token)
             if message.logprobs and (self.prompt or not is_end):
                 self.scored.append(Scored(token, message.logprobs[at], self._num_characters))
@@ -113,7 +113,7 @@ class Choice:
         """Do what `push` does, for most tokens of most answers."""
         self.tokens += tokens
         said: Sequence[int] = tokens
-        ends = self.sampling.end_tokens
+        ends = self.sampling.stop_token_ids
         for token in tokens:
             if token in ends:
                 said = tokens if self.keeps_end else [each for each in tokens if each not in ends]

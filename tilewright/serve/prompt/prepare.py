@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.errors import RequestError
 from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.messages import Ready
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.serve.prompt.template import TemplateFacts
 from tilewright.serve.prompt.texts import TextCoder
 from tilewright.serve.tools.asked import ToolsAsked
 from tilewright.serve.web.errors import invalid, refuse
-from tilewright.serve.web.requests import Common, Message
+from tilewright.serve.web.requests import Common, Message, sampling_values
 
 _CHARACTERS_A_TOKEN = 256
 """The longest token of any vocabulary: a text longer than this for each position cannot fit."""
@@ -168,8 +168,7 @@ def sampling_for(
     """
     left = ready.max_positions + 1 - len(prompt.tokens)
     most = min(left, limit or left)
-    given = {name: getattr(request, name) for name in _PLAIN}
-    chosen = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    chosen = {**defaults, **sampling_values(request)}
     chosen["top_k"] = max(0, int(chosen.get("top_k", 0)))
     seed = request.seed if request.seed is not None else secrets.randbits(_SEED_BITS)
     min_tokens = request.min_tokens or 0
@@ -183,18 +182,12 @@ def sampling_for(
             seed=seed,
             max_tokens=most,
             min_tokens=min(min_tokens, most),
-            end_tokens=tuple(dict.fromkeys((*ends, *_stop_ids(request, ready)))),
+            stop_token_ids=tuple(dict.fromkeys((*ends, *_stop_ids(request, ready)))),
             logprobs=logprobs,
             prompt_logprobs=logprobs if scores_prompt else None,
         )
     except RequestError as error:
         raise refuse(error) from None
-
-
-_PLAIN = (
-    *("temperature", "top_k", "top_p", "min_p"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
-)
 
 
 def _stop_ids(request: Common, ready: Ready) -> tuple[int, ...]:

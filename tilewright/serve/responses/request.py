@@ -15,7 +15,9 @@ from tilewright.serve.web.requests import (
     Message,
     NamedSchema,
     ResponseFormat,
+    SamplingFields,
     no_json,
+    sampling_values,
 )
 
 MAX_ITEMS = 65536
@@ -53,7 +55,7 @@ class ReasoningOptions(Struct, frozen=True):
     generate_summary: Any = None
 
 
-class ResponsesRequest(Struct, kw_only=True, frozen=True):
+class ResponsesRequest(SamplingFields, kw_only=True, frozen=True):
     """The body of ``POST /v1/responses``. Every field defaults to None."""
 
     input: str | Annotated[list[dict[str, Any]], Meta(max_length=MAX_ITEMS)] | None = None
@@ -63,8 +65,6 @@ class ResponsesRequest(Struct, kw_only=True, frozen=True):
     store: bool | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     include: list[str] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -74,7 +74,6 @@ class ResponsesRequest(Struct, kw_only=True, frozen=True):
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, Any] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
     seed: int | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
@@ -130,9 +129,7 @@ def chat_of(request: ResponsesRequest, items: Sequence[Mapping[str, Any]]) -> Ch
         messages=messages,
         model=request.model,
         max_completion_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
+        **sampling_values(request),
         seed=request.seed,
         logprobs=request.wants_logprobs or None,
         top_logprobs=request.top_logprobs if request.wants_logprobs else None,

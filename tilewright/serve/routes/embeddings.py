@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from aiohttp import web
 from msgspec import Meta, Struct
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime.messages import Failed, Finished, Ready, Started
-from tilewright.runtime.sampling import SamplingParams
 from tilewright.serve.front import Front
 from tilewright.serve.prompt.prepare import Prompt, check_prompt, encode
 from tilewright.serve.web.errors import invalid, unsupported

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from tilewright.compiler.sampling.params import (
+    BIAS,
+    MAX_BIASED,
+    MAX_LOGPROBS,
+    plain_names,
+    range_of,
+)
 from tilewright.serve.web.errors import invalid, unsupported
 
 MAX_STOPS = 16
@@ -20,9 +27,7 @@ MAX_PROMPTS = 64
 _Stop: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1000)]
 _Count: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 31)]
 Token: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
-_Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
-_Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
-_Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+_Bias: TypeAlias = Annotated[float, Meta(ge=BIAS.low, le=BIAS.high)]
 
 
 def no_json() -> msgspec.Raw:
@@ -80,7 +85,30 @@ class Message(Struct, frozen=True, omit_defaults=True):
     refusal: str | None = None
 
 
-class Common(Struct, kw_only=True, frozen=True):
+def _ranged(name: str) -> tuple[str, Any, None]:
+    """Return the field of a sampling parameter. None: the client gives no value."""
+    span = range_of(name)
+    low = {"gt": span.low} if span.is_above else {"ge": min(span.low, span.off or span.low)}
+    return name, Annotated[type(span.low), Meta(**low, le=span.high)] | None, None
+
+
+if TYPE_CHECKING:
+
+    class SamplingFields(Struct, kw_only=True, frozen=True):
+        """Sampling parameters of a body."""
+else:
+    SamplingFields = msgspec.defstruct(
+        "SamplingFields", map(_ranged, plain_names()), kw_only=True, frozen=True
+    )
+
+
+def sampling_values(request: SamplingFields) -> dict[str, Any]:
+    """Return the sampling parameters of a body by name, without missing ones."""
+    values = {name: getattr(request, name) for name in plain_names()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+class Common(SamplingFields, kw_only=True, frozen=True):
     """What both kinds of request have in common; None where nothing was said."""
 
     model: str | None = None
@@ -90,14 +118,7 @@ class Common(Struct, kw_only=True, frozen=True):
     stop: Annotated[str, Meta(max_length=1000)] | list[_Stop] | None = None
     stop_token_ids: Annotated[list[Token], Meta(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: _Share | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
-    min_p: _Share | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    logit_bias: Annotated[dict[str, _Bias], Meta(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, _Bias], Meta(max_length=MAX_BIASED)] | None = None
     seed: int | None = None
     n: Annotated[int, Meta(ge=1, le=16)] | None = None
     stream: bool | None = None
@@ -129,7 +150,7 @@ class ChatRequest(Common, kw_only=True, frozen=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=65536)]
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -156,7 +177,7 @@ class CompletionRequest(Common, kw_only=True, frozen=True):
     )
     echo: bool | None = None
     suffix: str | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """One or several prompts, each text or token ids.

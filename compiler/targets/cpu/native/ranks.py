@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
 from tilewright.compiler.targets.cpu.native.library import binding as lib
@@ -24,7 +25,7 @@ from tilewright.compiler.targets.cpu.native.program.mapping import Mapped
 from tilewright.compiler.targets.cpu.native.program.packed import MAX_TOKENS, Packed
 from tilewright.compiler.targets.host.executable import Batch
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.compiler.targets.interface.step import Choosing, Open, Seat, Step, StepOutput
+from tilewright.compiler.targets.interface.step import Open, Seat, Step, StepOutput
 from tilewright.distributed.channel import has_gone
 from tilewright.distributed.peers import Peers
 from tilewright.errors import ExchangeError
@@ -147,13 +148,13 @@ class NativeRank(NativeExecutable):
             return True
         if any(chunk.echoes for chunk in step.prompts):
             return True
-        opened = {each.seat: each.choosing for each in step.edits if isinstance(each, Open)}
+        opened = {each.seat: each.sampling for each in step.edits if isinstance(each, Open)}
         ends = [seat for chunk in step.prompts for seat in (chunk.seat, *chunk.also)]
         return any(not self._is_plain(seat, opened) for seat in (*step.decode, *ends))
 
-    def _is_plain(self, seat: Seat, opened: Mapping[Seat, Choosing]) -> bool:
-        choosing = opened[seat] if seat in opened else self._sittings[seat].choosing
-        return choosing.is_greedy and not choosing.changes_logits
+    def _is_plain(self, seat: Seat, opened: Mapping[Seat, SamplingParams]) -> bool:
+        sampling = opened[seat] if seat in opened else self._sittings[seat].sampling
+        return sampling.is_greedy and not sampling.changes_logits
 
     def _rows_of(self, best: np.ndarray) -> np.ndarray:
         """Rows in which the likeliest token has its logit and every other one none."""

@@ -52,7 +52,7 @@ class Joined:
         if found is None:
             return self._uncaptured(chunks, step, held, ends)
         bucket, size = found
-        drawing = drawing_of([self._sittings[seat].choosing for seat in ends])
+        drawing = drawing_of([self._sittings[seat].sampling for seat in ends])
         now = None if step.masked else drawing
         bucket.run(size, chunks, held, ends, now, self._state.marks(chunks))
         self._state.keep(chunks)
@@ -88,7 +88,7 @@ class Joined:
         if logits is None:
             return []
         seats = tuple(ends)
-        chosen = [self._sittings[seat].choosing for seat in seats]
+        chosen = [self._sittings[seat].sampling for seat in seats]
         if self._answers.is_late(seats, step):
             return [self._answers.late(seats, logits, step)]
         at, width = [*ends.values()], self._answers.num_choosable

@@ -9,18 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.collectives.group import Group
 from tilewright.compiler.targets.cuda.kernels.sampling.mask_logits import forbid
 from tilewright.compiler.targets.cuda.outputs.pinned_ring import Ends, Readings
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import Choice, drawing_of, make_choice
 from tilewright.compiler.targets.cuda.state.slot_table import SeatTable, send
-from tilewright.compiler.targets.interface.step import Choosing, Chosen, Seat
+from tilewright.compiler.targets.interface.step import Chosen, Seat
 from tilewright.compiler.targets.interface.token_masks import Allowed
 
 
-def needs_host(choosing: Choosing) -> bool:
+def needs_host(sampling: SamplingParams) -> bool:
     """Whether a captured step cannot choose these tokens."""
-    return choosing.changes_logits
+    return sampling.changes_logits
 
 
 def choice_of(
@@ -45,12 +46,12 @@ def choose_now(
     positions: Sequence[int],
     width: int,
     logits: Tensor,
-    choosing: Sequence[Choosing],
+    sampling: Sequence[SamplingParams],
     group: Group | None = None,
 ) -> Choice:
     """:func:`choice_of`, of ``logits [R, V]``, which are for these seats."""
     choice = choice_of(table, seats, positions, width, group)
-    choice.apply(logits, drawing_of(choosing))
+    choice.apply(logits, drawing_of(sampling))
     return choice
 
 

@@ -102,7 +102,7 @@ class Answers:
         """
         if step.logprobs is not None or (step.masked and self.group is not None):
             return False
-        return not any(needs_host(self._sittings[seat].choosing) for seat in seats)
+        return not any(needs_host(self._sittings[seat].sampling) for seat in seats)
 
     def chosen(self, seats: tuple[Seat, ...], logits: Tensor, choice: Choice, step: Step) -> Part:
         """What the device chose, on its way to the host."""
@@ -150,7 +150,7 @@ class Answers:
         logits = self._whole(logits)
         if self.follows:
             return self._told_later(seats, step)
-        by_host = any(needs_host(self._sittings[seat].choosing) for seat in seats)
+        by_host = any(needs_host(self._sittings[seat].sampling) for seat in seats)
         if step.masked and step.logprobs is None and echo is None and not by_host:
             return self._masked(seats, logits, step)
         kept = logits.to("cpu", copy=True)
@@ -185,7 +185,7 @@ class Answers:
         chosen_for = [self._sittings[seat] for seat in seats]
         lengths = [each.length for each in chosen_for]
         choice = choice_of(self._table, seats, lengths, self._width())
-        drawing = drawing_of(each.choosing for each in chosen_for)
+        drawing = drawing_of(each.sampling for each in chosen_for)
         is_prompt = len(logits) != len(seats)
         rows = logits[-1:].repeat(len(seats), 1) if is_prompt else logits.clone()
         kept = logits.clone() if step.want_logits else None

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.collectives.group import Group
 from tilewright.compiler.targets.cuda.kernels.sampling import cutoff as search
 from tilewright.compiler.targets.cuda.kernels.sampling import sample
 from tilewright.compiler.targets.cuda.kernels.sampling.argmax import choose, num_keys
 from tilewright.compiler.targets.cuda.state.slot_table import Parameters, SeatTable
-from tilewright.compiler.targets.interface.step import Choosing
 
 
 class Drawing(NamedTuple):
@@ -27,7 +27,7 @@ class Drawing(NamedTuple):
 EVERY_DRAWING = tuple(Drawing(k, p) for k in (False, True) for p in (False, True))
 
 
-def drawing_of(rows: Iterable[Choosing]) -> Drawing | None:
+def drawing_of(rows: Iterable[SamplingParams]) -> Drawing | None:
     """What rows ask for of their draws; None where all of them are greedy."""
     drawn = [each for each in rows if not each.is_greedy]
     if not drawn:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.interface.step import Choosing, Seat
+from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.targets.interface.step import Seat
 
 _MAX_TOP_K = (1 << 31) - 1
 _TEMPERATURE, _TOP_P, _TOP_K, _SEED, _MIN_P, _NUM_NUMBERS = range(6)
@@ -60,7 +61,7 @@ class SeatTable:
         """The number of end tokens that a seat has room for."""
         return self.parameters.end_tokens.shape[1]
 
-    def open(self, opened: Mapping[Seat, Choosing]) -> None:
+    def open(self, opened: Mapping[Seat, SamplingParams]) -> None:
         """Write how tokens are chosen for seats that begin; end tokens as far as there is room.
 
         One copy writes them all, with the rows between them as they are; none does where all are
@@ -77,7 +78,7 @@ class SeatTable:
             row[_TOP_K], row[_SEED] = min(c.top_k, _MAX_TOP_K), _signed(c.seed)
             fractions[_TEMPERATURE] = np.float32(c.temperature)
             fractions[_TOP_P], fractions[_MIN_P] = c.top_p, c.min_p
-            ends = c.end_tokens[: self.num_ends]
+            ends = c.stop_token_ids[: self.num_ends]
             row[_NUM_NUMBERS : _NUM_NUMBERS + len(ends)] = ends
             row[_NUM_NUMBERS + len(ends) :] = -1
         if words.tobytes() != held.tobytes():

@@ -11,10 +11,10 @@ import torch
 from tests.targets.cpu.native.test_native_mixers import small
 from tests.targets.test_conformance import EXACT, assert_near
 from tests.tiny import compiled, precision_of, prefill, random_tokens
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cpu.native.library import build
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
-    Choosing,
     Chunk,
     Close,
     Copy,
@@ -99,7 +99,7 @@ class Operations:
     def open(self) -> None:
         seat = self.free()
         if seat is not None:
-            self.step([], edits=(Open(seat, Choosing()),))
+            self.step([], edits=(Open(seat, SamplingParams()),))
             self.seats[seat] = self.random.randrange(len(self.sequences)), 0
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Operations:
         seat = self.free()
         for source in self.some(1)[:1] if seat is not None else ():
             assert seat is not None
-            edits = Open(seat, Choosing()), Copy(source, seat, self.seats[source][1])
+            edits = Open(seat, SamplingParams()), Copy(source, seat, self.seats[source][1])
             self.step([], edits=edits)
             self.seats[seat] = self.seats[source]
 
@@ -131,7 +131,7 @@ class Operations:
         for source in self.some(held, NUM_TOKENS + 1):
             if self.seats[source][0] == sequence:
                 copy = Copy(source, seat, held)
-                self.step([], edits=(Open(seat, Choosing()), copy, Load(seat, snapshot)))
+                self.step([], edits=(Open(seat, SamplingParams()), copy, Load(seat, snapshot)))
                 self.seats[seat] = sequence, held
                 return
 

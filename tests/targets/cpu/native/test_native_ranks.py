@@ -15,6 +15,7 @@ from tests.distributed.groups import thread_group
 from tests.tiny import precision_of, prefill, tiny_model
 from tilewright.compiler.driver import compile_model
 from tilewright.compiler.ops.collectives import all_reduce_group
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cpu.native.library import build
 from tilewright.compiler.targets.cpu.native.ranks import NativeRank
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
@@ -26,7 +27,6 @@ from tilewright.distributed.peers import Peers
 from tilewright.errors import RankError
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tilewright.compiler.sampling.choose import Row, choose_tokens
 from tilewright.compiler.sampling.draw import uniform
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.kernels.sampling import cutoff as search
 from tilewright.compiler.targets.cuda.kernels.sampling import sample
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
@@ -23,20 +24,14 @@ from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
     make_choice,
 )
 from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
-from tilewright.compiler.targets.interface.step import (
-    END_TOKEN,
-    GOES_ON,
-    NOT_A_NUMBER,
-    Choosing,
-    Seat,
-)
+from tilewright.compiler.targets.interface.step import END_TOKEN, GOES_ON, NOT_A_NUMBER, Seat
 
 INF, NAN = float("inf"), float("nan")
 CPU = torch.device("cpu")
 
 
 def choice_of(
-    rows: Sequence[Choosing],
+    rows: Sequence[SamplingParams],
     positions: Sequence[int],
     vocabulary: int,
     *,
@@ -63,7 +58,7 @@ def choice_of(
 
 
 def drawn(
-    logits: torch.Tensor, rows: Sequence[Choosing], positions: Sequence[int], **options: Any
+    logits: torch.Tensor, rows: Sequence[SamplingParams], positions: Sequence[int], **options: Any
 ) -> tuple[list[int], list[int]]:
     choice = choice_of(rows, positions, logits.shape[1], device=logits.device, **options)
     choice.apply(logits, drawing_of(rows))
@@ -72,7 +67,7 @@ def drawn(
 
 
 def expected(
-    logits: torch.Tensor, rows: Sequence[Choosing], positions: Sequence[int]
+    logits: torch.Tensor, rows: Sequence[SamplingParams], positions: Sequence[int]
 ) -> tuple[list[int], list[bool]]:
     made = [Row(row, position) for row, position in zip(rows, positions, strict=True)]
     return choose_tokens(logits.cpu(), made)
@@ -80,7 +75,7 @@ def expected(
 
 shares = st.one_of(st.sampled_from([1.0, 1e-6, 0.5, 0.9]), st.floats(0.01, 1.0))
 choosings = st.builds(
-    Choosing,
+    SamplingParams,
     temperature=st.sampled_from([0.0, 1e-30, 1e-3, 0.3, 0.7, 1.0, 1.7, 100.0]),
     top_k=st.one_of(st.sampled_from([0, 1, 2, 50]), st.integers(0, 400)),
     top_p=shares,
@@ -129,8 +124,8 @@ def test_many_draws_are_the_operators(**drawn_from: Any) -> None:
 def test_logits_of_one_weight_are_taken_by_token(spread: float) -> None:
     """All equal, or so near each other that float64 tells no weights apart, or some of them."""
     rows = [
-        Choosing(temperature=1.0, top_k=3, seed=1),
-        Choosing(temperature=1.0, top_p=0.5, seed=2),
+        SamplingParams(temperature=1.0, top_k=3, seed=1),
+        SamplingParams(temperature=1.0, top_p=0.5, seed=2),
     ]
     logits = torch.linspace(0.0, spread, 70).flip(0).unsqueeze(0).repeat(2, 1)
     assert drawn(logits, rows, [5] * 2)[0] == expected(logits, rows, [5] * 2)[0]
@@ -152,30 +147,30 @@ def test_a_number_on_the_edge_takes_the_next_token(
             return run
 
     monkeypatch.setattr(sample, "_begin_kernel", Told())
-    assert drawn(torch.tensor([logits]), [Choosing(temperature=1.0)], [0])[0] == [1]
+    assert drawn(torch.tensor([logits]), [SamplingParams(temperature=1.0)], [0])[0] == [1]
 
 
 def test_masked_logits_are_never_drawn() -> None:
     logits = torch.full((6, 40), -INF)
     logits[:, 13], logits[:, 30] = 1.0, 1.0
-    rows = [Choosing(temperature=1.0, seed=seed) for seed in range(6)]
+    rows = [SamplingParams(temperature=1.0, seed=seed) for seed in range(6)]
     assert set(drawn(logits, rows, range(6))[0]) == {13, 30}
 
 
 def test_greedy_rows_and_those_without_a_number_are_let_be() -> None:
     logits = torch.zeros(4, 50)
     logits[0, 7], logits[1, 9], logits[2, 3], logits[3, 20] = 5.0, NAN, INF, 90.0
-    hot = Choosing(temperature=1.0, top_k=2, top_p=0.5, end_tokens=(20,))
-    tokens, why = drawn(logits, [Choosing(), hot, hot, hot], [3] * 4)
+    hot = SamplingParams(temperature=1.0, top_k=2, top_p=0.5, stop_token_ids=(20,))
+    tokens, why = drawn(logits, [SamplingParams(), hot, hot, hot], [3] * 4)
     assert (tokens[0], tokens[3]) == (7, 20)
     assert why == [GOES_ON, NOT_A_NUMBER, NOT_A_NUMBER, END_TOKEN]
 
 
 def test_what_nobody_asks_for_is_not_searched_for() -> None:
-    warm = Choosing(temperature=0.5)
-    assert drawing_of([Choosing(top_k=3), Choosing()]) is None
-    assert drawing_of([Choosing(), warm]) == Drawing(False, False)
-    assert drawing_of([warm, Choosing(temperature=1.0, top_p=0.9)]) == Drawing(False, True)
+    warm = SamplingParams(temperature=0.5)
+    assert drawing_of([SamplingParams(top_k=3), SamplingParams()]) is None
+    assert drawing_of([SamplingParams(), warm]) == Drawing(False, False)
+    assert drawing_of([warm, SamplingParams(temperature=1.0, top_p=0.9)]) == Drawing(False, True)
 
 
 @pytest.mark.gpu
@@ -188,7 +183,7 @@ def test_rows_of_real_vocabularies(vocabulary: int, device: torch.device) -> Non
         generator = torch.Generator(device).manual_seed(at)
         logits = torch.randn(count, vocabulary, device=device, generator=generator) * (1 + at % 4)
         rows = [
-            Choosing(
+            SamplingParams(
                 temperature=(0.0, 0.6, 1.0, 1.5)[row % 4],
                 top_k=(0, 20, 1000, 50_000)[row // 4 % 4],
                 top_p=(1.0, 0.95, 0.5, 1e-6)[row // 16],
@@ -219,7 +214,7 @@ def test_rows_of_real_vocabularies(vocabulary: int, device: torch.device) -> Non
 def test_random_numbers_are_the_operators() -> None:
     """Of any seed and position; seeds are 64 bits, with a sign or without."""
     pairs = [(0, 0), (2**64 - 1, 2**40), (-5, 3), (2**63, 2**33 + 1), (123456789, 7)]
-    rows = [Choosing(temperature=1.0, seed=seed) for seed, _ in pairs]
+    rows = [SamplingParams(temperature=1.0, seed=seed) for seed, _ in pairs]
     choice = choice_of(rows, [position for _, position in pairs], 2)
     choice.apply(torch.zeros(len(pairs), 2), Drawing(False, False))
     numbers = choice.scratch.numbers[:, search.RANDOM.value].tolist()

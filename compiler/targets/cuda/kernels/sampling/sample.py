@@ -1,4 +1,4 @@
-"""A token of each row, drawn as `choosing.draw` defines it, without a sort: the likeliest have been
+"""A token of each row, drawn as `sampling.draw` defines it, without a sort: the likeliest have been
 chosen before, and rows that are greedy or have no number to choose from stay as they are.
 
 Behind the searches for where a row's tokens end (`search.py`) a last pass draws in the order of
