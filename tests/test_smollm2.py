@@ -33,7 +33,7 @@ from tilewright.llm import LLM
 from tilewright.models import LoadedModel, load_model
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request
+from tilewright.runtime.scheduling.request_state import RequestState
 
 pytestmark = pytest.mark.weights
 
@@ -137,10 +137,12 @@ def chats(model: LoadedModel, count: int) -> list[tuple[int, ...]]:
 
 def answered(
     model: LoadedModel, reference: Executable, *, count: int, max_tokens: int
-) -> list[Request]:
+) -> list[RequestState]:
     """The greedy answers of the reference, all at once."""
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(model.tokenizer.eos_ids))
-    requests = [Request(index, prompt, params) for index, prompt in enumerate(chats(model, count))]
+    requests = [
+        RequestState(index, prompt, params) for index, prompt in enumerate(chats(model, count))
+    ]
     EngineLoop(reference).generate(requests)
     assert len({tuple(request.output) for request in requests}) == count
     assert max(len(request.output) for request in requests) == max_tokens
@@ -235,7 +237,7 @@ def test_the_fast_cpu_answers_a_question(model: LoadedModel, fast: Executable) -
     text = model.tokenizer.apply_chat_template([{"role": "user", "content": "What is gravity?"}])
     ends = tuple(model.tokenizer.eos_ids)
     prompt = tuple(model.tokenizer.encode(text, add_special=False))
-    request = Request(0, prompt, SamplingParams(max_tokens=40, stop_token_ids=ends))
+    request = RequestState(0, prompt, SamplingParams(max_tokens=40, stop_token_ids=ends))
     EngineLoop(fast).generate([request])
     assert model.tokenizer.decode(request.output).startswith("Gravity is a fundamental concept")
 

@@ -26,7 +26,8 @@ from tilewright.options.arguments import (
 )
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.pooling import MEAN, POOLINGS, Pooling, normalized
-from tilewright.runtime.request import FAILED, Request
+from tilewright.runtime.request import FAILED
+from tilewright.runtime.scheduling.request_state import RequestState
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,7 +81,7 @@ class AnswerStream(Iterator[str]):
     Leaving it early with `close`, or at the end of a ``with`` block, ends the request.
     """
 
-    def __init__(self, request: Request, pieces: Iterator[str], tokenizer: Tokenizer) -> None:
+    def __init__(self, request: RequestState, pieces: Iterator[str], tokenizer: Tokenizer) -> None:
         self._request, self._pieces, self._tokenizer = request, pieces, tokenizer
 
     def __next__(self) -> str:
@@ -266,7 +267,7 @@ class LLM:
         if "" in several:
             raise RequestError(f"text {several.index('')} is empty; allowed: at least a character")
         requests = [
-            Request(next(self._numbers), self._plain(text), pooling=Pooling(pooling))
+            RequestState(next(self._numbers), self._plain(text), pooling=Pooling(pooling))
             for text in several
         ]
         self._loop.generate(requests)
@@ -306,12 +307,12 @@ class LLM:
         self._loop.check(request)
         return AnswerStream(request, self._pieces(request), self.tokenizer)
 
-    def _request(self, prompt: tuple[int, ...], asked: Mapping[str, Any]) -> Request:
+    def _request(self, prompt: tuple[int, ...], asked: Mapping[str, Any]) -> RequestState:
         room = max(1, self.max_context - len(prompt) + 1)
         defaults = {"max_tokens": min(MAX_TOKENS, room), "stop_token_ids": self.tokenizer.eos_ids}
-        return Request(next(self._numbers), prompt, sampling_of(asked, defaults))
+        return RequestState(next(self._numbers), prompt, sampling_of(asked, defaults))
 
-    def _pieces(self, request: Request) -> Iterator[str]:
+    def _pieces(self, request: RequestState) -> Iterator[str]:
         decoder, seen = self.tokenizer.stream(after=request.prompt), 0
         self._loop.add(request)
         try:
@@ -347,7 +348,7 @@ def context_of(source: Source, wanted: int | None) -> int:
     return wanted
 
 
-def _answer(request: Request, tokenizer: Tokenizer) -> Answer:
+def _answer(request: RequestState, tokenizer: Tokenizer) -> Answer:
     if request.finish_reason == FAILED:
         raise RequestError(request.error)
     times = request.token_times or [request.arrived_at]

@@ -43,7 +43,7 @@ from tilewright.compiler.artifacts.folder import open_folder
 from tilewright.compiler.artifacts.loading import load_program
 from tilewright.compiler.artifacts.paths import digest_memory
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request
+from tilewright.runtime.scheduling.request_state import RequestState
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime.service import EngineService
 from tilewright.compiler.targets.interface.base import CompileOptions
@@ -52,8 +52,8 @@ folder = Path(sys.argv[1])
 compiled = load_program(folder, open_folder(folder, digest_memory()), CompileOptions(2, 64))
 loop = EngineLoop(compiled.executable)
 requests = [
-    Request(0, (1, 2, 3), SamplingParams(max_tokens=9)),
-    Request(1, (4, 5), SamplingParams(max_tokens=9, temperature=0.8, seed=1, logprobs=2)),
+    RequestState(0, (1, 2, 3), SamplingParams(max_tokens=9)),
+    RequestState(1, (4, 5), SamplingParams(max_tokens=9, temperature=0.8, seed=1, logprobs=2)),
 ]
 loop.generate(requests)
 peak = int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024

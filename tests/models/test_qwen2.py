@@ -26,7 +26,7 @@ from tilewright.models import load_model
 from tilewright.models.architectures.llama import LlamaForCausalLM
 from tilewright.models.architectures.qwen2 import Qwen2ForCausalLM
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request
+from tilewright.runtime.scheduling.request_state import RequestState
 
 PROMPTS = [
     "hello world",
@@ -100,7 +100,7 @@ def greedy(path: Path, target: str = "reference") -> list[str]:
     executable = compile_model(loaded, precision_of(), target=target, options=options).executable
     params = SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=loaded.tokenizer.eos_ids)
     requests = [
-        Request(index, tuple(loaded.tokenizer.encode(prompt)), params)
+        RequestState(index, tuple(loaded.tokenizer.encode(prompt)), params)
         for index, prompt in enumerate(PROMPTS)
     ]
     EngineLoop(executable).generate(requests)

@@ -23,8 +23,8 @@ from tilewright.runtime.memory.contiguous_cache import SlotSeating
 from tilewright.runtime.memory.paged_cache import PagedSeating
 from tilewright.runtime.memory.pages import PagePool
 from tilewright.runtime.memory.snapshots import Snapshots
-from tilewright.runtime.request import FAILED, Request
-from tilewright.runtime.scheduling.request_state import Plan, Policy, Running
+from tilewright.runtime.request import FAILED
+from tilewright.runtime.scheduling.request_state import Plan, Policy, RequestState
 from tilewright.runtime.scheduling.scheduler import Scheduler
 
 CONTEXT, CELL = 48, 4
@@ -56,11 +56,11 @@ class Operations:
             now=lambda: self.now,
         )
         self.device = PlainDevice(self.limits)
-        self.truth: dict[Request, list[int]] = {}
+        self.truth: dict[RequestState, list[int]] = {}
         self.flight: deque[tuple[Plan, dict[Seat, int]]] = deque()
-        self.live: list[Request] = []
+        self.live: list[RequestState] = []
         self.num_operations = self.num_requests = 0
-        self.oldest: tuple[Request, int, int] | None = None
+        self.oldest: tuple[RequestState, int, int] | None = None
 
     def operate(self) -> None:
         """One operation, drawn, and then all that must hold."""
@@ -92,7 +92,7 @@ class Operations:
         first = None
         for _ in range(count):
             self.num_requests += 1
-            request = Request(
+            request = RequestState(
                 self.num_requests,
                 tuple(prompt),
                 SamplingParams(max_tokens=wanted, stop_token_ids=ends),
@@ -162,8 +162,8 @@ class Operations:
                 found[seat] = self._choose(plan.rows[seat])
         return found
 
-    def _write(self, running: Running, token: int, also: Sequence[Seat] = ()) -> None:
-        seat, truth = self.device.seats[running.seat], self.truth[running.request]
+    def _write(self, running: RequestState, token: int, also: Sequence[Seat] = ()) -> None:
+        seat, truth = self.device.seats[running.seat], self.truth[running]
         at = len(seat.tokens)
         assert truth[at] == token, f"{token} at {at} is not the token of this request"
         seating = self.scheduler.seating
@@ -175,8 +175,8 @@ class Operations:
         if at + 1 == len(truth) or at % 7 == 0:
             assert seat.tokens == truth[: at + 1], "what a seat reads is not its own past"
 
-    def _choose(self, running: Running) -> int:
-        request, seat = running.request, self.device.seats[running.seat]
+    def _choose(self, running: RequestState) -> int:
+        request, seat = running, self.device.seats[running.seat]
         truth = self.truth[request]
         assert seat.tokens == truth, "a token is chosen twice, or behind another past"
         token = self.rng.randrange(3)
@@ -188,7 +188,7 @@ class Operations:
         """The tokens of the step that has been under way for longest."""
         plan, found = self.flight.popleft()
         for seat, running in plan.rows.items():
-            request, token = running.request, found[seat]
+            request, token = running, found[seat]
             if request.finish_reason is None and self.rng.random() < 0.002:
                 self.scheduler.finish(request, FAILED)
                 continue
@@ -216,27 +216,27 @@ class Operations:
         assert not self.scheduler.num_held_pages and not self.device.away
         assert len(self.device.seats) == self.scheduler.num_kept
 
-    def _first(self) -> Running | None:
+    def _first(self) -> RequestState | None:
         running = self.scheduler.running
-        key = lambda each: (each.request.priority, each.request.order)  # noqa: E731
+        key = lambda each: (each.priority, each.order)  # noqa: E731
         return min(running, key=key, default=None)
 
-    def _check_progress(self, before: Running | None) -> None:
+    def _check_progress(self, before: RequestState | None) -> None:
         """The oldest of the highest priority keeps its seat, and goes on with every second step."""
-        if before is None or before.request.finish_reason is not None:
+        if before is None or before.finish_reason is not None:
             return
-        assert before.request in self.scheduler.seating.seated, "the oldest was preempted"
+        assert before in self.scheduler.seating.seated, "the oldest was preempted"
         if self._first() is not before:  # one of a higher priority has come
             self.oldest = None
             return
-        if self.oldest is not None and self.oldest[0] is before.request:
+        if self.oldest is not None and self.oldest[0] is before:
             _, computed, waited = self.oldest
-            is_done = not before.left and before.asked >= before.wanted
-            waited = 0 if before.computed != computed or is_done else waited + 1
+            is_done = not before.prompt_left and before.num_scheduled >= before.max_output
+            waited = 0 if before.num_computed != computed or is_done else waited + 1
             assert waited < 2, "the oldest does not go on"
-            self.oldest = before.request, before.computed, waited
+            self.oldest = before, before.num_computed, waited
         else:
-            self.oldest = before.request, before.computed, 0
+            self.oldest = before, before.num_computed, 0
 
     def _check_step(self, step: Step) -> None:
         """No seat twice, and no more prompts than there may be."""
@@ -249,7 +249,7 @@ class Operations:
             most = CELL  # nothing was measured: the smallest piece
         assert tokens <= max(most, CELL), "more tokens of prompts than the budget"
         grain = self.limits.page_size or 1
-        ends = {each.seat: not each.left for each in self.scheduler.running}
+        ends = {each.seat: not each.prompt_left for each in self.scheduler.running}
         assert all(ends[c.seat] or c.end % grain == 0 for c in step.prompts), "cut within a page"
 
     def check(self) -> None:
@@ -257,7 +257,7 @@ class Operations:
         scheduler, seating = self.scheduler, self.scheduler.seating
         self.live = [each for each in self.live if each.finish_reason is None]
         if len(self.truth) > 4 * len(self.live) + 40:
-            rows = {each.request for plan, _ in self.flight for each in plan.rows.values()}
+            rows = {each for plan, _ in self.flight for each in plan.rows.values()}
             keep = {*self.live, *rows}
             self.truth = {each: self.truth[each] for each in self.truth if each in keep}
         waiting = list(scheduler.line)
@@ -265,7 +265,7 @@ class Operations:
         assert {*waiting, *seating.seated} == set(self.live)
         assert len(waiting) + len(seating.seated) == len(self.live)
         assert [each.seat for each in seating.by_seat] == sorted(
-            each.seat for each in seating.seated.values()
+            each.seat for each in seating.seated
         )
         kept = [seat for seat, _ in seating.kept] if isinstance(seating, SlotSeating) else []
         seats = [*seating._free, *kept, *(each.seat for each in seating.by_seat)]
@@ -284,7 +284,7 @@ def check_pool(pool: PagePool, seating: PagedSeating) -> None:
     assert len(free) + len(idle) + len(held) == pool.num_pages
     assert pool._key_of.keys() >= idle and not free & pool._key_of.keys()
     assert len(pool._page_of) == len(pool._key_of)
-    growing = [each for each in seating.by_seat if each.room < each.request.max_positions]
+    growing = [each for each in seating.by_seat if each.page_capacity < each.max_positions]
     assert seating._num_growing == len(growing)
 
 

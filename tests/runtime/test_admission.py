@@ -12,16 +12,15 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import Seat
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request
 from tilewright.runtime.scheduling.prefill_scheduler import PromptDealer
-from tilewright.runtime.scheduling.request_state import Policy, Running
+from tilewright.runtime.scheduling.request_state import Policy, RequestState
 from tilewright.runtime.scheduling.scheduler import HOLD_SECONDS, Scheduler
 from tilewright.runtime.scheduling.waiting_queue import WaitingLine
 
 
-def asked(number: int, length: int = 4, wanted: int = 2, **facts: Any) -> Request:
+def asked(number: int, length: int = 4, wanted: int = 2, **facts: Any) -> RequestState:
     prompt = tuple((number + at) % 20 for at in range(length))
-    return Request(number, prompt, SamplingParams(max_tokens=wanted), order=number, **facts)
+    return RequestState(number, prompt, SamplingParams(max_tokens=wanted), order=number, **facts)
 
 
 def ids(line: WaitingLine) -> list[int]:
@@ -45,7 +44,7 @@ def test_clients_take_turns_within_a_priority() -> None:
     assert len(line) == 6 and line.leave(made[4]) and len(line) == 5
 
 
-def held(num_pages: int = 12) -> tuple[Scheduler, list[float], Request, Request]:
+def held(num_pages: int = 12) -> tuple[Scheduler, list[float], RequestState, RequestState]:
     """One runs with half of the pages, and one that wants more than the others heads the line."""
     now = [0.0]
     limits = Capabilities(max_seats=4, max_context=64, page_size=4, num_pages=num_pages, cell=4)
@@ -61,11 +60,11 @@ def test_one_that_does_not_fit_holds_back_others_and_lets_one_pass_at_times() ->
     scheduler, now, running, large = held()
     for _ in range(3):
         scheduler.schedule()
-        assert [each.request.request_id for each in scheduler.running] == [0]
+        assert [each.request_id for each in scheduler.running] == [0]
     now[0] = HOLD_SECONDS
     for _ in range(2):
         scheduler.schedule()
-        assert [each.request.request_id for each in scheduler.running] == [0, 2], "one, and no more"
+        assert [each.request_id for each in scheduler.running] == [0, 2], "one, and no more"
     scheduler.cancel(running)
     scheduler.schedule()
     assert large in scheduler.seating.seated
@@ -93,8 +92,8 @@ def test_prompts_that_arrive_together_compute_what_they_share_once(
         facts |= {"has_sequence_state": True, "num_snapshots": state}
     executable = QueuedExecutable(max_prompts=3, max_step_tokens=16, **facts)
     loop = EngineLoop(executable)
-    made = [Request(n, (*[1] * 24, n), SamplingParams(seed=n, max_tokens=3)) for n in range(3)]
-    others = [Request(9, (*[1] * 24, 9), SamplingParams(max_tokens=3), cache_salt="other")]
+    made = [RequestState(n, (*[1] * 24, n), SamplingParams(seed=n, max_tokens=3)) for n in range(3)]
+    others = [RequestState(9, (*[1] * 24, 9), SamplingParams(max_tokens=3), cache_salt="other")]
     loop.generate([*made, *others])
     assert [request.num_cached for request in made] == [0, 24, 24]
     assert others[0].num_cached == 0, "another salt, another chain"
@@ -107,7 +106,7 @@ def test_nobody_waits_for_a_prompt_of_a_worse_priority() -> None:
     limits = Capabilities(max_seats=4, max_context=64, cell=4, page_size=4, num_pages=64)
     scheduler = Scheduler(limits, policy=Policy(step_tokens=4))
     made = [
-        Request(n, (*[1] * 24, n), SamplingParams(max_tokens=2), at)
+        RequestState(n, (*[1] * 24, n), SamplingParams(max_tokens=2), at)
         for n, at in enumerate((1, 0, 1))
     ]
     scheduler.add(made[0])
@@ -115,7 +114,7 @@ def test_nobody_waits_for_a_prompt_of_a_worse_priority() -> None:
     for request in made[1:]:
         scheduler.add(request)
     scheduler.schedule()
-    assert [each.request for each in scheduler.running] == made[:2]
+    assert scheduler.running == made[:2]
 
 
 def test_a_prompt_that_leaves_another_marks_where_for_those_who_follow() -> None:
@@ -125,7 +124,7 @@ def test_a_prompt_that_leaves_another_marks_where_for_those_who_follow() -> None
     )
     loop, found = EngineLoop(executable), []
     for last in (5, 6, 7):
-        request = Request(0, (*[1] * 12, *[last] * 12), SamplingParams(max_tokens=2))
+        request = RequestState(0, (*[1] * 12, *[last] * 12), SamplingParams(max_tokens=2))
         loop.generate([request])
         assert request.output == answer(request)
         found.append(request.num_cached)
@@ -142,7 +141,7 @@ def test_the_next_turn_of_a_chat_finds_the_answer_before_it(state: int, shares: 
     loop = EngineLoop(QueuedExecutable(**facts), policy=Policy(cache_replies=shares))
     prompt, found = (1,) * 11, []
     for turn in range(3):
-        request = Request(turn, prompt, SamplingParams(seed=turn, max_tokens=11))
+        request = RequestState(turn, prompt, SamplingParams(seed=turn, max_tokens=11))
         loop.generate([request])
         assert request.output == answer(request)
         found.append(request.num_cached)
@@ -157,7 +156,7 @@ def test_a_cancelled_answer_leaves_what_is_known_of_it_while_a_step_runs_ahead()
         has_sequence_state=True, num_snapshots=4,
     )  # fmt: skip
     scheduler = Scheduler(limits, policy=Policy(cache_replies=True))
-    first = Request(0, (1,) * 6, SamplingParams(max_tokens=30))
+    first = RequestState(0, (1,) * 6, SamplingParams(max_tokens=30))
     scheduler.add(first)
     plan = scheduler.schedule()
     while len(first.output) < 5:
@@ -167,10 +166,10 @@ def test_a_cancelled_answer_leaves_what_is_known_of_it_while_a_step_runs_ahead()
             scheduler.take(running, 7, is_end=False)
     (running,) = scheduler.running
     scheduler.schedule()
-    assert running.computed == len(first.prompt) + len(first.output) + 1 == 12
+    assert running.num_computed == len(first.prompt) + len(first.output) + 1 == 12
     scheduler.cancel(first)
     assert not scheduler.seating.snapshots._num_borrowed
-    second = Request(1, (*first.prompt, *first.output, 7, 5), SamplingParams(max_tokens=3))
+    second = RequestState(1, (*first.prompt, *first.output, 7, 5), SamplingParams(max_tokens=3))
     scheduler.add(second)
     scheduler.schedule()
     assert second.num_cached == 8
@@ -184,7 +183,7 @@ def test_one_that_made_room_and_comes_back_decodes_on_its_new_seat() -> None:
     policy = Policy(step_ms=1e-9, reuses=False, host_bytes=1000)
     scheduler = Scheduler(limits, policy=policy, state_bytes=lambda positions, _: positions)
     first, decoding, last = (
-        Request(n, (1,) * length, SamplingParams(max_tokens=most), priority)
+        RequestState(n, (1,) * length, SamplingParams(max_tokens=most), priority)
         for n, length, most, priority in ((0, 1, 1, 0), (1, 3, 8, 1), (2, 16, 1, 0))
     )
     plan, steps = None, []
@@ -209,13 +208,12 @@ def test_a_short_prompt_passes_a_long_one_that_gets_every_second_piece() -> None
     limits = Capabilities(max_seats=4, max_context=64, cell=4)
     loop = Scheduler(limits, policy=Policy(step_ms=1e-9))
     dealer: PromptDealer = loop._dealer
-    long, short = (
-        Running(asked(number, length), Seat(number), left=length, wanted=1, room=64)
-        for number, length in ((0, 40), (1, 12))
-    )
+    long, short = (asked(number, length) for number, length in ((0, 40), (1, 12)))
+    for request in (long, short):
+        request.take_slot(Seat(request.request_id), num_cached=0, max_num_computed=0)
     order = []
     for _ in range(6):
-        ((running, count),) = dealer.deal([r for r in (long, short) if r.left], 1)
-        running.left -= count
-        order.append(running.request.request_id)
+        ((running, count),) = dealer.deal([r for r in (long, short) if r.prompt_left], 1)
+        running.prompt_left -= count
+        order.append(running.request_id)
     assert order == [0, 1, 0, 1, 0, 1]

@@ -8,8 +8,7 @@ from tests.runtime.queued import Clock, QueuedExecutable
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime import loop as loop_module
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request
-from tilewright.runtime.scheduling.request_state import Policy
+from tilewright.runtime.scheduling.request_state import Policy, RequestState
 from tilewright.runtime.scheduling.step_cost_model import StepCost, StepMeter
 
 
@@ -124,10 +123,10 @@ def test_pieces_beside_streams_are_as_long_as_they_may_take(
     loop.warm_up()
     assert executable.given and not loop.tallies.found, "it is not counted"
     executable.given.clear()
-    loop.add(Request(0, (1, 2), SamplingParams(max_tokens=40)))
+    loop.add(RequestState(0, (1, 2), SamplingParams(max_tokens=40)))
     for _ in range(3):
         loop.step()
-    loop.add(Request(1, (3,) * 40, SamplingParams(max_tokens=1)))
+    loop.add(RequestState(1, (3,) * 40, SamplingParams(max_tokens=1)))
     loop.generate([])
     pieces = [len(c.tokens) for step in executable.given for c in step.prompts if len(c.tokens) > 2]
     assert pieces[0] == piece and sum(pieces) == 40

@@ -14,9 +14,8 @@ from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import Chosen, Chunk, Part, Seat, Step, StepOutput
 from tilewright.runtime import loop as loop_module
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request
 from tilewright.runtime.scheduling.prefill_scheduler import PromptDealer
-from tilewright.runtime.scheduling.request_state import Policy, Running
+from tilewright.runtime.scheduling.request_state import Policy, RequestState
 from tilewright.runtime.scheduling.step_cost_model import StepCost
 
 LIKE_CUDA: dict[str, Any] = {
@@ -55,10 +54,11 @@ def dealer(step_ms: float = 20.0, **changes: Any) -> PromptDealer:
     )
 
 
-def prompt(left: int, computed: int = 0, number: int = 0) -> Running:
-    request = Request(number, (1,) * (computed + left), SamplingParams(max_tokens=1))
+def prompt(left: int, computed: int = 0, number: int = 0) -> RequestState:
+    request = RequestState(number, (1,) * (computed + left), SamplingParams(max_tokens=1))
     request.order = number
-    return Running(request, Seat(number), left, wanted=1, room=1 << 20, computed=computed)
+    request.take_slot(Seat(number), num_cached=computed, max_num_computed=computed)
+    return request
 
 
 @pytest.mark.parametrize(
@@ -131,10 +131,10 @@ def test_pieces_far_into_a_prompt_take_no_longer_than_others(
 def test_what_is_left_of_a_step_goes_to_other_prompts() -> None:
     made = dealer(passes=PASSES, far=FAR)
     both = [prompt(64, 16_384), prompt(2000, number=1)]
-    found = [(each.request.request_id, count) for each, count in made.deal(both, 64)]
+    found = [(each.request_id, count) for each, count in made.deal(both, 64)]
     assert found == [(0, 64), (1, 192)], "where the first stands, a cell"
     both = [prompt(2000, 57_344), prompt(2000, number=1)]
-    found = [(each.request.request_id, count) for each, count in made.deal(both, 64)]
+    found = [(each.request_id, count) for each, count in made.deal(both, 64)]
     assert found == [(0, 64)], "64 tokens there are 500 at the beginning"
 
 
@@ -293,11 +293,11 @@ def test_a_long_prompt_beside_streams_makes_them_wait_for_no_long_step(
     loop = EngineLoop(executable, policy=Policy(reuses=False))
     loop.warm_up()
     for number in range(8):
-        loop.add(Request(number, (1,) * 128, SamplingParams(max_tokens=2000)))
+        loop.add(RequestState(number, (1,) * 128, SamplingParams(max_tokens=2000)))
     for _ in range(8):
         loop.step()
     executable.longest, executable.given, longest = 0.0, [], 0.0
-    long = Request(9, (1,) * 64_000, SamplingParams(max_tokens=1))
+    long = RequestState(9, (1,) * 64_000, SamplingParams(max_tokens=1))
     loop.add(long)
     while not long.output:
         loop.step()

@@ -9,16 +9,15 @@ import torch
 from tests.runtime.random_logits import RandomLogits
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request
 from tilewright.runtime.scheduling import prefill_scheduler as dealing
-from tilewright.runtime.scheduling.request_state import Policy
+from tilewright.runtime.scheduling.request_state import Policy, RequestState
 
 PROMPT = tuple((7 * at) % 256 for at in range(30))
 
 
-def echoing(prompt: tuple[int, ...] = PROMPT, **more: int) -> Request:
+def echoing(prompt: tuple[int, ...] = PROMPT, **more: int) -> RequestState:
     sampling = SamplingParams(max_tokens=3, prompt_logprobs=2, **more)
-    return Request(len(prompt), prompt, sampling)
+    return RequestState(len(prompt), prompt, sampling)
 
 
 def expected(prompt: tuple[int, ...]) -> list[float]:
@@ -34,7 +33,7 @@ def test_every_token_but_the_first_is_scored_whatever_the_pieces(
 ) -> None:
     monkeypatch.setattr(dealing, "_MAX_ECHOED", piece)
     loop = EngineLoop(RandomLogits(runs_ahead=ahead), policy=Policy(step_tokens=40))
-    made = [echoing(), echoing(PROMPT[:9], logprobs=1), Request(0, PROMPT)]
+    made = [echoing(), echoing(PROMPT[:9], logprobs=1), RequestState(0, PROMPT)]
     loop.generate(made)
     for one in made[:2]:
         found = [each.chosen for each in one.prompt_logprobs]
@@ -45,7 +44,7 @@ def test_every_token_but_the_first_is_scored_whatever_the_pieces(
 
 def test_a_prompt_that_is_scored_is_computed_whole_and_again_after_a_loss() -> None:
     loop = EngineLoop(RandomLogits(), policy=Policy(step_tokens=8))
-    loop.generate([Request(0, PROMPT)])
+    loop.generate([RequestState(0, PROMPT)])
     one = echoing()
     loop.add(one)
     for _ in range(2):

@@ -33,8 +33,9 @@ from tilewright.runtime.grammar.masks import write_allowed
 from tilewright.runtime.grammar.matchers import MAX_BYTES, Grammars, Matcher
 from tilewright.runtime.grammar.spec import CHOICE, JSON_SCHEMA, LARK, REGEX, GrammarSpec
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.messages import Failed, Finished, Submit
-from tilewright.runtime.request import CANCELLED, FAILED, LENGTH, STOPPED, Request
+from tilewright.runtime.messages import Failed, Finished
+from tilewright.runtime.request import CANCELLED, FAILED, LENGTH, STOPPED, EngineRequest
+from tilewright.runtime.scheduling.request_state import RequestState
 from tilewright.runtime.service import EngineService, QueueTransport
 
 PERSON = {
@@ -106,14 +107,14 @@ def request(
     temperature: float = 1.0,
     ends: tuple[int, ...] = (END,),
     **more: Any,
-) -> Request:
+) -> RequestState:
     sampling = SamplingParams(
         temperature=temperature, seed=number, max_tokens=wanted, stop_token_ids=ends, **more
     )
-    return Request(number, (number % 200, 7, 9), sampling, grammar=grammar)
+    return RequestState(number, (number % 200, 7, 9), sampling, grammar=grammar)
 
 
-def allowed_tokens(one: Request) -> np.ndarray:
+def allowed_tokens(one: RequestState) -> np.ndarray:
     """What a request may go on with, over words that held something else."""
     words = np.full(num_words(VOCAB), 0xA5A5A5A5, np.uint32)
     write_allowed(one, words)
@@ -280,7 +281,7 @@ def test_an_answer_that_a_grammar_ends_before_any_token_is_said_to_have_ended(
     transport = QueueTransport()
     service = EngineService(RandomLogits(), transport, grammars=shared())
     sampling = SamplingParams(max_tokens=5)  # and no end token to say so
-    transport.inbox.append(Submit(1, (7, 9), sampling, 0, spec(REGEX, "")))
+    transport.inbox.append(EngineRequest(1, (7, 9), sampling, 0, spec(REGEX, "")))
     while not (ends := [each for each in transport.outbox if isinstance(each, Finished)]):
         assert service.turn() and not any(isinstance(each, Failed) for each in transport.outbox)
     assert [(each.request_id, each.reason) for each in ends] == [(1, STOPPED)]

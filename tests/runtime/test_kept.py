@@ -13,8 +13,7 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.step import Close, Open, Seat
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.memory.cached_slots import common_length
-from tilewright.runtime.request import Request
-from tilewright.runtime.scheduling.request_state import Policy
+from tilewright.runtime.scheduling.request_state import Policy, RequestState
 
 
 def loop(*, reuses: bool = True, **limits: Any) -> tuple[EngineLoop, QueuedExecutable]:
@@ -22,8 +21,8 @@ def loop(*, reuses: bool = True, **limits: Any) -> tuple[EngineLoop, QueuedExecu
     return EngineLoop(executable, policy=Policy(reuses=reuses)), executable
 
 
-def ask(llm: EngineLoop, *prompt: int, wanted: int = 3, **facts: Any) -> Request:
-    request = Request(0, prompt, SamplingParams(max_tokens=wanted), **facts)
+def ask(llm: EngineLoop, *prompt: int, wanted: int = 3, **facts: Any) -> RequestState:
+    request = RequestState(0, prompt, SamplingParams(max_tokens=wanted), **facts)
     llm.generate([request])
     return request
 
@@ -102,11 +101,11 @@ def test_of_equal_beginnings_the_most_recent_is_found() -> None:
     for last in (3, 4):
         ask(llm, 1, 2, last, wanted=1)
     (seating,) = [llm.scheduler.seating]
-    assert seating.find(Request(0, (1, 2, 5, 6))).length == 2
-    assert seating.find(Request(0, (1, 2, 5, 6))).seat == Seat(1)
-    assert seating.find(Request(0, (1, 2, 3, 6))).seat == Seat(0)
-    assert not seating.find(Request(0, (1,))).length
-    assert not seating.find(Request(0, (9, 9))).length
+    assert seating.find(RequestState(0, (1, 2, 5, 6))).length == 2
+    assert seating.find(RequestState(0, (1, 2, 5, 6))).seat == Seat(1)
+    assert seating.find(RequestState(0, (1, 2, 3, 6))).seat == Seat(0)
+    assert not seating.find(RequestState(0, (1,))).length
+    assert not seating.find(RequestState(0, (9, 9))).length
 
 
 @given(st.lists(st.integers(0, 1), max_size=80), st.lists(st.integers(0, 1), max_size=80))

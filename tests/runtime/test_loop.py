@@ -15,8 +15,8 @@ from tests.tiny import compiled, precision_of, random_tokens, tiny_model
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import LENGTH, STOPPED, Request
-from tilewright.runtime.scheduling.request_state import Policy
+from tilewright.runtime.request import LENGTH, STOPPED
+from tilewright.runtime.scheduling.request_state import Policy, RequestState
 
 BATCH, CONTEXT, COUNT = 6, 64, 14
 MODEL = tiny_model(std=0.3)
@@ -57,7 +57,7 @@ def answers(
     executable: Executable, order: Sequence[int], *, chunk: int = 512, arrivals: int = COUNT
 ) -> dict[int, tuple[list[int], str | None]]:
     """Outputs by job; ``arrivals`` jobs come at once, one more with every step."""
-    requests = {index: Request(index, *jobs()[index]) for index in order}
+    requests = {index: RequestState(index, *jobs()[index]) for index in order}
     llm = EngineLoop(executable, policy=Policy(step_tokens=chunk, reuses=False))
     coming = list(requests.values())
     for request in coming[:arrivals]:
@@ -106,7 +106,7 @@ def test_answers_do_not_depend_on_the_batch(
 def test_seeds_matter_and_repeat(executable: Executable) -> None:
     def sampled(seed: int) -> list[int]:
         params = SamplingParams(temperature=1.5, seed=seed, max_tokens=12)
-        request = Request(0, (1, 2, 3), params)
+        request = RequestState(0, (1, 2, 3), params)
         EngineLoop(executable).generate([request])
         return request.output
 
@@ -121,14 +121,14 @@ def test_an_end_token_is_the_last_of_the_output(
     output, reason = alone[13]
     assert reason == LENGTH and len(output) == params.max_tokens
     end = output[5]
-    stopped = Request(0, prompt, replace(params, stop_token_ids=(99, end)))
+    stopped = RequestState(0, prompt, replace(params, stop_token_ids=(99, end)))
     EngineLoop(executable).generate([stopped])
     assert stopped.output == output[: output.index(end) + 1]
     assert stopped.finish_reason == STOPPED
 
 
 def test_tokens_are_heard_in_order_at_rising_times(executable: Executable) -> None:
-    requests = [Request(index, *job) for index, job in enumerate(jobs())]
+    requests = [RequestState(index, *job) for index, job in enumerate(jobs())]
     random.Random(3).shuffle(requests)
     heard: dict[int, list[int]] = {request.request_id: [] for request in requests}
     EngineLoop(executable, policy=Policy(step_tokens=9)).generate(
@@ -144,9 +144,9 @@ def test_tokens_are_heard_in_order_at_rising_times(executable: Executable) -> No
 def test_a_request_cancelled_while_it_is_heard_ends_there(executable: Executable) -> None:
     llm = EngineLoop(executable)
     params = SamplingParams(max_tokens=20)
-    first, second = (Request(index, (1, 2), params) for index in range(2))
+    first, second = (RequestState(index, (1, 2), params) for index in range(2))
 
-    def hear(request: Request, token: int) -> None:
+    def hear(request: RequestState, token: int) -> None:
         if request is first and len(request.output) == 3:
             llm.cancel(request)
 
@@ -157,6 +157,6 @@ def test_a_request_cancelled_while_it_is_heard_ends_there(executable: Executable
 
 def test_a_context_can_be_used_to_its_end(executable: Executable) -> None:
     """The last token is not fed back, so one more than the context fits together."""
-    request = Request(0, tuple(random_tokens(CONTEXT - 3)), SamplingParams(max_tokens=4))
+    request = RequestState(0, tuple(random_tokens(CONTEXT - 3)), SamplingParams(max_tokens=4))
     EngineLoop(executable).generate([request])
     assert len(request.output) == 4

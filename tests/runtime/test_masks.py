@@ -15,8 +15,8 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.token_masks import put_bits
 from tilewright.runtime.grammar.masks import Masks
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import CANCELLED, STOPPED, Request
-from tilewright.runtime.scheduling.request_state import Policy
+from tilewright.runtime.request import CANCELLED, STOPPED
+from tilewright.runtime.scheduling.request_state import Policy, RequestState
 
 GRAMMARS: Any = SimpleNamespace(vocab_size=VOCAB)
 END = 5
@@ -54,14 +54,14 @@ def obeys(heard: Sequence[int], token: int) -> bool:
     return (token + sum(heard)) % 3 != 0 or (token == END and len(heard) >= 6)
 
 
-def request(number: int, *, wanted: int = 12, prompt: int = 3) -> Request:
+def request(number: int, *, wanted: int = 12, prompt: int = 3) -> RequestState:
     """Every second one is bound by the rule."""
     matcher: Any = Rule() if number % 2 else None
     sampling = SamplingParams(
         seed=number, max_tokens=wanted, stop_token_ids=(END,) if matcher is not None else ()
     )
     tokens = tuple((5 * number + at) % VOCAB for at in range(prompt))
-    return Request(number, tokens, sampling, matcher=matcher)
+    return RequestState(number, tokens, sampling, matcher=matcher)
 
 
 def alone(number: int, **shape: int) -> list[int]:

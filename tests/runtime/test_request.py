@@ -9,7 +9,8 @@ import pytest
 
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.errors import RequestError
-from tilewright.runtime.request import Request, check_tokens
+from tilewright.runtime.request import check_tokens
+from tilewright.runtime.scheduling.request_state import RequestState
 
 
 @pytest.mark.parametrize(
@@ -52,13 +53,13 @@ def test_top_p_zero_takes_the_most_likely_token() -> None:
 
 
 def test_requests_are_told_apart_though_equal() -> None:
-    assert Request(0, (1, 2)) != Request(0, (1, 2))
+    assert RequestState(0, (1, 2)) != RequestState(0, (1, 2))
 
 
 def test_positions_of_a_request_leave_out_its_last_token() -> None:
-    request = Request(0, (1, 2, 3), SamplingParams(max_tokens=4))
+    request = RequestState(0, (1, 2, 3), SamplingParams(max_tokens=4))
     assert request.max_positions == 6
-    assert Request(0, (1,), SamplingParams(max_tokens=1)).max_positions == 1
+    assert RequestState(0, (1,), SamplingParams(max_tokens=1)).max_positions == 1
 
 
 def test_tokens_outside_the_vocabulary_are_named() -> None:

@@ -13,7 +13,8 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.evaluate.measure.timing import figures
 from tilewright.runtime import loop as loop_module
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import CANCELLED, STOPPED, Request
+from tilewright.runtime.request import CANCELLED, STOPPED
+from tilewright.runtime.scheduling.request_state import RequestState
 
 NEVER = VOCAB + 1
 """An end token that is not chosen."""
@@ -21,17 +22,17 @@ NEVER = VOCAB + 1
 
 def request(
     prompt: int = 3, wanted: int = 8, *, number: int = 0, ends: tuple[int, ...] = ()
-) -> Request:
+) -> RequestState:
     tokens = tuple((5 * number + at) % VOCAB for at in range(prompt))
-    return Request(
+    return RequestState(
         number, tokens, SamplingParams(seed=number, max_tokens=wanted, stop_token_ids=ends)
     )
 
 
-def whole_answer(made: Request) -> list[int]:
+def whole_answer(made: RequestState) -> list[int]:
     """What the request is answered on its own, end tokens or not."""
     params = SamplingParams(seed=made.sampling.seed, max_tokens=made.sampling.max_tokens)
-    return answer(Request(0, made.prompt, params))
+    return answer(RequestState(0, made.prompt, params))
 
 
 def first_new(tokens: list[int], least: int = 2) -> int:

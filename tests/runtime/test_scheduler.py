@@ -21,8 +21,8 @@ from tilewright.compiler.targets.interface.step import Step, StepOutput
 from tilewright.errors import RequestError
 from tilewright.runtime import loop as loop_module
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import CANCELLED, LENGTH, STOPPED, Request
-from tilewright.runtime.scheduling.request_state import Policy
+from tilewright.runtime.request import CANCELLED, LENGTH, STOPPED
+from tilewright.runtime.scheduling.request_state import Policy, RequestState
 
 CONTEXT = 64
 
@@ -37,11 +37,11 @@ class Job:
     arrival: int
     priority: int
 
-    def request(self, number: int) -> Request:
+    def request(self, number: int) -> RequestState:
         prompt = [at % VOCAB for at in range(self.shared)]
         prompt += [(7 * number + at) % VOCAB for at in range(self.own)]
         sampling = SamplingParams(seed=number, max_tokens=self.wanted)
-        return Request(number, tuple(prompt), sampling, priority=self.priority)
+        return RequestState(number, tuple(prompt), sampling, priority=self.priority)
 
 
 JOBS = st.lists(
@@ -78,7 +78,7 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
 
 def run(
     jobs: list[Job], executable: QueuedExecutable, *, policy: Policy | None = None
-) -> tuple[EngineLoop, list[Request], list[list[int]]]:
+) -> tuple[EngineLoop, list[RequestState], list[list[int]]]:
     """Serve the jobs as they come; also, step by step, who got a token."""
     made = [job.request(number) for number, job in enumerate(jobs)]
     llm, tokens = EngineLoop(executable, policy=policy), []
@@ -93,9 +93,9 @@ def run(
     return llm, made, tokens
 
 
-def answer(made: Request) -> list[int]:
+def answer(made: RequestState) -> list[int]:
     """What the request is answered on its own."""
-    alone = Request(0, made.prompt, made.sampling)
+    alone = RequestState(0, made.prompt, made.sampling)
     EngineLoop(QueuedExecutable(runs_ahead=False)).generate([alone])
     return alone.output
 
@@ -262,8 +262,10 @@ def one(**limits: Any) -> EngineLoop:
 
 
 def test_an_end_token_ends_a_request_and_is_its_last() -> None:
-    wanted = answer(Request(0, (1, 2, 3), SamplingParams(max_tokens=9)))
-    request = Request(0, (1, 2, 3), SamplingParams(max_tokens=9, stop_token_ids=(99, wanted[4])))
+    wanted = answer(RequestState(0, (1, 2, 3), SamplingParams(max_tokens=9)))
+    request = RequestState(
+        0, (1, 2, 3), SamplingParams(max_tokens=9, stop_token_ids=(99, wanted[4]))
+    )
     one().generate([request])
     assert request.output == wanted[: wanted.index(wanted[4]) + 1]
     assert request.finish_reason == STOPPED
@@ -283,10 +285,10 @@ def test_what_can_never_be_served_is_refused_and_the_rest_goes_on(
     prompt: tuple[int, ...], wanted: int, message: str
 ) -> None:
     llm = one()
-    good = Request(0, (1,) * 60, SamplingParams(max_tokens=5))
+    good = RequestState(0, (1,) * 60, SamplingParams(max_tokens=5))
     llm.add(good)
     with pytest.raises(RequestError, match=message) as caught:
-        llm.add(Request(1, prompt, SamplingParams(max_tokens=wanted)))
+        llm.add(RequestState(1, prompt, SamplingParams(max_tokens=wanted)))
     assert "\n" not in str(caught.value)
     llm.generate([])
     assert len(good.output) == 5
@@ -295,12 +297,13 @@ def test_what_can_never_be_served_is_refused_and_the_rest_goes_on(
 def test_what_the_pool_can_never_hold_is_refused() -> None:
     llm = one(page_size=4, num_pages=4)
     with pytest.raises(RequestError, match="allowed: 17 together"):
-        llm.add(Request(0, (1,) * 10, SamplingParams(max_tokens=8)))
+        llm.add(RequestState(0, (1,) * 10, SamplingParams(max_tokens=8)))
 
 
-def batch_of(*lengths: int) -> list[Request]:
+def batch_of(*lengths: int) -> list[RequestState]:
     return [
-        Request(n, (1,) * length, SamplingParams(max_tokens=5)) for n, length in enumerate(lengths)
+        RequestState(n, (1,) * length, SamplingParams(max_tokens=5))
+        for n, length in enumerate(lengths)
     ]
 
 
@@ -310,7 +313,8 @@ def test_generate_queues_all_or_nothing() -> None:
         llm.generate(batch_of(3, 4, 65))
     assert not llm.has_work()
     llm.generate(
-        [Request(9, (1,), SamplingParams(max_tokens=2))], lambda r, t: heard.append(r.request_id)
+        [RequestState(9, (1,), SamplingParams(max_tokens=2))],
+        lambda r, t: heard.append(r.request_id),
     )
     assert heard == [9, 9]
 
@@ -321,7 +325,7 @@ def test_a_callback_that_raises_leaves_nothing_behind(runs_ahead: bool) -> None:
     llm = EngineLoop(executable)
     requests = batch_of(3, 4, 5)
 
-    def on_token(request: Request, token: int) -> None:
+    def on_token(request: RequestState, token: int) -> None:
         if len(request.output) == 2:
             raise KeyError("a bug of the listener")
 
@@ -391,8 +395,10 @@ def test_prefix_of_a_large_step_is_shared_only_while_many_requests_run() -> None
 
     def run(count: int) -> list[int]:
         """The cached positions of a request for the shared prompt, first among others."""
-        others = [Request(n, (17 + n,) * 5, SamplingParams(max_tokens=6)) for n in range(1, count)]
-        request = Request(0, shared, SamplingParams(max_tokens=3))
+        others = [
+            RequestState(n, (17 + n,) * 5, SamplingParams(max_tokens=6)) for n in range(1, count)
+        ]
+        request = RequestState(0, shared, SamplingParams(max_tokens=3))
         llm.generate([request, *others])
         return [request.num_cached]
 

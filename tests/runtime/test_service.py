@@ -22,19 +22,18 @@ from tilewright.runtime.messages import (
     FromEngine,
     Started,
     Stop,
-    Submit,
     ToEngine,
     Tokens,
 )
-from tilewright.runtime.request import Request
+from tilewright.runtime.request import EngineRequest
 from tilewright.runtime.scheduling.engine_stats import bounds_of
-from tilewright.runtime.scheduling.request_state import Policy
+from tilewright.runtime.scheduling.request_state import Policy, RequestState
 from tilewright.runtime.service import EngineService, QueueTransport
 
 
-def submit(number: int, wanted: int = 6) -> Submit:
+def submit(number: int, wanted: int = 6) -> EngineRequest:
     prompt = tuple((5 * number + at) % VOCAB for at in range(3))
-    return Submit(number, prompt, SamplingParams(seed=number, max_tokens=wanted))
+    return EngineRequest(number, prompt, SamplingParams(seed=number, max_tokens=wanted))
 
 
 def serve(
@@ -66,7 +65,9 @@ def test_each_request_is_told_as_if_it_were_alone(page_size: int) -> None:
     pages = {"page_size": page_size, "num_pages": 32} if page_size else {}
     said = serve(QueuedExecutable(**pages), *asked)
     for each in asked:
-        assert tokens_of(said, each.request_id) == answer(Request(0, each.prompt, each.sampling))
+        assert tokens_of(said, each.request_id) == answer(
+            RequestState(0, each.prompt, each.sampling)
+        )
         own = [m for m in said if not isinstance(m, Beat) and m.request_id == each.request_id]
         assert isinstance(own[0], Started) and isinstance(own[-1], Finished)
         assert own[-1].reason == "length" and own[0].queue_s >= 0 <= own[-1].decode_s
@@ -105,7 +106,7 @@ def test_a_step_that_raises_costs_the_newest_and_then_all(count: int, failed: se
     assert all(m.code == "engine_error" and "out of memory" in m.message for m in found)
     for each in asked:
         if each.request_id not in failed:
-            whole = answer(Request(0, each.prompt, each.sampling))
+            whole = answer(RequestState(0, each.prompt, each.sampling))
             assert tokens_of(said, each.request_id) == whole
 
 
@@ -125,7 +126,9 @@ class _FailingAt(QueuedExecutable):
 
 @pytest.mark.parametrize("others", [(), (submit(3, 20),)])
 @pytest.mark.parametrize("at", range(2, 6))
-def test_what_was_on_its_way_when_a_step_failed_is_said(at: int, others: tuple[Submit]) -> None:
+def test_what_was_on_its_way_when_a_step_failed_is_said(
+    at: int, others: tuple[EngineRequest]
+) -> None:
     """Whatever step it is that the second request's prompt is in, also where nobody is left."""
     transport = QueueTransport()
     service = EngineService(_FailingAt(at), transport, policy=Policy(reuses=False))
@@ -139,7 +142,7 @@ def test_what_was_on_its_way_when_a_step_failed_is_said(at: int, others: tuple[S
     assert [m.request_id for m in said if isinstance(m, Failed)] == [2]
     assert not tokens_of(said, 2)
     for each in (first, *others):
-        whole = answer(Request(0, each.prompt, each.sampling))
+        whole = answer(RequestState(0, each.prompt, each.sampling))
         assert tokens_of(said, each.request_id) == whole
         own = [m for m in said if not isinstance(m, Beat) and m.request_id == each.request_id]
         assert isinstance(own[-1], Finished)
@@ -157,7 +160,7 @@ def test_who_waits_is_not_blamed_for_a_step_that_raises() -> None:
     failed = [each.request_id for each in transport.outbox if isinstance(each, Failed)]
     assert failed == [1]
     assert tokens_of(list(transport.outbox), 2) == answer(
-        Request(0, (10, 11, 12), asked[1].sampling)
+        RequestState(0, (10, 11, 12), asked[1].sampling)
     )
 
 
@@ -206,7 +209,7 @@ def test_forgotten_prefixes_are_not_found_again() -> None:
 
     def cached(number: int, *before: ToEngine, salt: str = "") -> int:
         prompt = tuple(range(9))
-        asked = Submit(number, prompt, SamplingParams(max_tokens=2), cache_salt=salt)
+        asked = EngineRequest(number, prompt, SamplingParams(max_tokens=2), cache_salt=salt)
         transport.inbox.extend((*before, asked))
         for _ in range(10):
             service.turn()
@@ -235,7 +238,7 @@ def test_a_long_prompt_alone_is_cut_so_that_the_engine_is_heard_of() -> None:
     executable = QueuedExecutable(runs_ahead=False, max_context=4096)
     transport = QueueTransport()
     service = EngineService(executable, transport, policy=Policy(reuses=False, step_ms=0))
-    prompt = Submit(1, (1,) * 3000, SamplingParams(max_tokens=1))
+    prompt = EngineRequest(1, (1,) * 3000, SamplingParams(max_tokens=1))
     transport.inbox.append(prompt)
     service.turn()
     service.loop.cost.forget()
@@ -259,12 +262,12 @@ def test_the_choices_of_a_prompt_compute_it_once_and_say_so() -> None:
     executable = QueuedExecutable(page_size=4, num_pages=64, max_seats=3)
     prompt = tuple(range(9))
     asked = [
-        Submit(n, prompt, SamplingParams(seed=n, max_tokens=4), like=1 if n > 1 else None)
+        EngineRequest(n, prompt, SamplingParams(seed=n, max_tokens=4), like=1 if n > 1 else None)
         for n in (1, 2, 3, 4)
     ]
     said = serve(executable, *asked, reuses=True)
     for each in asked:
-        alone = answer(Request(0, each.prompt, each.sampling))
+        alone = answer(RequestState(0, each.prompt, each.sampling))
         assert tokens_of(said, each.request_id) == alone
     started = {m.request_id: m.num_cached for m in said if isinstance(m, Started)}
     assert started == {1: 0, 2: 9, 3: 9, 4: 8}, "the fourth has no seat, and finds its pages"
@@ -298,7 +301,7 @@ def test_idle_turns_prepare_what_the_start_left_out(capsys: pytest.CaptureFixtur
     executable = _Unprepared()
     transport = QueueTransport()
     service = EngineService(executable, transport)
-    transport.inbox.append(Submit(1, (1, 2, 3), SamplingParams(max_tokens=2)))
+    transport.inbox.append(EngineRequest(1, (1, 2, 3), SamplingParams(max_tokens=2)))
     service.turn()
     assert executable.left == 2, "a message came"
     while service.loop.has_work():

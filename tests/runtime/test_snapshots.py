@@ -9,7 +9,7 @@ import pytest
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.runtime.memory.snapshots import Snapshots
-from tilewright.runtime.request import Request
+from tilewright.runtime.scheduling.request_state import RequestState
 from tilewright.runtime.scheduling.scheduler import Scheduler
 
 CHATS, TURNS = 64, 8
@@ -29,7 +29,7 @@ def percent_found(num_snapshots: int) -> float:
     for turn in range(TURNS):
         for count, chat in enumerate(rng.sample(range(CHATS), CHATS)):
             prompt = (CHATS,) * SYSTEM + (chat,) * (50 + A_TURN * turn)
-            request = Request(0, prompt, SamplingParams(max_tokens=1))
+            request = RequestState(0, prompt, SamplingParams(max_tokens=1))
             scheduler.add(request)
             while (plan := scheduler.schedule()) is not None:
                 for running in plan.rows.values():

@@ -26,9 +26,9 @@ from tilewright.runtime.messages import (
     Ready,
     Started,
     Stop,
-    Submit,
     Tokens,
 )
+from tilewright.runtime.request import EngineRequest
 from tilewright.serve.engines.client import TOKENIZER
 from tilewright.serve.engines.sockets import SocketTransport
 
@@ -42,7 +42,7 @@ class FakeEngine:
 
     def __init__(self, transport: SocketTransport, *, is_first: bool) -> None:
         self._transport, self._is_first = transport, is_first
-        self._live: dict[int, tuple[Submit, int]] = {}
+        self._live: dict[int, tuple[EngineRequest, int]] = {}
         self._next_beat = 0.0
 
     def run(self) -> None:
@@ -54,7 +54,7 @@ class FakeEngine:
                     return
                 if isinstance(message, Cancel):
                     self._live.pop(message.request_id, None)
-                elif isinstance(message, Submit):
+                elif isinstance(message, EngineRequest):
                     self._live[message.request_id] = (message, 0)
             for request_id in list(self._live):
                 self._serve(request_id, said)
@@ -98,7 +98,7 @@ class FakeEngine:
             del self._live[request_id]
 
 
-def vector_of(message: Submit) -> bytes:
+def vector_of(message: EngineRequest) -> bytes:
     """Of length 1: as the prompt was pooled, shifted where its first token is even."""
     values = (0.6, 0.8) if message.pooling == "mean" else (0.8, 0.6)
     return (

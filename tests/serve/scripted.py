@@ -22,13 +22,13 @@ from tilewright.runtime.messages import (
     Finished,
     Ready,
     Started,
-    Submit,
     ToEngine,
     Tokens,
 )
+from tilewright.runtime.request import EngineRequest
 from tilewright.serve.engines.client import EngineClient
 from tilewright.serve.engines.process import READY
-from tilewright.serve.engines.request_tracker import Desk, Limits
+from tilewright.serve.engines.request_tracker import Limits, RequestTracker
 from tilewright.serve.engines.routing import Router
 from tilewright.serve.front import Front
 from tilewright.serve.prompt.structured import GrammarTrials
@@ -68,10 +68,10 @@ class ScriptedClient(EngineClient):
     """
 
     def __init__(self, coder: Tokenizer) -> None:
-        self.coder, self.asked = coder, list[Submit]()
+        self.coder, self.asked = coder, list[EngineRequest]()
         self.engines, self._router = (), Router(1)
         self.ready = Ready(coder.vocab_size, 4, 4096, 4096, facts={"name": "scripted"})
-        self._desk = Desk(self._give, Limits())
+        self._tracker = RequestTracker(self._give, Limits())
 
     @property
     def state(self) -> str:
@@ -85,19 +85,19 @@ class ScriptedClient(EngineClient):
         pass
 
     def _give(self, message: ToEngine) -> None:
-        if isinstance(message, Submit):
+        if isinstance(message, EngineRequest):
             self.asked.append(message)
             asyncio.get_running_loop().call_soon(self._answer, message)
 
-    def _answer(self, asked: Submit) -> None:
+    def _answer(self, asked: EngineRequest) -> None:
         said = _SAY.findall(self.coder.decode(asked.prompt, skip_special=False))
         tokens = [*self.coder.encode(said[-1] if said else ""), END]
         tokens = tokens[: asked.sampling.max_tokens]
-        self._desk.hear(Started(asked.request_id, 0.0, 0), 1)
+        self._tracker.hear(Started(asked.request_id, 0.0, 0), 1)
         for token in tokens:
-            self._desk.hear(Tokens(asked.request_id, (token,)), 1)
+            self._tracker.hear(Tokens(asked.request_id, (token,)), 1)
         reason = "stop" if tokens[-1] == END else "length"
-        self._desk.hear(Finished(asked.request_id, reason, 0.0, 0.0), 1)
+        self._tracker.hear(Finished(asked.request_id, reason, 0.0, 0.0), 1)
 
 
 @dataclass(frozen=True, slots=True)

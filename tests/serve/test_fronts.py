@@ -83,7 +83,7 @@ def test_an_answer_that_a_stop_string_ends_is_timed(text: str, stop: str, least:
         told = running.ask("GET", "/metrics")[1].decode()
         for name in ("prefill_time", "decode_time", "inference_time", "time_per_output_token"):
             assert re.search(rf"request_{name}_seconds_count{{.*}} 1.0", told), name
-        assert running.front.client._desk._rate > 0
+        assert running.front.client._tracker._rate > 0
 
 
 @pytest.mark.parametrize("usage", [True, False])

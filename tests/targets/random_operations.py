@@ -6,12 +6,12 @@ import random
 
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request
+from tilewright.runtime.scheduling.request_state import RequestState
 
 
 def random_operations(loop: EngineLoop, count: int, *, vocabulary: int = 60, seed: int = 5) -> int:
     """Make this many operations, then let all requests end. Returns how many answers ended."""
-    rng, requests, ended = random.Random(seed), list[Request](), 0
+    rng, requests, ended = random.Random(seed), list[RequestState](), 0
     for number in range(count):
         kind = rng.random()
         if kind < 0.1:
@@ -20,7 +20,7 @@ def random_operations(loop: EngineLoop, count: int, *, vocabulary: int = 60, see
             sampling = SamplingParams(
                 max_tokens=rng.randint(1, 40), temperature=temperature, seed=number
             )
-            requests.append(Request(number, prompt, sampling))
+            requests.append(RequestState(number, prompt, sampling))
             loop.add(requests[-1])
         elif kind < 0.13 and requests:
             loop.cancel(requests.pop(rng.randrange(len(requests))))
@@ -32,5 +32,5 @@ def random_operations(loop: EngineLoop, count: int, *, vocabulary: int = 60, see
     return ended
 
 
-def _num_ended(heard: list[Request]) -> int:
+def _num_ended(heard: list[RequestState]) -> int:
     return sum(each.finish_reason is not None for each in heard)

@@ -19,8 +19,7 @@ from tilewright.compiler.targets.interface.step import Chunk, Close, Open, Seat,
 from tilewright.errors import RequestError
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.pooling import LAST, MEAN, Pooling
-from tilewright.runtime.request import Request
-from tilewright.runtime.scheduling.request_state import Policy
+from tilewright.runtime.scheduling.request_state import Policy, RequestState
 
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "reference": ("reference", {}),
@@ -47,7 +46,7 @@ def embed(
     executable: Executable, prompts: list[list[int]], kind: str, **policy: Any
 ) -> list[np.ndarray]:
     loop = EngineLoop(executable, policy=Policy(**policy))
-    requests = [Request(at, tuple(p), pooling=Pooling(kind)) for at, p in enumerate(prompts)]
+    requests = [RequestState(at, tuple(p), pooling=Pooling(kind)) for at, p in enumerate(prompts)]
     loop.generate(requests)
     found = [each.pooling.vector for each in requests if each.pooling is not None]
     assert all(each is not None for each in found) and not loop.has_work()
@@ -80,11 +79,11 @@ def test_pooling_beside_answers_changes_neither(target: str) -> None:
     executable = compiled(model, TARGETS[target][0], max_batch=4, max_context=200)
     prompt = tuple(random_tokens(160, vocab_size=model.config.vocab_size))
     loop = EngineLoop(executable)
-    alone = Request(0, prompt, SamplingParams(max_tokens=8))
+    alone = RequestState(0, prompt, SamplingParams(max_tokens=8))
     loop.generate([alone])
-    answer = Request(1, prompt, SamplingParams(max_tokens=8))
-    means = [Request(2 + at, prompt, pooling=Pooling(MEAN)) for at in range(2)]
-    last = Request(4, prompt, pooling=Pooling(LAST))
+    answer = RequestState(1, prompt, SamplingParams(max_tokens=8))
+    means = [RequestState(2 + at, prompt, pooling=Pooling(MEAN)) for at in range(2)]
+    last = RequestState(4, prompt, pooling=Pooling(LAST))
     loop.generate([answer, *means, last])
     assert answer.output == alone.output
     assert last.num_cached > 0 == means[0].num_cached == means[1].num_cached

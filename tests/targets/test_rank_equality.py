@@ -18,7 +18,7 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 from tilewright.distributed.parallel import ALONE, Parallel
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request
+from tilewright.runtime.scheduling.request_state import RequestState
 
 NUM_SEQUENCES, LENGTH = 16, 256
 """4,096 positions with tokens given."""
@@ -90,7 +90,7 @@ def test_company_moves_no_row(model_type: str, parallel: Parallel) -> None:
 def answers(executable: Executable, count: int) -> dict[int, list[int]]:
     """What requests that come, are cancelled and go on at random were answered."""
     rng, loop, found = random.Random(7), EngineLoop(executable), dict[int, list[int]]()
-    requests: list[Request] = []
+    requests: list[RequestState] = []
 
     def turn() -> None:
         for done in loop.step():
@@ -103,7 +103,7 @@ def answers(executable: Executable, count: int) -> dict[int, list[int]]:
         if kind < 0.1:
             prompt = tuple(rng.choices(range(131), k=rng.randint(1, 24)))
             sampling = SamplingParams(max_tokens=rng.randint(1, 30), temperature=0.0)
-            requests.append(Request(number, prompt, sampling))
+            requests.append(RequestState(number, prompt, sampling))
             loop.add(requests[-1])
         elif kind < 0.13 and requests:
             loop.cancel(requests.pop(rng.randrange(len(requests))))

@@ -12,8 +12,7 @@ from tests.tiny import compiled, precision_of, random_tokens, tiny_model
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request
-from tilewright.runtime.scheduling.request_state import Policy
+from tilewright.runtime.scheduling.request_state import Policy, RequestState
 
 HYBRID: dict[str, Any] = {"model_type": "qwen3_5", **test_qwen3_5.ON_CUDA}
 EXPERTS: dict[str, Any] = {"model_type": "qwen3_5_moe", **test_qwen3_5_moe.ON_CUDA}
@@ -26,14 +25,14 @@ def made(target: str, *, hybrid: bool = False, **options: Any) -> Executable:
     return compiled(model, target, precision=precision_of("bf16"), **chosen)
 
 
-def request(prompt: Sequence[int], *, seed: int = 0, wanted: int = 3, **facts: Any) -> Request:
+def request(prompt: Sequence[int], *, seed: int = 0, wanted: int = 3, **facts: Any) -> RequestState:
     sampling = SamplingParams(max_tokens=wanted, seed=seed, temperature=1.0)
-    return Request(seed, tuple(prompt), sampling, **facts)
+    return RequestState(seed, tuple(prompt), sampling, **facts)
 
 
-def alone(executable: Executable, one: Request) -> list[int]:
+def alone(executable: Executable, one: RequestState) -> list[int]:
     """What a request is answered where nothing is shared."""
-    again = Request(0, one.prompt, one.sampling)
+    again = RequestState(0, one.prompt, one.sampling)
     EngineLoop(executable, policy=Policy(reuses=False)).generate([again])
     return again.output
 

@@ -43,7 +43,7 @@ from tilewright.distributed.group import Follower
 from tilewright.distributed.peers import Peers
 from tilewright.errors import ConfigError, ExchangeError, RankError
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request
+from tilewright.runtime.scheduling.request_state import RequestState
 from tilewright.runtime.service import EngineService, QueueTransport
 
 S = [Seat(number) for number in range(5)]
@@ -87,7 +87,7 @@ def test_followers_make_the_steps_of_rank_0(tmp_path: Path) -> None:
         loop = EngineLoop(executable)
         loop.warm_up()
         sampling = [SamplingParams(max_tokens=9, temperature=t) for t in (0.0, 0.7, 0.0, 1.0)]
-        requests = [Request(i, (1, 2, 3 + i), each) for i, each in enumerate(sampling)]
+        requests = [RequestState(i, (1, 2, 3 + i), each) for i, each in enumerate(sampling)]
         loop.generate(requests)
         assert [len(each.output) for each in requests] == [9] * 4
     for each in others:

@@ -22,7 +22,6 @@ from tilewright.runtime.messages import (
     Ready,
     Refused,
     Started,
-    Submit,
     Tokens,
 )
 from tilewright.runtime.scheduling.engine_stats import STEP
@@ -158,20 +157,14 @@ class BatchEngine:
         is_watched = any(each.matcher.has_stops or each.reader for each in job.choices)
         live, now = _Live(item, job, is_watched), time.perf_counter()
         first: dict[tuple[int, ...], int] = {}
-        for index, asked in enumerate(job.asked):
+        for index, choice in enumerate(job.choices):
             number = next(self._numbers)
-            like = first.setdefault(asked.prompt.tokens, number)
+            like = first.setdefault(choice.request.prompt, number)
             self._asked[number] = live.asked[number] = _Asked(live, index, now)
             self._num_waiting += 1
             self._transport.inbox.append(
-                Submit(
-                    request_id=number,
-                    prompt=asked.prompt.tokens,
-                    sampling=asked.sampling,
-                    priority=job.priority,
-                    grammar=asked.grammar,
-                    cache_salt=job.cache_salt,
-                    like=like if like != number else None,
+                msgspec.structs.replace(
+                    choice.request, request_id=number, like=like if like != number else None
                 )
             )
 

@@ -19,13 +19,13 @@ from tilewright.compiler.targets.interface.step import (
 from tilewright.errors import one_line
 from tilewright.runtime.grammar.masks import Masks, no_token
 from tilewright.runtime.grammar.matchers import Grammars
-from tilewright.runtime.request import FAILED, STOPPED, Request, check_tokens
+from tilewright.runtime.request import FAILED, STOPPED, check_tokens
 from tilewright.runtime.scheduling.engine_stats import HOST, IDLE, SIZE, STEP, Tallies
-from tilewright.runtime.scheduling.request_state import Plan, Policy, Running
+from tilewright.runtime.scheduling.request_state import Plan, Policy, RequestState
 from tilewright.runtime.scheduling.scheduler import Scheduler
 from tilewright.runtime.scheduling.step_cost_model import StepCost, StepMeter
 
-OnToken = Callable[[Request, int], None]
+OnToken = Callable[[RequestState, int], None]
 
 _LONG = 4
 """Cells of the longest prompt that is measured at the start where steps are short: a line through
@@ -85,12 +85,12 @@ class EngineLoop:
             state_bytes=executable.state_bytes,
         )
         self.num_dropped = 0
-        self.failed: tuple[Request, ...] = ()
+        self.failed: tuple[RequestState, ...] = ()
         self.tallies = Tallies()
         self._read_at: float | None = None
         self._flight: _Launched | None = None
 
-    def check(self, request: Request) -> None:
+    def check(self, request: RequestState) -> None:
         """Refuse a request that can never be served.
 
         Raises:
@@ -101,7 +101,7 @@ class EngineLoop:
         self.masks.check(request)
         self.scheduler.check(request)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestState) -> None:
         """Queue a request that :meth:`check` accepts.
 
         Raises:
@@ -110,7 +110,7 @@ class EngineLoop:
         self.check(request)
         self._queue(request)
 
-    def _queue(self, request: Request) -> None:
+    def _queue(self, request: RequestState) -> None:
         request.arrived_at = time.perf_counter()
         if request.grammar is None:
             self.scheduler.add(request)
@@ -124,7 +124,7 @@ class EngineLoop:
     def _runs(self) -> bool:
         return self.scheduler.has_work() or self._flight is not None
 
-    def step(self) -> list[Request]:
+    def step(self) -> list[RequestState]:
         """Launch what can be launched, read one step; returns the requests that got a token.
 
         Without work it does nothing.
@@ -147,7 +147,7 @@ class EngineLoop:
         self._land()
         return served
 
-    def generate(self, requests: Iterable[Request], on_token: OnToken | None = None) -> None:
+    def generate(self, requests: Iterable[RequestState], on_token: OnToken | None = None) -> None:
         """Run requests to their end, and those added before; ``on_token(request, token)`` hears
         every token. Whatever is raised, none of ``requests`` is left queued or running.
 
@@ -184,7 +184,7 @@ class EngineLoop:
         for _ in range(2):
             self.cost.forget()
             for length in lengths:
-                self.generate([Request(-1, (0,) * length, sampling, is_private=True)])
+                self.generate([RequestState(-1, (0,) * length, sampling, is_private=True)])
             if limits.passes and limits.max_seats > 1 and self.executable.is_prepared:
                 self._run_beside_streams(min(_BESIDE * limits.cell, most))
         self.tallies.found.clear()
@@ -194,13 +194,13 @@ class EngineLoop:
         limits = self.executable.capabilities
         sampling = SamplingParams(max_tokens=min(_STREAMED, limits.max_context))
         for _ in range(min(_STREAMS, limits.max_seats - 1)):
-            self.add(Request(-1, (0,), sampling, is_private=True))
-        while any(each.left for each in self.scheduler.running) or self.scheduler.line:
+            self.add(RequestState(-1, (0,), sampling, is_private=True))
+        while any(each.prompt_left for each in self.scheduler.running) or self.scheduler.line:
             self.step()
         last = SamplingParams(max_tokens=1)
-        self.generate([Request(-1, (0,) * length, last, is_private=True)])
+        self.generate([RequestState(-1, (0,) * length, last, is_private=True)])
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: RequestState) -> None:
         """End a request early; what is on its way for it is dropped."""
         self.masks.forget(request)
         self.scheduler.cancel(request)
@@ -214,7 +214,7 @@ class EngineLoop:
             else:
                 self.scheduler.add(request)
 
-    def _fail(self, request: Request, error: str, code: str = "engine_error") -> None:
+    def _fail(self, request: RequestState, error: str, code: str = "engine_error") -> None:
         if request.finish_reason is None:
             request.error, request.error_code = error, code
             self.scheduler.finish(request, FAILED)
@@ -243,7 +243,7 @@ class EngineLoop:
         masked = plan.step.masked and behind is None
         try:
             if masked:
-                self.masks.begin({seat: each.request for seat, each in plan.rows.items()})
+                self.masks.begin(plan.rows)
             launched = _Launched(plan, self.executable.step(plan.step), now)
             self.tallies.add(HOST, time.perf_counter() - now, "launch")
             if masked:
@@ -261,8 +261,8 @@ class EngineLoop:
 
     def _choose_in_flight(self, flight: _Launched) -> None:
         """Masks for a step on its way, now that the tokens before it have been read."""
-        rows = {seat: each.request for seat, each in flight.plan.rows.items()}
-        self.masks.begin({s: each for s, each in rows.items() if each.finish_reason is None})
+        rows = flight.plan.rows.items()
+        self.masks.begin({seat: state for seat, state in rows if state.finish_reason is None})
         try:
             self._choose(flight)
         except BaseException:
@@ -283,8 +283,8 @@ class EngineLoop:
                 self._fail(request, no_token(request))
         self.executable.choose(launched.output, allowed)
 
-    def _read(self, launched: _Launched) -> list[Request]:
-        served: list[Request] = []
+    def _read(self, launched: _Launched) -> list[RequestState]:
+        served: list[RequestState] = []
         plan, parts = launched.plan, launched.output.parts
         handling, echoes = 0.0, iter(plan.echoes)
         for part in parts:
@@ -313,7 +313,7 @@ class EngineLoop:
         )
         return served
 
-    def _pool(self, request: Request, start: int, pooled: Pooled) -> None:
+    def _pool(self, request: RequestState, start: int, pooled: Pooled) -> None:
         """Add the hidden states of a chunk. The last chunk ends the request."""
         pooling = request.pooling
         assert pooling is not None
@@ -337,24 +337,23 @@ class EngineLoop:
 
     def _take(
         self,
-        rows: Mapping[Seat, Running],
+        rows: Mapping[Seat, RequestState],
         seats: Sequence[Seat],
         chosen: Chosen,
         now: float,
-        served: list[Request],
+        served: list[RequestState],
     ) -> None:
         """The tokens of a part go to their requests, and those into ``served``."""
         take, logprobs = self.scheduler.take, chosen.logprobs
         for index, (seat, token, why) in enumerate(
             zip(seats, chosen.tokens, chosen.why, strict=True)
         ):
-            running = rows.get(seat)
-            if running is None:
+            request = rows.get(seat)
+            if request is None:
                 continue
-            request = running.request
             if why == NOT_A_NUMBER:
                 self._fail(request, "the model's logits are no numbers", "not_a_number")
-            elif take(running, token, is_end=why != GOES_ON):
+            elif take(request, token, is_end=why != GOES_ON):
                 request.token_times.append(now)
                 if logprobs is not None and request.sampling.logprobs is not None:
                     request.logprobs.append(logprobs[index])
@@ -363,12 +362,12 @@ class EngineLoop:
                 self.num_dropped += 1
 
 
-def _to_blame(plan: Plan, seated: Sequence[Running]) -> tuple[Request, ...]:
+def _to_blame(plan: Plan, seated: Sequence[RequestState]) -> tuple[RequestState, ...]:
     """The requests of a step, the newest of its prompts first, and all prompts before its other
     rows.
     """
     of_prompts = {chunk.seat for chunk in plan.step.prompts}
     involved = of_prompts.union(plan.step.decode)
     found = [each for each in seated if each.seat in involved]
-    found.sort(key=lambda each: (each.seat in of_prompts, each.request.order), reverse=True)
-    return tuple(each.request for each in found)
+    found.sort(key=lambda each: (each.seat in of_prompts, each.order), reverse=True)
+    return tuple(each for each in found)

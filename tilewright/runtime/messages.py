@@ -9,28 +9,9 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.step import LogProbs
-from tilewright.runtime.grammar.spec import GrammarSpec
+from tilewright.runtime.request import EngineRequest
 from tilewright.runtime.scheduling.engine_stats import Tally
-
-
-class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Asks for an answer. ``request_id`` is new to this engine; lower ``priority`` comes first, and
-    within a priority clients take turns. ``like``: an earlier request for the same prompt, whose
-    prompt this one need not compute. ``pooling``: `POOLINGS`, for a vector instead of an answer;
-    empty: an answer.
-    """
-
-    request_id: int
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    priority: int = 0
-    grammar: GrammarSpec | None = None
-    cache_salt: str = ""
-    client: str = ""
-    like: int | None = None
-    pooling: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -143,7 +124,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     tallies: dict[str, Tally] = {}
 
 
-ToEngine: TypeAlias = Submit | Cancel | Forget | Stop
+ToEngine: TypeAlias = EngineRequest | Cancel | Forget | Stop
 FromEngine: TypeAlias = Ready | Refused | Started | Tokens | Finished | Failed | Beat
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.errors import RankError, RequestError, one_line
@@ -23,25 +23,14 @@ from tilewright.runtime.messages import (
     Ready,
     Started,
     Stop,
-    Submit,
     ToEngine,
     Tokens,
     Transport,
 )
-from tilewright.runtime.pooling import Pooling
-from tilewright.runtime.request import CANCELLED, FAILED, Request
-from tilewright.runtime.scheduling.request_state import Policy
+from tilewright.runtime.request import CANCELLED, FAILED, EngineRequest
+from tilewright.runtime.scheduling.request_state import Policy, RequestState
 
 BEAT_SECONDS = 1.0
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request that runs or waits, and how much of it has been said."""
-
-    request: Request
-    seated_at: float | None = None
-    num_said: int = 0
 
 
 class EngineService:
@@ -63,10 +52,10 @@ class EngineService:
         policy = replace(policy or Policy(), beat_ms=1e3 * BEAT_SECONDS)
         self.loop = EngineLoop(executable, policy=policy, grammars=grammars)
         self._transport = transport
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, RequestState] = {}
         self._num_steps = 0
         self._num_failures = 0
-        self._blamed: tuple[Request, ...] = ()
+        self._blamed: tuple[RequestState, ...] = ()
         self._era = 0
         self._next_beat = 0.0
         self._is_stopped = self._has_warned = False
@@ -142,38 +131,24 @@ class EngineService:
                     print(f"tilewright: {said}", file=sys.stderr)
 
     def _hear(self, message: ToEngine, said: list[FromEngine]) -> None:
-        if isinstance(message, Submit):
-            request = Request(
-                message.request_id,
-                message.prompt,
-                message.sampling,
-                priority=message.priority,
-                grammar=message.grammar,
-                cache_salt=self._salt(message.cache_salt),
-                client=message.client,
-                like=self._first_of(message),
-                pooling=Pooling(message.pooling) if message.pooling else None,
-            )
+        if isinstance(message, EngineRequest):
+            like = self._live.get(message.like) if message.like is not None else None
+            state = RequestState.of(message, cache_salt=self._salt(message.cache_salt), like=like)
             try:
-                self.loop.add(request)
+                self.loop.add(state)
             except RequestError as error:  # the front has let through what it should refuse
                 said.append(Failed(message.request_id, "engine_error", str(error)))
                 return
-            self._live[message.request_id] = _Live(request)
+            self._live[message.request_id] = state
         elif isinstance(message, Cancel):
-            live = self._live.pop(message.request_id, None)
-            if live is not None:
-                self.loop.cancel(live.request)
+            canceled = self._live.pop(message.request_id, None)
+            if canceled is not None:
+                self.loop.cancel(canceled)
         elif isinstance(message, Forget):
             self._era += 1
         else:
             assert isinstance(message, Stop), message
             self._is_stopped = True
-
-    def _first_of(self, message: Submit) -> Request | None:
-        """The first choice for a request's prompt, while it is served."""
-        live = self._live.get(message.like) if message.like is not None else None
-        return live.request if live is not None else None
 
     def _salt(self, given: str) -> str:
         """What is computed for those who gave the same, since the last time all was forgotten."""
@@ -190,7 +165,7 @@ class EngineService:
         self._num_failures, self._blamed = 0, ()
         self._say_started(began, said)
         for request in served:
-            self._say_tokens(self._live[request.request_id], said)
+            self._say_tokens(request, said)
         self._say_ends(said)
         self._warn_of_preemptions()
 
@@ -208,38 +183,36 @@ class EngineService:
         )
 
     def _say_started(self, began: float, said: list[FromEngine]) -> None:
-        for running in self.loop.scheduler.running:
-            self._say_seated(running.request, began, said)
+        for request in self.loop.scheduler.running:
+            if request.started_at is None:
+                self._say_seated(request, began, said)
 
-    def _say_seated(self, request: Request, began: float, said: list[FromEngine]) -> None:
-        live = self._live.get(request.request_id)
-        if live is not None and live.seated_at is None:
-            live.seated_at = max(began, request.arrived_at)
-            waited = live.seated_at - request.arrived_at
+    def _say_seated(self, request: RequestState, began: float, said: list[FromEngine]) -> None:
+        if request.request_id in self._live and request.started_at is None:
+            request.started_at = max(began, request.arrived_at)
+            waited = request.started_at - request.arrived_at
             said.append(Started(request.request_id, waited, request.num_cached))
 
-    def _say_tokens(self, live: _Live, said: list[FromEngine]) -> None:
-        request = live.request
-        if live.seated_at is None:  # it came and went within this step
+    def _say_tokens(self, request: RequestState, said: list[FromEngine]) -> None:
+        if request.started_at is None:  # it came and went within this step
             self._say_seated(request, request.token_times[0], said)
-        fresh = tuple(request.output[live.num_said :])
+        num_sent, request.num_sent = request.num_sent, len(request.output)
+        fresh = tuple(request.output[num_sent:])
         if fresh:
-            found = tuple(request.logprobs[live.num_said :])
-            echo = () if live.num_said else tuple(request.prompt_logprobs)
-            said.append(Tokens(request.request_id, fresh, found, echo))
-            live.num_said += len(fresh)
+            echo = () if num_sent else tuple(request.prompt_logprobs)
+            logprobs = tuple(request.logprobs[num_sent:])
+            said.append(Tokens(request.request_id, fresh, logprobs, echo))
 
     def _say_ends(self, said: list[FromEngine]) -> None:
-        ended = [live for live in self._live.values() if live.request.finish_reason is not None]
-        for live in ended:
-            self._say_end(live, said)
+        ended = [state for state in self._live.values() if state.finish_reason is not None]
+        for request in ended:
+            self._say_end(request, said)
 
-    def _say_end(self, live: _Live, said: list[FromEngine]) -> None:
-        request = live.request
-        if live.seated_at is None and request.pooling is not None and request.token_times:
+    def _say_end(self, request: RequestState, said: list[FromEngine]) -> None:
+        if request.started_at is None and request.pooling is not None and request.token_times:
             self._say_seated(request, request.token_times[0], said)
-        if live.num_said < len(request.output):  # read by a step that then failed
-            self._say_tokens(live, said)
+        if request.num_sent < len(request.output):  # read by a step that then failed
+            self._say_tokens(request, said)
         del self._live[request.request_id]
         if request.finish_reason == FAILED:
             said.append(Failed(request.request_id, request.error_code, request.error))
@@ -247,13 +220,13 @@ class EngineService:
         # a grammar may be met by no token at all
         times = request.token_times or [time.perf_counter()]
         first, last = times[0], times[-1]
-        seated = live.seated_at if live.seated_at is not None else first
+        started = request.started_at if request.started_at is not None else first
         assert request.finish_reason is not None
         said.append(
             Finished(
                 request.request_id,
                 request.finish_reason,
-                first - seated,
+                first - started,
                 last - first,
                 request.num_preemptions,
                 vector_of(request),
@@ -302,7 +275,7 @@ class EngineService:
         )
 
 
-def vector_of(request: Request) -> bytes:
+def vector_of(request: RequestState) -> bytes:
     """Return the pooled vector of a request as little-endian float32. Empty: it has none."""
     pooling = request.pooling
     if pooling is None or pooling.vector is None:

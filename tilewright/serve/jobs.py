@@ -16,11 +16,12 @@ from tilewright.compiler import __version__
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.messages import Ready
+from tilewright.runtime.request import UNNUMBERED, EngineRequest
 from tilewright.serve.output.choice import Choice
 from tilewright.serve.output.reasoning import OPEN, ReasoningSplitter, begins_in_reasoning
 from tilewright.serve.output.stops import StopMatcher
 from tilewright.serve.output.tool_calls import CallReader
-from tilewright.serve.prompt.prepare import Asked, Prompt, sampling_for
+from tilewright.serve.prompt.prepare import Prompt, sampling_for
 from tilewright.serve.prompt.texts import TextCoder
 from tilewright.serve.tools.asked import ToolsAsked
 from tilewright.serve.tools.base import ToolFormat
@@ -87,7 +88,15 @@ def make_job(
     Raises:
         ApiError: 400 naming the parameter that is out of range.
     """
-    asked = _asked(served, request, prompts, limit=limit, num_top=num_top, grammar=grammar)
+    choices = _choices(
+        served,
+        request,
+        prompts,
+        limit=limit,
+        num_top=num_top,
+        is_chat=is_chat,
+        grammar=grammar,
+    )
     options = request.stream_options
     return Job(
         request_id=("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
@@ -95,13 +104,9 @@ def make_job(
         model=served.name,
         fingerprint=served.fingerprint,
         coder=served.coder,
-        asked=asked,
-        choices=[_choice(request, one, served.coder, is_chat=is_chat) for one in asked],
+        choices=choices,
         n=request.n or 1,
-        priority=request.priority or 0,
-        cache_salt=request.cache_salt or "",
         is_chat=is_chat,
-        echo=bool(getattr(request, "echo", False)),
         num_top=num_top,
         streams=bool(request.stream),
         include_usage=bool(options and options.include_usage),
@@ -121,18 +126,20 @@ def read_calls(job: Job, tools: ToolsAsked, form: ToolFormat) -> None:
         choice.show(form.tokens)
 
 
-def _asked(
+def _choices(
     served: Served,
     request: Common,
     prompts: Sequence[Prompt],
     *,
     limit: int | None,
     num_top: int | None,
+    is_chat: bool,
     grammar: GrammarSpec | None,
-) -> list[Asked]:
-    asked = []
+) -> list[Choice]:
+    choices = []
+    echoes = bool(getattr(request, "echo", False))
     for prompt in prompts:
-        first = sampling_for(
+        sampling = sampling_for(
             request,
             prompt,
             served.ready,
@@ -141,25 +148,34 @@ def _asked(
             logprobs=num_top,
             defaults=served.defaults,
             has_grammar=grammar is not None,
-            scores_prompt=bool(getattr(request, "echo", False)),
+            scores_prompt=echoes,
         )
-        asked += [Asked(prompt, _with_seed(first, at), grammar) for at in range(request.n or 1)]
-    return asked
+        for at in range(request.n or 1):
+            engine_request = EngineRequest(
+                UNNUMBERED,
+                prompt.tokens,
+                _with_seed(sampling, at),
+                priority=request.priority or 0,
+                grammar=grammar,
+                cache_salt=request.cache_salt or "",
+            )
+            choice = _choice(request, engine_request, prompt.text, served.coder, is_chat=is_chat)
+            choice.echo = prompt.text if echoes else ""
+            choices.append(choice)
+    return choices
 
 
-def _choice(request: Common, asked: Asked, coder: TextCoder, *, is_chat: bool) -> Choice:
+def _choice(
+    request: Common, engine_request: EngineRequest, text: str, coder: TextCoder, *, is_chat: bool
+) -> Choice:
     keeps = bool(request.include_stop_str_in_output)
     thinks = is_chat and OPEN in (coder.chat_template or "")
     return Choice(
         coder=coder,
-        sampling=asked.sampling,
+        request=engine_request,
         matcher=StopMatcher(request.stops, includes=keeps),
-        splitter=ReasoningSplitter(
-            is_open=is_chat and begins_in_reasoning(asked.prompt.text), may_open=thinks
-        ),
+        splitter=ReasoningSplitter(is_open=is_chat and begins_in_reasoning(text), may_open=thinks),
         keeps_end=keeps,
-        after=asked.prompt.tokens,
-        prompt=asked.prompt.tokens if asked.sampling.prompt_logprobs is not None else (),
     )
 
 

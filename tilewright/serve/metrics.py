@@ -162,7 +162,7 @@ class EngineMetrics:
         named = {_EXEMPLAR: request_id[:_EXEMPLAR_CHARACTERS]} if request_id.isascii() else None
         self.whole.labels(**self.labels).observe(seconds, named)
         self.answer_length.observe(count)
-        self.max_tokens.observe(choice.sampling.max_tokens)
+        self.max_tokens.observe(choice.request.sampling.max_tokens)
         if choice.started is not None:
             self.queued.observe(choice.started.queue_s)
         if (done := choice.finished) is not None:

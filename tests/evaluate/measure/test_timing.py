@@ -11,12 +11,12 @@ from tests.tiny import compiled, random_tokens, tiny_model
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.evaluate.measure.timing import Job, figures, time_jobs
-from tilewright.runtime.request import Request
+from tilewright.runtime.scheduling.request_state import RequestState
 
 
-def finished(prompt: int, times: Sequence[float]) -> Request:
+def finished(prompt: int, times: Sequence[float]) -> RequestState:
     """A request that got a token at each of these times."""
-    request = Request(0, (1,) * prompt)
+    request = RequestState(0, (1,) * prompt)
     request.token_times = list(times)
     request.output = [7] * len(times)
     return request
@@ -74,7 +74,7 @@ class Served:
         self.executable = executable
         self.heard: list[tuple[int, int, tuple[int, ...]]] = []
 
-    def hear(self, repeat: int, request: Request, token: int) -> None:
+    def hear(self, repeat: int, request: RequestState, token: int) -> None:
         self.heard.append((repeat, request.request_id, request.prompt))
 
 

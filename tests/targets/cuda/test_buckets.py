@@ -25,7 +25,7 @@ from tilewright.compiler.targets.cuda.steps.routes import PART_TOKENS
 from tilewright.compiler.targets.interface.step import Chunk, Seat
 from tilewright.compiler.targets.program.instructions import Attend
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request
+from tilewright.runtime.scheduling.request_state import RequestState
 
 
 class Counted:
@@ -202,7 +202,7 @@ def test_nothing_is_captured_once_a_loop_is_warm() -> None:
     ]
     for count in (1, 5):
         requests = [
-            Request(at, (3,) * (1 + 7 * at), SamplingParams(max_tokens=4, seed=at, **kind))
+            RequestState(at, (3,) * (1 + 7 * at), SamplingParams(max_tokens=4, seed=at, **kind))
             for at, kind in enumerate(kinds[:count])
         ]
         loop.generate(requests)

@@ -23,7 +23,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.steps.matmul import Products
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request
+from tilewright.runtime.scheduling.request_state import RequestState
 from tilewright.utils.child_process import PYTHON
 
 ROOT = Path(__file__).parents[3]
@@ -104,7 +104,7 @@ def test_steps_select_strict_kernels_by_the_number_of_open_sequences(
         seen.clear()
         sampling = SamplingParams(max_tokens=2)
         EngineLoop(executable).generate(
-            [Request(number, (1, 2, 3 + number), sampling) for number in range(count)]
+            [RequestState(number, (1, 2, 3 + number), sampling) for number in range(count)]
         )
         assert set(seen) == {(False, expected), (True, expected)}, count
 

@@ -15,7 +15,7 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.outputs.pooled_states import pool_rows
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.pooling import LAST, MEAN, Pooling
-from tilewright.runtime.request import Request
+from tilewright.runtime.scheduling.request_state import RequestState
 
 
 def test_pooled_states_on_cuda_are_the_reference_s() -> None:
@@ -57,10 +57,12 @@ def test_pooling_beside_answers_on_a_gpu(compute: str) -> None:
         tuple(random_tokens(n, vocab_size=model.config.vocab_size, seed=n))
         for n in (1, 70, 200, 500)
     ]
-    answers = [Request(n, p[:100], SamplingParams(max_tokens=12)) for n, p in enumerate(prompts)]
+    answers = [
+        RequestState(n, p[:100], SamplingParams(max_tokens=12)) for n, p in enumerate(prompts)
+    ]
     loop.generate(answers)
-    again = [Request(9, each.prompt, each.sampling) for each in answers]
-    asked = [Request(9, p, pooling=Pooling(kind)) for p in prompts for kind in (MEAN, LAST)]
+    again = [RequestState(9, each.prompt, each.sampling) for each in answers]
+    asked = [RequestState(9, p, pooling=Pooling(kind)) for p in prompts for kind in (MEAN, LAST)]
     loop.generate([*again, *asked])
     assert [each.output for each in again] == [each.output for each in answers]
     within = 1e-3 if compute == "exact" else 0.02

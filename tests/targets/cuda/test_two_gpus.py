@@ -40,7 +40,7 @@ from tilewright.models.sources import stored_shapes
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request
+from tilewright.runtime.scheduling.request_state import RequestState
 from tilewright.utils.child_process import PYTHON
 
 pytestmark = pytest.mark.multigpu
@@ -122,7 +122,7 @@ def test_greedy_and_drawn_tokens_are_those_of_either_exchange() -> None:
         with engine("--tensor-parallel", "2", "--exchange", exchange) as two:
             loop = EngineLoop(two.executable)
             sampling = [SamplingParams(max_tokens=20, temperature=t, seed=7) for t in (0.0, 1.0)]
-            asked = [Request(i, (5, 6, 7), each) for i, each in enumerate(sampling)]
+            asked = [RequestState(i, (5, 6, 7), each) for i, each in enumerate(sampling)]
             loop.generate(asked)
             found.append([list(each.output) for each in asked])
     assert found[0] == found[1] and [len(each) for each in found[0]] == [20, 20]

@@ -36,7 +36,7 @@ from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.results.row import model_text
 from tilewright.loading.source import Source, precision_of, precision_title
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request
+from tilewright.runtime.scheduling.request_state import RequestState
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -207,7 +207,7 @@ class _Board:
         printer = TextPrinter(
             self._source.tokenizer, screen, self._options, [job.prompt for job in jobs]
         )
-        requests = [Request(user, job.prompt, job.sampling) for user, job in enumerate(jobs)]
+        requests = [RequestState(user, job.prompt, job.sampling) for user, job in enumerate(jobs)]
         EngineLoop(compiled.executable).generate(
             requests, lambda request, token: printer.hear(0, request, token)
         )

@@ -14,8 +14,7 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.evaluate.results.record import Repeat
 from tilewright.runtime.loop import EngineLoop, OnToken
-from tilewright.runtime.request import Request
-from tilewright.runtime.scheduling.request_state import Policy
+from tilewright.runtime.scheduling.request_state import Policy, RequestState
 
 _WARM_UP_TOKENS = 8
 OFFLINE = Policy(reuses=False, prompts_first=True)
@@ -51,7 +50,7 @@ def time_jobs(
     *,
     num_repeats: int,
     rotate: bool = False,
-    on_token: Callable[[int, Request, int], None] | None = None,
+    on_token: Callable[[int, RequestState, int], None] | None = None,
 ) -> list[Run]:
     """Serve all jobs at once, ``num_repeats`` times after a warm-up.
 
@@ -64,7 +63,7 @@ def time_jobs(
         shift = number if rotate else 0
         order = [(index + shift) % len(jobs) for index in range(len(jobs))]
 
-        def hear(request: Request, token: int, number: int = number) -> None:
+        def hear(request: RequestState, token: int, number: int = number) -> None:
             if on_token is not None:
                 on_token(number, request, token)
 
@@ -76,7 +75,7 @@ def warm_up(executable: Executable, jobs: Sequence[Job]) -> None:
     """A run with the same prompts and a few tokens, whose times nobody looks at."""
     fewest = [min(_WARM_UP_TOKENS, job.sampling.max_tokens) for job in jobs]
     requests = [
-        Request(index, job.prompt, replace(job.sampling, max_tokens=count))
+        RequestState(index, job.prompt, replace(job.sampling, max_tokens=count))
         for index, (job, count) in enumerate(zip(jobs, fewest, strict=True))
     ]
     EngineLoop(executable, policy=OFFLINE).generate(requests)
@@ -87,7 +86,8 @@ def time_once(
 ) -> Run:
     """Time one run of all jobs, in which user ``i`` gets job ``order[i]``."""
     requests = [
-        Request(user, jobs[index].prompt, jobs[index].sampling) for user, index in enumerate(order)
+        RequestState(user, jobs[index].prompt, jobs[index].sampling)
+        for user, index in enumerate(order)
     ]
     started = time.perf_counter()
     EngineLoop(executable, policy=OFFLINE).generate(requests, on_token)
@@ -99,7 +99,7 @@ def time_once(
     )
 
 
-def figures(requests: Sequence[Request], started: float) -> Repeat:
+def figures(requests: Sequence[RequestState], started: float) -> Repeat:
     """The figures of finished requests that were all queued at ``started``.
 
     At a batch above 1 the TTFT is the time in which all users were prefilled, divided by their

@@ -13,7 +13,7 @@ from tilewright.compiler.targets.interface.step import Seat
 from tilewright.compiler.targets.interface.token_masks import Allowed, no_words, num_words, put_bits
 from tilewright.errors import RequestError, TilewrightError, one_line
 from tilewright.runtime.grammar.matchers import Grammars, Matcher, roomy_threads
-from tilewright.runtime.request import Request
+from tilewright.runtime.scheduling.request_state import RequestState
 
 _NUM_COMPILERS = 2
 _NUM_MAKERS = min(8, os.cpu_count() or 1)
@@ -28,12 +28,12 @@ class Masks:
         self._grammars = grammars
         self._compilers: ThreadPoolExecutor | None = None
         self._makers: ThreadPoolExecutor | None = None
-        self._compiling: dict[Request, Future[Matcher]] = {}
-        self._wanted: list[tuple[Seat, Request]] = []
+        self._compiling: dict[RequestState, Future[Matcher]] = {}
+        self._wanted: list[tuple[Seat, RequestState]] = []
         self._words = no_words()
         self._jobs: list[Future[None]] = []
 
-    def check(self, request: Request) -> None:
+    def check(self, request: RequestState) -> None:
         """Refuse a grammar where none can be obeyed.
 
         Raises:
@@ -47,7 +47,7 @@ class Masks:
         """Whether any request still waits for its grammar to be compiled."""
         return bool(self._compiling)
 
-    def compile(self, request: Request) -> None:
+    def compile(self, request: RequestState) -> None:
         """Make the matcher of a request that :meth:`check` accepts, beside the loop."""
         assert self._grammars is not None and request.grammar is not None
         if self._compilers is None:
@@ -57,13 +57,13 @@ class Masks:
             self._grammars.matcher, request.grammar, ends
         )
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: RequestState) -> None:
         """Nobody waits for a request's matcher any more."""
         found = self._compiling.pop(request, None)
         if found is not None:
             found.cancel()
 
-    def compiled(self, *, waits: bool) -> list[tuple[Request, str]]:
+    def compiled(self, *, waits: bool) -> list[tuple[RequestState, str]]:
         """Requests that have their matchers now, or why they cannot have one; ``waits``: there is
         nothing else to do, for a moment.
         """
@@ -82,7 +82,7 @@ class Masks:
             found.append((request, error))
         return found
 
-    def begin(self, rows: Mapping[Seat, Request]) -> None:
+    def begin(self, rows: Mapping[Seat, RequestState]) -> None:
         """Start to compute the masks of rows whose answers are known up to the last token."""
         wait(self._jobs)  # what a step that failed has left behind
         self._jobs.clear()
@@ -100,7 +100,7 @@ class Masks:
         for _ in range(min(_NUM_MAKERS, -(-count // _LEAST_EACH))):
             self._jobs.append(self._makers.submit(_make, todo))
 
-    def take(self) -> tuple[Allowed, list[Request]]:
+    def take(self) -> tuple[Allowed, list[RequestState]]:
         """The masks that were begun, until the next are, and requests that no token is left for;
         waits for them.
         """
@@ -119,7 +119,7 @@ class Masks:
                 pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _make(todo: deque[tuple[Request, np.ndarray]]) -> None:
+def _make(todo: deque[tuple[RequestState, np.ndarray]]) -> None:
     """Rows that are left, one after another: some take a hundred times as long as others."""
     while todo:
         try:
@@ -129,7 +129,7 @@ def _make(todo: deque[tuple[Request, np.ndarray]]) -> None:
         write_allowed(each, words)
 
 
-def write_allowed(request: Request, words: np.ndarray) -> None:
+def write_allowed(request: RequestState, words: np.ndarray) -> None:
     """Write the tokens that a request's answer may go on with as a row of `Allowed`: none where it
     has met its grammar and no token could say so, or where its matcher has failed.
     """
@@ -151,7 +151,7 @@ def write_allowed(request: Request, words: np.ndarray) -> None:
         put_bits(words, (matcher.opener,), are_set=True)
 
 
-def no_token(request: Request) -> str:
+def no_token(request: RequestState) -> str:
     """Why an answer cannot go on, though it has not met its grammar."""
     said = request.matcher.error if request.matcher is not None else ""
     return f"no token obeys the grammar here{': ' + said if said else ''}"

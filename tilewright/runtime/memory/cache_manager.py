@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from bisect import insort
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,8 +22,7 @@ from tilewright.compiler.targets.interface.step import (
 )
 from tilewright.runtime.memory.pages import chain_keys
 from tilewright.runtime.memory.snapshots import GRAIN, Snapshots, places_worth, spacing
-from tilewright.runtime.request import Request
-from tilewright.runtime.scheduling.request_state import Policy, Running
+from tilewright.runtime.scheduling.request_state import Policy, RequestState
 
 StateBytes = Callable[[int, int], int]
 """Bytes that so many positions of so many sequences take."""
@@ -63,8 +61,8 @@ class Seating(ABC):
 
     def __init__(self, capabilities: Capabilities, policy: Policy, state_bytes: StateBytes) -> None:
         self.capabilities, self.policy = capabilities, policy
-        self.seated: dict[Request, Running] = {}
-        self.by_seat: list[Running] = []
+        self.seated: dict[RequestState, None] = {}
+        self.by_seat: list[RequestState] = []
         self.num_present = 0
         self.edits: list[Edit] = []
         self.snapshots = Snapshots(capabilities.num_snapshots if policy.reuses else 0)
@@ -73,7 +71,7 @@ class Seating(ABC):
         self._state_bytes = state_bytes
         self._free = list(range(capabilities.max_seats))
 
-    def name(self, request: Request) -> None:
+    def name(self, request: RequestState) -> None:
         """Make the names of a prompt's pages, where they are of use to anybody."""
         if self.policy.reuses and not request.is_private and self._wants_keys:
             request.page_keys = tuple(chain_keys(request.prompt, self.grain, request.cache_salt))
@@ -88,79 +86,83 @@ class Seating(ABC):
         return bool(self._free)
 
     @abstractmethod
-    def find(self, request: Request) -> Found:
+    def find(self, request: RequestState) -> Found:
         """Find how much of a request's prompt was computed already and can be shared."""
 
     @abstractmethod
-    def shared_with(self, request: Request, other: Running) -> int:
+    def shared_with(self, request: RequestState, other: RequestState) -> int:
         """Positions of a prompt that could be shared, once a running one has computed them."""
 
     @abstractmethod
-    def fits(self, request: Request, found: Found) -> bool:
+    def fits(self, request: RequestState, found: Found) -> bool:
         """Whether there is room for a request to begin; there is a seat."""
 
     @abstractmethod
-    def sit(self, request: Request, found: Found) -> Running:
+    def sit(self, request: RequestState, found: Found) -> None:
         """Give a seat to a request, which must fit."""
 
     @abstractmethod
-    def follow(self, leader: Running, request: Request) -> Running | None:
+    def follow(self, leader: RequestState, request: RequestState) -> bool:
         """Another choice for the prompt that ``leader`` ends with the next step gets a seat, into
-        which the leader's state is copied; None where there is no room.
+        which the leader's state is copied; False where there is no room.
         """
 
     @abstractmethod
-    def grow(self, running: Running) -> bool:
+    def grow(self, running: RequestState) -> bool:
         """Make room for one more position of a request; False where there is none."""
 
     @abstractmethod
-    def leave(self, running: Running, *, may_keep: bool) -> None:
+    def leave(self, running: RequestState, *, may_keep: bool) -> None:
         """Free a seat for others; ``may_keep``: what it holds may be of use to them."""
 
     @abstractmethod
-    def note(self, running: Running) -> None:
-        """Note that a step was planned that computes up to ``running.computed`` of a prompt."""
+    def note(self, running: RequestState) -> None:
+        """Note that a step was planned that computes up to ``running.num_computed`` of a prompt."""
 
-    def can_return(self, running: Running) -> bool:
+    def can_return(self, running: RequestState) -> bool:
         """Whether there is room for one whose state is in host memory."""
         raise AssertionError(f"{running}: seats without pages are not given up")
 
-    def put_out(self, running: Running, place: HostPlace) -> None:
+    def put_out(self, running: RequestState, place: HostPlace) -> None:
         """The state of a seat goes to host memory, and the seat to others."""
         self.edits.append(Out(running.seat, place))
         self.leave(running, may_keep=False)
 
-    def take_back(self, running: Running, place: HostPlace) -> None:
+    def take_back(self, running: RequestState, place: HostPlace) -> None:
         """One for whom there is room gets a seat and its state again."""
         running.seat = self._take_seat()
-        self._open(running.seat, running.request)
+        self._open(running.seat, running)
         self._deal(running)
         self.edits.append(Back(running.seat, place))
         self._take_in(running)
 
-    def _deal(self, running: Running) -> None:  # noqa: B027 (not where seats are never given up)
+    def _deal(self, running: RequestState) -> None:  # noqa: B027 (seats may stay)
         """Pages for what a running request holds, where there are pages."""
 
-    def waits_for(self, request: Request, found: Found, pending: Iterable[Running]) -> bool:
+    def waits_for(
+        self, request: RequestState, found: Found, pending: Iterable[RequestState]
+    ) -> bool:
         """Whether a request should wait for prompts that are being computed, because that saves
         it a piece of its own; never for those of a worse priority.
         """
         if not self.policy.reuses or request.is_private:
             return False
         for other in pending:
-            if other.request.is_private or other.request.cache_salt != request.cache_salt:
+            if other.is_private or other.cache_salt != request.cache_salt:
                 continue
-            if other.request.priority > request.priority:
+            if other.priority > request.priority:
                 continue
             shared = self.shared_with(request, other)
-            if shared > other.computed and shared - found.length >= self.capabilities.cell:
+            if shared > other.num_computed and shared - found.length >= self.capabilities.cell:
                 if self._has_state:
                     other.saves.add(shared)
                     other.partings.add(shared)
                 return True
         return False
 
-    def saves(self, running: Running, start: int, end: int) -> tuple[tuple[int, Snapshot], ...]:
+    def saves(
+        self, running: RequestState, start: int, end: int
+    ) -> tuple[tuple[int, Snapshot], ...]:
         """The snapshots to be taken while the positions from ``start`` to ``end`` of a prompt are
         computed.
         """
@@ -170,7 +172,7 @@ class Seating(ABC):
         running.saves.difference_update(passed)
         found, keys = [], []
         for at in passed:
-            key = running.request.page_keys[at // self.grain - 1]
+            key = running.page_keys[at // self.grain - 1]
             snapshot = self.snapshots.take(key)
             if snapshot is not None:
                 found.append((at, snapshot))
@@ -186,7 +188,7 @@ class Seating(ABC):
         self.snapshots.fill(keys)
         return tuple(found)
 
-    def _go_on(self, running: Running, key: bytes) -> None:
+    def _go_on(self, running: RequestState, key: bytes) -> None:
         """A sequence has a snapshot further on than its latest."""
         if running.latest is not None and running.latest != key:
             self.snapshots.supersede(running.latest)
@@ -209,55 +211,44 @@ class Seating(ABC):
         """The bytes of state that one sequence takes."""
         return self._state_bytes(num_positions, 1)
 
-    def _open(self, seat: Seat, request: Request, keeps: int = 0) -> None:
+    def _open(self, seat: Seat, request: RequestState, keeps: int = 0) -> None:
         sampling = request.sampling
         wants_prompt = sampling.is_penalised or sampling.min_tokens
         self.edits.append(Open(seat, sampling, request.prompt if wants_prompt else (), keeps))
 
-    def _load(self, running: Running, found: Found) -> None:
+    def _load(self, running: RequestState, found: Found) -> None:
         """The state of what was found into a seat, where it is a snapshot's."""
         if found.snapshot is not None:
             self.edits.append(Load(running.seat, found.snapshot))
-            running.latest = running.request.page_keys[found.length // self.grain - 1]
+            running.latest = running.page_keys[found.length // self.grain - 1]
             self.snapshots.use(running.latest)
 
-    def _begin(self, request: Request, seat: Seat, found: Found) -> Running:
-        request.num_cached = found.length
-        running = Running(
-            request,
-            seat,
-            left=len(request.prompt) - found.length,
-            wanted=0 if request.pooling is not None else request.sampling.max_tokens,
-            room=self.capabilities.max_context,
-            computed=found.length,
-            reached=found.reached,
-            asked=len(request.output),
-            replay=deque(request.output),
-        )
+    def _begin(self, request: RequestState, seat: Seat, found: Found) -> None:
+        request.take_slot(seat, num_cached=found.length, max_num_computed=found.reached)
+        request.page_capacity = self.capabilities.max_context
         if self._has_state and request.page_keys and not self.snapshots.is_empty:
             known, junction = found.length, found.junction
             ends = request.sampling.stop_token_ids
-            running.saves = places_worth(
+            request.saves = places_worth(
                 request.prompt, self.grain, ends, known=known, junction=junction
             )
-            running.partings = {junction}
-        self._take_in(running)
-        return running
+            request.partings = {junction}
+        self._take_in(request)
 
-    def _follower(self, leader: Running, request: Request, seat: Seat) -> Running:
+    def _begin_copy(self, leader: RequestState, request: RequestState, seat: Seat) -> None:
         """Another choice: its prompt is the leader's, whose last piece is in the next step."""
         length = len(request.prompt)
-        running = self._begin(request, seat, Found(length, reached=max(leader.reached, length)))
-        running.saves.clear()
-        running.asked = 1
-        return running
+        reached = max(leader.max_num_computed, length)
+        self._begin(request, seat, Found(length, reached=reached))
+        request.saves.clear()
+        request.num_scheduled = 1
 
-    def _take_in(self, running: Running) -> None:
-        self.seated[running.request] = running
+    def _take_in(self, running: RequestState) -> None:
+        self.seated[running] = None
         insort(self.by_seat, running, key=lambda each: each.seat)
 
-    def _take_out(self, running: Running) -> None:
-        del self.seated[running.request]
+    def _take_out(self, running: RequestState) -> None:
+        del self.seated[running]
         self.by_seat.remove(running)
 
     def _take_seat(self) -> Seat:

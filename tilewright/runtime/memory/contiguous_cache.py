@@ -8,8 +8,7 @@ from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import Close, Copy, Seat
 from tilewright.runtime.memory.cache_manager import NOTHING, Found, Seating, StateBytes
 from tilewright.runtime.memory.cached_slots import KeptSeats, common_length
-from tilewright.runtime.request import Request
-from tilewright.runtime.scheduling.request_state import Policy, Running
+from tilewright.runtime.scheduling.request_state import Policy, RequestState
 
 _WORTH_COPYING = 8
 """Positions of a seat's state that are copied rather than computed; or half a short prompt's."""
@@ -31,7 +30,7 @@ class SlotSeating(Seating):
     def has_seat(self) -> bool:
         return bool(self._free) or bool(self.kept)
 
-    def find(self, request: Request) -> Found:
+    def find(self, request: RequestState) -> Found:
         if not self.policy.reuses or request.is_private:
             return NOTHING
         best = NOTHING
@@ -55,13 +54,13 @@ class SlotSeating(Seating):
         for seat, kept in reversed(list(self.kept)):
             if kept.salt == salt:
                 yield seat, kept.tokens, kept.reached, True
-        for each in self.seated.values():
-            if not each.request.is_private and each.request.cache_salt == salt:
-                tokens, reached = each.request.prompt[: each.computed], self._reached(each)
+        for each in self.seated:
+            if not each.is_private and each.cache_salt == salt:
+                tokens, reached = each.prompt[: each.num_computed], self._reached(each)
                 yield each.seat, tokens, reached, False
 
     def _use_of(
-        self, request: Request, seat: Seat, common: int, reached: int, *, is_whole: bool
+        self, request: RequestState, seat: Seat, common: int, reached: int, *, is_whole: bool
     ) -> Found:
         """What a prompt has of a seat with which it shares so many positions."""
         can_cut = self.capabilities.can_cut
@@ -77,22 +76,22 @@ class SlotSeating(Seating):
         return Found(length, seat=seat, snapshot=found[1], junction=junction, reached=reached)
 
     @staticmethod
-    def _reached(running: Running) -> int:
+    def _reached(running: RequestState) -> int:
         """The most positions that the state of a running sequence's seat has had."""
-        return max(running.reached, running.computed)
+        return max(running.max_num_computed, running.num_computed)
 
-    def shared_with(self, request: Request, other: Running) -> int:
-        common = common_length(request.prompt[:-1], other.request.prompt)
-        if not self.capabilities.can_cut(len(other.request.prompt), common):
+    def shared_with(self, request: RequestState, other: RequestState) -> int:
+        common = common_length(request.prompt[:-1], other.prompt)
+        if not self.capabilities.can_cut(len(other.prompt), common):
             return 0
         if not self._has_state:
             return common
         return 0 if self.snapshots.is_empty else common // self.grain * self.grain
 
-    def fits(self, request: Request, found: Found) -> bool:
+    def fits(self, request: RequestState, found: Found) -> bool:
         return True
 
-    def sit(self, request: Request, found: Found) -> Running:
+    def sit(self, request: RequestState, found: Found) -> None:
         source = found.seat
         seat, is_copied = self._choose(request, found)
         if source is not None and not is_copied and seat != source:
@@ -102,11 +101,10 @@ class SlotSeating(Seating):
         if is_copied:
             assert source is not None
             self.edits.append(Copy(source, seat, found.length))
-        running = self._begin(request, seat, found)
-        self._load(running, found)
-        return running
+        self._begin(request, seat, found)
+        self._load(request, found)
 
-    def _choose(self, request: Request, found: Found) -> tuple[Seat, bool]:
+    def _choose(self, request: RequestState, found: Found) -> tuple[Seat, bool]:
         """A seat, and whether what was found is copied into it."""
         source = found.seat
         if source is None:
@@ -129,31 +127,32 @@ class SlotSeating(Seating):
         self.edits.append(Close(seat))
         return seat
 
-    def follow(self, leader: Running, request: Request) -> Running | None:
+    def follow(self, leader: RequestState, request: RequestState) -> bool:
         if not self.has_seat:
-            return None
+            return False
         seat = self._fresh_seat()
         self._open(seat, request)
-        return self._follower(leader, request, seat)
+        self._begin_copy(leader, request, seat)
+        return True
 
-    def grow(self, running: Running) -> bool:
+    def grow(self, running: RequestState) -> bool:
         raise AssertionError(f"{running}: a seat has room for a whole context")
 
-    def leave(self, running: Running, *, may_keep: bool) -> None:
+    def leave(self, running: RequestState, *, may_keep: bool) -> None:
         self._take_out(running)
-        request, seat = running.request, running.seat
-        known = (*request.prompt, *request.output)[: running.computed]
-        may_keep &= self.policy.reuses and not request.is_private and len(known) > 0
-        may_keep &= self.capabilities.can_cut(running.computed, len(known))
+        seat = running.seat
+        known = (*running.prompt, *running.output)[: running.num_computed]
+        may_keep &= self.policy.reuses and not running.is_private and len(known) > 0
+        may_keep &= self.capabilities.can_cut(running.num_computed, len(known))
         # what was computed behind a cancellation is not known, and state cannot be cut back
-        if not may_keep or (self._has_state and running.computed > len(known)):
+        if not may_keep or (self._has_state and running.num_computed > len(known)):
             self._give_seat(seat)
             return
         reached = self._reached(running)
-        for left in self.kept.keep(seat, known, request.cache_salt, reached=reached):
+        for left in self.kept.keep(seat, known, running.cache_salt, reached=reached):
             self._give_seat(left)
 
-    def note(self, running: Running) -> None:
+    def note(self, running: RequestState) -> None:
         """Do nothing: what a seat holds is found through the seat."""
 
     def forget(self) -> None:

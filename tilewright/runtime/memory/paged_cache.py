@@ -6,8 +6,7 @@ from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import Pages, Save
 from tilewright.runtime.memory.cache_manager import NOTHING, Found, Seating, StateBytes, common_keys
 from tilewright.runtime.memory.pages import PagePool, chain_keys, pages_of
-from tilewright.runtime.request import Request
-from tilewright.runtime.scheduling.request_state import Policy, Running
+from tilewright.runtime.scheduling.request_state import Policy, RequestState
 
 
 class PagedSeating(Seating):
@@ -26,7 +25,7 @@ class PagedSeating(Seating):
         # state that cannot be cut back is not where a shared page ends, unless it was kept there
         return not (self._has_state and self.snapshots.is_empty)
 
-    def find(self, request: Request) -> Found:
+    def find(self, request: RequestState) -> Found:
         usable = (len(request.prompt) - 1) // self.grain  # the last token is always computed
         is_small = not self._shares_passes(max(self.num_present, len(self.seated) + 1))
         pages = self.pool.find(request.page_keys[:usable], is_invariant=is_small)
@@ -41,63 +40,62 @@ class PagedSeating(Seating):
         junction = len(pages) * self.grain if count < len(pages) else 0
         return Found(count * self.grain, tuple(pages[:count]), None, snapshot, junction)
 
-    def shared_with(self, request: Request, other: Running) -> int:
+    def shared_with(self, request: RequestState, other: RequestState) -> int:
         usable = (len(request.prompt) - 1) // self.grain
-        return min(common_keys(request.page_keys, other.request.page_keys), usable) * self.grain
+        return min(common_keys(request.page_keys, other.page_keys), usable) * self.grain
 
-    def fits(self, request: Request, found: Found) -> bool:
+    def fits(self, request: RequestState, found: Found) -> bool:
         return self._has_room(found.pages, self._num_fresh(request, found))
 
-    def sit(self, request: Request, found: Found) -> Running:
+    def sit(self, request: RequestState, found: Found) -> None:
         fresh = self._num_fresh(request, found)
         seat = self._take_seat()
         self._open(seat, request, found.length)
         self.pool.hold(found.pages)
-        running = self._begin(request, seat, found)
-        self._give_pages(running, [*found.pages, *self.pool.take(fresh)])
-        running.num_named = len(found.pages)
-        running.is_invariant = self.pool.are_invariant(found.pages)
-        self._load(running, found)
-        return running
+        self._begin(request, seat, found)
+        self._give_pages(request, [*found.pages, *self.pool.take(fresh)])
+        request.num_named = len(found.pages)
+        request.is_invariant = self.pool.are_invariant(found.pages)
+        self._load(request, found)
 
-    def follow(self, leader: Running, request: Request) -> Running | None:
+    def follow(self, leader: RequestState, request: RequestState) -> bool:
         num_full = len(request.prompt) // self.grain
         fresh = self._num_first(request) - num_full
         if not self._free or not self._has_room((), fresh):
-            return None
+            return False
         seat = self._take_seat()
         self._open(seat, request)
         shared = leader.pages[:num_full]
         self.pool.hold(shared)
-        running = self._follower(leader, request, seat)
-        self._give_pages(running, [*shared, *self.pool.take(fresh)])
-        running.num_named = num_full
-        running.is_invariant = leader.is_invariant
-        return running
+        self._begin_copy(leader, request, seat)
+        self._give_pages(request, [*shared, *self.pool.take(fresh)])
+        request.num_named = num_full
+        request.is_invariant = leader.is_invariant
+        return True
 
-    def grow(self, running: Running) -> bool:
+    def grow(self, running: RequestState) -> bool:
         if not self.pool.num_available:
             return False
         (page,) = self.pool.take(1)
         self.edits.append(Pages(running.seat, len(running.pages), (page,)))
         running.pages.append(page)
         self._num_growing -= _grows(running)
-        running.room += self.grain
+        running.page_capacity += self.grain
         self._num_growing += _grows(running)
         if self._has_state and self._names_reply(running):
             self._keep_state(running)
         return True
 
-    def _keep_state(self, running: Running) -> None:
+    def _keep_state(self, running: RequestState) -> None:
         """Keep the state behind an answer that fills whole pages now, in place of what was kept
         of it before.
         """
         place = running.reply[1] if running.reply else self.snapshots.borrow()
         if place is not None:
             self.edits.append(Save(running.seat, place))
-            running.reply = running.computed, place
+            running.reply = running.num_computed, place
 
-    def leave(self, running: Running, *, may_keep: bool) -> None:
+    def leave(self, running: RequestState, *, may_keep: bool) -> None:
         self._take_out(running)
         keys = self._name_reply(running) if may_keep and self._names_reply(running) else []
         if running.reply is not None:
@@ -107,19 +105,19 @@ class PagedSeating(Seating):
         self._num_growing -= _grows(running)
         running.pages = []
 
-    def note(self, running: Running) -> None:
-        keys = running.request.page_keys
+    def note(self, running: RequestState) -> None:
+        keys = running.page_keys
         if self._shares_passes(len(self.seated)):
             running.is_invariant = False
-        num_full = min(running.computed // self.grain, len(keys))
+        num_full = min(running.num_computed // self.grain, len(keys))
         for index in range(running.num_named, num_full):
             self.pool.name(running.pages[index], keys[index], is_invariant=running.is_invariant)
         running.num_named = max(running.num_named, num_full)
 
-    def can_return(self, running: Running) -> bool:
+    def can_return(self, running: RequestState) -> bool:
         return self._has_room((), self._num_again(running))
 
-    def _deal(self, running: Running) -> None:
+    def _deal(self, running: RequestState) -> None:
         self._give_pages(running, self.pool.take(self._num_again(running)))
         running.num_named = 0  # these are copies of those it had, which may be cached no more
 
@@ -127,21 +125,21 @@ class PagedSeating(Seating):
         super().forget()
         self.pool.forget()
 
-    def _give_pages(self, running: Running, pages: list[int]) -> None:
-        running.pages, running.room = pages, len(pages) * self.grain
+    def _give_pages(self, running: RequestState, pages: list[int]) -> None:
+        running.pages, running.page_capacity = pages, len(pages) * self.grain
         self._num_growing += _grows(running)
         self.edits.append(Pages(running.seat, 0, tuple(pages)))
 
-    def _num_first(self, request: Request) -> int:
+    def _num_first(self, request: RequestState) -> int:
         """Pages for a prompt and the first position behind it, if that is ever read."""
         return pages_of(min(request.max_positions, len(request.prompt) + 1), self.grain)
 
-    def _num_again(self, running: Running) -> int:
+    def _num_again(self, running: RequestState) -> int:
         """Pages for one that was preempted, perhaps before its prompt was computed."""
-        num_now = pages_of(min(running.request.max_positions, running.computed + 1), self.grain)
-        return max(num_now, self._num_first(running.request))
+        num_now = pages_of(min(running.max_positions, running.num_computed + 1), self.grain)
+        return max(num_now, self._num_first(running))
 
-    def _num_fresh(self, request: Request, found: Found) -> int:
+    def _num_fresh(self, request: RequestState, found: Found) -> int:
         return self._num_first(request) - len(found.pages)
 
     def _has_room(self, shared: tuple[int, ...], num_fresh: int) -> bool:
@@ -149,16 +147,15 @@ class PagedSeating(Seating):
         revived = sum(not self.pool.count(page) for page in shared)
         return num_fresh + revived + self._num_growing <= self.pool.num_available
 
-    def _names_reply(self, running: Running) -> bool:
+    def _names_reply(self, running: RequestState) -> bool:
         """Whether the full pages of an answer enter the prefix cache."""
-        policy, is_private = self.policy, running.request.is_private
+        policy, is_private = self.policy, running.is_private
         return policy.cache_replies and policy.reuses and self._wants_keys and not is_private
 
-    def _name_reply(self, running: Running) -> list[bytes]:
+    def _name_reply(self, running: RequestState) -> list[bytes]:
         """The full pages of an answer enter the prefix cache: the keys of all of the sequence."""
-        request = running.request
-        known = (*request.prompt, *request.output)[: running.computed]
-        keys = chain_keys(known, self.grain, request.cache_salt, request.page_keys)
+        known = (*running.prompt, *running.output)[: running.num_computed]
+        keys = chain_keys(known, self.grain, running.cache_salt, running.page_keys)
         is_invariant = not self.capabilities.invariant_rows  # decode kernels wrote these pages
         for index in range(running.num_named, len(keys)):
             self.pool.name(running.pages[index], keys[index], is_invariant=is_invariant)
@@ -168,7 +165,7 @@ class PagedSeating(Seating):
         limits = self.capabilities
         return bool(limits.invariant_rows) and limits.shares_passes(num_sequences)
 
-    def _name_state(self, running: Running, keys: list[bytes]) -> None:
+    def _name_state(self, running: RequestState, keys: list[bytes]) -> None:
         """The state of an answer has the name of what it is behind, if all of that is known: what
         was computed behind an end token or a cancellation is not.
         """
@@ -181,6 +178,6 @@ class PagedSeating(Seating):
             self._go_on(running, key)
 
 
-def _grows(running: Running) -> bool:
+def _grows(running: RequestState) -> bool:
     """Whether a request may come to need more pages than it has."""
-    return running.room < running.request.max_positions
+    return running.page_capacity < running.max_positions

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import Chunk
-from tilewright.runtime.scheduling.request_state import Policy, Running
+from tilewright.runtime.scheduling.request_state import Policy, RequestState
 from tilewright.runtime.scheduling.step_cost_model import StepCost
 
 _MAX_ECHOED = 512
@@ -46,20 +46,22 @@ class PromptDealer:
         limits = self._limits
         return limits.passes if limits.shares_passes(num_sequences) else ()
 
-    def deal(self, pending: list[Running], num_decoding: int) -> list[tuple[Running, int]]:
+    def deal(
+        self, pending: list[RequestState], num_decoding: int
+    ) -> list[tuple[RequestState, int]]:
         """Prompts and how many tokens of each are next; there is at least one, and all of them
         have tokens left.
         """
-        pending.sort(key=lambda each: (each.request.priority, each.request.order))
-        order: Sequence[Running] = pending
+        pending.sort(key=lambda each: (each.priority, each.order))
+        order: Sequence[RequestState] = pending
         if len(pending) > 1:
             if num_decoding and self._is_shortest_next:
-                order = sorted(pending, key=lambda each: (each.request.priority, each.left))
+                order = sorted(pending, key=lambda each: (each.priority, each.prompt_left))
             self._is_shortest_next = not self._is_shortest_next
         self._passes = self._passes_of(num_decoding + len(pending))
         most = self._num_pieces(num_decoding, len(order))
         room, weight = self._room(order, num_decoding, most)
-        dealt: list[tuple[Running, int]] = []
+        dealt: list[tuple[RequestState, int]] = []
         for running in order:
             count = self._piece(running, room, weight, is_first=not dealt)
             if num_decoding and self._passes:
@@ -67,7 +69,7 @@ class PromptDealer:
             if not count or len(dealt) == most:
                 break
             room = min(room, self._limits.most_shared) - self._rows_of(count)
-            weight -= weight_of(running.computed, count, self._limits.far)
+            weight -= weight_of(running.num_computed, count, self._limits.far)
             dealt.append((running, count))
         return dealt
 
@@ -76,27 +78,27 @@ class PromptDealer:
         far = self._limits.far
         return sum(weight_of(chunk.start, len(chunk.tokens), far) for chunk in chunks)
 
-    def _piece(self, running: Running, room: int, weight: float, *, is_first: bool) -> int:
+    def _piece(self, running: RequestState, room: int, weight: float, *, is_first: bool) -> int:
         """Tokens of the next piece: all that is left, or whole pages of it, and where there are no
         pages whole cells: a part of one takes as long. Where steps are smaller, whole steps.
         """
         limits, most = self._limits, self._most
-        if running.request.sampling.prompt_logprobs is not None:
+        if running.sampling.prompt_logprobs is not None:
             most = min(most, _MAX_ECHOED)
         within = min(room, most)  # the first piece's context is known to the room already
         if not is_first:
-            within = max(0, min(within, _count_within(running.computed, weight, limits.far)))
-        if running.left <= within:
-            return running.left
+            within = max(0, min(within, _count_within(running.num_computed, weight, limits.far)))
+        if running.prompt_left <= within:
+            return running.prompt_left
         grain = limits.page_size or min(limits.cell, most)
         count = within // grain * grain
-        return count or (min(grain, running.left) if is_first else 0)
+        return count or (min(grain, running.prompt_left) if is_first else 0)
 
-    def _until_saved(self, running: Running, count: int) -> int:
+    def _until_saved(self, running: RequestState, count: int) -> int:
         """No more tokens than up to the first snapshot that the piece would be cut for: then it
         would share no pass, and the rest costs little in the next.
         """
-        start, marks = running.computed, self._limits.marks
+        start, marks = running.num_computed, self._limits.marks
         places = sorted(at - start for at in running.saves if at > start)
         return min((count, *places[marks:]))
 
@@ -115,21 +117,22 @@ class PromptDealer:
         return min(most, widest - num_decoding) if 0 < num_decoding < widest else most
 
     def _room(
-        self, order: Sequence[Running], num_decoding: int, num_pieces: int
+        self, order: Sequence[RequestState], num_decoding: int, num_pieces: int
     ) -> tuple[int, float]:
         """Tokens of prompts that the next step takes, and what they may weigh."""
-        start, num_rows = order[0].computed, num_decoding + num_pieces
+        start, num_rows = order[0].num_computed, num_decoding + num_pieces
         if not self._is_timed(num_decoding):
             room, shared = self.budget(num_decoding, start), self._limits.most_shared
-            several = min(num_pieces, len(order)) > 1 and self._rows_of(order[0].left) <= shared
+            is_short = self._rows_of(order[0].prompt_left) <= shared
+            several = min(num_pieces, len(order)) > 1 and is_short
             may_share = room >= shared and (num_decoding or several)
             if may_share and (sizes := self._sizes(num_rows)):
-                waiting = sum(self._rows_of(each.left) for each in order[:num_pieces])
+                waiting = sum(self._rows_of(each.prompt_left) for each in order[:num_pieces])
                 room = min(room, self._pass_of(sizes, waiting, is_alone=not num_decoding))
             return room, math.inf
         if not (sizes := self._sizes(num_rows)):
             return self.budget(num_decoding, start), self._weight_beside(num_decoding)
-        whole = sum(each.computed + each.left for each in order)
+        whole = sum(each.num_computed + each.prompt_left for each in order)
         room = self.shared(num_decoding, sizes, whole, start)
         return room, _SLACK * weight_of(start, room, self._limits.far)
 

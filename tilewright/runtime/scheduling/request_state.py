@@ -1,13 +1,20 @@
-"""A request that has a seat, what a user may choose of a scheduler, and what it plans."""
+"""Request states, scheduling options, and the output of the scheduler. Imports no torch."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from tilewright.compiler.targets.interface.step import HostPlace, Seat, Snapshot, Step
-from tilewright.runtime.request import Request
+from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.targets.interface.step import HostPlace, LogProbs, Seat, Snapshot, Step
+from tilewright.runtime.grammar.spec import GrammarSpec
+from tilewright.runtime.pooling import MEAN, Pooling
+from tilewright.runtime.request import EngineRequest
+
+if TYPE_CHECKING:
+    from tilewright.runtime.grammar.matchers import Matcher
 
 STEP_MS = 20.0
 """Milliseconds that a piece of a prompt may take beside running streams."""
@@ -46,38 +53,85 @@ class Policy:
     host_bytes: int = HOST_CACHE_BYTES
 
 
+NO_SEAT = Seat(-1)
+_NO_ANSWER = SamplingParams(max_tokens=1)
+
+
 @dataclass(slots=True, eq=False)
-class Running:
-    """A request that has a seat, or had one and has its state in host memory.
+class RequestState:
+    """A request in an engine: what it asks, its output, and the state of its slot.
+
+    Times are ``time.perf_counter()`` seconds. Fields with the names of `EngineRequest` have its
+    meaning.
 
     Attributes:
-        left: tokens of the prompt that no step has taken yet.
-        computed: positions that launched steps have computed, or were found in a cache.
-        reached: the most positions that what was found had had; see `Capabilities.can_cut`.
-        asked: tokens of the answer that launched steps choose, or that are known.
-        wanted: tokens of the answer, if it does not end before.
-        room: positions that the seat's pages hold.
-        replay: known tokens of the answer that decode steps must still read, after preemption.
-        num_named: full pages of the prompt that are in the prefix cache.
-        saves: positions of the prompt at which the per-sequence state is to be kept; ``partings``:
-            those of them at which it leaves another prompt.
-        latest: the key of the prefix whose snapshot is the last that the sequence began with, or
-            that was taken of its prompt.
-        reply: a position of the answer, and the snapshot of the per-sequence state there.
-        place: where its state is, in host memory.
-        is_invariant: Whether all computed positions of the prompt have bits that depend on the
-            prompt only; see `Capabilities.invariant_rows`.
+        is_private: Whether the prefix cache is off for the request.
+        matcher: Position of the output in the grammar.
+        like: First state with the same prompt. It is added earlier, and its pages are copied.
+        pooling: Vector to compute. None: the output is text.
+        output: Output tokens, with the end token.
+        logprobs: Log probabilities of ``output``.
+        prompt_logprobs: Log probabilities of prompt tokens after the first, up to the last step.
+        finish_reason: None while it runs; then ``stop``, ``length``, ``cancelled`` or ``error``.
+        error, error_code: Reason of ``error``, for people and for programs.
+        num_cached: Prompt tokens from the prefix cache.
+        order: Arrival number, set by the scheduler.
+        choices: Later states with the same prompt.
+        page_keys: Keys of full prompt pages in the prefix cache. Empty: no sharing.
+        num_sent: Output tokens that were sent to the client.
+        started_at: Time of the first slot. None: it never had a slot.
+        seat: Slot in the executable.
+        prompt_left: Prompt tokens that no step has taken.
+        num_computed: Positions of launched steps, or from the prefix cache.
+        max_num_computed: Largest length of the cached sequence; see `Capabilities.can_cut`.
+        num_scheduled: Output tokens that are known, or that launched steps sample.
+        max_output: Maximum number of output tokens. 0: the output is a vector.
+        page_capacity: Positions that the pages hold.
+        replay_tokens: Output tokens that decode steps must read again after preemption.
+        num_named: Full prompt pages that are in the prefix cache.
+        saves: Prompt positions whose per-sequence state is kept.
+        partings: Positions in ``saves`` where another prompt branches off.
+        latest: Key of the last prefix with a snapshot.
+        reply: Output position and snapshot of its per-sequence state.
+        place: Host memory of the swapped state. None: the state is not swapped out.
+        is_invariant: Whether the bits of all computed prompt positions depend on the prompt only;
+            see `Capabilities.invariant_rows`.
     """
 
-    request: Request
-    seat: Seat
-    left: int
-    wanted: int
-    room: int
-    computed: int = 0
-    reached: int = 0
-    asked: int = 0
-    replay: deque[int] = field(default_factory=deque)
+    request_id: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    client: str = ""
+    is_private: bool = False
+    grammar: GrammarSpec | None = None
+    matcher: Matcher | None = None
+    cache_salt: str = ""
+    like: RequestState | None = None
+    pooling: Pooling | None = None
+    output: list[int] = field(default_factory=list)
+    logprobs: list[LogProbs] = field(default_factory=list)
+    prompt_logprobs: list[LogProbs] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str = ""
+    error_code: str = "engine_error"
+    arrived_at: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+    num_cached: int = 0
+    page_keys: tuple[bytes, ...] = ()
+    num_preemptions: int = 0
+    order: int = 0
+    choices: list[RequestState] = field(default_factory=list)
+    num_sent: int = 0
+    started_at: float | None = None
+    seat: Seat = NO_SEAT
+    prompt_left: int = 0
+    num_computed: int = 0
+    max_num_computed: int = 0
+    num_scheduled: int = 0
+    max_output: int = 0
+    page_capacity: int = 0
+    replay_tokens: deque[int] = field(default_factory=deque)
     pages: list[int] = field(default_factory=list)
     num_named: int = 0
     saves: set[int] = field(default_factory=set)
@@ -86,6 +140,46 @@ class Running:
     reply: tuple[int, Snapshot] | None = None
     place: HostPlace | None = None
     is_invariant: bool = True
+
+    def __post_init__(self) -> None:
+        if self.sampling.prompt_logprobs is not None:
+            self.is_private, self.like = True, None
+        if self.pooling is not None:
+            self.sampling, self.like = _NO_ANSWER, None
+            self.is_private |= self.pooling.kind == MEAN  # a cached position is not computed
+
+    @classmethod
+    def of(
+        cls, request: EngineRequest, *, cache_salt: str, like: RequestState | None
+    ) -> RequestState:
+        """Return the state of a request that has arrived."""
+        return cls(
+            request.request_id,
+            request.prompt,
+            request.sampling,
+            priority=request.priority,
+            client=request.client,
+            grammar=request.grammar,
+            cache_salt=cache_salt,
+            like=like,
+            pooling=Pooling(request.pooling) if request.pooling else None,
+        )
+
+    def take_slot(self, seat: Seat, *, num_cached: int, max_num_computed: int) -> None:
+        """Begin in a slot whose first ``num_cached`` positions are computed."""
+        self.seat, self.num_cached = seat, num_cached
+        self.prompt_left = len(self.prompt) - num_cached
+        self.num_computed, self.max_num_computed = num_cached, max_num_computed
+        self.num_scheduled, self.replay_tokens = len(self.output), deque(self.output)
+        self.max_output = 0 if self.pooling is not None else self.sampling.max_tokens
+        self.pages, self.num_named = [], 0
+        self.saves = set()
+        self.latest, self.reply, self.is_invariant = None, None, True
+
+    @property
+    def max_positions(self) -> int:
+        """Maximum number of positions. The last token is never read."""
+        return len(self.prompt) + self.sampling.max_tokens - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +191,7 @@ class Plan:
     """
 
     step: Step
-    rows: Mapping[Seat, Running]
+    rows: Mapping[Seat, RequestState]
     num_prompt_tokens: int
     prompt_weight: float
-    echoes: tuple[tuple[Request, int], ...] = ()
+    echoes: tuple[tuple[RequestState, int], ...] = ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import Chunk, Drop, HostPlace, Seat, Step
@@ -16,14 +17,18 @@ from tilewright.runtime.memory.cache_manager import Seating, StateBytes
 from tilewright.runtime.memory.contiguous_cache import SlotSeating
 from tilewright.runtime.memory.paged_cache import PagedSeating
 from tilewright.runtime.memory.swap_space import HostPlaces
-from tilewright.runtime.request import CANCELLED, FAILED, LENGTH, STOPPED, Request
+from tilewright.runtime.request import CANCELLED, FAILED, LENGTH, STOPPED
 from tilewright.runtime.scheduling.prefill_scheduler import PromptDealer
-from tilewright.runtime.scheduling.request_state import Plan, Policy, Running
+from tilewright.runtime.scheduling.request_state import Plan, Policy, RequestState
 from tilewright.runtime.scheduling.step_cost_model import StepCost
 from tilewright.runtime.scheduling.waiting_queue import WaitingLine
 
 HOLD_SECONDS = 5.0
 """How long a request that does not fit holds back those behind it, before one of them passes."""
+
+
+Rows: TypeAlias = dict[Seat, RequestState]
+"""The state that gets the token of a slot."""
 
 
 class Scheduler:
@@ -53,19 +58,19 @@ class Scheduler:
         self.num_arrived = self.num_preemptions = self.num_preempted = 0
         self._dealer = PromptDealer(capabilities, self.policy, cost or StepCost())
         self._now = now
-        self._swapped: dict[Request, Running] = {}
-        self._held: Request | None = None
+        self._swapped: set[RequestState] = set()
+        self._held: RequestState | None = None
         self._held_since = 0.0
-        self._decoding: list[Running] = []
+        self._decoding: list[RequestState] = []
         self._decode: tuple[Seat, ...] = ()
-        self._rows: dict[Seat, Running] = {}
+        self._rows: Rows = {}
         self._logprobs: int | None = None
         self._masked = False
 
     @property
-    def running(self) -> list[Running]:
+    def running(self) -> list[RequestState]:
         """The requests that have a seat, in the order in which they got it."""
-        return list(self.seating.seated.values())
+        return list(self.seating.seated)
 
     @property
     def num_held_pages(self) -> int:
@@ -88,7 +93,7 @@ class Scheduler:
         """Requests whose state is in host memory."""
         return len(self._swapped)
 
-    def check(self, request: Request) -> None:
+    def check(self, request: RequestState) -> None:
         """Refuse a request that can never be served.
 
         Raises:
@@ -108,7 +113,7 @@ class Scheduler:
                 f"generate do not fit the context; allowed: {most + 1} together"
             )
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestState) -> None:
         """Queue a request that :meth:`check` accepts.
 
         Raises:
@@ -141,12 +146,12 @@ class Scheduler:
         forced, rows = self._advance(decoding)
         if chunks:
             rows = dict(rows)
-            for running, follower, chunk in chunks:
+            for running, copies, chunk in chunks:
                 if chunk.chooses:
-                    running.asked += 1
-                    rows |= {chunk.seat: running, **follower}
+                    running.num_scheduled += 1
+                    rows |= {chunk.seat: running, **copies}
         echoes = tuple(
-            [(one.request, chunk.start) for one, _, chunk in chunks if chunk.echoes or chunk.pools]
+            [(one, chunk.start) for one, _, chunk in chunks if chunk.echoes or chunk.pools]
         )
         asking = [request for request, _ in echoes]
         step = Step(
@@ -160,7 +165,7 @@ class Scheduler:
         prompts = sum(len(chunk.tokens) for chunk in step.prompts)
         return Plan(step, rows, prompts, self._dealer.weigh(step.prompts), echoes)
 
-    def _advance(self, decoding: list[Running]) -> tuple[dict[Seat, int], dict[Seat, Running]]:
+    def _advance(self, decoding: list[RequestState]) -> tuple[dict[Seat, int], Rows]:
         """Let those who decode read a token each: what is forced on whom, and who gets one."""
         forced: dict[Seat, int] = {}
         is_same = decoding == self._decoding
@@ -168,14 +173,14 @@ class Scheduler:
             self._decoding = decoding
             self._decode = tuple([each.seat for each in decoding])
         for each in decoding:
-            each.computed += 1
-            if each.replay:
-                forced[each.seat] = each.replay.popleft()
-                if each.replay:
+            each.num_computed += 1
+            if each.replay_tokens:
+                forced[each.seat] = each.replay_tokens.popleft()
+                if each.replay_tokens:
                     continue
-            each.asked += 1
+            each.num_scheduled += 1
         if forced or not is_same:
-            self._rows = {each.seat: each for each in decoding if not each.replay}
+            self._rows = {each.seat: each for each in decoding if not each.replay_tokens}
             self._logprobs = _most_logprobs(self._rows)
             self._masked = _any_masked(self._rows)
         return forced, self._rows
@@ -186,31 +191,28 @@ class Scheduler:
             return None
         return Step(edits=self.seating.take_edits())
 
-    def finish(self, request: Request, reason: str) -> None:
+    def finish(self, request: RequestState, reason: str) -> None:
         """End a request for ``reason``; its seat and pages go to others from the next step on."""
         if request.finish_reason is not None:
             return
         request.finish_reason = reason
-        running = self.seating.seated.get(request)
-        if running is not None:
-            self.seating.leave(running, may_keep=reason != FAILED)
+        if request in self.seating.seated:
+            self.seating.leave(request, may_keep=reason != FAILED)
             return
         self.line.leave(request)
-        swapped = self._swapped.pop(request, None)
-        if swapped is not None:
-            self.seating.edits.append(Drop(self._give_place_back(swapped)))
+        if request in self._swapped:
+            self.seating.edits.append(Drop(self._give_place_back(request)))
 
-    def take(self, running: Running, token: int, *, is_end: bool) -> bool:
+    def take(self, request: RequestState, token: int, *, is_end: bool) -> bool:
         """Take a token of a step that was read; returns whether its request wanted it."""
-        request = running.request
         if request.finish_reason is not None:
             return False
         request.output.append(token)
-        if is_end or len(request.output) >= running.wanted:
+        if is_end or len(request.output) >= request.max_output:
             self.finish(request, STOPPED if is_end else LENGTH)
         return True
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: RequestState) -> None:
         """End a request before it is complete."""
         self.finish(request, CANCELLED)
 
@@ -218,7 +220,9 @@ class Scheduler:
         """Take everything off the executable: all that ran waits again, and is replayed."""
         for running in self.running:
             self.seating.leave(running, may_keep=False)
-            self.line.put_back(running.request)
+            self.line.put_back(running)
+        for request in self._swapped:
+            request.place = None
         self._swapped.clear()
         self.places.forget()
         self.seating.forget()
@@ -234,7 +238,7 @@ class Scheduler:
         if not seating.has_seat:
             return
         seating.num_present = len(seating.seated) + len(self.line)
-        admitted: list[Request] = []
+        admitted: list[RequestState] = []
         is_passing = False
         for request in self.line:
             if not seating.has_seat:
@@ -254,39 +258,38 @@ class Scheduler:
         for request in admitted:
             self.line.leave(request)
 
-    def _seat(self, request: Request) -> bool | None:
+    def _seat(self, request: RequestState) -> bool | None:
         """Whether there was room for a request, which has a seat then; None for one that waits for
         what others compute, and keeps nobody waiting.
         """
         seating = self.seating
-        swapped = self._swapped.get(request)
-        if swapped is not None:
-            if not seating.can_return(swapped):
+        if request in self._swapped:
+            if not seating.can_return(request):
                 return False
-            del self._swapped[request]
-            seating.take_back(swapped, self._give_place_back(swapped))
+            seating.take_back(request, self._give_place_back(request))
             self._forget_rows()  # the same may decode as in the last step, this one on another seat
             return True
         if self._is_copied_later(request):
             return None
         found = seating.find(request)
-        pending = [each for each in seating.seated.values() if each.left]
+        pending = [each for each in seating.seated if each.prompt_left]
         if pending and seating.waits_for(request, found, pending):
             return None
         if not seating.fits(request, found):
             return False
         seating.sit(request, found)
+        if request.num_preemptions:
+            self._forget_rows()  # as above
         return True
 
-    def _is_copied_later(self, request: Request) -> bool:
+    def _is_copied_later(self, request: RequestState) -> bool:
         """Whether the first choice for the same prompt has still to compute it."""
         first = request.like
         if first is None or request.output or first.output or first.finish_reason is not None:
             return False
-        running = self.seating.seated.get(first)
-        return running is None or running.left > 0
+        return first not in self.seating.seated or first.prompt_left > 0
 
-    def _holds_back(self, request: Request) -> bool:
+    def _holds_back(self, request: RequestState) -> bool:
         """Whether a request that does not fit keeps those behind it waiting: for some seconds; then
         one of them passes, and it does so again. So large ones come to their turn, and one that
         waits for much stops nobody for long.
@@ -296,104 +299,105 @@ class Scheduler:
             self._held, self._held_since = request, now
         return now - self._held_since < HOLD_SECONDS
 
-    def _decode_rows(self) -> list[Running]:
+    def _decode_rows(self) -> list[RequestState]:
         """Every seat that decodes, by seat; each has the page that its token is written to."""
-        if self.policy.prompts_first and any(each.left for each in self.seating.by_seat):
+        if self.policy.prompts_first and any(each.prompt_left for each in self.seating.by_seat):
             return []
         decoding = self._wanting()
-        growing = [each for each in decoding if each.computed == each.room]
+        growing = [each for each in decoding if each.num_computed == each.page_capacity]
         if not growing:
             return decoding
         for running in growing:
-            while running.request in self.seating.seated and not self.seating.grow(running):
-                self._preempt(max(self.seating.seated.values(), key=_rank))
+            while running in self.seating.seated and not self.seating.grow(running):
+                self._preempt(max(self.seating.seated, key=_rank))
         return self._wanting()
 
-    def _wanting(self) -> list[Running]:
+    def _wanting(self) -> list[RequestState]:
         """Who has all of its prompt computed, and wants a token that it is not getting yet."""
         return [
             each
             for each in self.seating.by_seat
-            if not each.left and (each.asked < each.wanted or each.replay)
+            if not each.prompt_left and (each.num_scheduled < each.max_output or each.replay_tokens)
         ]
 
-    def _preempt(self, running: Running) -> None:
+    def _preempt(self, request: RequestState) -> None:
         """Back to the queue, before all new ones of its priority: with its state in host memory, or
         else what it has said is replayed later.
         """
-        request = running.request
         self.num_preemptions += 1
         self.num_preempted += not request.num_preemptions
         request.num_preemptions += 1
-        running.place = self.places.take(self.seating.size_of(running.computed))
-        if running.place is None:
-            self.seating.leave(running, may_keep=False)
+        request.place = self.places.take(self.seating.size_of(request.num_computed))
+        if request.place is None:
+            self.seating.leave(request, may_keep=False)
         else:
-            self.seating.put_out(running, running.place)
-            self._swapped[request] = running
-        self.line.put_back(running.request)
+            self.seating.put_out(request, request.place)
+            self._swapped.add(request)
+        self.line.put_back(request)
 
-    def _give_place_back(self, running: Running) -> HostPlace:
-        place, running.place = running.place, None
-        assert place is not None
-        self.places.give_back(place)
-        return place
+    def _give_place_back(self, request: RequestState) -> HostPlace:
+        handle, request.place = request.place, None
+        assert handle is not None
+        self._swapped.remove(request)
+        self.places.give_back(handle)
+        return handle
 
-    def _chunks(self, num_decoding: int) -> list[tuple[Running, dict[Seat, Running], Chunk]]:
-        pending = [each for each in self.seating.seated.values() if each.left]
+    def _chunks(self, num_decoding: int) -> list[tuple[RequestState, Rows, Chunk]]:
+        pending = [each for each in self.seating.seated if each.prompt_left]
         if not pending:
             return []
         dealt = self._dealer.deal(pending, num_decoding)
         return [self._chunk(running, count) for running, count in dealt]
 
-    def _chunk(self, running: Running, count: int) -> tuple[Running, dict[Seat, Running], Chunk]:
-        """The next piece of a prompt, and those who get a copy of what it ends in."""
-        request, start = running.request, running.computed
-        running.computed += count
-        running.left -= count
-        pooling, is_last = request.pooling, not running.left
+    def _chunk(self, request: RequestState, count: int) -> tuple[RequestState, Rows, Chunk]:
+        """The next piece of a prompt, and the states that get a copy of what it ends in."""
+        start = request.num_computed
+        request.num_computed += count
+        request.prompt_left -= count
+        end, pooling, is_last = request.num_computed, request.pooling, not request.prompt_left
         chooses = is_last and not request.output and pooling is None
-        followers = self._followers(running) if chooses and request.choices else {}
-        self.seating.note(running)  # after the followers: it counts open sequences
+        copies = self._copies(request) if chooses and request.choices else {}
+        self.seating.note(request)  # after the copies: it counts open sequences
         echoes = request.sampling.prompt_logprobs is not None and not request.output
         chunk = Chunk(
-            running.seat,
+            request.seat,
             start,
-            request.prompt[start : running.computed],
+            request.prompt[start:end],
             chooses=chooses,
-            saves=self.seating.saves(running, start, running.computed),
+            saves=self.seating.saves(request, start, end),
             echoes=echoes,
-            next_token=request.prompt[running.computed] if echoes and running.left else None,
-            also=tuple(followers),
+            next_token=request.prompt[end] if echoes and not is_last else None,
+            also=tuple(copies),
             pools=pooling is not None and pooling.needs(is_last=is_last),
         )
-        return running, followers, chunk
+        return request, copies, chunk
 
-    def _followers(self, leader: Running) -> dict[Seat, Running]:
+    def _copies(self, leader: RequestState) -> Rows:
         """The other choices for a prompt whose end is planned, as many as there is room for."""
-        found: dict[Seat, Running] = {}
-        for request in leader.request.choices:
+        copies: Rows = {}
+        for request in leader.choices:
             if request.finish_reason is None and request not in self.seating.seated:
-                running = self.seating.follow(leader, request)
-                if running is None:
+                if not self.seating.follow(leader, request):
                     break
                 self.line.leave(request)
-                found[running.seat] = running
-        return found
+                copies[request.seat] = request
+        return copies
 
 
-def _rank(running: Running) -> tuple[int, int]:
+def _rank(running: RequestState) -> tuple[int, int]:
     """Larger for those who are preempted sooner: of the lowest priority the newest."""
-    return running.request.priority, running.request.order
+    return running.priority, running.order
 
 
-def _any_masked(rows: Mapping[Seat, Running]) -> bool:
+def _any_masked(rows: Mapping[Seat, RequestState]) -> bool:
     """Whether the answer of any of those who get a token has a grammar."""
-    return any(each.request.matcher is not None for each in rows.values())
+    return any(each.matcher is not None for each in rows.values())
 
 
-def _most_logprobs(rows: Mapping[Seat, Running], echoes: Sequence[Request] = ()) -> int | None:
+def _most_logprobs(
+    rows: Mapping[Seat, RequestState], echoes: Sequence[RequestState] = ()
+) -> int | None:
     """The most that any of those who get a token asks for, or whose prompts echo."""
-    asks = [each.request.sampling.logprobs for each in rows.values()]
+    asks = [each.sampling.logprobs for each in rows.values()]
     asks += [each.sampling.prompt_logprobs for each in echoes]
     return max((count for count in asks if count is not None), default=None)

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from tilewright.runtime.request import Request
+from tilewright.runtime.scheduling.request_state import RequestState
 
 
 @dataclass(slots=True)
 class _Level:
     """One priority: those who ran before, by arrival, and the queue of each client, in turn."""
 
-    resumed: list[Request] = field(default_factory=list)
-    clients: OrderedDict[str, deque[Request]] = field(default_factory=OrderedDict)
+    resumed: list[RequestState] = field(default_factory=list)
+    clients: OrderedDict[str, deque[RequestState]] = field(default_factory=OrderedDict)
 
 
 class WaitingLine:
@@ -29,13 +29,13 @@ class WaitingLine:
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}
-        self._resumed: set[Request] = set()
+        self._resumed: set[RequestState] = set()
         self._num_waiting = 0
 
     def __len__(self) -> int:
         return self._num_waiting
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[RequestState]:
         for priority in sorted(self._levels):
             level = self._levels[priority]
             yield from level.resumed
@@ -46,20 +46,20 @@ class WaitingLine:
             for turn in zip_longest(*level.clients.values()):
                 yield from (request for request in turn if request is not None)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestState) -> None:
         """A request that has never run, behind all others of its client and priority."""
         level = self._levels.setdefault(request.priority, _Level())
         level.clients.setdefault(request.client, deque()).append(request)
         self._num_waiting += 1
 
-    def put_back(self, request: Request) -> None:
+    def put_back(self, request: RequestState) -> None:
         """Put a request that lost its seat back into the line, before later ones."""
         level = self._levels.setdefault(request.priority, _Level())
         insort(level.resumed, request, key=lambda each: each.order)
         self._resumed.add(request)
         self._num_waiting += 1
 
-    def leave(self, request: Request) -> bool:
+    def leave(self, request: RequestState) -> bool:
         """A request waits no more; the other clients of its priority are asked before its own.
 
         Whether it was there.

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.errors import ConfigError
-from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.memory.pages import chain_keys
-from tilewright.runtime.messages import Cancel, Forget, Ready, Submit, ToEngine, Tokens
+from tilewright.runtime.messages import Cancel, Forget, Ready, ToEngine, Tokens
 from tilewright.runtime.pooling import MEAN
+from tilewright.runtime.request import EngineRequest
 from tilewright.serve.engines.process import (
     DOWN,
     HUNG_SECONDS,
@@ -24,7 +23,7 @@ from tilewright.serve.engines.process import (
     READY,
     EngineProcess,
 )
-from tilewright.serve.engines.request_tracker import Answer, Desk, Limits, Ticket
+from tilewright.serve.engines.request_tracker import Answer, Limits, RequestHandle, RequestTracker
 from tilewright.serve.engines.routing import Router
 from tilewright.serve.engines.run_folders import MeetingFolder
 from tilewright.serve.web.errors import ApiError
@@ -67,7 +66,7 @@ class EngineClient:
         self.ready: Ready | None = None
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._on_ready = on_ready
-        self._desk = Desk(self._give, limits or Limits())
+        self._tracker = RequestTracker(self._give, limits or Limits())
         self._router = Router(len(replicas))
         self._has_begun = False
         self._beginning = asyncio.Lock()
@@ -108,12 +107,12 @@ class EngineClient:
     @property
     def num_live(self) -> int:
         """The number of requests that wait or run in the engines."""
-        return len(self._desk)
+        return len(self._tracker)
 
     @property
     def num_waiting(self) -> int:
         """The number of requests that no engine has begun."""
-        return self._desk.num_waiting
+        return self._tracker.num_waiting
 
     @property
     def num_restarts(self) -> int:
@@ -130,22 +129,8 @@ class EngineClient:
         await asyncio.gather(*(each.close() for each in self.engines))
         self._folder.remove()
 
-    def submit(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        *,
-        grammars: Sequence[GrammarSpec | None] = (),
-        priority: int = 0,
-        cache_salt: str = "",
-        client: str = "",
-        pooling: str = "",
-    ) -> Ticket:
-        """Ask for answers to prompts that fit; see :class:`Ticket`.
-
-        ``grammars``: what each answer must be; empty: any text. ``cache_salt``: what is computed
-        for these prompts is shared with those of the same alone. ``client``: whose they are.
-        ``pooling``: of the vectors that are wanted instead of answers; empty: answers.
+    def submit(self, requests: Sequence[EngineRequest], *, client: str = "") -> RequestHandle:
+        """Submit requests that fit; see :class:`RequestHandle`. ``client``: name of the sender.
 
         Raises:
             ApiError: 503 while there is no engine, 429 where too much waits already.
@@ -153,27 +138,13 @@ class EngineClient:
         if (state := self.state) != READY or self.ready is None:
             code = "loading" if state == LOADING else "engine_down"
             raise ApiError(503, code, f"the engine is {state}", headers={"retry-after": "5"})
-        obeyed = grammars or [None] * len(prompts)
-        messages = [
-            Submit(
-                0,
-                tuple(prompt),
-                each,
-                priority,
-                grammar,
-                cache_salt,
-                client,
-                pooling=pooling,
-            )
-            for prompt, each, grammar in zip(prompts, sampling, obeyed, strict=True)
-        ]
-        return self._desk.submit(messages, max_context=self.ready.max_context)
+        return self._tracker.submit(requests, client=client, max_context=self.ready.max_context)
 
     def under_way(self) -> list[dict[str, object]]:
         """List what an operator may know of each request: nothing of its text."""
         return [
             {**known, "engine": self._router.engine_of(request_id)}
-            for request_id, known in self._desk.under_way()
+            for request_id, known in self._tracker.under_way()
         ]
 
     def forget_prefixes(self) -> None:
@@ -184,7 +155,7 @@ class EngineClient:
 
     def fail_all(self, code: str, message: str) -> None:
         """Tell all who wait for answers that none will come, with a code and a message."""
-        self._desk.fail(code, message)
+        self._tracker.fail(code, message)
 
     async def begin(self, engine: int, folder: Path, ready: Ready) -> None:
         """See `Listener`; one at a time, for the first of them brings the tokenizer.
@@ -210,16 +181,16 @@ class EngineClient:
         """See `Listener`."""
         if isinstance(message, Tokens):  # most are
             self._router.advance(message.request_id, len(message.tokens))
-            self._desk.hear(message)
+            self._tracker.hear(message)
             return
         num_running = sum(each.beat.num_running for each in self.engines)
-        self._desk.hear(message, num_running, engine=engine)
-        if message.request_id not in self._desk:
+        self._tracker.hear(message, num_running, engine=engine)
+        if message.request_id not in self._tracker:
             self._router.leave(message.request_id)
 
     def lost(self, engine: int, said: str) -> None:
         """See `Listener`."""
-        self._desk.fail("engine_error", said, started_of=self._router.lose(engine))
+        self._tracker.fail("engine_error", said, started_of=self._router.lose(engine))
         self._place_left()
 
     def gone(self, engine: int, said: str) -> None:
@@ -236,11 +207,11 @@ class EngineClient:
     def _place_left(self) -> None:
         """Ask an engine for what none has, once there is one."""
         if self.state == READY:
-            for asked in self._desk.asked_again(besides=self._router):
+            for asked in self._tracker.asked_again(besides=self._router):
                 self._give(asked)
 
     def _give(self, message: ToEngine) -> None:
-        if isinstance(message, Submit):
+        if isinstance(message, EngineRequest):
             engine = self._place(message)
         else:
             assert isinstance(message, Cancel), message
@@ -248,7 +219,7 @@ class EngineClient:
         if engine is not None:
             self.engines[engine].give(message)
 
-    def _place(self, asked: Submit) -> int | None:
+    def _place(self, asked: EngineRequest) -> int | None:
         assert self.ready is not None
         ready = [each for each in self.engines if each.state == READY]
         heard = [each for each in ready if each.is_healthy]

@@ -18,10 +18,10 @@ from tilewright.runtime.messages import (
     Failed,
     Finished,
     Started,
-    Submit,
     ToEngine,
     Tokens,
 )
+from tilewright.runtime.request import EngineRequest
 from tilewright.serve.web.errors import ApiError
 
 Answer: TypeAlias = Started | Tokens | Finished | Failed
@@ -40,15 +40,15 @@ class Limits:
 
 
 @dataclass(slots=True)
-class _Asked:
+class PendingRequest:
     """A request that the engine has, and who waits for it; times are of this process's clock.
 
     ``since``: when it was asked for; ``given_at``: when an engine was asked; ``seated_at``,
     ``first_at`` and ``last_at``: when it got a seat, and when its first and its latest tokens came.
     """
 
-    message: Submit
-    ticket: Ticket
+    message: EngineRequest
+    handle: RequestHandle
     index: int
     since: float
     given_at: float
@@ -76,18 +76,18 @@ class _Asked:
         if self.seated_at is None or self.first_at is None:
             return None
         first, last = max(0.0, self.first_at - self.seated_at), self.last_at - self.first_at
-        return Finished(self.ticket.ids[self.index], "stop", first, last)
+        return Finished(self.handle.ids[self.index], "stop", first, last)
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class RequestHandle:
     """One or several requests that are waited for together; their answers come with an index.
 
     ``engines``: the number of the engine that has begun each, by that index.
     """
 
     ids: list[int]
-    _desk: Desk
+    _tracker: RequestTracker
     engines: dict[int, int] = field(default_factory=dict)
     _found: list[tuple[int, Answer]] = field(default_factory=list)
     _finished: dict[int, Finished] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Ticket:
     _heard_at: float = 0.0
 
     def put(self, index: int, message: Answer) -> None:
-        """Take a message; the desk calls this for each."""
+        """Take a message; the tracker calls this for each."""
         if isinstance(message, Finished):
             self._finished[index] = message
         self._found.append((index, message))
@@ -133,17 +133,17 @@ class Ticket:
         the engine has said if it had ended by itself, else as measured here, or None before its
         first token.
         """
-        return self._finished.get(index) or self._desk.cancel(self.ids[index])
+        return self._finished.get(index) or self._tracker.cancel(self.ids[index])
 
     def close(self) -> None:
-        """Cancel every request of this ticket that has not ended."""
+        """Cancel every request of this handle that has not ended."""
         if self._look_timer is not None:
             self._look_timer.cancel()
         for request_id in self.ids:
-            self._desk.cancel(request_id)
+            self._tracker.cancel(request_id)
 
 
-class Desk:
+class RequestTracker:
     """Keeps the requests under way and hands answers to those who wait for them.
 
     Args:
@@ -152,7 +152,7 @@ class Desk:
 
     def __init__(self, give: Callable[[ToEngine], None], limits: Limits) -> None:
         self._give, self._limits = give, limits
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, PendingRequest] = {}
         self._num_tokens_waiting = 0
         self._rate = 0.0
         self._num_running = 1
@@ -167,15 +167,17 @@ class Desk:
         """Whether a request is under way."""
         return request_id in self._asked
 
-    def submit(self, messages: Sequence[Submit], *, max_context: int) -> Ticket:
-        """Ask for answers, together; each message gets a number of its own, and names the first one
-        of the same prompt.
+    def submit(
+        self, messages: Sequence[EngineRequest], *, max_context: int, client: str = ""
+    ) -> RequestHandle:
+        """Submit requests together. A request gets a number, its client, and the number of the
+        first request with the same prompt.
 
         Raises:
             ApiError: 429 where too much waits already.
         """
         self._check_room(messages, max_context)
-        ticket = Ticket([], self)
+        handle = RequestHandle([], self)
         first: dict[tuple[int, ...], int] = {}
         for index, message in enumerate(messages):
             self._next_id += 1
@@ -183,20 +185,21 @@ class Desk:
             numbered = msgspec.structs.replace(
                 message,
                 request_id=self._next_id,
+                client=client,
                 like=like if like != self._next_id else None,
             )
-            ticket.ids.append(self._next_id)
+            handle.ids.append(self._next_id)
             now = time.perf_counter()
-            self._asked[self._next_id] = _Asked(numbered, ticket, index, now, now)
+            self._asked[self._next_id] = PendingRequest(numbered, handle, index, now, now)
             self._count(numbered, 1)
             self._give(numbered)
         if self._timer is None:
             self._look_later()
-        return ticket
+        return handle
 
     def cancel(self, request_id: int) -> Finished | None:
-        """End a request, of which the engine says nothing more; see `Ticket.cancel`. One that has
-        ended already is ignored.
+        """End a request, of which the engine says nothing more; see `RequestHandle.cancel`. One
+        that has ended already is ignored.
         """
         asked = self._forget(request_id)
         if asked is None:
@@ -221,13 +224,13 @@ class Desk:
         elif isinstance(message, Started):
             if not asked.has_started:
                 self._count(asked.message, -1)
-                asked.ticket.engines[asked.index] = engine
+                asked.handle.engines[asked.index] = engine
             asked.hear_start(message)
         else:
             if isinstance(message, Finished):
                 self._measure(asked.message, message)
             self._forget(message.request_id)
-        asked.ticket.put(asked.index, message)
+        asked.handle.put(asked.index, message)
 
     def fail(self, code: str, said: str, *, started_of: Iterable[int] | None = None) -> None:
         """Tell those who wait that nothing will come: all, or of ``started_of`` those whose
@@ -237,7 +240,7 @@ class Desk:
             asked = self._asked.get(request_id)
             if asked is not None and (asked.has_started or started_of is None):
                 self.cancel(request_id)
-                asked.ticket.put(asked.index, Failed(request_id, code, said))
+                asked.handle.put(asked.index, Failed(request_id, code, said))
 
     def under_way(self) -> Iterator[tuple[int, dict[str, object]]]:
         """Each request, and what an operator may know of it: nothing of its text."""
@@ -253,14 +256,14 @@ class Desk:
                 },
             )
 
-    def asked_again(self, *, besides: Container[int]) -> Iterator[Submit]:
+    def asked_again(self, *, besides: Container[int]) -> Iterator[EngineRequest]:
         """What an engine must be asked that nobody is asked now, ``besides`` what somebody is."""
         for request_id, asked in list(self._asked.items()):
             if request_id not in besides:
                 asked.given_at = time.perf_counter()
                 yield asked.message
 
-    def _check_room(self, messages: Sequence[Submit], max_context: int) -> None:
+    def _check_room(self, messages: Sequence[EngineRequest], max_context: int) -> None:
         most = self._limits.max_queued_contexts * max_context
         tokens = self._num_tokens_waiting + sum(len(message.prompt) for message in messages)
         is_full = self.num_waiting + len(messages) > self._limits.max_queue
@@ -270,11 +273,11 @@ class Desk:
             said = f"{self.num_waiting} requests wait already; try again in {after} s"
             raise ApiError(429, "overloaded", said, headers={"retry-after": after})
 
-    def _count(self, message: Submit, sign: int) -> None:
+    def _count(self, message: EngineRequest, sign: int) -> None:
         self.num_waiting += sign
         self._num_tokens_waiting += sign * len(message.prompt)
 
-    def _forget(self, request_id: int) -> _Asked | None:
+    def _forget(self, request_id: int) -> PendingRequest | None:
         asked = self._asked.pop(request_id, None)
         if asked is not None and not asked.has_started:
             self._count(asked.message, -1)
@@ -292,12 +295,12 @@ class Desk:
             if not asked.has_started and asked.since <= latest:
                 self.cancel(request_id)
                 said = f"waited {self._limits.queue_timeout:g} s in the queue"
-                asked.ticket.put(asked.index, Failed(request_id, "queue_timeout", said))
+                asked.handle.put(asked.index, Failed(request_id, "queue_timeout", said))
         self._timer = None
         if self._asked:
             self._look_later()
 
-    def _measure(self, asked: Submit, done: Finished) -> None:
+    def _measure(self, asked: EngineRequest, done: Finished) -> None:
         """Tokens of prompts a second, all that run together."""
         spent = done.prefill_s + done.decode_s
         if spent > 0:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.step import LogProbs
 from tilewright.runtime.messages import Finished, Started, Tokens
+from tilewright.runtime.request import EngineRequest
 from tilewright.serve.output.reasoning import Piece, ReasoningSplitter, joined
 from tilewright.serve.output.stops import StopMatcher
 from tilewright.serve.output.tool_calls import Call, CallReader
@@ -36,19 +36,18 @@ class Choice:
         finish_reason: ``stop``, ``length`` or ``tool_calls`` once it has ended.
         stop_reason: the stop string or the stop id that ended it.
         finished: how long it took; of one that a stop string ended, as measured in the front.
-        after: token ids of the prompt, whose text the answer continues.
-        prompt: where the prompt's tokens are scored too, these: they come before the answer's.
+        request: Engine request of the answer. The tracker gives it a number.
+        echo: Text of the prompt if the answer repeats it.
         reader: finds calls in what is said; None where there are no tools.
     """
 
     coder: TextCoder
-    sampling: SamplingParams
+    request: EngineRequest
     matcher: StopMatcher
     splitter: ReasoningSplitter
     reader: CallReader | None = None
     keeps_end: bool = False
-    after: Sequence[int] = ()
-    prompt: Sequence[int] = ()
+    echo: str = ""
     tokens: list[int] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
     reasoning: str = ""
@@ -62,12 +61,12 @@ class Choice:
     _decoder: Decoder = field(init=False)
 
     def __post_init__(self) -> None:
-        self._decoder = self.coder.stream(after=self.after)
+        self._decoder = self.coder.stream(after=self.request.prompt)
 
     def show(self, tokens: Sequence[str]) -> None:
         """Let special tokens be text, before the first token has come."""
         assert not self.tokens
-        self._decoder = self.coder.stream(shown=tokens, after=self.after)
+        self._decoder = self.coder.stream(shown=tokens, after=self.request.prompt)
 
     @property
     def calls(self) -> list[Call]:
@@ -77,7 +76,11 @@ class Choice:
     @property
     def awaits_echo(self) -> bool:
         """Whether `score_prompt` is to be called before the next tokens are pushed."""
-        return bool(self.prompt) and not self.tokens
+        return self._scores_prompt and not self.tokens
+
+    @property
+    def _scores_prompt(self) -> bool:
+        return self.request.sampling.prompt_logprobs is not None
 
     @property
     def _is_plain(self) -> bool:
@@ -94,9 +97,9 @@ class Choice:
             if self.finish_reason is not None:
                 break
             self.tokens.append(token)
-            is_end = token in self.sampling.stop_token_ids
+            is_end = token in self.request.sampling.stop_token_ids
             text = "" if is_end and not self.keeps_end else self._decoder.push(token)
-            if message.logprobs and (self.prompt or not is_end):
+            if message.logprobs and (self._scores_prompt or not is_end):
                 self.scored.append(Scored(token, message.logprobs[at], self._num_characters))
             self._num_characters += len(text)
             found.append(self._split(self.matcher.push(text)))
@@ -113,7 +116,7 @@ class Choice:
         """Do what `push` does, for most tokens of most answers."""
         self.tokens += tokens
         said: Sequence[int] = tokens
-        ends = self.sampling.stop_token_ids
+        ends = self.request.sampling.stop_token_ids
         for token in tokens:
             if token in ends:
                 said = tokens if self.keeps_end else [each for each in tokens if each not in ends]
@@ -136,9 +139,9 @@ class Choice:
     def score_prompt(self, echo: Sequence[LogProbs]) -> None:
         """Put what the prompt's tokens scored before the answer's; long prompts take long."""
         decoder = self.coder.stream(skip_special=False)
-        lengths = [len(decoder.push(token)) for token in self.prompt]
+        lengths = [len(decoder.push(token)) for token in self.request.prompt]
         offset = -sum(lengths) - len(decoder.flush())
-        for token, length, scores in zip(self.prompt, lengths, (None, *echo), strict=True):
+        for token, length, scores in zip(self.request.prompt, lengths, (None, *echo), strict=True):
             self.scored.append(Scored(token, scores, offset))
             offset += length
 

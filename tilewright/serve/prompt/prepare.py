@@ -11,7 +11,6 @@ import msgspec
 
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.errors import RequestError
-from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.messages import Ready
 from tilewright.serve.prompt.template import TemplateFacts
 from tilewright.serve.prompt.texts import TextCoder
@@ -31,15 +30,6 @@ class Prompt:
 
     text: str
     tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What is asked for one choice; ``grammar``: what it must be, None for any text."""
-
-    prompt: Prompt
-    sampling: SamplingParams
-    grammar: GrammarSpec | None = None
 
 
 def render_chat(

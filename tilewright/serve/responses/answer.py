@@ -89,7 +89,7 @@ class ResponseSpelling:
     def whole(self) -> dict[str, Any]:
         """Return the current response."""
         job, asked = self._job, self._request
-        reasoning, sampling = asked.reasoning, job.asked[0].sampling
+        reasoning, sampling = asked.reasoning, job.choices[0].request.sampling
         is_over = self._status in ("completed", "incomplete")
         is_cut = self._status == "incomplete"
         return {

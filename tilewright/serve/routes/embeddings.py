@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime.messages import Failed, Finished, Ready, Started
+from tilewright.runtime.request import UNNUMBERED, EngineRequest
 from tilewright.serve.front import Front
 from tilewright.serve.prompt.prepare import Prompt, check_prompt, encode
 from tilewright.serve.web.errors import invalid, unsupported
@@ -115,26 +116,32 @@ async def _embed_together(
     front: Front, asked: EmbeddingRequest, prompts: Sequence[Prompt], client: str
 ) -> list[bytes]:
     began = time.perf_counter()
-    ticket = front.client.submit(
-        [prompt.tokens for prompt in prompts],
-        [SamplingParams(max_tokens=1)] * len(prompts),
-        priority=asked.priority or 0,
-        cache_salt=asked.cache_salt or "",
+    handle = front.client.submit(
+        [
+            EngineRequest(
+                UNNUMBERED,
+                prompt.tokens,
+                SamplingParams(max_tokens=1),
+                priority=asked.priority or 0,
+                cache_salt=asked.cache_salt or "",
+                pooling=asked.pooling or front.settings.pooling,
+            )
+            for prompt in prompts
+        ],
         client=client,
-        pooling=asked.pooling or front.settings.pooling,
     )
     vectors: dict[int, bytes] = {}
     started: dict[int, Started] = {}
     try:
         while len(vectors) < len(prompts):
-            for index, message in await ticket.take():
+            for index, message in await handle.take():
                 if isinstance(message, Failed):
                     raise error_of(message)
                 if isinstance(message, Started):
                     started.setdefault(index, message)
                 elif isinstance(message, Finished):
                     vectors[index] = message.vector
-                    metrics = front.metrics.of(ticket.engines.get(index, 0))
+                    metrics = front.metrics.of(handle.engines.get(index, 0))
                     metrics.take_vector(
                         len(prompts[index].tokens),
                         started.get(index),
@@ -142,7 +149,7 @@ async def _embed_together(
                         seconds=time.perf_counter() - began,
                     )
     finally:
-        ticket.close()
+        handle.close()
     return [vectors[index] for index in range(len(prompts))]
 
 

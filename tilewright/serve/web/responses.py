@@ -11,7 +11,6 @@ import msgspec
 from tilewright.serve.output.choice import Choice, Scored, chat_logprobs, legacy_logprobs
 from tilewright.serve.output.reasoning import CallPiece, Piece
 from tilewright.serve.output.tool_calls import Call
-from tilewright.serve.prompt.prepare import Asked
 from tilewright.serve.prompt.texts import TextCoder
 
 _MARK = "\x00the text\x00"
@@ -21,7 +20,7 @@ _MARK = "\x00the text\x00"
 class Job:
     """One request of a client: what is asked of the engine, and how it is answered.
 
-    ``asked`` and ``choices`` are in order of their index: ``n`` for each prompt. ``client``: which
+    ``choices`` are in order of their index: ``n`` for each prompt. ``client``: which
     of the server's keys was shown. ``unheld``: why calls of tools are not held to their schemas.
     ``ignored``: what a batch's row asked for and nobody looks at.
     """
@@ -31,14 +30,10 @@ class Job:
     model: str
     fingerprint: str
     coder: TextCoder
-    asked: list[Asked]
     choices: list[Choice]
     n: int = 1
-    priority: int = 0
-    cache_salt: str = ""
     client: str = ""
     is_chat: bool = True
-    echo: bool = False
     num_top: int | None = None
     streams: bool = False
     include_usage: bool = False
@@ -66,7 +61,7 @@ class Job:
 
     def usage(self) -> dict[str, Any]:
         """Tokens of prompts and answers so far; a prompt of several choices counts once."""
-        prompt = sum(len(asked.prompt.tokens) for asked in self.asked[:: self.n])
+        prompt = sum(len(choice.request.prompt) for choice in self.choices[:: self.n])
         answer = sum(len(choice.tokens) for choice in self.choices)
         first = [choice.started for choice in self.choices[:: self.n]]
         cached = sum(started.num_cached for started in first if started is not None)
@@ -81,12 +76,12 @@ class Job:
 
     def timing(self, index: int = 0) -> dict[str, Any]:
         """How long a choice took, in llama.cpp's names and some more."""
-        choice, asked = self.choices[index], self.asked[index]
+        choice = self.choices[index]
         cached = choice.started.num_cached if choice.started is not None else 0
         done = choice.finished
         prompt_ms = 1e3 * done.prefill_s if done is not None else 0.0
         decode_ms = 1e3 * done.decode_s if done is not None else 0.0
-        prompt_n, count = len(asked.prompt.tokens) - cached, len(choice.tokens)
+        prompt_n, count = len(choice.request.prompt) - cached, len(choice.tokens)
         return {
             "cache_n": cached,
             "prompt_n": prompt_n,
@@ -98,7 +93,7 @@ class Job:
             "predicted_per_second": _rate(count - 1, decode_ms),
             "queue_ms": 1e3 * choice.started.queue_s if choice.started is not None else 0.0,
             "preemptions": done.num_preemptions if done is not None else 0,
-            "seed": asked.sampling.seed,
+            "seed": choice.request.sampling.seed,
         }
 
     def whole(self) -> dict[str, Any]:
@@ -118,8 +113,7 @@ class Job:
                 message["tool_calls"] = [_called(call) for call in choice.calls]
             found["message"] = message
         else:
-            echo = self.asked[index].prompt.text if self.echo else ""
-            found["text"] = echo + choice.content
+            found["text"] = choice.echo + choice.content
         found["logprobs"] = self._logprobs(index, choice.scored)
         found["finish_reason"] = choice.finish_reason
         found["stop_reason"] = choice.stop_reason
@@ -142,7 +136,7 @@ class Job:
                 delta["tool_calls"] = _call_deltas(piece.calls)
             found["delta"] = delta
         else:
-            echo = self.asked[index].prompt.text if self.echo and is_first else ""
+            echo = self.choices[index].echo if is_first else ""
             found["text"] = echo + piece.content
         found["logprobs"] = self._logprobs(index, scored)
         found["finish_reason"] = None
@@ -191,7 +185,7 @@ class Job:
             return None
         if self.is_chat:
             return chat_logprobs(self.coder, scored, self.num_top)
-        offset = len(self.asked[index].prompt.text) if self.echo else 0
+        offset = len(self.choices[index].echo)
         return legacy_logprobs(self.coder, scored, self.num_top, offset=offset)
 
 

@@ -12,7 +12,7 @@ from aiohttp import HttpVersion11, web
 
 from tilewright.runtime.messages import Failed, Started, Tokens
 from tilewright.serve.engines.client import EngineClient
-from tilewright.serve.engines.request_tracker import Answer, Ticket
+from tilewright.serve.engines.request_tracker import Answer, RequestHandle
 from tilewright.serve.metrics import Metrics
 from tilewright.serve.output.choice import Choice, Scored
 from tilewright.serve.output.reasoning import Piece, joined
@@ -62,12 +62,12 @@ class Follower:
         request_id: str = "",
     ) -> None:
         self._job, self._client, self._metrics = job, client, metrics
-        self._of = [metrics.of(0)] * len(job.asked)  # until an engine has begun them
+        self._of = [metrics.of(0)] * len(job.choices)  # until an engine has begun them
         self._aside, self._request_id = aside, request_id
-        self._num_shown = [0] * len(job.asked)
+        self._num_shown = [0] * len(job.choices)
         self._began = time.perf_counter()
-        self._last: list[float | None] = [None] * len(job.asked)
-        self._num_left = len(job.asked)
+        self._last: list[float | None] = [None] * len(job.choices)
+        self._num_left = len(job.choices)
 
     async def updates(
         self, ping_seconds: float | None = None
@@ -76,17 +76,10 @@ class Follower:
         with nothing. Whatever ends the iteration, the engine is rid of the job.
         """
         job = self._job
-        ticket = self._client.submit(
-            [asked.prompt.tokens for asked in job.asked],
-            [asked.sampling for asked in job.asked],
-            grammars=[asked.grammar for asked in job.asked],
-            priority=job.priority,
-            cache_salt=job.cache_salt,
-            client=job.client,
-        )
+        handle = self._client.submit([choice.request for choice in job.choices], client=job.client)
         try:
             while self._num_left:
-                messages = await ticket.take(ping_seconds)
+                messages = await handle.take(ping_seconds)
                 if not messages:
                     yield None
                     continue
@@ -94,19 +87,19 @@ class Follower:
                 for index, message in messages:
                     choice = job.choices[index]
                     if choice.awaits_echo and isinstance(message, Tokens):
-                        size = _CHARACTERS_A_SCORE * len(choice.prompt)
+                        size = _CHARACTERS_A_SCORE * len(choice.request.prompt)
                         await self._aside(size, choice.score_prompt, message.echo)
-                    self._take(index, message, ticket, found)
+                    self._take(index, message, handle, found)
                 if found:
                     yield found
         finally:
-            ticket.close()
+            handle.close()
 
     def _take(
         self,
         index: int,
         message: Answer,
-        ticket: Ticket,
+        handle: RequestHandle,
         found: dict[int, tuple[Piece, list[Scored]]],
     ) -> None:
         choice = self._job.choices[index]
@@ -116,10 +109,10 @@ class Follower:
             self._time(index, len(message.tokens))
             piece = choice.push(message)
             if choice.finish_reason is not None:
-                choice.finished = ticket.cancel(index)
+                choice.finished = handle.cancel(index)
         elif isinstance(message, Started):
             choice.started = choice.started or message
-            self._of[index] = self._metrics.of(ticket.engines[index])
+            self._of[index] = self._metrics.of(handle.engines[index])
             return
         elif isinstance(message, Failed):
             raise error_of(message)
@@ -151,7 +144,7 @@ class Follower:
         seconds = time.perf_counter() - self._began
         self._of[index].take(choice, seconds=seconds, request_id=self._request_id)
         if index % self._job.n == 0:  # the choices of a prompt are one request
-            length = len(self._job.asked[index].prompt.tokens)
+            length = len(choice.request.prompt)
             cached = choice.started.num_cached if choice.started is not None else 0
             self._of[index].take_prompt(length, cached, num_choices=self._job.n)
 

@@ -26,7 +26,7 @@ from tilewright.distributed.parallel import ALONE, Parallel
 from tilewright.distributed.peers import Peers
 from tilewright.errors import RankError
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request
+from tilewright.runtime.scheduling.request_state import RequestState
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
@@ -71,7 +71,7 @@ def answers(executable: Executable) -> list[list[int]]:
     greedy: dict[str, Any] = {}
     kinds = [greedy, {"temperature": 0.8, "seed": 3}, greedy, {"repetition_penalty": 1.3}, greedy]
     requests = [
-        Request(i, tokens(9 + i), SamplingParams(max_tokens=12, **each))
+        RequestState(i, tokens(9 + i), SamplingParams(max_tokens=12, **each))
         for i, each in enumerate(kinds)
     ]
     EngineLoop(executable).generate(requests)
@@ -103,7 +103,7 @@ def test_a_vocabulary_too_small_to_deal_is_whole_on_every_rank(tmp_path: Path) -
     with nodes(tmp_path, 4, vocab_size=40) as executable:
         assert torch.allclose(prefill(executable, prompt), alone, atol=2e-5)
         executable.reset()
-        request = Request(0, tuple(prompt), SamplingParams(max_tokens=1))
+        request = RequestState(0, tuple(prompt), SamplingParams(max_tokens=1))
         EngineLoop(executable).generate([request])
         assert request.output == [int(alone[-1].argmax())]
 
@@ -166,7 +166,9 @@ def test_a_greedy_step_sends_no_logits(tmp_path: Path) -> None:
         with thread_group(folder, 2, follow) as (leader, group):
             meet(ranks[0], Peers(leader, group.token, 5.0))
             sampling = SamplingParams(max_tokens=11, **asked)
-            EngineLoop(ShardedExecutable(ranks[0], group)).generate([Request(0, (1,), sampling)])
+            EngineLoop(ShardedExecutable(ranks[0], group)).generate(
+                [RequestState(0, (1,), sampling)]
+            )
         assert isinstance(ranks[1], NativeRank)
         sent.append(ranks[1].exchanged().num_bytes)
         ranks[1].close()
@@ -189,6 +191,6 @@ def test_a_rank_that_goes_in_the_middle_of_an_answer_is_named(tmp_path: Path) ->
         executable = ShardedExecutable(ranks[0], group)
         loop = EngineLoop(executable)
         with pytest.raises(RankError, match=r"rank 1 .*left before exchange \d+ of step \d+$"):
-            loop.generate([Request(0, (1, 2, 3), SamplingParams(max_tokens=10))])
+            loop.generate([RequestState(0, (1, 2, 3), SamplingParams(max_tokens=10))])
         with pytest.raises(RankError, match="rank 1"):
             executable.reset()
