@@ -58,7 +58,7 @@ def null_engine(
         ready=service.ready({}), coder=tokenizer, name="null", fingerprint="fp", defaults={}
     )
     preparer = Preparer(
-        served=served,
+        model=served,
         template=read_template(tokenizer, None),
         trials=GrammarTrials(grammars),
         ignore_eos=ignore_eos,

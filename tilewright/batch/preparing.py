@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -13,25 +15,19 @@ from tilewright.batch.records import Item
 from tilewright.errors import ConfigError, RequestError
 from tilewright.runtime.grammar.matchers import Grammars, roomy_threads
 from tilewright.runtime.grammar.spec import GrammarSpec
-from tilewright.serve.jobs import Served, make_job, read_calls, template_variables
-from tilewright.serve.prompt.prepare import Prompt, check_prompt, encode, render_chat
-from tilewright.serve.prompt.structured import SECONDS, behind_reasoning, read_grammar
+from tilewright.runtime.messages import Ready
+from tilewright.serve.job_maker import JobMaker
+from tilewright.serve.jobs import Served
+from tilewright.serve.prompt.structured import SECONDS
 from tilewright.serve.prompt.template import TemplateFacts
-from tilewright.serve.tools.asked import ToolsAsked, read_tools
-from tilewright.serve.tools.grammars import call_grammar
-from tilewright.serve.web.errors import ApiError, invalid, refuse, unsupported
-from tilewright.serve.web.requests import (
-    ChatRequest,
-    Common,
-    CompletionRequest,
-    check_chat,
-    check_common,
-    decode,
-)
+from tilewright.serve.prompt.texts import TextCoder
+from tilewright.serve.web.errors import invalid, refuse
+from tilewright.serve.web.requests import ChatRequest, Common, CompletionRequest, decode
 from tilewright.serve.web.responses import Job
 
 _SEED_BITS = 63
 _NUM_THREADS = 2
+_T = TypeVar("_T")
 
 
 class GrammarTrials:
@@ -59,8 +55,8 @@ class GrammarTrials:
             self._grammars.load()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preparer:
+@dataclass(kw_only=True)
+class Preparer(JobMaker):
     """Makes jobs of rows. The same row gives the same job, whenever it is asked.
 
     Attributes:
@@ -70,9 +66,10 @@ class Preparer:
         created: what answers say of when they were made, in seconds since 1970.
     """
 
-    served: Served
+    model: Served
     template: TemplateFacts
     trials: GrammarTrials
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     ignore_eos: bool = False
     seed: int = 0
@@ -87,7 +84,11 @@ class Preparer:
         request: Common
         request, ignored = decode(item.body, ChatRequest if item.is_chat else CompletionRequest)
         asked = self._with_defaults(request, item)
-        job = self._chat(asked) if item.is_chat else self._completion(asked)
+        if isinstance(asked, ChatRequest):
+            job = _result_of(self.chat_job(asked))
+        else:
+            assert isinstance(asked, CompletionRequest)
+            job = _result_of(self.completion_job(asked))
         job.ignored = (*ignored, *(["stream"] if request.stream else []))
         kind = "chatcmpl" if item.is_chat else "cmpl"
         job.request_id, job.created = f"{kind}-{item.row}", self.created
@@ -104,86 +105,28 @@ class Preparer:
             changes["ignore_eos"] = True
         return msgspec.structs.replace(request, **changes)
 
-    def _chat(self, request: Common) -> Job:
-        assert isinstance(request, ChatRequest)
-        check_chat(request)
-        coder, ready = self.served.coder, self.served.ready
-        tools = read_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
-        text = render_chat(
-            coder,
-            request.messages,
-            facts=self.template,
-            tools=tools,
-            variables=template_variables(
-                {}, request.chat_template_kwargs, request.reasoning_effort
-            ),
-            continues=bool(request.continue_final_message),
-            opens=request.add_generation_prompt is not False,
-        )
-        prompt = encode(coder, text, ready, add_special=False)
-        check_prompt(prompt, ready, "messages")
-        grammar = self._grammar(request)
-        if tools is not None:
-            grammar = self._call_grammar(tools, text, grammar)
-        elif grammar is not None:
-            grammar = behind_reasoning(grammar, text, coder)
-        job = make_job(
-            self.served,
-            request,
-            [prompt],
-            limit=request.max_completion_tokens or request.max_tokens,
-            num_top=(request.top_logprobs or 0) if request.logprobs else None,
-            is_chat=True,
-            grammar=grammar,
-        )
-        if tools is not None:
-            read_calls(job, tools, self.template.calls)
-        return job
+    def up(self) -> tuple[Ready, TextCoder]:
+        """See `JobMaker`."""
+        return self.model.ready, self.model.coder
 
-    def _completion(self, request: Common) -> Job:
-        assert isinstance(request, CompletionRequest)
-        check_common(request)
-        coder, ready, prompts = self.served.coder, self.served.ready, []
-        if request.suffix:
-            raise unsupported("suffix", "text is only continued at its end")
-        for given in request.prompts():
-            if isinstance(given, str):
-                prompt = encode(coder, given, ready, add_special=True)
-            else:
-                prompt = Prompt("", tuple(given))
-            check_prompt(prompt, ready, "prompt")
-            if request.echo and not isinstance(given, str):
-                prompt = Prompt(coder.decode(given), prompt.tokens)
-            prompts.append(prompt)
-        return make_job(
-            self.served,
-            request,
-            prompts,
-            limit=request.max_tokens,
-            num_top=request.logprobs,
-            is_chat=False,
-            grammar=self._grammar(request),
-        )
+    def served(self, request: Common, num_prompts: int) -> Served:
+        """See `JobMaker`."""
+        return self.model
 
-    def _grammar(self, request: Common) -> GrammarSpec | None:
-        asked = read_grammar(request)
-        if asked is None:
-            return None
-        self.trials.check(*asked)
-        return asked[0]
+    async def check_grammar(self, spec: GrammarSpec, param: str) -> None:
+        """See `JobMaker`."""
+        self.trials.check(spec, param)
 
-    def _call_grammar(
-        self, tools: ToolsAsked, prompt: str, otherwise: GrammarSpec | None
-    ) -> GrammarSpec | None:
-        """What holds an answer to calls of ``tools``; None where nothing can and nothing must."""
-        form = self.template.calls
-        spec = call_grammar(tools, form, self.served.coder, prompt=prompt, otherwise=otherwise)
-        if spec is None:
-            return None
-        try:
-            self.trials.check(spec, "tools")
-        except ApiError:
-            if tools.must_call or otherwise is not None or any(t.is_strict for t in tools.tools):
-                raise
-            return None
-        return spec
+    async def aside(self, size: int, function: Callable[..., _T], *given: Any, **named: Any) -> _T:
+        """Run a function at once."""
+        return function(*given, **named)
+
+
+def _result_of(made: Coroutine[Any, Any, _T]) -> _T:
+    """Return the result of a coroutine that never waits."""
+    try:
+        made.send(None)
+    except StopIteration as end:
+        result: _T = end.value
+        return result
+    raise AssertionError("the coroutine waits")

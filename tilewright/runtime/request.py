@@ -20,12 +20,12 @@ class EngineRequest(msgspec.Struct, frozen=True, tag=True):
     """A prompt in token ids, and the options of its output. The engine sends one output back.
 
     Attributes:
-        request_id: Number that is new to the engine.
+        request_id: New number.
         priority: Lower values run first. Clients of equal priority take turns.
-        grammar: Grammar of the output. None: any text.
+        grammar: Grammar for the output. None: any text.
         cache_salt: Requests with equal salts share the prefix cache.
-        client: Name of the client.
-        like: Earlier request with the same prompt, which the engine computes once.
+        client: Client name.
+        like: Earlier request with the same prompt. The engine computes the prompt once.
         pooling: Name in `POOLINGS` if the output is a vector. Empty: the output is text.
     """
 
@@ -41,10 +41,10 @@ class EngineRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
-    """Refuse ids that are not in the vocabulary.
+    """Check that all ids are in the vocabulary.
 
     Raises:
-        RequestError: naming the first of them.
+        RequestError: The first id outside the vocabulary.
     """
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         wrong = next(token for token in tokens if not 0 <= token < vocab_size)

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,42 +17,26 @@ from tilewright.runtime.messages import Ready
 from tilewright.serve.engines.client import TOKENIZER, EngineClient
 from tilewright.serve.engines.process import LOADING
 from tilewright.serve.engines.request_tracker import Limits
-from tilewright.serve.jobs import (
-    Served,
-    fingerprint_of,
-    make_job,
-    read_calls,
-    template_variables,
-)
+from tilewright.serve.job_maker import JobMaker
+from tilewright.serve.jobs import Served, fingerprint_of
 from tilewright.serve.metrics import Metrics
-from tilewright.serve.prompt.prepare import Prompt, check_prompt, encode, render_chat
-from tilewright.serve.prompt.structured import GrammarTrials, behind_reasoning, read_grammar
+from tilewright.serve.prompt.structured import GrammarTrials
 from tilewright.serve.prompt.template import TemplateFacts, read_template
 from tilewright.serve.prompt.texts import TextCoder
 from tilewright.serve.responses.store import ResponseStore
-from tilewright.serve.tools.asked import ToolsAsked, read_tools
-from tilewright.serve.tools.grammars import call_grammar
-from tilewright.serve.web.errors import ApiError, invalid, unsupported
+from tilewright.serve.web.errors import ApiError, invalid
 from tilewright.serve.web.requests import (
-    ChatRequest,
     Common,
-    CompletionRequest,
-    TemplateRequest,
-    TokenizeRequest,
-    check_chat,
-    check_common,
 )
-from tilewright.serve.web.responses import Job
 from tilewright.serve.web.server_log import tell
 from tilewright.serve.web.settings import Settings
 
 LoadCoder = Callable[[Path], TextCoder]
 _SHORT = 4096  # characters that are tokenised at once, without a thread
-_CHARACTERS_A_TOKEN = 4  # about
 _T = TypeVar("_T")
 
 
-class Front:
+class Front(JobMaker):
     """Settings, engine, tokenizer and metrics; made inside a running event loop.
 
     Args:
@@ -67,6 +50,7 @@ class Front:
         self.created = int(time.time())
         self.coder: TextCoder | None = None
         self.template = TemplateFacts()
+        self.template_variables = settings.template_variables
         self.trials: GrammarTrials | None = None
         self.fingerprint = ""
         self.responses = ResponseStore()
@@ -148,135 +132,10 @@ class Front:
             raise ApiError(503, code, f"the server is {state}", headers=after)
         return ready, coder
 
-    async def chat_job(self, request: ChatRequest) -> Job:
-        """What a chat asks of the engine.
-
-        Raises:
-            ApiError: where it cannot be served.
-        """
-        check_chat(request)
-        ready, coder = self.up()
-        self.check_model(request.model, ready)
-        tools = read_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
-        text = await self.render(
-            request,
-            tools,
-            effort=request.reasoning_effort,
-            continues=bool(request.continue_final_message),
-        )
-        prompt = await self.aside(len(text), encode, coder, text, ready, add_special=False)
-        check_prompt(prompt, ready, "messages")
-        num_top = (request.top_logprobs or 0) if request.logprobs else None
-        limit = request.max_completion_tokens or request.max_tokens
-        grammar, unheld = await self.checked_grammar(request), ""
-        if tools is not None:
-            grammar, unheld = await self._call_grammar(tools, text, grammar)
-        elif grammar is not None:
-            grammar = behind_reasoning(grammar, text, coder)
-        job = make_job(
-            self._served(request, 1),
-            request,
-            [prompt],
-            limit=limit,
-            num_top=num_top,
-            is_chat=True,
-            grammar=grammar,
-        )
-        job.unheld = unheld
-        if tools is not None:
-            read_calls(job, tools, self.template.calls)
-        return job
-
-    async def _call_grammar(
-        self, tools: ToolsAsked, prompt: str, otherwise: GrammarSpec | None
-    ) -> tuple[GrammarSpec | None, str]:
-        """What holds an answer to calls of ``tools``, and why it is not held to them.
-
-        Raises:
-            ApiError: where it has to be, and cannot.
-        """
-        _, coder = self.up()
-        form = self.template.calls
-        spec = call_grammar(tools, form, coder, prompt=prompt, otherwise=otherwise)
-        if spec is None:
-            return None, f"{form.name} has no marker of calls"
+    async def check_grammar(self, spec: GrammarSpec, param: str) -> None:
+        """See `JobMaker`."""
         assert self.trials is not None
-        try:
-            await self.trials.check(spec, "tools")
-        except ApiError as error:
-            if tools.must_call or otherwise is not None or any(t.is_strict for t in tools.tools):
-                raise
-            return None, error.message
-        return spec, ""
-
-    async def render(
-        self,
-        request: ChatRequest | TemplateRequest | TokenizeRequest,
-        tools: ToolsAsked | None = None,
-        *,
-        effort: str | None = None,
-        continues: bool = False,
-    ) -> str:
-        """The text of a request's chat; see `render_chat`. ``effort``: how much to reason."""
-        _, coder = self.up()
-        given, asked = self.settings.template_variables, request.chat_template_kwargs
-        return await self.in_thread(
-            render_chat,
-            coder,
-            request.messages or (),
-            facts=self.template,
-            tools=tools,
-            variables=template_variables(given, asked, effort),
-            continues=continues,
-            opens=request.add_generation_prompt is not False,
-        )
-
-    async def completion_job(self, request: CompletionRequest) -> Job:
-        """What a completion asks of the engine.
-
-        Raises:
-            ApiError: where it cannot be served.
-        """
-        check_common(request)
-        ready, coder = self.up()
-        self.check_model(request.model, ready)
-        if request.suffix:
-            raise unsupported("suffix", "text is only continued at its end")
-        prompts = []
-        for given in request.prompts():
-            if isinstance(given, str):
-                prompt = await self.aside(len(given), encode, coder, given, ready, add_special=True)
-            else:
-                prompt = Prompt("", tuple(given))
-            check_prompt(prompt, ready, "prompt")
-            if request.echo and not isinstance(given, str):
-                size = _CHARACTERS_A_TOKEN * len(given)
-                prompt = replace(prompt, text=await self.aside(size, coder.decode, given))
-            prompts.append(prompt)
-        limit = request.max_tokens
-        grammar = await self.checked_grammar(request)
-        return make_job(
-            self._served(request, len(prompts)),
-            request,
-            prompts,
-            limit=limit,
-            num_top=request.logprobs,
-            is_chat=False,
-            grammar=grammar,
-        )
-
-    async def checked_grammar(self, request: Common) -> GrammarSpec | None:
-        """What the answer must be, known to compile; None: any text.
-
-        Raises:
-            ApiError: where it cannot be.
-        """
-        asked = read_grammar(request)
-        if asked is None:
-            return None
-        assert self.trials is not None
-        await self.trials.check(*asked)
-        return asked[0]
+        await self.trials.check(spec, param)
 
     def check_model(self, model: str | None, ready: Ready) -> None:
         """Raises ApiError 404 for another model, where the operator wants that."""
@@ -285,7 +144,7 @@ class Front:
             said = f"model {str(model)[:100]!r}; allowed: {', '.join(names)}"
             raise ApiError(404, "model_not_found", said, param="model")
 
-    def _served(self, request: Common, num_prompts: int) -> Served:
+    def served(self, request: Common, num_prompts: int) -> Served:
         """The model as it is now, which may have gone while prompts were read.
 
         Raises:

@@ -114,7 +114,7 @@ def _made(
         defaults=options.sampling,
     )
     preparer = Preparer(
-        served=served,
+        model=served,
         template=read_template(source.tokenizer, None),
         trials=GrammarTrials(grammars),
         max_tokens=options.max_tokens,

@@ -1,0 +1,198 @@
+"""`JobMaker`: from HTTP bodies to jobs, for the API server and offline batches.
+
+Knows no engine and no HTTP connection.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from tilewright.runtime.grammar.spec import GrammarSpec
+from tilewright.runtime.messages import Ready
+from tilewright.serve.jobs import Served, make_job, read_calls, template_variables
+from tilewright.serve.prompt.prepare import Prompt, check_prompt, encode, render_chat
+from tilewright.serve.prompt.structured import behind_reasoning, read_grammar
+from tilewright.serve.prompt.template import TemplateFacts
+from tilewright.serve.prompt.texts import TextCoder
+from tilewright.serve.tools.asked import ToolsAsked, read_tools
+from tilewright.serve.tools.grammars import call_grammar
+from tilewright.serve.web.errors import ApiError, unsupported
+from tilewright.serve.web.requests import (
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    TemplateRequest,
+    TokenizeRequest,
+    check_chat,
+    check_common,
+)
+from tilewright.serve.web.responses import Job
+
+_CHARACTERS_A_TOKEN = 4  # about
+_LONG = 1 << 20
+"""Size for :meth:`JobMaker.aside` to use a thread."""
+
+_T = TypeVar("_T")
+
+
+class JobMaker(ABC):
+    """Makes jobs. Subclasses know the model, and run slow functions in threads or at once.
+
+    Attributes:
+        template: Chat template facts.
+        template_variables: Chat template variables. A request may replace them.
+    """
+
+    template: TemplateFacts
+    template_variables: Mapping[str, Any]
+
+    @abstractmethod
+    def up(self) -> tuple[Ready, TextCoder]:
+        """Return engine limits and tokenizer, or raise ApiError if the engine is down."""
+
+    @abstractmethod
+    def served(self, request: Common, num_prompts: int) -> Served:
+        """Return the model for a request with ``num_prompts`` prompts, or raise ApiError."""
+
+    def check_model(self, model: str | None, ready: Ready) -> None:  # noqa: B027 (any name)
+        """Refuse another model name with an ApiError. The default allows any name."""
+
+    @abstractmethod
+    async def check_grammar(self, spec: GrammarSpec, param: str) -> None:
+        """Compile a grammar within the time limit, or raise ApiError."""
+
+    @abstractmethod
+    async def aside(self, size: int, function: Callable[..., _T], *given: Any, **named: Any) -> _T:
+        """Run a function, in a thread if ``size`` characters are many."""
+
+    async def chat_job(self, request: ChatRequest) -> Job:
+        """Return the job for a chat.
+
+        Raises:
+            ApiError: The server cannot serve the request.
+        """
+        check_chat(request)
+        ready, coder = self.up()
+        self.check_model(request.model, ready)
+        tools = read_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
+        text = await self.render(
+            request,
+            tools,
+            effort=request.reasoning_effort,
+            continues=bool(request.continue_final_message),
+        )
+        prompt = await self.aside(len(text), encode, coder, text, ready, add_special=False)
+        check_prompt(prompt, ready, "messages")
+        num_top = (request.top_logprobs or 0) if request.logprobs else None
+        limit = request.max_completion_tokens or request.max_tokens
+        grammar, unheld = await self.checked_grammar(request), ""
+        if tools is not None:
+            grammar, unheld = await self._call_grammar(tools, text, grammar)
+        elif grammar is not None:
+            grammar = behind_reasoning(grammar, text, coder)
+        job = make_job(
+            self.served(request, 1),
+            request,
+            [prompt],
+            limit=limit,
+            num_top=num_top,
+            is_chat=True,
+            grammar=grammar,
+        )
+        job.unheld = unheld
+        if tools is not None:
+            read_calls(job, tools, self.template.calls)
+        return job
+
+    async def _call_grammar(
+        self, tools: ToolsAsked, prompt: str, otherwise: GrammarSpec | None
+    ) -> tuple[GrammarSpec | None, str]:
+        """Return the grammar for calls, or the reason for none.
+
+        Raises:
+            ApiError: The request needs a grammar, and there is none.
+        """
+        _, coder = self.up()
+        form = self.template.calls
+        spec = call_grammar(tools, form, coder, prompt=prompt, otherwise=otherwise)
+        if spec is None:
+            return None, f"{form.name} has no marker of calls"
+        try:
+            await self.check_grammar(spec, "tools")
+        except ApiError as error:
+            if tools.must_call or otherwise is not None or any(t.is_strict for t in tools.tools):
+                raise
+            return None, error.message
+        return spec, ""
+
+    async def render(
+        self,
+        request: ChatRequest | TemplateRequest | TokenizeRequest,
+        tools: ToolsAsked | None = None,
+        *,
+        effort: str | None = None,
+        continues: bool = False,
+    ) -> str:
+        """Return the chat as text; see `render_chat`. ``effort``: reasoning effort."""
+        _, coder = self.up()
+        kwargs = request.chat_template_kwargs
+        return await self.aside(
+            _LONG,
+            render_chat,
+            coder,
+            request.messages or (),
+            facts=self.template,
+            tools=tools,
+            variables=template_variables(self.template_variables, kwargs, effort),
+            continues=continues,
+            opens=request.add_generation_prompt is not False,
+        )
+
+    async def completion_job(self, request: CompletionRequest) -> Job:
+        """Return the job for a completion.
+
+        Raises:
+            ApiError: The server cannot serve the request.
+        """
+        check_common(request)
+        ready, coder = self.up()
+        self.check_model(request.model, ready)
+        if request.suffix:
+            raise unsupported("suffix", "text is only continued at its end")
+        prompts = []
+        for given in request.prompts():
+            if isinstance(given, str):
+                prompt = await self.aside(len(given), encode, coder, given, ready, add_special=True)
+            else:
+                prompt = Prompt("", tuple(given))
+            check_prompt(prompt, ready, "prompt")
+            if request.echo and not isinstance(given, str):
+                size = _CHARACTERS_A_TOKEN * len(given)
+                prompt = replace(prompt, text=await self.aside(size, coder.decode, given))
+            prompts.append(prompt)
+        limit = request.max_tokens
+        grammar = await self.checked_grammar(request)
+        return make_job(
+            self.served(request, len(prompts)),
+            request,
+            prompts,
+            limit=limit,
+            num_top=request.logprobs,
+            is_chat=False,
+            grammar=grammar,
+        )
+
+    async def checked_grammar(self, request: Common) -> GrammarSpec | None:
+        """Return a grammar after it compiled. None: the output is any text.
+
+        Raises:
+            ApiError: The grammar does not compile.
+        """
+        grammar = read_grammar(request)
+        if grammar is None:
+            return None
+        await self.check_grammar(*grammar)
+        return grammar[0]
