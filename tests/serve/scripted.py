@@ -69,9 +69,9 @@ class ScriptedClient(EngineClient):
 
     def __init__(self, coder: Tokenizer) -> None:
         self.coder, self.asked = coder, list[EngineRequest]()
-        self.engines, self._router = (), Router(1)
+        self.engines = ()
         self.ready = Ready(coder.vocab_size, 4, 4096, 4096, facts={"name": "scripted"})
-        self._tracker = RequestTracker(self._give, Limits())
+        self._tracker = RequestTracker(lambda request: 0, self._send, Router(1), Limits())
 
     @property
     def state(self) -> str:
@@ -84,7 +84,7 @@ class ScriptedClient(EngineClient):
     async def close(self) -> None:
         pass
 
-    def _give(self, message: ToEngine) -> None:
+    def _send(self, engine: int, message: ToEngine) -> None:
         if isinstance(message, EngineRequest):
             self.asked.append(message)
             asyncio.get_running_loop().call_soon(self._answer, message)
@@ -93,11 +93,11 @@ class ScriptedClient(EngineClient):
         said = _SAY.findall(self.coder.decode(asked.prompt, skip_special=False))
         tokens = [*self.coder.encode(said[-1] if said else ""), END]
         tokens = tokens[: asked.sampling.max_tokens]
-        self._tracker.hear(Started(asked.request_id, 0.0, 0), 1)
+        self._tracker.on_message(Started(asked.request_id, 0.0, 0), 1)
         for token in tokens:
-            self._tracker.hear(Tokens(asked.request_id, (token,)), 1)
+            self._tracker.on_message(Tokens(asked.request_id, (token,)), 1)
         reason = "stop" if tokens[-1] == END else "length"
-        self._tracker.hear(Finished(asked.request_id, reason, 0.0, 0.0), 1)
+        self._tracker.on_message(Finished(asked.request_id, reason, 0.0, 0.0), 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ def test_what_begins_alike_goes_where_it_is_and_the_rest_is_spread() -> None:
 def test_a_lost_replica_costs_what_ran_on_it_alone() -> None:
     with running_front(TWO) as running:
         client = running.front.client
-        router = client._router
+        router = client._tracker.router
         with contextlib.ExitStack() as streams:
             waited = streams.enter_context(stream(running, "W", max_tokens=4))
             wait_until(lambda: client.num_waiting == 1)  # the first never begins it

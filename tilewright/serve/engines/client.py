@@ -13,7 +13,7 @@ import msgspec
 
 from tilewright.errors import ConfigError
 from tilewright.runtime.memory.pages import chain_keys
-from tilewright.runtime.messages import Cancel, Forget, Ready, ToEngine, Tokens
+from tilewright.runtime.messages import Forget, Ready, ToEngine, Tokens
 from tilewright.runtime.pooling import MEAN
 from tilewright.runtime.request import EngineRequest
 from tilewright.serve.engines.process import (
@@ -66,8 +66,8 @@ class EngineClient:
         self.ready: Ready | None = None
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._on_ready = on_ready
-        self._tracker = RequestTracker(self._give, limits or Limits())
-        self._router = Router(len(replicas))
+        router = Router(len(replicas))
+        self._tracker = RequestTracker(self._place, self._send, router, limits or Limits())
         self._has_begun = False
         self._beginning = asyncio.Lock()
         self._folder = MeetingFolder()
@@ -142,20 +142,17 @@ class EngineClient:
 
     def under_way(self) -> list[dict[str, object]]:
         """List what an operator may know of each request: nothing of its text."""
-        return [
-            {**known, "engine": self._router.engine_of(request_id)}
-            for request_id, known in self._tracker.under_way()
-        ]
+        return self._tracker.under_way()
 
     def forget_prefixes(self) -> None:
         """Let no later prompt share what was computed until now."""
-        self._router.forget()
+        self._tracker.router.forget()
         for engine in self.engines:
             engine.give(Forget())
 
     def fail_all(self, code: str, message: str) -> None:
         """Tell all who wait for answers that none will come, with a code and a message."""
-        self._tracker.fail(code, message)
+        self._tracker.fail_all(code, message)
 
     async def begin(self, engine: int, folder: Path, ready: Ready) -> None:
         """See `Listener`; one at a time, for the first of them brings the tokenizer.
@@ -175,23 +172,20 @@ class EngineClient:
         known = [each.ready for each in self.engines if each.ready is not None]
         self.ready = _together(known)
         self._has_begun |= all(each.state == READY for each in self.engines)
-        self._place_left()
+        self._start_waiting()
 
     def hear(self, engine: int, message: Answer) -> None:
         """See `Listener`."""
         if isinstance(message, Tokens):  # most are
-            self._router.advance(message.request_id, len(message.tokens))
-            self._tracker.hear(message)
+            self._tracker.on_message(message)
             return
         num_running = sum(each.beat.num_running for each in self.engines)
-        self._tracker.hear(message, num_running, engine=engine)
-        if message.request_id not in self._tracker:
-            self._router.leave(message.request_id)
+        self._tracker.on_message(message, num_running, engine=engine)
 
     def lost(self, engine: int, said: str) -> None:
         """See `Listener`."""
-        self._tracker.fail("engine_error", said, started_of=self._router.lose(engine))
-        self._place_left()
+        self._tracker.fail_started(engine, said)
+        self._start_waiting()
 
     def gone(self, engine: int, said: str) -> None:
         """See `Listener`."""
@@ -204,20 +198,12 @@ class EngineClient:
         if not self.ended.done():
             self.ended.set_result(said)
 
-    def _place_left(self) -> None:
-        """Ask an engine for what none has, once there is one."""
+    def _start_waiting(self) -> None:
         if self.state == READY:
-            for asked in self._tracker.asked_again(besides=self._router):
-                self._give(asked)
+            self._tracker.start_waiting()
 
-    def _give(self, message: ToEngine) -> None:
-        if isinstance(message, EngineRequest):
-            engine = self._place(message)
-        else:
-            assert isinstance(message, Cancel), message
-            engine = self._router.leave(message.request_id)
-        if engine is not None:
-            self.engines[engine].give(message)
+    def _send(self, engine: int, message: ToEngine) -> None:
+        self.engines[engine].give(message)
 
     def _place(self, asked: EngineRequest) -> int | None:
         assert self.ready is not None
@@ -230,7 +216,7 @@ class EngineClient:
         if len(self.engines) > 1 and is_shared:
             keys = chain_keys(asked.prompt, size, asked.cache_salt)
         held = self.ready.num_pages or self.ready.max_seats * self.ready.max_context // size
-        return self._router.place(
+        return self._tracker.router.place(
             asked.request_id,
             keys,
             num_prompt=len(asked.prompt),

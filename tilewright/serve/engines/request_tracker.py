@@ -1,13 +1,13 @@
-"""Who waits for what of an engine: requests under way, how many may wait, and for how long.
+"""`RequestTracker`: pending requests of the API server, their engines, and the queue limits.
 
-Knows nothing of processes; what is to be told to the engine goes through a callable.
+Knows no processes. Messages to engines go through a callable.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -22,6 +22,7 @@ from tilewright.runtime.messages import (
     Tokens,
 )
 from tilewright.runtime.request import EngineRequest
+from tilewright.serve.engines.routing import Router
 from tilewright.serve.web.errors import ApiError
 
 Answer: TypeAlias = Started | Tokens | Finished | Failed
@@ -144,14 +145,22 @@ class RequestHandle:
 
 
 class RequestTracker:
-    """Keeps the requests under way and hands answers to those who wait for them.
+    """Keeps pending requests, places them on engines, and passes messages to their handles.
 
     Args:
-        give: takes what the engine is to be told.
+        place: Places a request with `router`. Returns the engine number. None: no engine is up.
+        send: Sends a message to an engine.
+        router: Engines of the placed requests.
     """
 
-    def __init__(self, give: Callable[[ToEngine], None], limits: Limits) -> None:
-        self._give, self._limits = give, limits
+    def __init__(
+        self,
+        place: Callable[[EngineRequest], int | None],
+        send: Callable[[int, ToEngine], None],
+        router: Router,
+        limits: Limits,
+    ) -> None:
+        self._place, self._send, self.router, self._limits = place, send, router, limits
         self._asked: dict[int, PendingRequest] = {}
         self._num_tokens_waiting = 0
         self._rate = 0.0
@@ -162,10 +171,6 @@ class RequestTracker:
 
     def __len__(self) -> int:
         return len(self._asked)
-
-    def __contains__(self, request_id: object) -> bool:
-        """Whether a request is under way."""
-        return request_id in self._asked
 
     def submit(
         self, messages: Sequence[EngineRequest], *, max_context: int, client: str = ""
@@ -192,7 +197,7 @@ class RequestTracker:
             now = time.perf_counter()
             self._asked[self._next_id] = PendingRequest(numbered, handle, index, now, now)
             self._count(numbered, 1)
-            self._give(numbered)
+            self._start(numbered)
         if self._timer is None:
             self._look_later()
         return handle
@@ -204,22 +209,25 @@ class RequestTracker:
         asked = self._forget(request_id)
         if asked is None:
             return None
-        self._give(Cancel(request_id))
+        engine = self.router.leave(request_id)
+        if engine is not None:
+            self._send(engine, Cancel(request_id))
         done = asked.spent()
         if done is not None:
             self._measure(asked.message, done)
         return done
 
-    def hear(self, message: Answer, num_running: int | None = None, *, engine: int = 0) -> None:
-        """Hand a message of an engine to who waits for it. ``num_running``: how many requests run,
-        where that is known anew.
-        """
+    def on_message(
+        self, message: Answer, num_running: int | None = None, *, engine: int = 0
+    ) -> None:
+        """Pass a message to its handle. ``num_running``: running requests. None: unchanged."""
         asked = self._asked.get(message.request_id)
         if asked is None:
             return
         if num_running is not None:
             self._num_running = max(1, num_running)
         if isinstance(message, Tokens):
+            self.router.advance(message.request_id, len(message.tokens))
             asked.hear_tokens()
         elif isinstance(message, Started):
             if not asked.has_started:
@@ -230,38 +238,51 @@ class RequestTracker:
             if isinstance(message, Finished):
                 self._measure(asked.message, message)
             self._forget(message.request_id)
+            self.router.leave(message.request_id)
         asked.handle.put(asked.index, message)
 
-    def fail(self, code: str, said: str, *, started_of: Iterable[int] | None = None) -> None:
-        """Tell those who wait that nothing will come: all, or of ``started_of`` those whose
-        requests have begun.
-        """
-        for request_id in list(self._asked if started_of is None else started_of):
-            asked = self._asked.get(request_id)
-            if asked is not None and (asked.has_started or started_of is None):
-                self.cancel(request_id)
-                asked.handle.put(asked.index, Failed(request_id, code, said))
+    def fail_all(self, code: str, message: str) -> None:
+        """Fail all requests."""
+        for request_id in list(self._asked):
+            self._fail(request_id, code, message)
 
-    def under_way(self) -> Iterator[tuple[int, dict[str, object]]]:
-        """Each request, and what an operator may know of it: nothing of its text."""
-        for request_id, asked in self._asked.items():
-            yield (
-                request_id,
-                {
-                    "id": request_id,
-                    "state": "running" if asked.has_started else "waiting",
-                    "prompt_tokens": len(asked.message.prompt),
-                    "max_tokens": asked.message.sampling.max_tokens,
-                    "priority": asked.message.priority,
-                },
-            )
+    def fail_started(self, engine: int, message: str) -> None:
+        """Fail the started requests of a lost engine. Its waiting requests have no engine now."""
+        for request_id in self.router.lose(engine):
+            pending = self._asked.get(request_id)
+            if pending is not None and pending.has_started:
+                self._fail(request_id, "engine_error", message)
 
-    def asked_again(self, *, besides: Container[int]) -> Iterator[EngineRequest]:
-        """What an engine must be asked that nobody is asked now, ``besides`` what somebody is."""
-        for request_id, asked in list(self._asked.items()):
-            if request_id not in besides:
-                asked.given_at = time.perf_counter()
-                yield asked.message
+    def _fail(self, request_id: int, code: str, message: str) -> None:
+        pending = self._asked[request_id]
+        self.cancel(request_id)
+        pending.handle.put(pending.index, Failed(request_id, code, message))
+
+    def under_way(self) -> list[dict[str, object]]:
+        """Return the facts about pending requests for an operator, without their texts."""
+        return [
+            {
+                "id": request_id,
+                "state": "running" if pending.has_started else "waiting",
+                "prompt_tokens": len(pending.message.prompt),
+                "max_tokens": pending.message.sampling.max_tokens,
+                "priority": pending.message.priority,
+                "engine": self.router.engine_of(request_id),
+            }
+            for request_id, pending in self._asked.items()
+        ]
+
+    def start_waiting(self) -> None:
+        """Send the requests without an engine to one."""
+        for request_id, pending in list(self._asked.items()):
+            if request_id not in self.router:
+                pending.given_at = time.perf_counter()
+                self._start(pending.message)
+
+    def _start(self, message: EngineRequest) -> None:
+        engine = self._place(message)
+        if engine is not None:
+            self._send(engine, message)
 
     def _check_room(self, messages: Sequence[EngineRequest], max_context: int) -> None:
         most = self._limits.max_queued_contexts * max_context
@@ -293,9 +314,8 @@ class RequestTracker:
         latest = time.perf_counter() - self._limits.queue_timeout
         for request_id, asked in list(self._asked.items()):
             if not asked.has_started and asked.since <= latest:
-                self.cancel(request_id)
                 said = f"waited {self._limits.queue_timeout:g} s in the queue"
-                asked.handle.put(asked.index, Failed(request_id, "queue_timeout", said))
+                self._fail(request_id, "queue_timeout", said)
         self._timer = None
         if self._asked:
             self._look_later()
