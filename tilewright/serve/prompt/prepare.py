@@ -159,7 +159,7 @@ def sampling_for(
     left = ready.max_positions + 1 - len(prompt.tokens)
     most = min(left, limit or left)
     chosen = {**defaults, **sampling_values(request)}
-    chosen["top_k"] = max(0, int(chosen.get("top_k", 0)))
+    chosen["top_k"] = int(chosen.get("top_k", 0))
     seed = request.seed if request.seed is not None else secrets.randbits(_SEED_BITS)
     min_tokens = request.min_tokens or 0
     if limit is not None and min_tokens > limit:

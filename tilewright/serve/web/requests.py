@@ -104,8 +104,12 @@ else:
 
 def sampling_values(request: SamplingFields) -> dict[str, Any]:
     """Return the sampling parameters of a body by name, without missing ones."""
-    values = {name: getattr(request, name) for name in plain_names()}
-    return {name: value for name, value in values.items() if value is not None}
+    values = {}
+    for name in plain_names():
+        if (value := getattr(request, name)) is not None:
+            span = range_of(name)
+            values[name] = span.low if value == span.off else value
+    return values
 
 
 class Common(SamplingFields, kw_only=True, frozen=True):
