@@ -26,6 +26,7 @@ from tilewright.runtime.messages import (
 )
 from tilewright.runtime.scheduling.engine_stats import STEP
 from tilewright.runtime.service import EngineService, QueueTransport
+from tilewright.serve.engines.request_tracker import RequestTimes
 from tilewright.serve.output.choice import Choice
 from tilewright.serve.web.errors import ApiError
 from tilewright.serve.web.responses import Job
@@ -52,7 +53,7 @@ class Ended:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """One choice of a row on its way. Times are those of ``time.perf_counter()``.
+    """One choice of a row on its way.
 
     Attributes:
         tokens, scores: what has come and is no text yet; echo: of its prompt, with the first.
@@ -60,13 +61,10 @@ class _Asked:
 
     live: _Live
     index: int
-    given_at: float
+    times: RequestTimes
     tokens: list[int] = field(default_factory=list)
     scores: list[LogProbs] = field(default_factory=list)
     echo: tuple[LogProbs, ...] = ()
-    seated_at: float | None = None
-    first_at: float | None = None
-    last_at: float = 0.0
 
     @property
     def choice(self) -> Choice:
@@ -160,7 +158,7 @@ class BatchEngine:
         for index, choice in enumerate(job.choices):
             number = next(self._numbers)
             like = first.setdefault(choice.request.prompt, number)
-            self._asked[number] = live.asked[number] = _Asked(live, index, now)
+            self._asked[number] = live.asked[number] = _Asked(live, index, RequestTimes(now))
             self._num_waiting += 1
             self._transport.inbox.append(
                 msgspec.structs.replace(
@@ -177,9 +175,8 @@ class BatchEngine:
         if isinstance(message, Tokens):
             self._hear_tokens(message, asked, ended)
         elif isinstance(message, Started):
-            if asked.seated_at is None:
-                asked.seated_at = asked.given_at + message.queue_s
-                self._num_waiting -= 1
+            self._num_waiting -= asked.times.started_at is None
+            asked.times.on_started(message)
             asked.choice.started = asked.choice.started or message
         elif isinstance(message, Finished):
             self._push(asked)
@@ -191,17 +188,16 @@ class BatchEngine:
             self._fail(asked, message, ended)
 
     def _hear_tokens(self, message: Tokens, asked: _Asked, ended: list[Ended]) -> None:
-        asked.last_at = time.perf_counter()
         self.num_output += len(message.tokens)
-        if asked.first_at is None:
-            asked.first_at = asked.last_at
-            self.num_first += 1
+        self.num_first += asked.times.first_at is None
+        asked.times.on_tokens()
         asked.tokens += message.tokens
         asked.scores += message.logprobs
         asked.echo = asked.echo or message.echo
         if asked.live.is_watched:  # a stop string, or a call, may be what ends it
             self._push(asked)
             if asked.choice.finish_reason is not None:
+                asked.choice.finished = asked.times.finished(message.request_id)
                 self._transport.inbox.append(Cancel(message.request_id))
                 self._leave(message.request_id, ended)
 
@@ -220,8 +216,7 @@ class BatchEngine:
         live = asked.live
         del live.asked[number]
         live.done.append(asked)
-        if asked.seated_at is None:
-            self._num_waiting -= 1
+        self._num_waiting -= asked.times.started_at is None
         if not live.asked:
             ended.append(_ended(live))
 
@@ -231,8 +226,7 @@ class BatchEngine:
         for number, each in live.asked.items():
             if number != message.request_id:
                 self._transport.inbox.append(Cancel(number))
-            if each.seated_at is None:
-                self._num_waiting -= 1
+            self._num_waiting -= each.times.started_at is None
             del self._asked[number]
         error = ApiError(500, message.code, message.message)
         ended.append(Ended(record=refused(live.item.row, error)))
@@ -255,14 +249,10 @@ def _ended(live: _Live) -> Ended:
 
 
 def _first(done: Sequence[_Asked]) -> float | None:
-    times = [
-        each.first_at - each.seated_at
-        for each in done
-        if each.first_at is not None and each.seated_at is not None
-    ]
-    return min(times, default=None)
+    times = [asked.times.finished(0) for asked in done]
+    return min((end.prefill_s for end in times if end is not None), default=None)
 
 
 def _total(done: Sequence[_Asked]) -> float | None:
-    times = [each.last_at - each.seated_at for each in done if each.seated_at is not None]
-    return max(times, default=None)
+    times = [asked.times.finished(0) for asked in done]
+    return max((end.prefill_s + end.decode_s for end in times if end is not None), default=None)

@@ -41,43 +41,52 @@ class Limits:
 
 
 @dataclass(slots=True)
-class PendingRequest:
-    """A request that the engine has, and who waits for it; times are of this process's clock.
+class RequestTimes:
+    """Times of a request: ``time.perf_counter()`` of the process without the engine.
 
-    ``since``: when it was asked for; ``given_at``: when an engine was asked; ``seated_at``,
-    ``first_at`` and ``last_at``: when it got a seat, and when its first and its latest tokens came.
+    Attributes:
+        sent_at: Time of the message to the engine.
+        started_at: Time of the slot. None: the request waits.
+        first_at, last_at: Times of the first and the last tokens.
     """
+
+    sent_at: float
+    started_at: float | None = None
+    first_at: float | None = None
+    last_at: float = 0.0
+
+    def on_tokens(self) -> None:
+        """Note the time of new tokens."""
+        self.last_at = time.perf_counter()
+        if self.first_at is None:
+            self.first_at = self.last_at
+
+    def on_started(self, message: Started) -> None:
+        """Note the time of the slot. The message may come with the first token."""
+        if self.started_at is None:
+            self.started_at = min(time.perf_counter(), self.sent_at + message.queue_s)
+
+    def finished(self, request_id: int) -> Finished | None:
+        """Return the message of a request that ends now. None: it has no token."""
+        if self.started_at is None or self.first_at is None:
+            return None
+        first, last = max(0.0, self.first_at - self.started_at), self.last_at - self.first_at
+        return Finished(request_id, "stop", first, last)
+
+
+@dataclass(slots=True)
+class PendingRequest:
+    """A submitted request. ``since``: time of arrival. ``index``: its number in ``handle``."""
 
     message: EngineRequest
     handle: RequestHandle
     index: int
     since: float
-    given_at: float
-    seated_at: float | None = None
-    first_at: float | None = None
-    last_at: float = 0.0
+    times: RequestTimes
 
     @property
     def has_started(self) -> bool:
-        return self.seated_at is not None
-
-    def hear_tokens(self) -> None:
-        self.last_at = time.perf_counter()
-        if self.first_at is None:
-            self.first_at = self.last_at
-
-    def hear_start(self, message: Started) -> None:
-        now = time.perf_counter()
-        if self.seated_at is None:
-            # not when it is heard: the engine may say it together with the first token
-            self.seated_at = min(now, self.given_at + message.queue_s)
-
-    def spent(self) -> Finished | None:
-        """What the engine would say, had the request ended now; None before its first token."""
-        if self.seated_at is None or self.first_at is None:
-            return None
-        first, last = max(0.0, self.first_at - self.seated_at), self.last_at - self.first_at
-        return Finished(self.handle.ids[self.index], "stop", first, last)
+        return self.times.started_at is not None
 
 
 @dataclass(slots=True, eq=False)
@@ -195,7 +204,9 @@ class RequestTracker:
             )
             handle.ids.append(self._next_id)
             now = time.perf_counter()
-            self._asked[self._next_id] = PendingRequest(numbered, handle, index, now, now)
+            self._asked[self._next_id] = PendingRequest(
+                numbered, handle, index, now, RequestTimes(now)
+            )
             self._count(numbered, 1)
             self._start(numbered)
         if self._timer is None:
@@ -212,7 +223,7 @@ class RequestTracker:
         engine = self.router.leave(request_id)
         if engine is not None:
             self._send(engine, Cancel(request_id))
-        done = asked.spent()
+        done = asked.times.finished(request_id)
         if done is not None:
             self._measure(asked.message, done)
         return done
@@ -228,12 +239,12 @@ class RequestTracker:
             self._num_running = max(1, num_running)
         if isinstance(message, Tokens):
             self.router.advance(message.request_id, len(message.tokens))
-            asked.hear_tokens()
+            asked.times.on_tokens()
         elif isinstance(message, Started):
             if not asked.has_started:
                 self._count(asked.message, -1)
                 asked.handle.engines[asked.index] = engine
-            asked.hear_start(message)
+            asked.times.on_started(message)
         else:
             if isinstance(message, Finished):
                 self._measure(asked.message, message)
@@ -276,7 +287,7 @@ class RequestTracker:
         """Send the requests without an engine to one."""
         for request_id, pending in list(self._asked.items()):
             if request_id not in self.router:
-                pending.given_at = time.perf_counter()
+                pending.times.sent_at = time.perf_counter()
                 self._start(pending.message)
 
     def _start(self, message: EngineRequest) -> None:
