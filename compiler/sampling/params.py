@@ -24,25 +24,21 @@ _OLD_NAMES = {"end_tokens": "stop_token_ids"}
 class Range:
     """Values from ``low`` to ``high``, both included. The type is that of ``low``.
 
-    ``high``: None means no limit.
-
     ``is_above``: Whether ``low`` itself is out of range.
     ``off``: Second value in HTTP bodies that disables the parameter. None: there is none.
     """
 
     low: float
-    high: float | None = None
+    high: float
     is_above: bool = False
     off: int | None = None
 
     def has(self, value: float) -> bool:
         """Return whether ``value`` is in range."""
         is_low = value > self.low if self.is_above else value >= self.low
-        return math.isfinite(value) and is_low and (self.high is None or value <= self.high)
+        return math.isfinite(value) and is_low and value <= self.high
 
     def __str__(self) -> str:
-        if self.high is None:
-            return f"{self.low} or more"
         low, high = (v if isinstance(v, int) else f"{v:g}" for v in (self.low, self.high))
         return f"above {low} and up to {high}" if self.is_above else f"{low} to {high}"
 
@@ -85,7 +81,10 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = _param(0, "random seed (default: 0)", Range(-1 << 63, _MAX_INT64), is_plain=False)
     max_tokens: int = _param(
-        200, "output tokens (default: 512, or what fits the context)", Range(1), is_plain=False
+        200,
+        "output tokens (default: 512, or what fits the context)",
+        Range(1, 1 << 31),
+        is_plain=False,
     )
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()

@@ -53,7 +53,7 @@ def test_masks_on_the_device_choose_as_the_definition_does(choosing: SamplingPar
     logits = torch.from_numpy(rng.normal(0, 3, (3, 45)).astype(np.float32))
     table = SeatTable(4, 2, torch.device("cpu"))
     seats = (Seat(2), Seat(0), Seat(3))
-    table.open({seat: replace(choosing, end_tokens=(7,)) for seat in seats})
+    table.open({seat: replace(choosing, stop_token_ids=(7,)) for seat in seats})
     masks = {seat: rng.random(45) < 0.2 for seat in (Seat(1), *seats[:2])}
     choice, given = choice_of(table, seats, (9, 10, 11), 43), logits.clone()
     again = partial(choice.apply, given, drawing_of([choosing]))

@@ -197,7 +197,7 @@ def test_nothing_is_captured_once_a_loop_is_warm() -> None:
         {},
         {"temperature": 1.0},
         {"temperature": 0.7, "top_k": 3},
-        {"temperature": 0.7, "top_p": 0.5, "end_tokens": tuple(range(1, 60))},
+        {"temperature": 0.7, "top_p": 0.5, "stop_token_ids": tuple(range(1, 60))},
         {"temperature": 0.7, "top_k": 9, "top_p": 0.5, "min_p": 0.1},
     ]
     for count in (1, 5):

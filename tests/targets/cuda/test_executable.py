@@ -108,7 +108,7 @@ def test_end_tokens_finish_their_own_row_alone(executable: Executable) -> None:
     expected = Chosen(tokens, [GOES_ON, END_TOKEN, END_TOKEN])
     assert read([SamplingParams(stop_token_ids=each) for each in ends]) == expected
     one = SamplingParams(temperature=1.0, top_k=1, seed=9)  # of one candidate
-    assert read([replace(one, end_tokens=each) for each in ends]) == expected
+    assert read([replace(one, stop_token_ids=each) for each in ends]) == expected
 
 
 def test_more_end_tokens_than_the_device_looks_for_end_a_sequence(executable: Executable) -> None:
