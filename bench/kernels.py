@@ -211,9 +211,9 @@ def _sampling(rows: int, *, vocabulary: int) -> Iterator[Variant]:
     """Random logits: nearly all tokens are in a nucleus of 0.95, the slowest case."""
     import torch
 
+    from tilewright.compiler.sampling.params import SamplingParams
     from tilewright.compiler.targets.cuda.outputs.sampling_batch import Drawing, make_choice
     from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
-    from tilewright.compiler.sampling.params import SamplingParams
     from tilewright.compiler.targets.interface.step import Seat
 
     device = torch.device("cuda")

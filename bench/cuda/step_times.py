@@ -6,11 +6,11 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.evaluate.measure.timing import OFFLINE, Job
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.request import Request
-from tilewright.runtime.sampling import SamplingParams
+from tilewright.runtime.scheduling.request_state import RequestState
 
 _PROMPT, _STEPS, _PROFILED, _MAX_KERNELS = 100, 150, 16, 25
 _SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
@@ -25,7 +25,7 @@ def profile(executable: Executable, jobs: Sequence[Job], *, is_decode: bool) -> 
     # Captured graphs fail at exit after a teardown of CUPTI.
     os.environ["TEARDOWN_CUPTI"] = "0"
     loop = EngineLoop(executable, policy=OFFLINE)
-    requests = [Request(at, job.prompt, job.sampling) for at, job in enumerate(jobs)]
+    requests = [RequestState(at, job.prompt, job.sampling) for at, job in enumerate(jobs)]
     for request in requests:
         loop.add(request)
     while is_decode and not all(len(request.output) > 3 for request in requests):
@@ -60,7 +60,7 @@ def _host_time(
     def add(max_tokens: int) -> None:
         nonlocal number
         sampling = SamplingParams(max_tokens=max_tokens, seed=number, **params)  # type: ignore[arg-type]
-        loop.add(Request(number, (3 + number % 1000,) * _PROMPT, sampling))
+        loop.add(RequestState(number, (3 + number % 1000,) * _PROMPT, sampling))
         number += 1
 
     for at in range(num_slots):
@@ -79,7 +79,7 @@ def _host_time(
         if (steps := sum(tally.counts) - count) and "host" in key:
             parts.append(f"{key} {1e6 * (tally.total - total) / steps:,.0f}")
     for each in [*loop.scheduler.running]:
-        loop.cancel(each.request)
+        loop.cancel(each)
     loop.generate([])
     what = "changing" if changes else "unchanged"
     return f"{what}, {'sampled' if params else 'greedy'}: {took:,.0f} us a step; {', '.join(parts)}"
