@@ -115,7 +115,7 @@ def measure(model_path: str, target: str, precision: PrecisionConfig) -> Accurac
     options = CompileOptions(max_context=ACCURACY_CONTEXT)
     compiled = compile_model(source.checkpoint_model(), precision, target=target, options=options)
     try:
-        return score(teacher_force(compiled.executable, [(reference, None)]), reference)
+        return score(teacher_force(compiled.executable, reference), reference)
     finally:
         compiled.executable.close()
 

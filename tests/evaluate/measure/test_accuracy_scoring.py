@@ -121,7 +121,7 @@ def test_logits_that_are_no_numbers_are_refused(odd: float) -> None:
 
     made.step = broken  # type: ignore[method-assign]
     with pytest.raises(CompileError, match="predicted position 0 are not finite"):
-        teacher_force(made, [(reference, None)])
+        teacher_force(made, reference)
 
 
 def test_predictions_of_other_code_or_another_device_are_not_compared(
@@ -190,8 +190,8 @@ def test_the_same_model_is_right_everywhere(
     reference, expected = truth
     told: list[tuple[int, int]] = []
     found = executable(target)
-    truth_of = [(reference, expected)]
-    predictions = teacher_force(found, truth_of, on_step=lambda *news: told.append(news))
+    on_step = lambda *news: told.append(news)  # noqa: E731
+    predictions = teacher_force(found, reference, expected, on_step=on_step)
     accuracy = score(predictions, reference)
     assert (accuracy.num_top1, accuracy.num_top5, accuracy.num_positions) == (512, 512, 512)
     assert accuracy.kl_mean is not None and 0 <= accuracy.kl_mean < 1e-8
@@ -203,9 +203,9 @@ def test_a_coarser_format_is_less_right(truth: tuple[Reference, torch.Tensor]) -
     """And the logits are compared at the position they belong to: shifted ones diverge far more."""
     reference, expected = truth
     found = executable("cpu", "bfp4")
-    predictions = teacher_force(found, [(reference, expected)])
+    predictions = teacher_force(found, reference, expected)
     accuracy = score(predictions, reference)
-    shifted = teacher_force(found, [(reference, expected.roll(1, 0))])
+    shifted = teacher_force(found, reference, expected.roll(1, 0))
     found.close()
     assert accuracy.kl_mean is not None and 1e-4 < accuracy.kl_mean < sum(shifted.kl) / 512 / 2
     assert 200 < accuracy.num_top1 < 512
@@ -214,7 +214,7 @@ def test_a_coarser_format_is_less_right(truth: tuple[Reference, torch.Tensor]) -
 def test_without_logits_guesses_are_the_same(truth: tuple[Reference, torch.Tensor]) -> None:
     reference, expected = truth
     found = executable("cpu", "bfp8")
-    without, known = (teacher_force(found, [(reference, each)]) for each in (None, expected))
+    without, known = (teacher_force(found, reference, each) for each in (None, expected))
     assert without.guesses == known.guesses
     assert without.kl == ()
     found.close()

@@ -150,7 +150,8 @@ def measure_accuracy(
     reference, logits = find_reference(source, progress, text=text)
     predictions = accuracy.teacher_force(
         compiled.executable,
-        [(reference, logits)],
+        reference,
+        logits,
         on_step=lambda done, total: progress("accuracy", done, total),
     )
     key = partial(

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -42,51 +41,38 @@ class Predictions:
     kl: tuple[float, ...]
 
 
-Truth = tuple[Reference, Tensor | None]
-"""A reference and its own logits ``[predictions, vocab]``, for KL; None where they are unknown."""
-
-
 def teacher_force(
     executable: Executable,
-    truths: Sequence[Truth],
+    reference: Reference,
+    logits: Tensor | None = None,
     *,
-    batch: int = 1,
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> Predictions:
-    """Feed the texts of references of equal lengths through prefill and decode steps; every
-    prediction, text after text.
+    """Feed the text of a reference through prefill and decode steps.
 
-    ``batch``: texts that are run side by side, each a sequence of its own.
+    ``logits``: those of the reference, ``[predictions, vocab]``. None: no KL.
 
     Raises:
-        CompileError: where the executable's logits are no numbers.
+        CompileError: for logits that are not finite.
     """
-    engine, done = Engine(executable), 0
-    total = sum(len(reference.guesses) for reference, _ in truths)
-    guesses: list[list[int]] = [[] for _ in truths]
-    kl: list[list[float]] = [[] for _ in truths]
-    for start in range(0, len(truths), batch):
-        group = truths[start : start + batch]
-        for step, rows in enumerate(_predicted(engine, group)):
-            check_logits(rows, step)
-            for index, (_, logits) in enumerate(group):
-                guesses[start + index].append(int(rows[index].argmax()))
-                if logits is not None:
-                    kl[start + index].append(divergence(logits[step], rows[index]))
-            done += len(group)
-            on_step(done, total)
-    return Predictions(tuple(chain.from_iterable(guesses)), tuple(chain.from_iterable(kl)))
+    engine, total = Engine(executable), len(reference.guesses)
+    guesses, kl = list[int](), list[float]()
+    for step, rows in enumerate(_predicted(engine, reference)):
+        check_logits(rows, step)
+        guesses.append(int(rows[0].argmax()))
+        if logits is not None:
+            kl.append(divergence(logits[step], rows[0]))
+        on_step(step + 1, total)
+    return Predictions(tuple(guesses), tuple(kl))
 
 
-def _predicted(engine: Engine, group: Sequence[Truth]) -> Iterator[Tensor]:
-    """The logits ``[sequences, vocab]`` of each predicted position, of all texts side by side."""
-    ids = list(range(len(group)))
-    tokens = torch.tensor([reference.tokens for reference, _ in group])
-    first = group[0][0]
-    yield engine.prefill(ids, list(tokens[:, : first.prefill]))
-    for position in range(first.prefill, first.prefill + len(first.guesses) - 1):
-        yield engine.decode(ids, tokens[:, position])
-    engine.remove(ids)
+def _predicted(engine: Engine, reference: Reference) -> Iterator[Tensor]:
+    """Yield the logits ``[1, vocab]`` of each predicted position."""
+    tokens = torch.tensor(reference.tokens)
+    yield engine.prefill([0], [tokens[: reference.prefill]])
+    for position in range(reference.prefill, reference.prefill + len(reference.guesses) - 1):
+        yield engine.decode([0], tokens[position : position + 1])
+    engine.remove([0])
 
 
 def divergence(reference_V: Tensor, logits_V: Tensor) -> float:
