@@ -16,6 +16,28 @@ from tilewright.compiler.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from tilewright.compiler.passes.match_rms_norm import match_rms_norm
 from tilewright.compiler.passes.runner import run_passes
 
+REWRITE = """\
+- %add0: float32[T, 32] = aten.add.Tensor(%embedding0, %linear1)
+- %rms_norm1: float32[T, 32] = rms_norm(%add0, post_attention_layernorm, 1e-05)
+- %linear2: float32[T, 96] = linear(%rms_norm1, mlp.gate_proj_up_proj)  {group=ff1_3, weight=bfp8,
+      fidelity=hifi2}
+- %swiglu_packed0: float32[T, 48] = swiglu_packed(%linear2)
++ %add_rms_norm0: (float32[T, 32], float32[T, 32]) = add_rms_norm(%embedding0, %linear1,
+      post_attention_layernorm, 1e-05)
++ %linear3: float32[T, 96] = linear(%add_rms_norm0.0, mlp.gate_proj_up_proj)  {group=ff1_3,
+      weight=bfp8, fidelity=hifi2}
++ %swiglu_packed0: float32[T, 48] = swiglu_packed(%linear3)
+- %add1: float32[T, 32] = aten.add.Tensor(%add0, %linear4)
+- %rms_norm2: float32[T, 32] = rms_norm(%add1, norm, 1e-05)
+- %linear5: float32[T, 61] = linear(%rms_norm2, embed_tokens)  {group=lm_head, weight=bfp8,
+      fidelity=hifi2}
+- return %linear5
++ %add_rms_norm1: (float32[T, 32], float32[T, 32]) = add_rms_norm(%add_rms_norm0.1, %linear4,
+      norm, 1e-05)
++ %linear6: float32[T, 61] = linear(%add_rms_norm1.0, embed_tokens)  {group=lm_head, weight=bfp8,
+      fidelity=hifi2}
++ return %linear6"""
+
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight

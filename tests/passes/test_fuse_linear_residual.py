@@ -16,6 +16,22 @@ from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.passes.fuse_linear_residual import fuse_linear_residual
 from tilewright.compiler.passes.runner import run_passes
 
+REWRITE = """\
+- %linear1: float32[T, 32] = linear(%flatten0, self_attn.o_proj)  {group=wo, weight=bfp8,
+      fidelity=hifi2}
+- %add0: float32[T, 32] = aten.add.Tensor(%embedding0, %linear1)
+- %rms_norm1: float32[T, 32] = rms_norm(%add0, post_attention_layernorm, 1e-05)
++ %fused_linear0: float32[T, 32] = fused_linear(%flatten0, self_attn.o_proj, None, None, 0.0,
+      %embedding0, False)  {group=wo, weight=bfp8, fidelity=hifi2}
++ %rms_norm1: float32[T, 32] = rms_norm(%fused_linear0, post_attention_layernorm, 1e-05)
+- %linear2: float32[T, 32] = linear(%fused_linear1, mlp.down_proj)  {group=ff2, weight=bfp8,
+      fidelity=hifi2}
+- %add1: float32[T, 32] = aten.add.Tensor(%add0, %linear2)
+- %rms_norm2: float32[T, 32] = rms_norm(%add1, norm, 1e-05)
++ %fused_linear2: float32[T, 32] = fused_linear(%fused_linear1, mlp.down_proj, None, None, 0.0,
+      %fused_linear0, False)  {group=ff2, weight=bfp8, fidelity=hifi2}
++ %rms_norm2: float32[T, 32] = rms_norm(%fused_linear2, norm, 1e-05)"""
+
 Function = Callable[..., Tensor]
 
 

@@ -16,6 +16,17 @@ from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.passes.fuse_linear_swiglu import fuse_linear_swiglu
 from tilewright.compiler.passes.runner import run_passes
 
+REWRITE = """\
+- %linear2: float32[T, 96] = linear(%rms_norm1, mlp.gate_proj_up_proj)  {group=ff1_3, weight=bfp8,
+      fidelity=hifi2}
+- %swiglu_packed0: float32[T, 48] = swiglu_packed(%linear2)
+- %linear3: float32[T, 32] = linear(%swiglu_packed0, mlp.down_proj)  {group=ff2, weight=bfp8,
+      fidelity=hifi2}
++ %fused_linear0: float32[T, 48] = fused_linear(%rms_norm1, mlp.gate_proj_up_proj, None, None,
+      0.0, None, True)  {group=ff1_3, weight=bfp8, fidelity=hifi2}
++ %linear3: float32[T, 32] = linear(%fused_linear0, mlp.down_proj)  {group=ff2, weight=bfp8,
+      fidelity=hifi2}"""
+
 
 def of_no_product(x: Tensor, positions: Tensor, weight: Tensor) -> Tensor:
     out: Tensor = ops.swiglu_packed(ops.linear(x, weight).sin())

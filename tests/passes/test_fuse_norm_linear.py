@@ -16,6 +16,35 @@ from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.passes.fuse_norm_linear import fuse_norm_linear
 from tilewright.compiler.passes.runner import run_passes
 
+REWRITE = """\
+- %rms_norm0: float32[T, 32] = rms_norm(%embedding0, input_layernorm, 1e-05)
+- %linear0: float32[T, 128] = linear(%rms_norm0, self_attn.q_proj_k_proj_v_proj)  {group=wqkv,
+      weight=bfp8, fidelity=hifi2}
+- %rope_attention_step0: float32[T, 64] = rope_attention_step(%linear0, None, None, self_attn.kv,
+      positions, cu_seqlens, slots, rotary.inv_freq, 4, 0.25, 0, False)  {group=kv_cache,
+      weight=bfp8, fidelity=hifi2}
++ %fused_linear0: float32[T, 128] = fused_linear(%embedding0, self_attn.q_proj_k_proj_v_proj,
+      None, input_layernorm, 1e-05, None, False)  {group=wqkv, weight=bfp8, fidelity=hifi2}
++ %rope_attention_step0: float32[T, 64] = rope_attention_step(%fused_linear0, None, None,
+      self_attn.kv, positions, cu_seqlens, slots, rotary.inv_freq, 4, 0.25, 0, False)
+      {group=kv_cache, weight=bfp8, fidelity=hifi2}
+- %rms_norm1: float32[T, 32] = rms_norm(%fused_linear1, post_attention_layernorm, 1e-05)
+- %fused_linear2: float32[T, 48] = fused_linear(%rms_norm1, mlp.gate_proj_up_proj, None, None,
+      0.0, None, True)  {group=ff1_3, weight=bfp8, fidelity=hifi2}
+- %fused_linear4: float32[T, 32] = fused_linear(%fused_linear2, mlp.down_proj, None, None, 0.0,
+      %fused_linear1, False)  {group=ff2, weight=bfp8, fidelity=hifi2}
++ %fused_linear3: float32[T, 48] = fused_linear(%fused_linear1, mlp.gate_proj_up_proj, None,
+      post_attention_layernorm, 1e-05, None, True)  {group=ff1_3, weight=bfp8, fidelity=hifi2}
++ %fused_linear4: float32[T, 32] = fused_linear(%fused_linear3, mlp.down_proj, None, None, 0.0,
+      %fused_linear1, False)  {group=ff2, weight=bfp8, fidelity=hifi2}
+- %rms_norm2: float32[R, 32] = rms_norm(%index_select0, norm, 1e-05)
+- %linear1: float32[R, 61] = linear(%rms_norm2, embed_tokens)  {group=lm_head, weight=bfp8,
+      fidelity=hifi2}
+- return %linear1
++ %fused_linear5: float32[R, 61] = fused_linear(%index_select0, embed_tokens, None, norm, 1e-05,
+      None, False)  {group=lm_head, weight=bfp8, fidelity=hifi2}
++ return %fused_linear5"""
+
 Function = Callable[..., Tensor]
 
 

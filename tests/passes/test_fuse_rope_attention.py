@@ -16,6 +16,25 @@ from tilewright.compiler.passes.fuse_rope_attention import fuse_rope_attention
 from tilewright.compiler.passes.insert_state import insert_state
 from tilewright.compiler.passes.runner import run_passes
 
+REWRITE = """\
+- %split_with_sizes0: (float32[T, 64], float32[T, 32], float32[T, 32]) =
+      aten.split_with_sizes.default(%linear0, [64, 32, 32], -1)
+- %unflatten0: float32[T, 4, 16] = aten.unflatten.int(%split_with_sizes0.0, -1, [-1, 16])
+- %unflatten1: float32[T, 2, 16] = aten.unflatten.int(%split_with_sizes0.1, -1, [-1, 16])
+- %unflatten2: float32[T, 2, 16] = aten.unflatten.int(%split_with_sizes0.2, -1, [-1, 16])
+- %rope0: float32[T, 4, 16] = rope(%unflatten0, positions, rotary.inv_freq)
+- %rope1: float32[T, 2, 16] = rope(%unflatten1, positions, rotary.inv_freq)
+- %attention_step0: float32[T, 4, 16] = attention_step(%rope0, %rope1, %unflatten2, self_attn.kv,
+      positions, cu_seqlens, slots, 0.25, 0)  {group=kv_cache, weight=bfp8, fidelity=hifi2}
+- %flatten0: float32[T, 64] = aten.flatten.using_ints(%attention_step0, -2)
+- %linear1: float32[T, 32] = linear(%flatten0, self_attn.o_proj)  {group=wo, weight=bfp8,
+      fidelity=hifi2}
++ %rope_attention_step0: float32[T, 64] = rope_attention_step(%linear0, None, None, self_attn.kv,
+      positions, cu_seqlens, slots, rotary.inv_freq, 4, 0.25, 0, False)  {group=kv_cache,
+      weight=bfp8, fidelity=hifi2}
++ %linear1: float32[T, 32] = linear(%rope_attention_step0, self_attn.o_proj)  {group=wo,
+      weight=bfp8, fidelity=hifi2}"""
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out: Tensor = ops.attention(q, k, v, 0.25)

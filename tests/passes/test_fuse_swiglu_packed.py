@@ -13,6 +13,16 @@ from tilewright.compiler import ops
 from tilewright.compiler.passes.fuse_swiglu_packed import fuse_swiglu_packed
 from tilewright.compiler.passes.runner import run_passes
 
+REWRITE = """\
+- %split_with_sizes1: (float32[T, 48], float32[T, 48]) = aten.split_with_sizes.default(%linear2,
+      [48, 48], -1)
+- %swiglu0: float32[T, 48] = swiglu(%split_with_sizes1.0, %split_with_sizes1.1)
+- %linear3: float32[T, 32] = linear(%swiglu0, mlp.down_proj)  {group=ff2, weight=bfp8,
+      fidelity=hifi2}
++ %swiglu_packed0: float32[T, 48] = swiglu_packed(%linear2)
++ %linear3: float32[T, 32] = linear(%swiglu_packed0, mlp.down_proj)  {group=ff2, weight=bfp8,
+      fidelity=hifi2}"""
+
 
 def exchanged(x: Tensor, positions: Tensor) -> Tensor:
     up, gate = x.split([16, 16], -1)

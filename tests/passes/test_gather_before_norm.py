@@ -15,6 +15,16 @@ from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.passes.gather_before_norm import gather_before_norm
 from tilewright.compiler.passes.runner import run_passes
 
+REWRITE = """\
+- %rms_norm2: float32[T, 32] = rms_norm(%fused_linear2, norm, 1e-05)
+- %index_select0: float32[R, 32] = aten.index_select.default(%rms_norm2, 0, logit_rows)
+- %linear1: float32[R, 61] = linear(%index_select0, embed_tokens)  {group=lm_head, weight=bfp8,
+      fidelity=hifi2}
++ %index_select0: float32[R, 32] = aten.index_select.default(%fused_linear2, 0, logit_rows)
++ %rms_norm3: float32[R, 32] = rms_norm(%index_select0, norm, 1e-05)
++ %linear1: float32[R, 61] = linear(%rms_norm3, embed_tokens)  {group=lm_head, weight=bfp8,
+      fidelity=hifi2}"""
+
 Function = Callable[..., Tensor]
 ROWS = torch.tensor([4, 0, 0, 2])
 

@@ -12,6 +12,16 @@ from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.passes.gather_logit_rows import gather_logit_rows
 from tilewright.compiler.passes.runner import run_passes
 
+REWRITE = """\
++ logit_rows: int64[R] = input
+- %linear4: float32[T, 61] = linear(%add_rms_norm1.0, embed_tokens)  {group=lm_head, weight=bfp8,
+      fidelity=hifi2}
+- return %linear4
++ %index_select0: float32[R, 32] = aten.index_select.default(%add_rms_norm1.0, 0, logit_rows)
++ %linear5: float32[R, 61] = linear(%index_select0, embed_tokens)  {group=lm_head, weight=bfp8,
+      fidelity=hifi2}
++ return %linear5"""
+
 
 def test_an_output_that_is_no_product_is_left_alone() -> None:
     def normed(x: Tensor, positions: Tensor, weight: Tensor, norm: Tensor) -> Tensor:

@@ -16,6 +16,17 @@ from tilewright.compiler.ir.text import graph_text
 from tilewright.compiler.passes.insert_state import insert_state
 from tilewright.compiler.passes.runner import run_passes
 
+REWRITE = """\
++ cu_seqlens: int64[N+1] = input
++ slots: int64[N] = input
++ self_attn.kv: float32[S, 2, L, 2, 16] = state  {group=kv_cache, format=bfp8 per_token}
+- %attention0: float32[T, 4, 16] = attention(%rope0, %rope1, %unflatten2, 0.25)  {group=kv_cache,
+      weight=bfp8, fidelity=hifi2}
+- %flatten0: float32[T, 64] = aten.flatten.using_ints(%attention0, -2)
++ %attention_step0: float32[T, 4, 16] = attention_step(%rope0, %rope1, %unflatten2, self_attn.kv,
+      positions, cu_seqlens, slots, 0.25, 0)  {group=kv_cache, weight=bfp8, fidelity=hifi2}
++ %flatten0: float32[T, 64] = aten.flatten.using_ints(%attention_step0, -2)"""
+
 
 def test_a_graph_without_attention_is_left_alone() -> None:
     graph_module, model = function_graph(lambda x, positions: x + 1)

@@ -12,6 +12,41 @@ from tilewright.compiler import ops
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.passes.match_rms_norm import match_rms_norm
 
+REWRITE = """\
+- %pow0: float32[T, 32] = aten.pow.Tensor_Scalar(%embedding0, 2)
+- %mean0: float32[T, 1] = aten.mean.dim(%pow0, [-1], True)
+- %add0: float32[T, 1] = aten.add.Tensor(%mean0, 1e-05)
+- %rsqrt0: float32[T, 1] = aten.rsqrt.default(%add0)
+- %mul1: float32[T, 32] = aten.mul.Tensor(%embedding0, %rsqrt0)
+- %mul2: float32[T, 32] = aten.mul.Tensor(%mul1, input_layernorm)
+- %linear0: float32[T, 64] = linear(%mul2, self_attn.q_proj)  {group=wqkv}
++ %rms_norm0: float32[T, 32] = rms_norm(%embedding0, input_layernorm, 1e-05)
++ %linear0: float32[T, 64] = linear(%rms_norm0, self_attn.q_proj)  {group=wqkv}
+- %linear1: float32[T, 32] = linear(%mul2, self_attn.k_proj)  {group=wqkv}
++ %linear1: float32[T, 32] = linear(%rms_norm0, self_attn.k_proj)  {group=wqkv}
+- %linear2: float32[T, 32] = linear(%mul2, self_attn.v_proj)  {group=wqkv}
++ %linear2: float32[T, 32] = linear(%rms_norm0, self_attn.v_proj)  {group=wqkv}
+- %pow1: float32[T, 32] = aten.pow.Tensor_Scalar(%add3, 2)
+- %mean1: float32[T, 1] = aten.mean.dim(%pow1, [-1], True)
+- %add4: float32[T, 1] = aten.add.Tensor(%mean1, 1e-05)
+- %rsqrt1: float32[T, 1] = aten.rsqrt.default(%add4)
+- %mul11: float32[T, 32] = aten.mul.Tensor(%add3, %rsqrt1)
+- %mul12: float32[T, 32] = aten.mul.Tensor(%mul11, post_attention_layernorm)
+- %linear4: float32[T, 48] = linear(%mul12, mlp.gate_proj)  {group=ff1_3}
++ %rms_norm1: float32[T, 32] = rms_norm(%add3, post_attention_layernorm, 1e-05)
++ %linear4: float32[T, 48] = linear(%rms_norm1, mlp.gate_proj)  {group=ff1_3}
+- %linear5: float32[T, 48] = linear(%mul12, mlp.up_proj)  {group=ff1_3}
++ %linear5: float32[T, 48] = linear(%rms_norm1, mlp.up_proj)  {group=ff1_3}
+- %pow2: float32[T, 32] = aten.pow.Tensor_Scalar(%add5, 2)
+- %mean2: float32[T, 1] = aten.mean.dim(%pow2, [-1], True)
+- %add6: float32[T, 1] = aten.add.Tensor(%mean2, 1e-05)
+- %rsqrt2: float32[T, 1] = aten.rsqrt.default(%add6)
+- %mul14: float32[T, 32] = aten.mul.Tensor(%add5, %rsqrt2)
+- %mul15: float32[T, 32] = aten.mul.Tensor(%mul14, norm)
+- %linear7: float32[T, 61] = linear(%mul15, embed_tokens)  {group=lm_head}
++ %rms_norm2: float32[T, 32] = rms_norm(%add5, norm, 1e-05)
++ %linear7: float32[T, 61] = linear(%rms_norm2, embed_tokens)  {group=lm_head}"""
+
 
 def norm(x: Tensor, positions: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight

@@ -13,6 +13,35 @@ from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.passes.match_rope import match_rope
 from tilewright.compiler.passes.runner import run_passes
 
+REWRITE = """\
+- %to0: float32[T] = aten.to.dtype(positions, torch.float32)
+- %unsqueeze0: float32[T, 1] = aten.unsqueeze.default(%to0, -1)
+- %mul0: float32[T, 8] = aten.mul.Tensor(%unsqueeze0, rotary.inv_freq)
+- %cos0: float32[T, 8] = aten.cos.default(%mul0)
+- %unsqueeze1: float32[T, 1, 8] = aten.unsqueeze.default(%cos0, 1)
+- %sin0: float32[T, 8] = aten.sin.default(%mul0)
+- %unsqueeze2: float32[T, 1, 8] = aten.unsqueeze.default(%sin0, 1)
+- %chunk0: (float32[T, 4, 8], float32[T, 4, 8]) = aten.chunk.default(%unflatten0, 2, -1)
+- %mul1: float32[T, 4, 8] = aten.mul.Tensor(%chunk0.0, %unsqueeze1)
+- %mul2: float32[T, 4, 8] = aten.mul.Tensor(%chunk0.1, %unsqueeze2)
+- %sub0: float32[T, 4, 8] = aten.sub.Tensor(%mul1, %mul2)
+- %mul3: float32[T, 4, 8] = aten.mul.Tensor(%chunk0.1, %unsqueeze1)
+- %mul4: float32[T, 4, 8] = aten.mul.Tensor(%chunk0.0, %unsqueeze2)
+- %add0: float32[T, 4, 8] = aten.add.Tensor(%mul3, %mul4)
+- %cat0: float32[T, 4, 16] = aten.cat.default([%sub0, %add0], -1)
+- %chunk1: (float32[T, 2, 8], float32[T, 2, 8]) = aten.chunk.default(%unflatten1, 2, -1)
+- %mul5: float32[T, 2, 8] = aten.mul.Tensor(%chunk1.0, %unsqueeze1)
+- %mul6: float32[T, 2, 8] = aten.mul.Tensor(%chunk1.1, %unsqueeze2)
+- %sub1: float32[T, 2, 8] = aten.sub.Tensor(%mul5, %mul6)
+- %mul7: float32[T, 2, 8] = aten.mul.Tensor(%chunk1.1, %unsqueeze1)
+- %mul8: float32[T, 2, 8] = aten.mul.Tensor(%chunk1.0, %unsqueeze2)
+- %add1: float32[T, 2, 8] = aten.add.Tensor(%mul7, %mul8)
+- %cat1: float32[T, 2, 16] = aten.cat.default([%sub1, %add1], -1)
+- %attention0: float32[T, 4, 16] = attention(%cat0, %cat1, %unflatten2, 0.25)  {group=kv_cache}
++ %rope0: float32[T, 4, 16] = rope(%unflatten0, positions, rotary.inv_freq)
++ %rope1: float32[T, 2, 16] = rope(%unflatten1, positions, rotary.inv_freq)
++ %attention0: float32[T, 4, 16] = attention(%rope0, %rope1, %unflatten2, 0.25)  {group=kv_cache}"""
+
 
 def angles(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
     turned = positions.float().unsqueeze(-1) * inv_freq

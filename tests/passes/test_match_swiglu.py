@@ -14,6 +14,13 @@ from tilewright.compiler import ops
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.passes.match_swiglu import match_swiglu
 
+REWRITE = """\
+- %silu0: float32[T, 48] = aten.silu.default(%linear4)
+- %mul0: float32[T, 48] = aten.mul.Tensor(%silu0, %linear5)
+- %linear6: float32[T, 32] = linear(%mul0, mlp.down_proj)  {group=ff2}
++ %swiglu0: float32[T, 48] = swiglu(%linear4, %linear5)
++ %linear6: float32[T, 32] = linear(%swiglu0, mlp.down_proj)  {group=ff2}"""
+
 
 @pytest.mark.parametrize(
     "function",

@@ -16,6 +16,54 @@ from tilewright.compiler.passes.merge_parallel_linears import merge_parallel_lin
 from tilewright.compiler.passes.runner import PassContext, run_passes
 from tilewright.compiler.precision import PrecisionConfig
 
+REWRITE = """\
+- self_attn.q_proj: float32[64, 32] = weight  {group=wqkv, format=bfp8}
+- self_attn.k_proj: float32[32, 32] = weight  {group=wqkv, format=bfp8}
+- self_attn.v_proj: float32[32, 32] = weight  {group=wqkv, format=bfp8}
++ self_attn.q_proj_k_proj_v_proj: float32[128, 32] = weight  {group=wqkv, format=bfp8,
+      parts=q|k|v}
+- mlp.gate_proj: float32[48, 32] = weight  {group=ff1_3, format=bfp8}
+- mlp.up_proj: float32[48, 32] = weight  {group=ff1_3, format=bfp8}
++ mlp.gate_proj_up_proj: float32[96, 32] = weight  {group=ff1_3, format=bfp8, parts=gate|up}
+- %linear0: float32[T, 64] = linear(%rms_norm0, self_attn.q_proj)  {group=wqkv, weight=bfp8,
+      fidelity=hifi2}
+- %unflatten0: float32[T, 4, 16] = aten.unflatten.int(%linear0, -1, [-1, 16])
+- %linear1: float32[T, 32] = linear(%rms_norm0, self_attn.k_proj)  {group=wqkv, weight=bfp8,
+      fidelity=hifi2}
+- %unflatten1: float32[T, 2, 16] = aten.unflatten.int(%linear1, -1, [-1, 16])
+- %linear2: float32[T, 32] = linear(%rms_norm0, self_attn.v_proj)  {group=wqkv, weight=bfp8,
+      fidelity=hifi2}
+- %unflatten2: float32[T, 2, 16] = aten.unflatten.int(%linear2, -1, [-1, 16])
+- %rope0: float32[T, 4, 16] = rope(%unflatten0, positions, rotary.inv_freq)
+- %rope1: float32[T, 2, 16] = rope(%unflatten1, positions, rotary.inv_freq)
+- %attention0: float32[T, 4, 16] = attention(%rope0, %rope1, %unflatten2, 0.25)  {group=kv_cache,
+      weight=bfp8, fidelity=hifi2}
++ %linear3: float32[T, 128] = linear(%rms_norm0, self_attn.q_proj_k_proj_v_proj)  {group=wqkv,
+      weight=bfp8, fidelity=hifi2}
++ %split_with_sizes0: (float32[T, 64], float32[T, 32], float32[T, 32]) =
+      aten.split_with_sizes.default(%linear3, [64, 32, 32], -1)
++ %unflatten3: float32[T, 4, 16] = aten.unflatten.int(%split_with_sizes0.0, -1, [-1, 16])
++ %unflatten4: float32[T, 2, 16] = aten.unflatten.int(%split_with_sizes0.1, -1, [-1, 16])
++ %unflatten5: float32[T, 2, 16] = aten.unflatten.int(%split_with_sizes0.2, -1, [-1, 16])
++ %rope0: float32[T, 4, 16] = rope(%unflatten3, positions, rotary.inv_freq)
++ %rope1: float32[T, 2, 16] = rope(%unflatten4, positions, rotary.inv_freq)
++ %attention0: float32[T, 4, 16] = attention(%rope0, %rope1, %unflatten5, 0.25)  {group=kv_cache,
+      weight=bfp8, fidelity=hifi2}
+- %linear5: float32[T, 48] = linear(%rms_norm1, mlp.gate_proj)  {group=ff1_3, weight=bfp8,
+      fidelity=hifi2}
+- %linear6: float32[T, 48] = linear(%rms_norm1, mlp.up_proj)  {group=ff1_3, weight=bfp8,
+      fidelity=hifi2}
+- %swiglu0: float32[T, 48] = swiglu(%linear5, %linear6)
+- %linear8: float32[T, 32] = linear(%swiglu0, mlp.down_proj)  {group=ff2, weight=bfp8,
+      fidelity=hifi2}
++ %linear7: float32[T, 96] = linear(%rms_norm1, mlp.gate_proj_up_proj)  {group=ff1_3, weight=bfp8,
+      fidelity=hifi2}
++ %split_with_sizes1: (float32[T, 48], float32[T, 48]) = aten.split_with_sizes.default(%linear7,
+      [48, 48], -1)
++ %swiglu1: float32[T, 48] = swiglu(%split_with_sizes1.0, %split_with_sizes1.1)
++ %linear8: float32[T, 32] = linear(%swiglu1, mlp.down_proj)  {group=ff2, weight=bfp8,
+      fidelity=hifi2}"""
+
 NAME = "merge_parallel_linears"
 
 
