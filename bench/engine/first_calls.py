@@ -30,12 +30,12 @@ from typing import Any
 
 import torch
 
-from tilewright.compiler.targets.cuda.engine_generator.cases import Trace, cases
 from tilewright.compiler.targets.cuda.engine_generator.parts.generated import PLAN
 from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices
 from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import random_weights
 from tilewright.compiler.targets.cuda.engine_generator.parts.settings import read_settings
 from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
+from tilewright.evaluate.measure.engine_calls import Trace, cases
 
 LIMIT_MB, LIMIT_SHARE = 200.0, 0.1
 MODEL: dict[str, Any] = {

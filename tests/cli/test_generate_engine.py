@@ -25,9 +25,9 @@ from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import random_weights
 from tilewright.compiler.targets.cuda.engine_generator.parts.settings import read_settings
 from tilewright.compiler.targets.cuda.engine_generator.parts.weights import load_weights
-from tilewright.compiler.targets.cuda.engine_generator.trial import load_engine, run_trial
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.errors import CompileError, ConfigError, TilewrightError
+from tilewright.evaluate.measure.engine_trial import load_engine, run_trial
 from tilewright.models import load_model
 
 

@@ -18,7 +18,7 @@ from tilewright.utils.child_process import PYTHON, Child
 
 if TYPE_CHECKING:
     from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices, Plan
-    from tilewright.compiler.targets.cuda.engine_generator.trial import Trial
+    from tilewright.evaluate.measure.engine_trial import Trial
 
 SECONDS_VARIABLE = "TILEWRIGHT_GENERATE_S"
 _SECONDS = {"cuda": 150.0, "cpu": 45.0}
@@ -272,7 +272,7 @@ class _Search:
         return speed
 
     def _trial(self, engine: str | None) -> Trial:
-        from tilewright.compiler.targets.cuda.engine_generator.trial import Trial
+        from tilewright.evaluate.measure.engine_trial import Trial
 
         return Trial(
             engine=engine,
@@ -286,7 +286,7 @@ class _Search:
 
     def _try(self, trial: Trial, least: float = 0.0) -> dict[str, Any] | str:
         """What a child measured, or why it did not."""
-        from tilewright.compiler.targets.cuda.engine_generator.trial import command
+        from tilewright.evaluate.measure.engine_trial import command
 
         left = max(least, self.deadline - time.monotonic())
         quiet = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads of a busy machine wait without its cores

@@ -15,9 +15,9 @@ from tilewright.compiler.targets.cuda.engine_generator.layers import engine_plan
 from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices, Plan
 from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import random_weights
 from tilewright.compiler.targets.cuda.engine_generator.parts.settings import read_settings
-from tilewright.compiler.targets.cuda.engine_generator.trial import load_engine
 from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
 from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.evaluate.measure.engine_trial import load_engine
 
 CONFIG: dict[str, Any] = {
     "model_type": "tiny_llama",

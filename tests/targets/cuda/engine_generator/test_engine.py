@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.targets.cuda.engine_generator.conftest import CONFIG, Folder
-from tilewright.compiler.targets.cuda.engine_generator.cases import Trace, cases
+from tilewright.evaluate.measure.engine_calls import Trace, cases
 
 SIZES: dict[str, dict[str, Any]] = {
     "heads of 192, as the hidden model's": {"head_dim": 192, "num_attention_heads": 2},

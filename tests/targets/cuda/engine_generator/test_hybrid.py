@@ -19,10 +19,10 @@ from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.cuda.engine_generator.emit import emit_engine
 from tilewright.compiler.targets.cuda.engine_generator.layers import engine_plan
 from tilewright.compiler.targets.cuda.engine_generator.parts.reference import HYBRID_CONFIG
-from tilewright.compiler.targets.cuda.engine_generator.trial import load_engine
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.interface.base import CompileOptions, Emission
 from tilewright.errors import CompileError
+from tilewright.evaluate.measure.engine_trial import load_engine
 from tilewright.loading.engine_config import engine_config
 
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 """A child process that compares one engine.py with the reference on every case, and times it.
 
-``python -m tilewright.compiler.targets.cuda.engine_generator.trial '{...}'`` writes one
+``python -m tilewright.evaluate.measure.engine_trial '{...}'`` writes one
 line of JSON; see `Trial`.
 """
 
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.engine_generator.cases import Trace, cases
 from tilewright.compiler.targets.cuda.engine_generator.parts.reference import Reference
 from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import error_of
 from tilewright.compiler.targets.cuda.engine_generator.parts.settings import (
@@ -28,6 +27,7 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.settings import (
     read_settings,
 )
 from tilewright.compiler.targets.cuda.engine_generator.parts.weights import load_weights
+from tilewright.evaluate.measure.engine_calls import Trace, cases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
