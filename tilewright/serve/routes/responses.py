@@ -41,7 +41,7 @@ _MOST_LISTED, _LISTED = 100, 20
 async def _create(request: web.Request) -> web.StreamResponse:
     front = request.app[FRONT]
     asked, ignored = decode(await read_body(request, front), ResponsesRequest)
-    job, spelling = await _begin(front, asked, request[CLIENT])
+    job, spelling = await begin_response(front, asked, request[CLIENT])
     headers = ignored_fields(ignored)
     if job.unheld:
         headers["x-unconstrained-tools"] = job.unheld.encode("ascii", "replace").decode()[:500]
@@ -65,10 +65,10 @@ async def _create(request: web.Request) -> web.StreamResponse:
     return json_response(spelling.whole(), headers=headers)
 
 
-async def _begin(
+async def begin_response(
     front: Front, asked: ResponsesRequest, client: str
 ) -> tuple[Job, ResponseSpelling]:
-    """What is asked of the engine, and how it is answered; raises ApiError."""
+    """Return the job and the spelling of a response, or raise ApiError."""
     check_responses(asked)
     front.up()
     before: list[Item] = []

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from aiohttp import web
 
 from tilewright.serve.front import Front
-from tilewright.serve.routes import admin, embeddings, models, page, responses, status, tokens
+from tilewright.serve.routes import (
+    admin,
+    embeddings,
+    models,
+    page,
+    responses,
+    status,
+    tokens,
+)
 from tilewright.serve.routes import chat_completions as asking
 from tilewright.serve.routes.schema import schema_route
 from tilewright.serve.web.guard import guard
@@ -32,8 +43,21 @@ def make_app(front: Front) -> web.Application:
     """Make the web application; its maker starts and ends ``front``."""
     app = web.Application(middlewares=[guard], client_max_size=MAX_BODY)
     app[FRONT] = front
-    for method, path, handler in routes(has_admin=front.settings.has_admin):
-        app.router.add_route(method, path, handler)
+    found = routes(has_admin=front.settings.has_admin)
+    paths = [path for _, path, _ in found]
+    for method, path, handler in found:
+        pattern = _without_names(path, paths)
+        app.router.add_route(method, pattern, handler)
         if method == "GET":
-            app.router.add_route("HEAD", path, handler)  # aiohttp leaves out the body
+            app.router.add_route("HEAD", pattern, handler)  # aiohttp leaves out the body
     return app
+
+
+def _without_names(path: str, paths: Sequence[str]) -> str:
+    """Return the pattern of a path. ``{id}`` does not match the names of other paths."""
+    parent, _, last = path.rpartition("/")
+    names = sorted({p.rpartition("/")[2] for p in paths if p.rpartition("/")[0] == parent})
+    names = [re.escape(name) for name in names if not name.startswith("{")]
+    if last != "{id}" or not names:
+        return path
+    return f"{parent}/{{id:(?!(?:{'|'.join(names)})$)[^/]+}}"
