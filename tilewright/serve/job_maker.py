@@ -86,22 +86,12 @@ class JobMaker(ABC):
         )
         prompt = await self.aside(len(text), encode, coder, text, ready, add_special=False)
         check_prompt(prompt, ready, "messages")
-        num_top = (request.top_logprobs or 0) if request.logprobs else None
-        limit = request.max_completion_tokens or request.max_tokens
         grammar, unheld = await self.checked_grammar(request), ""
         if tools is not None:
             grammar, unheld = await self._call_grammar(tools, text, grammar)
         elif grammar is not None:
             grammar = behind_reasoning(grammar, text, coder)
-        job = make_job(
-            self.served(request, 1),
-            request,
-            [prompt],
-            limit=limit,
-            num_top=num_top,
-            is_chat=True,
-            grammar=grammar,
-        )
+        job = make_job(self.served(request, 1), request, [prompt], grammar)
         job.unheld = unheld
         if tools is not None:
             read_calls(job, tools, self.template.calls)
@@ -173,17 +163,8 @@ class JobMaker(ABC):
                 size = _CHARACTERS_A_TOKEN * len(given)
                 prompt = replace(prompt, text=await self.aside(size, coder.decode, given))
             prompts.append(prompt)
-        limit = request.max_tokens
         grammar = await self.checked_grammar(request)
-        return make_job(
-            self.served(request, len(prompts)),
-            request,
-            prompts,
-            limit=limit,
-            num_top=request.logprobs,
-            is_chat=False,
-            grammar=grammar,
-        )
+        return make_job(self.served(request, len(prompts)), request, prompts, grammar)
 
     async def checked_grammar(self, request: Common) -> GrammarSpec | None:
         """Return a grammar after it compiled. None: the output is any text.

@@ -71,43 +71,24 @@ def template_variables(
 
 
 def make_job(
-    served: Served,
-    request: Common,
-    prompts: Sequence[Prompt],
-    *,
-    limit: int | None,
-    num_top: int | None,
-    is_chat: bool,
-    grammar: GrammarSpec | None = None,
+    served: Served, request: Common, prompts: Sequence[Prompt], grammar: GrammarSpec | None
 ) -> Job:
-    """The job of a request: ``n`` choices of each prompt, which differ in their seed.
-
-    ``limit``: tokens of an answer; ``num_top``: how many of the likeliest tokens are told beside
-    each, None for no log probabilities; ``grammar``: what an answer must be.
+    """Return the job of a request: ``n`` choices of each prompt. Their seeds differ.
 
     Raises:
         ApiError: 400 naming the parameter that is out of range.
     """
-    choices = _choices(
-        served,
-        request,
-        prompts,
-        limit=limit,
-        num_top=num_top,
-        is_chat=is_chat,
-        grammar=grammar,
-    )
     options = request.stream_options
     return Job(
-        request_id=("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
+        request_id=("chatcmpl-" if request.is_chat else "cmpl-") + secrets.token_hex(12),
         created=int(time.time()),
         model=served.name,
         fingerprint=served.fingerprint,
         coder=served.coder,
-        choices=choices,
+        choices=_choices(served, request, prompts, grammar),
         n=request.n or 1,
-        is_chat=is_chat,
-        num_top=num_top,
+        is_chat=request.is_chat,
+        num_top=request.num_top,
         streams=bool(request.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
@@ -127,29 +108,21 @@ def read_calls(job: Job, tools: ToolsAsked, form: ToolFormat) -> None:
 
 
 def _choices(
-    served: Served,
-    request: Common,
-    prompts: Sequence[Prompt],
-    *,
-    limit: int | None,
-    num_top: int | None,
-    is_chat: bool,
-    grammar: GrammarSpec | None,
+    served: Served, request: Common, prompts: Sequence[Prompt], grammar: GrammarSpec | None
 ) -> list[Choice]:
-    choices = []
-    echoes = bool(getattr(request, "echo", False))
+    choices, coder = [], served.coder
+    keeps = bool(request.include_stop_str_in_output)
+    thinks = request.is_chat and OPEN in (coder.chat_template or "")
     for prompt in prompts:
         sampling = sampling_for(
             request,
             prompt,
             served.ready,
-            served.coder,
-            limit=limit,
-            logprobs=num_top,
+            coder,
             defaults=served.defaults,
             has_grammar=grammar is not None,
-            scores_prompt=echoes,
         )
+        is_open = request.is_chat and begins_in_reasoning(prompt.text)
         for at in range(request.n or 1):
             engine_request = EngineRequest(
                 UNNUMBERED,
@@ -159,24 +132,16 @@ def _choices(
                 grammar=grammar,
                 cache_salt=request.cache_salt or "",
             )
-            choice = _choice(request, engine_request, prompt.text, served.coder, is_chat=is_chat)
-            choice.echo = prompt.text if echoes else ""
+            choice = Choice(
+                coder=coder,
+                request=engine_request,
+                matcher=StopMatcher(request.stops, includes=keeps),
+                splitter=ReasoningSplitter(is_open=is_open, may_open=thinks),
+                keeps_end=keeps,
+                echo=prompt.text if request.echoes else "",
+            )
             choices.append(choice)
     return choices
-
-
-def _choice(
-    request: Common, engine_request: EngineRequest, text: str, coder: TextCoder, *, is_chat: bool
-) -> Choice:
-    keeps = bool(request.include_stop_str_in_output)
-    thinks = is_chat and OPEN in (coder.chat_template or "")
-    return Choice(
-        coder=coder,
-        request=engine_request,
-        matcher=StopMatcher(request.stops, includes=keeps),
-        splitter=ReasoningSplitter(is_open=is_chat and begins_in_reasoning(text), may_open=thinks),
-        keeps_end=keeps,
-    )
 
 
 def _with_seed(sampling: SamplingParams, at: int) -> SamplingParams:

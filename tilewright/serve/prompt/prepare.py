@@ -142,21 +142,18 @@ def sampling_for(
     ready: Ready,
     coder: TextCoder,
     *,
-    limit: int | None,
-    logprobs: int | None,
     defaults: Mapping[str, float],
-    has_grammar: bool = False,
-    scores_prompt: bool = False,
+    has_grammar: bool,
 ) -> SamplingParams:
-    """How an answer to ``prompt`` is chosen; a ``limit`` that does not fit is cut to what does.
+    """How an answer to ``prompt`` is chosen; a limit that does not fit is cut to what does.
 
     ``has_grammar``: the model's end tokens count in any case, for they say that it is met.
-    ``scores_prompt``: ``logprobs`` are wanted of the prompt's tokens too.
 
     Raises:
         ApiError: 400 naming the parameter that is out of range.
     """
     left = ready.max_positions + 1 - len(prompt.tokens)
+    limit, logprobs = request.output_limit, request.num_top
     most = min(left, limit or left)
     chosen = {**defaults, **sampling_values(request)}
     chosen["top_k"] = int(chosen.get("top_k", 0))
@@ -174,7 +171,7 @@ def sampling_for(
             min_tokens=min(min_tokens, most),
             stop_token_ids=tuple(dict.fromkeys((*ends, *_stop_ids(request, ready)))),
             logprobs=logprobs,
-            prompt_logprobs=logprobs if scores_prompt else None,
+            prompt_logprobs=logprobs if request.echoes else None,
         )
     except RequestError as error:
         raise refuse(error) from None

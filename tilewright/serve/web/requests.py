@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -140,6 +140,23 @@ class Common(SamplingFields, kw_only=True, frozen=True):
     store: Any = None
     service_tier: Any = None
 
+    is_chat: ClassVar[bool] = False
+
+    @property
+    def output_limit(self) -> int | None:
+        """Maximum number of output tokens. None: the free context."""
+        return self.max_tokens
+
+    @property
+    def num_top(self) -> int | None:
+        """Number of top tokens with log probabilities. None: no log probabilities."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the output begins with the prompt."""
+        return False
+
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings, none, one or several, as a tuple."""
@@ -168,6 +185,16 @@ class ChatRequest(Common, kw_only=True, frozen=True):
     audio: Any = None
     modalities: list[str] | None = None
 
+    is_chat: ClassVar[bool] = True
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
 
 class CompletionRequest(Common, kw_only=True, frozen=True):
     """The body of ``POST /v1/completions``."""
@@ -182,6 +209,14 @@ class CompletionRequest(Common, kw_only=True, frozen=True):
     echo: bool | None = None
     suffix: str | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def num_top(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
     def prompts(self) -> list[str | list[int]]:
         """One or several prompts, each text or token ids.
