@@ -7,16 +7,13 @@ from aiohttp import web
 from tilewright.serve.web.http_io import (
     CLIENT,
     FRONT,
-    HEADERS,
-    ID,
     Route,
     ignored_fields,
-    json_response,
     read_body,
 )
 from tilewright.serve.web.requests import ChatRequest, CompletionRequest, decode
 from tilewright.serve.web.responses import Job
-from tilewright.serve.web.streams import ChunkSpelling, Follower, answer_stream, answer_whole
+from tilewright.serve.web.streams import ChunkSpelling, answer
 
 
 async def _chat(request: web.Request) -> web.StreamResponse:
@@ -41,24 +38,8 @@ async def _completion_job(request: web.Request) -> tuple[Job, dict[str, str]]:
 
 
 async def _answer(request: web.Request, job: Job, headers: dict[str, str]) -> web.StreamResponse:
-    front = request.app[FRONT]
-    if job.unheld:
-        headers["x-unconstrained-tools"] = job.unheld.encode("ascii", "replace").decode()[:500]
     job.client = request[CLIENT]
-    follower = Follower(job, front.client, front.metrics, aside=front.aside, request_id=request[ID])
-    if job.streams:
-        common = request[HEADERS]
-        headers |= common
-        return await answer_stream(
-            request,
-            job,
-            follower,
-            aside=front.aside,
-            settings=front.settings,
-            headers=headers,
-            spelling=ChunkSpelling(job),
-        )
-    return json_response(await answer_whole(job, follower, front.aside), headers=headers)
+    return await answer(request, job, ChunkSpelling(job), headers)
 
 
 ROUTES: list[Route] = [

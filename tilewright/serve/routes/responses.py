@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -17,8 +16,6 @@ from tilewright.serve.web.errors import ApiError, invalid
 from tilewright.serve.web.http_io import (
     CLIENT,
     FRONT,
-    HEADERS,
-    ID,
     Route,
     ignored_fields,
     json_response,
@@ -26,7 +23,7 @@ from tilewright.serve.web.http_io import (
 )
 from tilewright.serve.web.requests import decode
 from tilewright.serve.web.responses import Job
-from tilewright.serve.web.streams import Follower, answer_stream
+from tilewright.serve.web.streams import answer
 
 _NAMES = {
     "messages": "input",
@@ -42,27 +39,7 @@ async def _create(request: web.Request) -> web.StreamResponse:
     front = request.app[FRONT]
     asked, ignored = decode(await read_body(request, front), ResponsesRequest)
     job, spelling = await begin_response(front, asked, request[CLIENT])
-    headers = ignored_fields(ignored)
-    if job.unheld:
-        headers["x-unconstrained-tools"] = job.unheld.encode("ascii", "replace").decode()[:500]
-    follower = Follower(job, front.client, front.metrics, aside=front.aside, request_id=request[ID])
-    if job.streams:
-        common = request[HEADERS]
-        headers |= common
-        return await answer_stream(
-            request,
-            job,
-            follower,
-            aside=front.aside,
-            settings=front.settings,
-            headers=headers,
-            spelling=spelling,
-        )
-    async with aclosing(follower.updates()) as updates:
-        async for found in updates:
-            spelling.take(found or {})
-    spelling.finish()
-    return json_response(spelling.whole(), headers=headers)
+    return await answer(request, job, spelling, ignored_fields(ignored))
 
 
 async def begin_response(

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 from aiohttp import HttpVersion11, web
 
 from tilewright.runtime.messages import Failed, Started, Tokens
-from tilewright.serve.engines.client import EngineClient
 from tilewright.serve.engines.request_tracker import Answer, RequestHandle
-from tilewright.serve.metrics import Metrics
+from tilewright.serve.front import Front
 from tilewright.serve.output.choice import Choice, Scored
 from tilewright.serve.output.reasoning import Piece, joined
 from tilewright.serve.web.errors import ApiError
-from tilewright.serve.web.http_io import ID
+from tilewright.serve.web.http_io import FRONT, HEADERS, ID, json_response
 from tilewright.serve.web.responses import Job
 from tilewright.serve.web.server_log import say_fault
-from tilewright.serve.web.settings import Settings
 
 _EVENT, _END = b"data: ", b"\n\n"
 _PING = b": ping\n\n"
@@ -30,14 +28,8 @@ _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control":
 _HEADERS["x-accel-buffering"] = "no"
 _LONG = 64  # scored tokens that are spelled at once, without a thread
 _CHARACTERS_A_SCORE = 64  # that it takes as long to spell as so many to tokenise
-_T = TypeVar("_T")
-
-
-class Aside(Protocol):
-    """Runs what may take long beside the event loop; see `Front.aside`."""
-
-    async def __call__(self, size: int, function: Callable[..., _T], *given: Any) -> _T:
-        """``size``: about how many characters it is to handle."""
+Updates: TypeAlias = dict[int, tuple[Piece, list[Scored]]]
+"""New text and log probabilities by choice."""
 
 
 class Follower:
@@ -52,18 +44,10 @@ class Follower:
         *("_num_left", "_num_shown", "_of", "_request_id"),
     )
 
-    def __init__(
-        self,
-        job: Job,
-        client: EngineClient,
-        metrics: Metrics,
-        *,
-        aside: Aside,
-        request_id: str = "",
-    ) -> None:
-        self._job, self._client, self._metrics = job, client, metrics
-        self._of = [metrics.of(0)] * len(job.choices)  # until an engine has begun them
-        self._aside, self._request_id = aside, request_id
+    def __init__(self, job: Job, front: Front, request_id: str) -> None:
+        self._job, self._client, self._metrics = job, front.client, front.metrics
+        self._of = [front.metrics.of(0)] * len(job.choices)  # until an engine has begun them
+        self._aside, self._request_id = front.aside, request_id
         self._num_shown = [0] * len(job.choices)
         self._began = time.perf_counter()
         self._last: list[float | None] = [None] * len(job.choices)
@@ -71,7 +55,7 @@ class Follower:
 
     async def updates(
         self, ping_seconds: float | None = None
-    ) -> AsyncGenerator[dict[int, tuple[Piece, list[Scored]]] | None, None]:
+    ) -> AsyncGenerator[Updates | None, None]:
         """What is new of each choice, all that is ready at a time; None where a while has passed
         with nothing. Whatever ends the iteration, the engine is rid of the job.
         """
@@ -83,7 +67,7 @@ class Follower:
                 if not messages:
                     yield None
                     continue
-                found: dict[int, tuple[Piece, list[Scored]]] = {}
+                found: Updates = {}
                 for index, message in messages:
                     choice = job.choices[index]
                     if choice.awaits_echo and isinstance(message, Tokens):
@@ -100,7 +84,7 @@ class Follower:
         index: int,
         message: Answer,
         handle: RequestHandle,
-        found: dict[int, tuple[Piece, list[Scored]]],
+        found: Updates,
     ) -> None:
         choice = self._job.choices[index]
         if choice.finish_reason is not None:
@@ -156,23 +140,42 @@ def error_of(message: Failed) -> ApiError:
     return ApiError(status, message.code, message.message, headers=after)
 
 
-async def answer_whole(job: Job, follower: Follower, aside: Aside) -> bytes:
-    """The body of an answer that is not streamed."""
+async def answer(
+    request: web.Request, job: Job, spelling: Spelling, headers: dict[str, str]
+) -> web.StreamResponse:
+    """Run a job, and send its output whole or as a stream."""
+    front = request.app[FRONT]
+    if job.unheld:
+        headers["x-unconstrained-tools"] = job.unheld.encode("ascii", "replace").decode()[:500]
+    follower = Follower(job, front, request[ID])
+    if job.streams:
+        return await answer_stream(request, job, follower, spelling, headers | request[HEADERS])
     async with aclosing(follower.updates()) as updates:
-        async for _ in updates:
-            pass
+        async for new in updates:
+            spelling.take(new or {})
+    spelling.finish()
     num_scored = sum(len(choice.scored) for choice in job.choices)
-    return await aside(_CHARACTERS_A_SCORE * num_scored, _spelled, job)
+    body = await front.aside(_CHARACTERS_A_SCORE * num_scored, _spelled, spelling)
+    return json_response(body, headers=headers)
 
 
-def _spelled(job: Job) -> bytes:
-    return msgspec.json.encode(job.whole())
+def _spelled(spelling: Spelling) -> bytes:
+    return msgspec.json.encode(spelling.whole())
 
 
 class Spelling(Protocol):
-    """The bytes of a stream's events."""
+    """The body of an output, or the bytes of a stream's events."""
 
-    def chunks(self, found: dict[int, tuple[Piece, list[Scored]]]) -> bytes:
+    def take(self, new: Updates) -> object:
+        """Add new output to the body."""
+
+    def finish(self) -> object:
+        """End the body."""
+
+    def whole(self) -> dict[str, Any]:
+        """Return the body."""
+
+    def chunks(self, found: Updates) -> bytes:
         """Return the events of new pieces, by choice."""
 
     def tail(self) -> bytes:
@@ -183,12 +186,19 @@ class Spelling(Protocol):
 
 
 class ChunkSpelling:
-    """The chunks of chats and completions."""
+    """The bodies and chunks of chats and completions."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self.whole = job.whole
 
-    def chunks(self, found: dict[int, tuple[Piece, list[Scored]]]) -> bytes:
+    def take(self, new: Updates) -> None:
+        """Do nothing: the job has the output."""
+
+    def finish(self) -> None:
+        """Do nothing: the job has the output."""
+
+    def chunks(self, found: Updates) -> bytes:
         return _chunks(self._job, found)
 
     def tail(self) -> bytes:
@@ -203,13 +213,11 @@ async def answer_stream(
     request: web.Request,
     job: Job,
     follower: Follower,
-    *,
-    aside: Aside,
-    settings: Settings,
-    headers: dict[str, str],
     spelling: Spelling,
+    headers: dict[str, str],
 ) -> web.StreamResponse:
     """Send chunks as they come; headers leave with the first of them, or the first ping."""
+    front = request.app[FRONT]
     response: web.StreamResponse | None = None  # one that waits is kept small
 
     async def write(data: bytes) -> None:
@@ -224,12 +232,12 @@ async def answer_stream(
         await response.write(data)
 
     try:
-        async with aclosing(follower.updates(settings.ping_seconds)) as updates:
+        async with aclosing(follower.updates(front.settings.ping_seconds)) as updates:
             async for found in updates:
                 if found is None:
                     data = _PING
                 elif job.num_top is not None and (count := _num_scored(found)) > _LONG:
-                    data = await aside(_CHARACTERS_A_SCORE * count, spelling.chunks, found)
+                    data = await front.aside(_CHARACTERS_A_SCORE * count, spelling.chunks, found)
                 else:
                     data = spelling.chunks(found)
                 if data:
@@ -250,11 +258,11 @@ async def answer_stream(
     return response
 
 
-def _num_scored(found: dict[int, tuple[Piece, list[Scored]]]) -> int:
+def _num_scored(found: Updates) -> int:
     return sum(len(scored) for _, scored in found.values())
 
 
-def _chunks(job: Job, found: dict[int, tuple[Piece, list[Scored]]]) -> bytes:
+def _chunks(job: Job, found: Updates) -> bytes:
     """The events of what is new, for one write."""
     data = b""
     for index, (piece, scored) in found.items():
