@@ -1,9 +1,9 @@
 """The choice of a row's token, in full: what comes before the draw that `draw` defines.
 
 The order is: tokens that are not allowed, end tokens that are too early (where any other is
-allowed), bias; repetition, frequency and presence penalties; then temperature, ``min_p``, top-k,
-top-p and the inverse of the cumulative distribution. Targets that choose on a device must make the
-same choices. Imports no torch.
+allowed), bias; repetition, frequency and presence penalties; top-n-sigma; then temperature,
+``min_p``, top-k, top-p and the inverse of the cumulative distribution. Targets that choose on a
+device must make the same choices. Imports no torch.
 """
 
 from __future__ import annotations
@@ -80,7 +80,17 @@ def adjusted(line: np.ndarray, row: Row, mask: np.ndarray | None) -> np.ndarray:
         line[token] += np.float32(more)
     if sampling.is_penalised:
         _penalise(line, row)
+    if sampling.top_n_sigma > 0.0:
+        _keep_top_sigma(line, sampling.top_n_sigma)
     return line
+
+
+def _keep_top_sigma(line: np.ndarray, width: float) -> None:
+    """Keep logits from max - ``width`` * sigma on. Sigma covers all finite logits."""
+    values = line.astype(np.float64)
+    finite = values[np.isfinite(values)]
+    if len(finite):
+        line[values < finite.max() - width * finite.std()] = _NOTHING
 
 
 def _only_ends(sampling: SamplingParams, mask: np.ndarray | None) -> bool:

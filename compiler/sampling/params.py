@@ -57,6 +57,8 @@ class SamplingParams:
     stored as ``temperature`` 0 and ``top_p`` 1.
 
     Attributes:
+        top_n_sigma: Width of the kept range below the largest logit, in standard deviations of
+            the logits.
         logit_bias: Pairs (token, value). The value is added to the logit.
         seed: Random seed. A random number depends on seed and position only.
         stop_token_ids: Tokens that end the request. The output contains the end token.
@@ -73,6 +75,11 @@ class SamplingParams:
     top_k: int = _param(0, "0 is off (default: 0)", Range(0, (1 << 31) - 1, off=-1))
     top_p: float = _param(1.0, "1 is off, 0 is greedy (default: 1)", Range(0.0, 1.0))
     min_p: float = _param(0.0, "0 is off (default: 0)", Range(0.0, 1.0))
+    top_n_sigma: float = _param(
+        0.0,
+        "keep logits within N standard deviations below the largest; 0 is off (default: 0)",
+        Range(0.0, 100.0, off=-1),
+    )
     repetition_penalty: float = _param(
         1.0, "1 is off (default: 1)", Range(0.0, 10.0, is_above=True)
     )
@@ -126,7 +133,8 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether logits change before the temperature. The host samples these rows."""
-        return self.is_penalised or bool(self.logit_bias) or self.min_tokens > 0
+        is_filtered = self.top_n_sigma > 0 and not self.is_greedy
+        return self.is_penalised or bool(self.logit_bias) or self.min_tokens > 0 or is_filtered
 
 
 BIAS = Range(-100.0, 100.0)

@@ -62,6 +62,13 @@ def test_several_run_as_one_batch_and_in_order(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
+def test_top_n_sigma_of_a_narrow_range_is_greedy(llm: LLM) -> None:
+    greedy = llm.generate("hello", max_tokens=5)
+    assert llm.generate("hello", max_tokens=5, temperature=50, seed=3).tokens != greedy.tokens
+    narrow = llm.generate("hello", max_tokens=5, temperature=50, seed=3, top_n_sigma=1e-6)
+    assert narrow.tokens == greedy.tokens
+
+
 def test_the_models_own_end_tokens_end_an_answer_unless_others_are_named(llm: LLM) -> None:
     free = llm.generate("hello", max_tokens=6, end_tokens=())
     stopped = llm.generate("hello", max_tokens=6, end_tokens=free.tokens[2:3])

@@ -58,6 +58,19 @@ def test_logits_are_changed_by_hand(
     assert np.array_equal(LOGITS, before), "the logits themselves stay"
 
 
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [(1.0, [-math.inf, 3.0, 2.0, -math.inf]), (1.4, [1.0, 3.0, 2.0, -math.inf]), (9.0, LOGITS)],
+)
+def test_top_n_sigma_keeps_logits_near_the_largest(width: float, expected: list[float]) -> None:
+    """Sigma of 1, 3, 2 and -1 is 1.479; masked tokens do not count."""
+    sampling = SamplingParams(temperature=2.0, top_n_sigma=width)
+    padded, mask = np.append(LOGITS, [50.0, math.nan]).astype(np.float32), np.arange(6) != 4
+    found = adjusted(padded, Row(sampling, 5), mask)
+    assert found[:4].tolist() == list(expected)
+    assert not replace(sampling, temperature=0.0).changes_logits, "the largest logit stays"
+
+
 def test_an_end_token_waits_until_there_are_enough_tokens() -> None:
     choosing = SamplingParams(min_tokens=2, stop_token_ids=(1,))
     assert [chosen(choosing, prompt=(0, 0, 0), position=at) for at in (3, 4, 5)] == [2, 2, 1]
@@ -85,6 +98,7 @@ ANY_ROW = st.builds(
     top_k=st.integers(0, 12),
     top_p=st.floats(0.05, 1.0),
     min_p=st.sampled_from([0.0, 0.1, 0.9]),
+    top_n_sigma=st.sampled_from([0.0, 0.5, 2.0]),
     repetition_penalty=st.sampled_from([0.5, 1.0, 1.9]),
     frequency_penalty=st.sampled_from([-1.0, 0.0, 0.7]),
     presence_penalty=st.sampled_from([-1.0, 0.0, 0.7]),

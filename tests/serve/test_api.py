@@ -110,6 +110,14 @@ def test_top_p_zero_is_the_most_likely_token(client: openai.OpenAI) -> None:
     assert chat(client, temperature=2, top_p=0, seed=5).choices[0].message.content == greedy
 
 
+def test_top_n_sigma_of_a_narrow_range_is_greedy(client: openai.OpenAI) -> None:
+    greedy = chat(client, temperature=0).choices[0].message.content
+    assert chat(client, temperature=50, seed=5).choices[0].message.content != greedy
+    for width, is_greedy in ((1e-6, True), (-1, False)):
+        narrow = chat(client, temperature=50, seed=5, extra_body={"top_n_sigma": width})
+        assert (narrow.choices[0].message.content == greedy) == is_greedy
+
+
 def test_a_missing_limit_is_the_context_left(client: openai.OpenAI, server: Server) -> None:
     most = server.get("/props")["max_model_len"]
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "word " * 80}]}

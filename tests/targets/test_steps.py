@@ -100,7 +100,12 @@ def test_a_forced_token_is_read_in_the_place_of_the_one_held(executable: Executa
 
 
 @pytest.mark.parametrize(
-    "choosing", [PENALISED, SamplingParams(temperature=1.2, min_p=0.2, seed=5)]
+    "choosing",
+    [
+        PENALISED,
+        SamplingParams(temperature=1.2, min_p=0.2, seed=5),
+        SamplingParams(temperature=3.0, top_n_sigma=1.5, seed=5),
+    ],
 )
 def test_tokens_are_those_of_the_definition(
     executable: Executable, choosing: SamplingParams
