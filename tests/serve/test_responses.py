@@ -149,6 +149,20 @@ def test_stored_responses_are_continued_listed_and_deleted(hermes: Scripted) -> 
         client.responses.retrieve(unkept.id)
 
 
+def test_input_tokens_are_those_of_the_response(hermes: Scripted) -> None:
+    num_asked, counter = len(hermes.client.asked), client_of(hermes).responses.input_tokens
+    first = ask(hermes, "SAY(blue)YAS")
+    body: dict[str, Any] = {"input": "and?", "instructions": "be brief", "tools": TOOLS}
+    body["previous_response_id"] = first.id
+    counted = counter.count(model="any", **body)
+    assert counted.object == "response.input_tokens"
+    assert len(hermes.client.asked) == num_asked + 1, "the engine has no request of it"
+    whole = client_of(hermes).responses.create(model="any", **body)
+    assert counted.input_tokens == whole.usage.input_tokens > first.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="'zig' is not stored"):
+        counter.count(model="any", input="x", previous_response_id="zig")
+
+
 def test_a_cut_answer_is_incomplete(hermes: Scripted) -> None:
     whole = ask(hermes, "SAY(abcdef)YAS", max_output_tokens=3)
     events = stream(hermes, "SAY(abcdef)YAS", max_output_tokens=3)

@@ -11,6 +11,7 @@ from tilewright.serve.front import Front
 from tilewright.serve.routes import (
     admin,
     embeddings,
+    input_tokens,
     models,
     page,
     responses,
@@ -32,6 +33,7 @@ def routes(*, has_admin: bool) -> list[Route]:
         *models.ROUTES,
         *asking.ROUTES,
         *responses.ROUTES,
+        *input_tokens.ROUTES,
         *embeddings.ROUTES,
         *tokens.ROUTES,
         *(admin.ROUTES if has_admin else ()),
