@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,16 +41,24 @@ def study_blackhole() -> BlackholeStudy:
     """Fit all rows, and fit again without each row."""
     rows = read_blackhole_rows()
     steps = [row for row in rows if row.is_decode]
+    counts = Counter(row.software for row in steps)
+    judged = [row for row in steps if counts[row.software] > 1]  # a single row is not left out
     prompts = [row for row in rows if not row.is_decode]
     constants = fitting.fit(steps, STEP_NAMES, BLACKHOLE_START)
     constants = fitting.fit(prompts, PROMPT_NAMES, constants)
     return BlackholeStudy(
-        tuple(steps),
+        tuple(judged),
         tuple(prompts),
         constants,
-        tuple(fitting.held_out(steps, STEP_NAMES, _identity, BLACKHOLE_START)),
+        tuple(_left_out(steps, judged)),
         tuple(fitting.held_out(prompts, PROMPT_NAMES, _identity, constants)),
     )
+
+
+def _left_out(steps: list[BlackholeRow], judged: list[BlackholeRow]) -> list[float]:
+    errors = fitting.held_out(steps, STEP_NAMES, _identity, BLACKHOLE_START)
+    ids = {row.id for row in judged}
+    return [error for row, error in zip(steps, errors, strict=True) if row.id in ids]
 
 
 def _identity(row: BlackholeRow) -> int:

@@ -71,7 +71,7 @@ def sample_of(
     return Sample(model, device, source, seconds, work, program.phase == DECODE)
 
 
-def fit(samples: Sequence[Any], names: Sequence[str], start: C) -> C:
+def fit(samples: Sequence[Any], names: Sequence[str], start: C = START) -> C:  # type: ignore[assignment]
     """Constants called ``names`` from samples, the others as they are in ``start``.
 
     Gauss-Newton with Levenberg's damping and Huber's weights on log(predicted / published).

@@ -29,6 +29,7 @@ VERBS = {
     "sweep": ("tilewright.cli.sweep.main", "measure many configurations and find the best"),
     "calibrate": (f"{_COMMANDS}.calibrate", "choose the codes of weights on a text"),
     "trace": (f"{_COMMANDS}.trace_model", "find the layers that lose accuracy"),
+    "plan": (f"{_COMMANDS}.plan", "compare Tenstorrent boards for a model"),
     "models": (f"{_COMMANDS}.models", "list and remove cached programs and downloaded models"),
     "pull": (f"{_COMMANDS}.pull", "download a model from the Hugging Face hub"),
 }

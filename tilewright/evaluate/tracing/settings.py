@@ -58,7 +58,7 @@ def restored_settings(
     def score(chosen: PrecisionConfig, subject: CompilableModel) -> tuple[float, int]:
         options = CompileOptions(max_context=tokens_ST.shape[1])
         compiled = compile_model(subject, chosen, target=target, options=options, progress=progress)
-        found = _logits(compiled.executable, tokens_ST[0].tolist()).log_softmax(-1)
+        found = prefill_logits(compiled.executable, tokens_ST[0].tolist()).log_softmax(-1)
         compiled.executable.close()
         kl = (wanted.exp() * (wanted - found)).sum(-1).mean()
         return float(kl), int((found.argmax(-1) == wanted.argmax(-1)).sum())
@@ -76,7 +76,7 @@ def restored_settings(
     return tuple(sorted(rows, key=lambda row: row.kl_gain or 0.0, reverse=True))
 
 
-def _logits(executable: Executable, tokens: list[int]) -> Tensor:
+def prefill_logits(executable: Executable, tokens: list[int]) -> Tensor:
     """Return a prefill's logits ``[T, vocabulary]``."""
     executable.reset()
     seat, size = Seat(0), executable.capabilities.page_size

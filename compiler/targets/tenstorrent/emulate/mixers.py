@@ -1,7 +1,7 @@
-"""Routers, experts and Gated DeltaNet in a board's numbers.
+"""Emulated routers, experts and Gated DeltaNet.
 
-Products are the matrix unit's. The convolution and the delta rule run in float32 between bfloat16
-inputs and outputs. Legend: T rows, K experts of a row, E experts, C channels.
+Products are exact. The convolution and the delta rule run in float32 between bfloat16 inputs and
+outputs. Legend: T tokens, K experts per token, E experts, C channels.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
 
 
 def route(logits: Tensor, instruction: Route) -> tuple[Tensor, Tensor]:
-    """Return weights bfloat16 and experts int64, both ``[T, K]``, of bfloat16 logits.
+    """Return weights bfloat16 and experts int64, both ``[T, K]``, for bfloat16 logits.
 
-    The lower index comes first if two logits are equal.
+    Equal logits keep the order by index.
     """
     wide = logits.float()
     order = torch.sort(wide, stable=True, dim=-1, descending=True)
@@ -51,10 +51,9 @@ def expert_products(
     first: int,
     sign_error: bool,
 ) -> Tensor:
-    """Return the products of a chip that has experts from ``first`` on, ``[T, columns]``.
+    """Return the products with a chip's experts, the first with index ``first``: ``[T, columns]``.
 
-    Without weights the products of a row are side by side. With weights each is rounded to
-    bfloat16, weighted, rounded, and added in the order of the experts.
+    With weights, a product is rounded to bfloat16, weighted, rounded, and added in expert order.
     """
     num_rows, top_k = experts_TK.shape
     rows = x.view(num_rows, top_k, -1) if each.is_wide else x.unsqueeze(1).expand(-1, top_k, -1)
@@ -81,7 +80,7 @@ def expert_products(
 
 
 def convolve(x: Tensor, weight_WC: Tensor, window: Tensor, each: CausalConv) -> Tensor:
-    """Return SiLU of the convolution of rows ``[T, C]`` after ``window [C, W - 1]``.
+    """Return SiLU after the convolution: rows ``[T, C]``, previous rows ``window [C, W - 1]``.
 
     ``window`` is updated in place.
     """
@@ -97,7 +96,7 @@ def convolve(x: Tensor, weight_WC: Tensor, window: Tensor, each: CausalConv) -> 
 def delta_rule(
     x: Tensor, a: Tensor, b: Tensor, vectors: tuple[Tensor, Tensor], memory: Tensor, each: DeltaRule
 ) -> Tensor:
-    """Return the outputs ``[T, H * V]`` of one sequence. ``memory [H, K, V]`` is updated."""
+    """Return the outputs ``[T, H * V]`` for a sequence. ``memory [H, K, V]`` is updated."""
     heads = split_heads(x, each.num_key_heads, each.key_dim, each.num_value_heads)
     rule = recurrent_delta_rule if len(x) == 1 else chunked_delta_rule
     out, after = rule(*heads, *gates(a, b, *vectors), memory)

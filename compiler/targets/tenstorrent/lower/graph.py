@@ -6,6 +6,7 @@ Fidelities and formats come from the graph.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -53,10 +54,14 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     Value,
     Weight,
 )
+from tilewright.compiler.targets.tenstorrent.program.memory_plan import bytes_on_a_core
 from tilewright.compiler.targets.tenstorrent.program.places import IN, OUT, recipe_of
 from tilewright.errors import CompileError
 
 aten = torch.ops.aten
+
+# Bytes of a core's L1 for a shard of gathered logits. Larger logits are in DRAM.
+_LARGEST_SHARD = 700_000
 
 
 def lower_program(
@@ -216,7 +221,11 @@ def _put_gated(
 
 def _scale(ctx: LoweringContext, node: Node, factor: float) -> None:
     x = ctx.value_of(node.args[0])
-    ctx.put(node, Scale(ctx.like(node, x, "bf16"), *whose(node), x, factor))
+    ctx.put(node, Scale(_same_memory(ctx, node, x), *whose(node), x, factor))
+
+
+def _same_memory(ctx: LoweringContext, node: Node, x: Value) -> Value:
+    return dataclasses.replace(ctx.like(node, x, "bf16"), memory=x.memory)
 
 
 def _divide(ctx: LoweringContext, node: Node) -> None:
@@ -226,7 +235,7 @@ def _divide(ctx: LoweringContext, node: Node) -> None:
 
 def _tanh(ctx: LoweringContext, node: Node) -> None:
     x = ctx.value_of(node.args[0])
-    ctx.put(node, Tanh(ctx.like(node, x, "bf16"), *whose(node), x))
+    ctx.put(node, Tanh(_same_memory(ctx, node, x), *whose(node), x))
 
 
 def _same(ctx: LoweringContext, node: Node) -> None:
@@ -298,6 +307,8 @@ def _finish_product(ctx: LoweringContext, node: Node, out: Value, group: str) ->
         current = ctx.value_of(node)
         columns = out.columns * ctx.mesh.size(out.over)
         logits = ctx.value(node, out.rows, columns, current.format, suffix="logits")
+        if bytes_on_a_core(logits) > _LARGEST_SHARD:
+            logits = dataclasses.replace(logits, memory=Memory())
         ctx.put(node, AllGather(logits, *whose(node), current, out.over))
 
 

@@ -1,9 +1,8 @@
-"""Time of instructions on Blackhole boards: documented rates, fitted constants, generations of the
-vendor's software.
+"""Time model for Blackhole boards: documented rates, fitted constants, software generations.
 
-Speeds of a board doubled within a year at equal hardware. The fitted time of an operator therefore
-belongs to a generation, and a prediction is one for the newest. ``python -m bench fit-perf-model``
-fits and checks the constants.
+Speeds doubled within a year at equal hardware. The fitted operator time therefore belongs to a
+software generation, and a prediction uses the newest. ``python -m bench fit-perf-model`` fits and
+checks the constants.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from tilewright.compiler.targets.tenstorrent.perf.work import (
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     DeltaRule,
     DeviceProgram,
+    ExpertMatmul,
     Gated,
 )
 
@@ -28,21 +28,21 @@ CLOCK = 1.35e9
 """Cycles a second."""
 PHASE_CYCLES = 16
 BANK_BYTES_PER_S = 0.9 * 64e9
-"""Rate of a DRAM bank that decode matmuls reach. Documented."""
+"""DRAM rate per bank in decode matmuls. Documented."""
 SPREAD_BYTES_PER_S = 344e9
-"""DRAM rate of interleaved tensors in large packets. Documented."""
+"""DRAM rate for interleaved tensors in large packets. Documented."""
 L1_BYTES_PER_S = 64 * 64e9 * 1.35
 LINK_BYTES_PER_S = 2 * 0.85 * 25e9
-"""Two links, one direction, 85 % of the line rate. Documented."""
+"""Two links, one direction, at 85 % line rate. Documented."""
 SOFTMAX_CYCLES = 1100
-"""Of the vector unit for a tile of scores, as on Wormhole. Assumed."""
+"""Vector unit cycles for a score tile, as on Wormhole. Assumed."""
 LARGEST_CHUNK = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """A generation of the vendor's software: ``readers`` for each DRAM bank in decode matmuls, and
-    whether decode attention splits a head over cores (``splits_heads``).
+    """A software generation: ``readers`` for each DRAM bank in decode matmuls, and whether decode
+    attention splits a head over cores (``splits_heads``).
     """
 
     readers: int = 1
@@ -60,19 +60,20 @@ SOFTWARE: Mapping[str, Software] = MappingProxyType(
         "vllm_2026_08": Software(splits_heads=False),
         "gemma_2026_08": Software(),
         "qwen36_2026_09": Software(readers=2),
+        "coder_2026": Software(),
     }
 )
 """Generations by name and month: vLLM servers, tt_transformers on a chip (``tt``) and on four
-chips (``tp4``), and the demos of Gemma 3 and Qwen3.6."""
+chips (``tp4``), demos for Gemma 3, Qwen3.6 and Qwen3-Coder (a single row)."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlackholeConstants:
-    """Fitted constants, all positive. A field of a generation is seconds of an operator's start.
+    """Fitted constants, all positive. A generation's field is its operator start in seconds.
 
-    ``cache_bytes_per_s``: rate of keys and values. ``ring_factor``: operator starts that a step of
-    a collective takes. ``matmul_factor``: cycles of a prompt's tile products over the peak's.
-    ``prompt_op_seconds``: start of an operator of a prompt.
+    ``cache_bytes_per_s``: read rate for keys and values. ``ring_factor``: operator starts per
+    collective step. ``matmul_factor``: prefill matmul cycles divided by peak cycles.
+    ``prompt_op_seconds``: operator start in prefill.
     """
 
     cache_bytes_per_s: float
@@ -86,6 +87,7 @@ class BlackholeConstants:
     vllm_2026_08: float
     gemma_2026_08: float
     qwen36_2026_09: float
+    coder_2026: float
     matmul_factor: float
     prompt_op_seconds: float
 
@@ -102,6 +104,7 @@ BLACKHOLE_START = BlackholeConstants(
     vllm_2026_08=1e-5,
     gemma_2026_08=1e-5,
     qwen36_2026_09=1e-5,
+    coder_2026=1e-5,
     matmul_factor=2.0,
     prompt_op_seconds=5e-5,
 )
@@ -109,30 +112,33 @@ BLACKHOLE_START = BlackholeConstants(
 
 # fitted: begin
 BLACKHOLE = BlackholeConstants(
-    cache_bytes_per_s=2.117e11,
-    ring_factor=0.7752,
+    cache_bytes_per_s=2.117e+11,
+    ring_factor=0.7761,
     vllm_2025_05=4.049e-05,
     tt_2025_11=2.247e-05,
     tt_2026_07=1.118e-05,
     tt_2026_09=1.591e-05,
-    tp4_2025_07=1.521e-05,
-    tp4_2026_09=5.468e-06,
-    vllm_2026_08=1.612e-05,
-    gemma_2026_08=5.927e-06,
-    qwen36_2026_09=8.894e-06,
+    tp4_2025_07=1.52e-05,
+    tp4_2026_09=5.466e-06,
+    vllm_2026_08=1.611e-05,
+    gemma_2026_08=5.92e-06,
+    qwen36_2026_09=8.892e-06,
+    coder_2026=9.379e-06,
     matmul_factor=1.359,
-    prompt_op_seconds=3.996e-05,
+    prompt_op_seconds=3.994e-05,
 )
 BLACKHOLE_BARS = (0.095, 0.638)
 # fitted: end
-"""The bars are shares of t/s/u and of TTFT that nine of ten left-out rows are within."""
+"""Bars: nine in ten left-out rows are within these shares, for t/s/u and TTFT."""
 
 
 def software_of(program: DeviceProgram) -> str:
-    """Return the newest generation with published rows for a program of this kind."""
+    """Return the newest generation with published rows for this program."""
     kinds = {type(each) for each in program.instructions}
     if DeltaRule in kinds:
         return "qwen36_2026_09"
+    if ExpertMatmul in kinds:
+        return "coder_2026"
     if Gated in kinds:
         return "gemma_2026_08"
     return "tp4_2026_09" if program.mesh.num_chips > 1 else "tt_2026_09"
@@ -141,7 +147,7 @@ def software_of(program: DeviceProgram) -> str:
 def blackhole_seconds(
     work: Work, constants: BlackholeConstants, software: str, *, is_decode: bool
 ) -> tuple[float, float, float]:
-    """Return the seconds of the start, of moving bytes, and of computing."""
+    """Return the seconds for the start, the memory transfer, and the arithmetic."""
     generation = SOFTWARE[software]
     start = getattr(constants, software) if is_decode else constants.prompt_op_seconds
     if work.kind == COLLECTIVE:

@@ -49,7 +49,7 @@ def plan_memory(program: DeviceProgram) -> MemoryPlan:
         if isinstance(instruction, Matmul):
             here = product_bytes(instruction)
         else:
-            here = sum(_on_a_core(value) for value in values if value.memory.buffer == L1)
+            here = sum(bytes_on_a_core(value) for value in values if value.memory.buffer == L1)
         if here > l1_bytes:
             l1_bytes, fullest = here, f"{type(instruction).__name__} of {instruction.fqn}"
     return MemoryPlan(
@@ -110,7 +110,7 @@ def _what_fits(program: DeviceProgram, plan: MemoryPlan, limit: int) -> str:
     return ", ".join(found) or "fewer layers, or a smaller model"
 
 
-def _on_a_core(value: Value) -> int:
+def bytes_on_a_core(value: Value) -> int:
     """The bytes on a core of a value cut over cores; interleaved values lie a tile at a time on
     all.
     """

@@ -1,6 +1,6 @@
-"""Placement of experts, routers and Gated DeltaNet on a mesh of one axis.
+"""Placement for experts, routers and Gated DeltaNet on a mesh with a single axis.
 
-Routers are replicated. A chip has whole experts, and whole heads of the delta rule.
+Routers are replicated. A chip has whole experts and whole delta rule heads.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ _OUT = 1
 
 
 def matmul_outputs(places: Places, node: Node) -> Placement | None:
-    """Return the placement of a matmul's columns that a router, a gate or a delta rule reads.
-
-    None for every other matmul.
+    """Return the column placement for routers, gates and delta rule inputs, else None.
 
     Raises:
         CompileError: if the mesh cannot split the heads.
@@ -48,7 +46,7 @@ def matmul_outputs(places: Places, node: Node) -> Placement | None:
 
 
 def qkv_split(places: Places, rule: Node) -> Split:
-    """Return the columns of a chip: its queries, then its keys, then its values."""
+    """Return the columns by chip: queries, keys, values."""
     args: Any = rule.args
     num_key_heads, key_dim = args[5], args[6]
     keys = _whole_heads(places, rule, num_key_heads).times(key_dim)
@@ -58,12 +56,12 @@ def qkv_split(places: Places, rule: Node) -> Split:
 
 
 def value_heads(places: Places, rule: Node) -> Split:
-    """Return the value heads of each chip."""
+    """Return the value heads by chip."""
     return _whole_heads(places, rule, int(rule.meta["val"].shape[-2]))
 
 
 def place_conv(places: Places, node: Node) -> Placement:
-    """Place a convolution as its input. Its weight has the same channels."""
+    """Place a convolution and its weight as the input channels."""
     weight, window = node.args[1:3]
     assert isinstance(weight, Node) and isinstance(window, Node)
     found = places.read(node.args[0])
@@ -72,7 +70,7 @@ def place_conv(places: Places, node: Node) -> Placement:
 
 
 def place_delta_rule(places: Places, node: Node) -> Placement:
-    """Place the value heads of a delta rule, its vectors and its state."""
+    """Place the delta rule's value heads, vectors and state."""
     args: Any = node.args
     heads = value_heads(places, node)
     for vector in (args[3], args[4], args[7]):
@@ -84,7 +82,7 @@ def place_experts(places: Places, node: Node) -> Placement:
     """Place whole experts on each chip. The sum over chips is the product.
 
     Raises:
-        CompileError: for a mesh of two axes, or a number of experts that chips do not divide.
+        CompileError: for a mesh with two axes, or if the experts do not divide evenly.
     """
     weight = node.args[1]
     assert isinstance(weight, Node)

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
+from tilewright.compiler.formats.block_float import TILE
 from tilewright.compiler.ir.info import WHOLE, Dealt, Placement, info
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import StateSpec
@@ -28,12 +29,22 @@ from tilewright.compiler.mesh import (
     split_heads,
 )
 from tilewright.compiler.targets.tenstorrent.program import mixer_places
+from tilewright.compiler.targets.tenstorrent.program.placement import shard_cores
 from tilewright.errors import CompileError
 
 aten = torch.ops.aten
 
+# Tiles of a value on a core above which a share is padded to a multiple of 32 tiles.
+_MAX_TILES = 300
+
 IN, OUT = 0, 1
 """Axes of a weight as chips hold it; a value's columns are its axis ``OUT``."""
+
+
+def max_tiles_a_core(columns: int) -> int:
+    """Return the tiles on a core of a value of one row of tiles."""
+    tiles = -(-columns // TILE)
+    return tiles // shard_cores(tiles)
 
 
 def columns_dealt(over: str, split: Split | None) -> Placement:
@@ -68,7 +79,12 @@ class Places:
     def over(self, axis: str, size: int) -> Placement:
         """``size`` columns over a mesh axis; whole where it has one chip."""
         count = self.mesh.size(axis)
-        return WHOLE if count == 1 else columns_dealt(axis, deal(size, count))
+        if count == 1:
+            return WHOLE
+        split = deal(size, count)
+        if max_tiles_a_core(split.size) > _MAX_TILES:  # few cores divide the share: pad the share
+            split = deal(size, count, unit=TILE * TILE)
+        return columns_dealt(axis, split)
 
 
 def deal_heads(mesh: Mesh, args: ops.RopeAttentionArguments) -> tuple[HeadSplit, int]:

@@ -1,0 +1,69 @@
+"""``tilewright plan`` on a tiny model: table, JSON, emulated accuracy, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tilewright.cli.main import main
+
+Run = Callable[..., str]
+
+
+def test_plan_prints_boards_as_json_and_as_a_table(tiny_gguf: Path, run: Run) -> None:
+    argv = ("plan", tiny_gguf, "--boards", "n150,p150", "--context", "64", "--prompt", "32")
+    precisions = ("--precision", "performance,all-bfp8")
+    rows = json.loads(run(*argv, *precisions, "--json", "--accuracy", "8", "--layers", "1"))
+    assert {(row["board"], row["precision"]) for row in rows} == {
+        (board, name) for board in ("n150", "p150") for name in ("performance", "all-bfp8")
+    }
+    for row in rows:
+        assert row["tsu"] > 0 and row["ttft_ms"] > 0 and row["chip_bytes"] > 0
+        assert row["accuracy"]["positions"] == 8 and row["accuracy"]["layers"] == 1
+        assert row["accuracy"]["all_layers"] > 1
+    assert rows == sorted(rows, key=lambda row: -row["tsu"])
+    table = run(*argv, "--precision", "performance")
+    assert "| board" in table and "predicted" in table and "p150" in table
+
+
+def test_plan_of_large_shapes_names_boards_with_and_without_room(run: Run) -> None:
+    boards = "n150,p150,qb2"
+    rows = json.loads(run("plan", "shape:qwen3-30b-a3b", "--boards", boards, "--json"))
+    by_board = {row["board"]: row for row in rows if row["precision"] == "performance"}
+    assert "too many by" in by_board["n150"]["refused"]
+    assert by_board["qb2"]["tsu"] > by_board["p150"]["tsu"] > 0
+    assert by_board["qb2"]["tsu_error"] is None, "no published row of experts is fitted"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--boards", "n151"), "--boards: unknown board 'n151'; allowed: n150"),
+        (("--prompt", "999"), "--prompt 999; allowed: up to --context 64"),
+        (("--boards", "t3k"), "allowed: meshes of at most"),
+        (("--precision", "nonsense"), "unknown precision"),
+    ],
+)
+def test_plan_refuses_bad_options(
+    options: tuple[str, ...], said: str, tiny_gguf: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sizes = [] if "--prompt" in options else ["--prompt", "32"]
+    argv = ["plan", str(tiny_gguf), "--context", "64", *sizes, *options]
+    assert main(argv) == 2
+    error = capfd.readouterr().err
+    assert said in error and len(error.strip().splitlines()) == 1
+
+
+def test_plan_without_room_says_by_how_many_bytes(capfd: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "shape:llama-3.1-70b", "--boards", "n150,n300", "--precision", "performance"]
+    assert main(argv) == 2
+    error = capfd.readouterr().err
+    assert "n300" in error and "too many by" in error and "bytes; allowed" in error
+
+
+def test_plan_of_random_weights_has_no_accuracy(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "shape:tiny", "--accuracy", "8"]) == 2
+    assert "random weights; allowed: a checkpoint" in capfd.readouterr().err

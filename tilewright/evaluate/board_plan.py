@@ -1,0 +1,238 @@
+"""Which Tenstorrent boards run a model, in which configuration: memory, speed, accuracy.
+
+Speed is predicted, accuracy is emulated. Prices are left to the user.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tilewright.compiler.devices import BOARDS, get_device
+from tilewright.compiler.driver import (
+    CompilableModel,
+    compile_model,
+    lower_model,
+    resolve_precision,
+)
+from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.targets.interface.base import CompileOptions, Progress
+from tilewright.compiler.targets.table import get_target
+from tilewright.compiler.targets.tenstorrent import BoardTarget
+from tilewright.compiler.targets.tenstorrent.perf.model import predict
+from tilewright.compiler.targets.tenstorrent.program.memory_plan import plan_memory
+from tilewright.errors import CompileError, ConfigError, allowed
+from tilewright.evaluate.report.table import Table
+from tilewright.evaluate.tracing.settings import prefill_logits
+
+_OF_ONE_CHIP = {"wormhole": "n150", "blackhole": "p150"}
+COLUMNS = (
+    *("board", "chips", "precision", "memory a chip (GB)", "decode, predicted (t/s/u)"),
+    *("first token, predicted (ms)", "top-1, emulated (%)", "refused because"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSize:
+    """Requested sizes: concurrent users, positions per user, prompt tokens."""
+
+    users: int = 1
+    context: int = 2048
+    prompt: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Emulated top-1 on a single chip. If ``layers`` < ``all_layers``, a shallow copy was emulated:
+    the estimate is too high for the whole model.
+    """
+
+    top1: float
+    positions: int
+    layers: int
+    all_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """A board with a configuration. Errors are shares. ``refused``: the reason, else empty."""
+
+    board: str
+    chips: int
+    precision: str
+    chip_bytes: int | None = None
+    tsu: float | None = None
+    tsu_error: float | None = None
+    ttft_ms: float | None = None
+    ttft_error: float | None = None
+    accuracy: Accuracy | None = None
+    refused: str = ""
+
+
+def plan_boards(
+    model: CompilableModel,
+    precisions: Sequence[PrecisionConfig],
+    boards: Sequence[str],
+    size: PlanSize,
+    progress: Progress,
+) -> list[PlanRow]:
+    """Return a row for each board and configuration, fastest first, refused rows last.
+
+    Raises:
+        CompileError: if no board has room. The message is of the board that lacks the least.
+    """
+    rows = []
+    for precision in precisions:
+        target = get_target(boards[0])
+        resolved = resolve_precision(model, precision)
+        graph, _ = lower_model(
+            model, resolved, target.stages(), progress, block_axis=target.block_axis
+        )
+        rows += [_row(graph, board, precision.name, size) for board in boards]
+    if all(row.refused for row in rows):
+        nearest = min(rows, key=_missing_bytes)
+        raise CompileError(f"{model.name}: {nearest.board}: {nearest.refused}")
+    return sorted(rows, key=lambda row: -(row.tsu or 0.0))
+
+
+def _missing_bytes(row: PlanRow) -> float:
+    found = re.search(r"too many by (\d+) bytes", row.refused)
+    return float(found[1]) if found else math.inf
+
+
+def _row(graph: Any, board: str, precision: str, size: PlanSize) -> PlanRow:
+    target, device = get_target(board), get_device(board)
+    assert isinstance(target, BoardTarget)
+    row = PlanRow(board, device.num_chips, precision)
+    options = CompileOptions(max_batch=size.users, max_context=size.context)
+    try:
+        prefill, decode = target.programs(graph, options, length=size.prompt)
+    except CompileError as error:
+        return dataclasses.replace(row, refused=str(error))
+    found = predict(prefill, decode, num_generated=max(1, size.context - size.prompt))
+    return dataclasses.replace(
+        row,
+        chip_bytes=max(plan_memory(each).dram_bytes for each in (prefill, decode)),
+        tsu=found.decode_tsu,
+        tsu_error=found.decode_error,
+        ttft_ms=found.ttft_ms,
+        ttft_error=found.ttft_error,
+    )
+
+
+def with_accuracy(
+    rows: Sequence[PlanRow],
+    model: CompilableModel,
+    precisions: Mapping[str, PrecisionConfig],
+    tokens: Sequence[int],
+    layers: int,
+    progress: Progress,
+) -> list[PlanRow]:
+    """Add emulated accuracy to the rows, for a copy with the first ``layers`` layers (0: all).
+
+    A single chip is emulated once for each architecture and configuration.
+    """
+    copy = shallow_copy(model, layers)
+    options = CompileOptions(max_context=len(tokens))
+    wanted = _argmax(copy, precisions[rows[0].precision], "reference", tokens, options, progress)
+    known: dict[tuple[str, str], Accuracy] = {}
+    found = []
+    for row in rows:
+        key = _OF_ONE_CHIP[get_device(row.board).architecture], row.precision
+        if not row.refused and key not in known:
+            got = _argmax(copy, precisions[row.precision], key[0], tokens, options, progress)
+            share = float((got == wanted).float().mean())
+            counts = len(tokens), copy.config.num_layers, model.config.num_layers
+            known[key] = Accuracy(share, *counts)
+        accuracy = None if row.refused else known[key]
+        found.append(dataclasses.replace(row, accuracy=accuracy))
+    return found
+
+
+def _argmax(
+    model: Any,
+    precision: PrecisionConfig,
+    target: str,
+    tokens: Sequence[int],
+    options: CompileOptions,
+    progress: Progress,
+) -> torch.Tensor:
+    from tilewright.compiler.precision import load_precision
+
+    chosen = load_precision("reference") if target == "reference" else precision
+    compiled = compile_model(model, chosen, target=target, options=options, progress=progress)
+    logits = prefill_logits(compiled.executable, list(tokens))
+    compiled.executable.close()
+    return logits.argmax(-1)
+
+
+def shallow_copy(model: CompilableModel, layers: int) -> Any:
+    """Return the model with its first ``layers`` layers; 0 or too many: all layers."""
+    count = model.config.num_layers
+    if not 0 < layers < count:
+        return model
+    changes: dict[str, Any] = {"num_layers": layers}
+    for name in ("windows", "linear_layers"):
+        if getattr(model.config, name, ()):
+            changes[name] = getattr(model.config, name)[:layers]
+    if dense := getattr(model.config, "dense_layers", ()):
+        changes["dense_layers"] = tuple(each for each in dense if each < layers)
+    config = dataclasses.replace(model.config, **changes)
+    with torch.device("meta"):
+        module = type(model.module)(config)
+    return SimpleNamespace(
+        name=model.name, config=config, module=module, checkpoint=model.checkpoint
+    )
+
+
+def read_boards(text: str | None) -> tuple[str, ...]:
+    """Read a list of board names separated by commas. None: all boards.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    if text is None:
+        return BOARDS
+    names = tuple(name.strip().lower() for name in text.split(","))
+    for name in names:
+        if name not in BOARDS:
+            raise ConfigError(f"--boards: unknown board {name!r}; {allowed(BOARDS, name)}")
+    return names
+
+
+def plan_table(rows: Sequence[PlanRow]) -> Table:
+    """Return the rows as text cells."""
+    cells = []
+    for row in rows:
+        memory = "" if row.chip_bytes is None else f"{row.chip_bytes / 1e9:.2f}"
+        speeds = _value(row.tsu, row.tsu_error, 1), _value(row.ttft_ms, row.ttft_error, 0)
+        cells.append(
+            (
+                *(row.board, str(row.chips), row.precision, memory, *speeds),
+                *(_accuracy(row.accuracy), row.refused.partition(";")[0]),
+            )
+        )
+    return Table.of(COLUMNS, cells)
+
+
+def _value(value: float | None, error: float | None, digits: int) -> str:
+    if value is None:
+        return ""
+    bar = "" if error is None else f" ± {value * error:,.{digits}f}"
+    return f"{value:,.{digits}f}{bar}"
+
+
+def _accuracy(found: Accuracy | None) -> str:
+    if found is None:
+        return ""
+    part = (
+        "" if found.layers == found.all_layers else f", {found.layers} of {found.all_layers} layers"
+    )
+    return f"{100 * found.top1:.1f} ({found.positions} positions{part})"
