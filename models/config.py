@@ -1,6 +1,6 @@
-"""A model's configuration as plain dataclasses, whatever container it was read from.
+"""Model configurations as plain dataclasses, independent of the container.
 
-How config.json, GGUF metadata and dllama headers spell one, `tilewright.models.checkpoints` knows.
+`tilewright.models.checkpoints` reads them from config.json, GGUF metadata and dllama headers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_CONV_WIDTH = 64
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's stretch of the low frequencies (``rope_type: llama3``)."""
+    """Llama 3.1's scaling of low frequencies (``rope_type: llama3``)."""
 
     factor: float
     low_freq_factor: float
@@ -30,17 +30,17 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Division of every frequency by ``factor`` (``rope_type: linear``; Chen et al., 2023)."""
+    """Division of all frequencies by ``factor`` (``rope_type: linear``; Chen et al., 2023)."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """LongRoPE: two divisors for each frequency (``rope_type: longrope``; Ding et al., 2024).
+    """LongRoPE: two divisors per frequency (``rope_type: longrope``; Ding et al., 2024).
 
-    The short ones are for contexts up to ``original_max_positions``, the long ones beyond;
-    ``attention_factor`` multiplies cosines and sines in both.
+    The short divisors apply up to ``original_max_positions``, the long divisors beyond. Both
+    multiply cosines and sines by ``attention_factor``.
     """
 
     short_factors: tuple[float, ...]
@@ -53,9 +53,9 @@ class LongRopeScaling:
 class YarnScaling:
     """YaRN (``rope_type: yarn``; Peng et al., 2023): low frequencies are divided by ``factor``.
 
-    Pairs that turn more than ``beta_fast`` times in ``original_max_positions`` keep their
-    frequency. Pairs below ``beta_slow`` turns are divided. ``truncate`` rounds the borders to whole
-    pairs. ``attention_factor`` multiplies cosines and sines.
+    Pairs with more than ``beta_fast`` turns in ``original_max_positions`` keep their frequency.
+    Pairs below ``beta_slow`` turns are divided. ``truncate`` rounds the borders to whole pairs.
+    ``attention_factor`` multiplies cosines and sines.
     """
 
     factor: float
@@ -67,7 +67,7 @@ class YarnScaling:
 
     @property
     def max_positions(self) -> int:
-        """Positions of the longer context."""
+        """Return the positions in the longer context."""
         return int(self.factor * self.original_max_positions)
 
 
@@ -76,12 +76,15 @@ Scaling: TypeAlias = Llama3Scaling | LinearScaling | LongRopeScaling | YarnScali
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: base, scaling, and whether pairs are neighbours.
+    """Rotary position embedding.
 
-    ``freq_factors`` [pairs] are what a GGUF file carries instead of Llama 3's scaling: each
-    frequency is divided by its factor. ``interleaved`` is False for every checkpoint we read,
-    because the readers put q and k rows into half-split order. The first ``num_rotated`` channels
-    of a head turn (None: all).
+    Attributes:
+        theta: Base.
+        scaling: Frequency scaling. None: none.
+        interleaved: Pairs are neighbors. Readers convert q and k rows to half-split order, so this
+            is False for all checkpoints.
+        freq_factors: Divisors per pair, in GGUF files instead of Llama 3's scaling.
+        num_rotated: Number of rotated channels at the start of a head. None: all.
     """
 
     theta: float
@@ -91,12 +94,12 @@ class RopeConfig:
     num_rotated: int | None = None
 
     def num_pairs(self, head_dim: int) -> int:
-        """How many pairs of channels of a head turn."""
+        """Return the number of rotated pairs per head."""
         return (head_dim if self.num_rotated is None else self.num_rotated) // 2
 
     @property
     def attention_factor(self) -> float:
-        """What the cosines and sines of the rotation are multiplied by."""
+        """Return the factor for cosines and sines."""
         scaling = self.scaling
         if isinstance(scaling, LongRopeScaling | YarnScaling):
             return scaling.attention_factor
@@ -105,11 +108,13 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The sizes and switches of a dense decoder; sizes are counts of elements.
+    """Sizes and switches for a dense decoder. Sizes are numbers of elements.
 
-    ``attention_bias`` is that of the q, k and v products, ``output_bias`` that of o. ``qk_norm``:
-    heads of q and k are normed before they turn. ``windows``: positions that each layer sees, 0
-    for all; empty where every layer sees all.
+    Attributes:
+        attention_bias: The q, k and v linears have a bias.
+        output_bias: The o linear has a bias.
+        qk_norm: Normalize q and k heads before the rotation.
+        windows: Attention window per layer in tokens. 0: no window. Empty: no windows at all.
     """
 
     name: str
@@ -132,19 +137,19 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
 
     def window(self, layer: int) -> int:
-        """The positions that a layer sees, itself included; 0 for all."""
+        """Return a layer's attention window, including the current token. 0: no window."""
         return self.windows[layer] if self.windows else 0
 
     def program_context(self, max_context: int) -> int:
-        """The longest context that a program built for ``max_context`` serves as it is.
+        """Return the longest context for a program compiled for ``max_context``.
 
-        LongRoPE turns differently beyond its original length.
+        LongRoPE has a different rotation beyond its original length.
         """
         return next((each for each in self.contexts if max_context <= each), self.max_positions)
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """The context lengths that programs are built for, ascending."""
+        """Return the context lengths with separate programs, ascending."""
         if isinstance(self.rope.scaling, LongRopeScaling):
             original = self.rope.scaling.original_max_positions
             if original < self.max_positions:
@@ -154,11 +159,13 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig(ModelConfig):
-    """The sizes and switches of a decoder with mixtures of experts.
+    """Sizes and switches for a decoder with mixtures of experts.
 
-    ``expert_size`` and ``shared_size``: inner sizes of an expert, and of the one that every token
-    has (0: there is none). ``renormalise``: the weights of the chosen experts add up to one.
-    ``dense_layers``: indices of layers with a dense block.
+    Attributes:
+        expert_size: Inner size of an expert.
+        shared_size: Inner size of the shared expert. 0: none.
+        renormalise: Selected experts' weights sum to 1.
+        dense_layers: Indices of layers with a dense block.
     """
 
     num_experts: int = 2
@@ -171,8 +178,9 @@ class MoeConfig(ModelConfig):
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """The sizes of Gated DeltaNet: heads, channels of a key and of a value, and ``conv_width``, the
-    tokens that the convolution sees, the present one included.
+    """Sizes of Gated DeltaNet: heads, key and value channels, and the convolution width.
+
+    ``conv_width`` is the number of tokens in the convolution, including the current token.
     """
 
     num_key_heads: int
@@ -183,17 +191,17 @@ class DeltaShape:
 
     @property
     def key_width(self) -> int:
-        """How many channels the keys of all heads have."""
+        """Return the total key channels over all heads."""
         return self.num_key_heads * self.key_dim
 
     @property
     def value_width(self) -> int:
-        """How many channels the values of all heads have."""
+        """Return the total value channels over all heads."""
         return self.num_value_heads * self.value_dim
 
     @property
     def qkv_width(self) -> int:
-        """How many channels queries, keys and values have together."""
+        """Return the total channels for queries, keys and values."""
         return 2 * self.key_width + self.value_width
 
 
@@ -202,9 +210,9 @@ _NO_DELTA = DeltaShape(1, 1, 2, 2)
 
 @dataclass(frozen=True, slots=True)
 class HybridConfig(MoeConfig):
-    """The sizes and switches of a decoder with layers of attention and of Gated DeltaNet.
+    """Sizes and switches for a decoder with attention and Gated DeltaNet layers.
 
-    ``linear_layers``: whether each layer is one of Gated DeltaNet, whose sizes are ``delta``.
+    ``linear_layers`` is true for Gated DeltaNet layers. ``delta`` has their sizes.
     """
 
     linear_layers: tuple[bool, ...] = ()

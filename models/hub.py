@@ -1,6 +1,6 @@
-"""Models by their name on the Hugging Face hub: ``owner/name``, fetched into the library's cache.
+"""Models by name on the Hugging Face hub: ``owner/name``, downloaded into the library's cache.
 
-It knows which files a model needs, not what is in them; huggingface_hub is imported on first use.
+Only file names are interpreted here. huggingface_hub is imported on first use.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ _WANTED = [
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("chat_template.jinja", "*.safetensors", "model.safetensors.index.json"),
 ]
-_UNWANTED = ["*/*", "consolidated*"]  # the same weights over again, for other programs
-_FULL = "No space left on device"  # as the download library in Rust words it
+_UNWANTED = ["*/*", "consolidated*"]  # the same weights again, for other programs
+_FULL = "No space left on device"  # message of the Rust download library
 _CACHE_PREFIX = "models--"
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A repository, at a ``revision`` (None: its main branch), or one GGUF ``file`` of it."""
+    """A repository, with an optional ``revision`` (None: main branch) and an optional GGUF
+    ``file``.
+    """
 
     repository: str
     revision: str | None = None
@@ -45,7 +47,7 @@ class HubName:
 
 
 def parse_hub_name(text: str) -> HubName | None:
-    """``text`` as a name on the hub; None for what looks like a path, or is of another form."""
+    """Parse a name on the hub. Return None for paths and for invalid names."""
     match = _NAME.fullmatch(text)
     if match is None:
         return None
@@ -62,9 +64,9 @@ def parse_hub_name(text: str) -> HubName | None:
 
 
 def repository_name(folder: Path) -> str | None:
-    """The ``NAME`` of a repository whose snapshot in the hub's cache ``folder`` is; else None.
+    """Return the ``NAME`` of a cached snapshot's repository, or None for another directory.
 
-    There the folder itself is called by a commit's hash.
+    A snapshot's own directory name is a commit hash.
     """
     home = folder.parent.parent.name
     if folder.parent.name != "snapshots" or not home.startswith(_CACHE_PREFIX):
@@ -73,25 +75,26 @@ def repository_name(folder: Path) -> str | None:
 
 
 def fetch(name: HubName) -> Path:
-    """The folder or file of ``name`` in the hub's cache, complete; what is missing is downloaded.
+    """Return the complete directory or file for ``name`` in the hub's cache. Download missing
+    files.
 
-    Where the hub cannot be reached, or HF_HUB_OFFLINE is set, what is in the cache serves.
+    Without network access, or with HF_HUB_OFFLINE, only the cache is used.
 
     Raises:
-        CheckpointError: no network, no such repository, revision or file, no right to read it, no
-            safetensors in it, a disk that is full, a download that was cut short.
+        CheckpointError: The network, repository, revision or file is missing, access is denied, the
+            repository has no safetensors, the disk is full, or a download is incomplete.
     """
     from huggingface_hub import snapshot_download
 
     try:
-        # Single files too: unlike hf_hub_download it does not try for long where no network is.
+        # Also for single files: hf_hub_download retries for a long time without network access.
         folder = snapshot_download(
             name.repository,
             revision=name.revision,
             allow_patterns=_WANTED if name.file is None else [_file_pattern(name.file)],
             ignore_patterns=_UNWANTED if name.file is None else None,
         )
-    except Exception as error:  # besides its own, the library lets through those of its transport
+    except Exception as error:  # includes errors from its transport
         where = "no such file or folder here; on the Hugging Face hub"
         raise CheckpointError(f"{name}: {where}: {_reason(error, name)}") from None
     found = Path(folder)
@@ -103,12 +106,12 @@ def fetch(name: HubName) -> Path:
 
 
 def _file_pattern(file: str) -> str:
-    """The pattern of a GGUF file, or of all of its parts."""
+    """Return the pattern for a GGUF file with all its parts."""
     return re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-?????-of-\1", glob.escape(file))
 
 
 def _check_complete(folder: Path, name: HubName) -> None:
-    """A snapshot found without the network may be what another program left of it."""
+    """Check an offline snapshot. An interrupted program may have left an incomplete snapshot."""
     if not any(folder.glob("*.safetensors")) and not (folder / INDEX).is_file():
         raise CheckpointError(
             f"{name}: no safetensors in the repository; allowed: one that has them, or one GGUF "
@@ -124,7 +127,7 @@ def _check_complete(folder: Path, name: HubName) -> None:
 
 
 def _reason(error: Exception, name: HubName) -> str:
-    """What the library's error says about ``name``, in one line."""
+    """Return the library's error about ``name`` as a single line."""
     from huggingface_hub import errors
 
     status = getattr(getattr(error, "response", None), "status_code", None)

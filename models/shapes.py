@@ -1,6 +1,6 @@
-"""Named public shapes, ``shape:llama-3.1-8b``: the configuration of a model without its weights.
+"""Named public shapes, such as ``shape:llama-3.1-8b``: a model's configuration without weights.
 
-The table is what the models' own config.json files say, in their keys; it makes no tensors.
+The table contains the keys of the models' own config.json files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORM = f"{PREFIX}NAME (random weights of a known shape)"
 
 @dataclass(frozen=True, slots=True)
 class ShapeName:
-    """A key of `SHAPES`; as text it is what ``--model`` takes."""
+    """A key in `SHAPES`. Its text is the value for ``--model``."""
 
     name: str
 
@@ -33,7 +33,7 @@ class ShapeName:
 
 
 def _llama3(name: str, *, factor: float, **sizes: object) -> Mapping[str, object]:
-    """What Llama 3.1 and 3.2 have in common; ``factor`` stretches the rotation."""
+    """Return keys common to Llama 3.1 and 3.2. ``factor`` scales the rotation."""
     scaling = {
         "rope_type": "llama3",
         "factor": factor,
@@ -59,7 +59,7 @@ def _llama3(name: str, *, factor: float, **sizes: object) -> Mapping[str, object
 
 
 def _qwen(name: str, model_type: str, **sizes: object) -> Mapping[str, object]:
-    """What Qwen2.5 and Qwen3 have in common."""
+    """Return keys common to Qwen2.5 and Qwen3."""
     return MappingProxyType(
         {
             "_name_or_path": name,
@@ -75,7 +75,7 @@ def _qwen(name: str, model_type: str, **sizes: object) -> Mapping[str, object]:
 
 
 def _phi3(name: str, short: tuple[float, ...], long: tuple[float, ...]) -> Mapping[str, object]:
-    """What Phi-3-mini-128k and Phi-3.5-mini have in common: all but the factors."""
+    """Return keys common to Phi-3-mini-128k and Phi-3.5-mini, except the factors."""
     return MappingProxyType(
         {
             "_name_or_path": name,
@@ -103,8 +103,9 @@ def _phi3(name: str, short: tuple[float, ...], long: tuple[float, ...]) -> Mappi
 
 
 def _hybrid(name: str, **sizes: object) -> Mapping[str, object]:
-    """What Qwen3.5's mixtures of experts have in common: one layer of attention in four, a quarter
-    of whose heads' channels turn; of the text part alone.
+    """Return keys common to Qwen3.5's mixtures of experts, for the text model.
+
+    A quarter of the layers have attention, and a quarter of each head's channels rotate.
     """
     return MappingProxyType(
         {
@@ -308,20 +309,20 @@ SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
         ),
     }
 )
-"""What config.json says of each shape, by its name; it needs an architecture in the table."""
+"""config.json keys by shape name. The table of architectures must contain each model type."""
 
 
 def shape_names() -> tuple[str, ...]:
-    """The shapes that can be loaded, as ``--model`` takes them."""
+    """Return the loadable shapes as values for ``--model``."""
     known = (name for name, values in SHAPES.items() if values["model_type"] in model_types())
     return tuple(PREFIX + name for name in known)
 
 
 def parse_shape_name(text: str) -> ShapeName | None:
-    """``shape:NAME``, in any case; None for a text that does not begin with ``shape:``.
+    """Parse ``shape:NAME`` in any case. Return None for a text without this prefix.
 
     Raises:
-        CheckpointError: a shape that is not in the table, or whose architecture is not there yet.
+        CheckpointError: The shape or its architecture is unknown.
     """
     if not text.lower().startswith(PREFIX):
         return None
@@ -338,7 +339,7 @@ def parse_shape_name(text: str) -> ShapeName | None:
 
 
 def shape_config(shape: ShapeName) -> ModelConfig:
-    """The configuration of a shape, checked as one from a file is."""
+    """Return a shape's checked configuration."""
     from tilewright.models.checkpoints.huggingface.config import config_of_hf
 
     return config_of_hf(SHAPES[shape.name], where=str(shape))

@@ -1,4 +1,4 @@
-"""Where the parameters of a module stand in checkpoints that do not have a tensor for each."""
+"""Sources of a module's parameters in checkpoints with a different tensor layout."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """Rows of a checkpoint's ``tensor``: ``rows`` (half-open; None: all), with ``offset`` added.
+    """Rows of a checkpoint's ``tensor``.
 
-    Rows are counted over all axes but the last. ``shape``: that of the whole tensor, where it is
-    more than the rows that parameters are made of.
+    Rows are counted over all axes except the last.
+
+    Attributes:
+        tensor: Tensor name.
+        rows: Half-open range. None: all rows.
+        offset: Number added to all values.
+        shape: Shape of the whole tensor, if parameters use only some rows.
     """
 
     tensor: str
@@ -24,19 +29,18 @@ class TensorSource:
 
 
 Sources: TypeAlias = Mapping[str, tuple[TensorSource, ...]]
-"""Of each parameter, by its name, the sources of its rows from top to bottom; sources that name no
-rows have equally many."""
+"""Sources by parameter name, in order. Sources without rows divide the parameter equally."""
 
 
 def cut_rows(
     tensor: str, rows: Iterable[tuple[int, int]], shape: tuple[int, ...]
 ) -> tuple[TensorSource, ...]:
-    """The sources of a parameter made of these ``rows`` of one tensor, which is of ``shape``."""
+    """Return the sources for a parameter with these ``rows`` from a tensor with ``shape``."""
     return tuple(TensorSource(tensor, each, shape=shape) for each in rows)
 
 
 def stored_shapes(module: Any) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor that a checkpoint of the module holds, by name, tied ones once."""
+    """Return the expected tensor shapes in a checkpoint by name, with tied tensors once."""
     assert isinstance(module, nn.Module)
     sources: Sources = module.sources()  # type: ignore[operator]
     shapes: dict[str, tuple[int, ...]] = {}
@@ -55,7 +59,7 @@ def stored_shapes(module: Any) -> dict[str, tuple[int, ...]]:
 
 
 def stored_offsets(module: Any) -> dict[str, float]:
-    """What the module adds to tensors of a checkpoint, by name, where it adds anything."""
+    """Return the model's nonzero offsets by tensor name."""
     sources: Sources = module.sources()
     parts = (source for parts in sources.values() for source in parts)
     return {source.tensor: source.offset for source in parts if source.offset}

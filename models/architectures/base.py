@@ -1,4 +1,4 @@
-"""What a file of this folder says of its architecture; `table` lists the files."""
+"""Record type for an architecture's file. `table` lists the files."""
 
 from __future__ import annotations
 
@@ -14,42 +14,43 @@ if TYPE_CHECKING:
     from tilewright.models.checkpoints.spelling.keys import Keys
 
 Refine = Callable[["Keys", Any], Any]
-"""A function of keys and a configuration, `ModelConfig` or the architecture's own, which returns
-the configuration with what further keys say of it."""
+"""Reads further keys. Takes keys and a configuration, returns the extended configuration."""
 
 Views = Callable[[Any, Mapping[str, tuple[int, ...]], Path], dict[str, "View"]]
-"""A function of a configuration, the shapes of a file's tensors and its path, which returns the
-tensors that are made of other tensors' rows, by name."""
+"""Builds views. Takes a configuration, tensor shapes by name and the file's path. Returns tensors
+made from rows of other tensors, by name.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What a file says of its architecture, where it differs from Llama.
+    """Differences of an architecture from Llama.
 
     Attributes:
-        model: the class of the module; its constructor takes the configuration.
-        config: the configuration's class, if it is not `config.ModelConfig` itself.
-        fixed: fields of the configuration that no file says.
-        hf_defaults: values of keys that a config.json may leave out.
-        read_hf, read_gguf: what else to read from config.json, and from GGUF metadata.
-        has_partial_rotary: whether ``partial_rotary_factor`` is read.
-        has_mrope: whether positions may have sections for images, which are all alike for text.
-        has_rope_by_layer: whether ``rope_parameters`` may have a section for each type of layer.
-        text_config: whether config.json may be that of a model of several kinds of input, with this
-            one's keys inside; then its tensors lie beside those of the others.
-        intermediate_key: the key of ``intermediate_size``, where no layer has a dense block.
-        experts: how the names of experts' tensors are asked for: ``apart``, one for each product of
-            each expert, or ``together``, one for all experts of a layer; empty where none are.
-        gguf_intermediate_key: GGUF's key of ``intermediate_size``.
-        gguf_names: Hugging Face's names of GGUF's tensors of a layer, where they differ; of a whole
-            name where GGUF's has a dot or no ending, else of what stands before the ending.
-        gguf_pairs_adjacent: GGUF's converter moves the rows of q and k so that rotation pairs are
-            neighbours; otherwise they are half a head apart, as in Hugging Face's files.
-        gguf_norm_offset: what GGUF's converter adds to the weights of norms, those of linear
-            attention apart.
-        gguf_views: the tensors that GGUF's converter has cut otherwise, experts apart.
-        gguf_tiled_heads: GGUF's converter orders the value heads of linear attention so that the
-            first ones of all key heads come first; otherwise those of a key head lie together.
+        model: Class of the module. Its constructor takes the configuration.
+        config: Configuration class. None: `config.ModelConfig`.
+        fixed: Configuration fields not found in files.
+        hf_defaults: Defaults for optional keys in config.json.
+        read_hf: Reads further keys from config.json.
+        read_gguf: Reads further keys from GGUF metadata.
+        has_partial_rotary: Read ``partial_rotary_factor``.
+        has_mrope: Accept position sections for images. They are all equal for text.
+        has_rope_by_layer: Accept ``rope_parameters`` with a section per layer type.
+        text_config: Accept a multimodal config.json with a nested text configuration. Tensors of
+            other inputs are then ignored.
+        intermediate_key: Key for ``intermediate_size`` if no layer has a dense block.
+        experts: Expert tensor names: ``apart`` (a tensor per matmul and expert) or ``together`` (a
+            tensor for all experts in a layer). Empty: no experts.
+        gguf_intermediate_key: GGUF's key for ``intermediate_size``.
+        gguf_names: Hugging Face names for GGUF layer tensors with different names. Keys with a dot,
+            or without an ending, are whole names. Other keys omit the ending.
+        gguf_pairs_adjacent: GGUF's converter makes rotation pairs adjacent in q and k. False: pairs
+            are half a head apart, as in Hugging Face files.
+        gguf_norm_offset: Number added to norm weights by GGUF's converter, except in linear
+            attention.
+        gguf_views: Tensors split differently by GGUF's converter, except experts.
+        gguf_tiled_heads: GGUF's converter orders linear attention's value heads by index within the
+            key head. False: the value heads of a key head are adjacent.
     """
 
     model: type[nn.Module]

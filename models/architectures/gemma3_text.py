@@ -1,5 +1,5 @@
-"""Gemma 3's text model (Gemma Team, 2025): windows of attention with a rotation of their own, norms
-before and after every block, weights of norms kept as their difference from one, GeGLU.
+"""Gemma 3's text model (Gemma Team, 2025): windowed layers with a separate rotation, norms before
+and after every block, norm weights stored minus 1, GeGLU.
 """
 
 from __future__ import annotations
@@ -35,23 +35,27 @@ from tilewright.models.config import MAX_POSITIONS, ModelConfig, RopeConfig
 from tilewright.models.sources import Sources, TensorSource
 
 _LAYERS_A_FULL_ONE = 6
-"""Every so many layers, one sees all positions: in all models of the family; GGUF does not say."""
+"""Interval of layers without a window, in all models of the family. GGUF files do not contain
+it.
+"""
 
 _ACTIVATION = "gelu_pytorch_tanh"
 
 _LOCAL_ROPE = RopeConfig(theta=10000.0)
 
 _LARGEST = 62
-"""How many layers the 27B model has, whose scores alone are scaled by hidden size over heads."""
+"""Number of layers in the 27B model. Only its scores are scaled by hidden size over heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gemma3Config(ModelConfig):
-    """The sizes and switches of a Gemma 3 text model.
+    """Sizes and switches of a Gemma 3 text model.
 
-    ``local_rope`` is the rotation in the layers with a window; ``query_scale`` is one over the
-    square of what scores are multiplied by; ``attention_cap`` and ``logit_cap`` bound scores and
-    logits, and are 0 where there is no bound.
+    Attributes:
+        local_rope: Rotation in windowed layers.
+        query_scale: Inverse square of the score factor.
+        attention_cap: Bound for scores. 0: none.
+        logit_cap: Bound for logits. 0: none.
     """
 
     local_rope: RopeConfig = _LOCAL_ROPE
@@ -61,7 +65,7 @@ class Gemma3Config(ModelConfig):
 
 
 class Gemma3Attention(Attention):
-    """Attention whose scores have a scale of the configuration's own, and may be capped."""
+    """Attention with a configured score scale and an optional score cap."""
 
     def __init__(self, config: Gemma3Config, window: int) -> None:
         super().__init__(config, window)
@@ -79,7 +83,7 @@ class Gemma3Attention(Attention):
 
 
 class Gemma3MLP(MLP):
-    """The gated feed-forward block with GELU, in its tanh approximation, in the place of SiLU."""
+    """Gated feed-forward block with tanh-approximated GELU instead of SiLU."""
 
     def forward(self, x: Tensor) -> Tensor:
         gate = nn.functional.gelu(self.gate_proj(x), approximate="tanh")
@@ -87,7 +91,9 @@ class Gemma3MLP(MLP):
 
 
 class Gemma3Layer(nn.Module):
-    """Attention and feed-forward, normed before and after, each added to the residual stream."""
+    """Attention and feed-forward, with norms before and after, each added to the residual
+    stream.
+    """
 
     def __init__(self, config: Gemma3Config, window: int) -> None:
         super().__init__()
@@ -129,7 +135,7 @@ class Gemma3Model(nn.Module):
 
 
 class Gemma3ForCausalLM(LlamaForCausalLM):
-    """Gemma 3 with its language-model head, whose logits may be capped."""
+    """Gemma 3 with its language-model head. Logits may be capped."""
 
     config: Gemma3Config
     model_class = Gemma3Model
@@ -149,11 +155,10 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
 
 
 def read_hf(keys: Keys, config: Gemma3Config) -> Gemma3Config:
-    """``config`` with what config.json says of windows, of the rotation in layers that have one, of
-    the scale of scores and of caps.
+    """Add windows, local rotation, score scale and caps from config.json.
 
     Raises:
-        CheckpointError: a key that is missing or out of range, or an activation that is not read.
+        CheckpointError: A key is missing or out of range, or the activation is unsupported.
     """
     for key in ("hidden_activation", "hidden_act"):
         keys.choice(key, (_ACTIVATION,), default=_ACTIVATION)
@@ -176,11 +181,10 @@ def read_hf(keys: Keys, config: Gemma3Config) -> Gemma3Config:
 
 
 def read_gguf(keys: Keys, config: Gemma3Config) -> Gemma3Config:
-    """``config`` with the windows that GGUF metadata says; llama.cpp keeps the rest, which is fixed
-    in its code, out of its files.
+    """Add windows from GGUF metadata. llama.cpp fixes the remaining values in its code.
 
     Raises:
-        CheckpointError: a key that is missing or out of range.
+        CheckpointError: A key is missing or out of range.
     """
     window = keys.integer("attention.sliding_window", 1, MAX_POSITIONS)
     kinds = _types(config.num_layers, _LAYERS_A_FULL_ONE)
@@ -198,7 +202,7 @@ def read_gguf(keys: Keys, config: Gemma3Config) -> Gemma3Config:
 
 
 def _types(num_layers: int, pattern: int) -> list[str]:
-    """The types of layers of which every ``pattern``-th sees all positions."""
+    """Return the layer types. Every ``pattern``-th layer has full attention."""
     return [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
 
 

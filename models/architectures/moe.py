@@ -1,6 +1,6 @@
-"""The sparse mixture of experts that takes the place of a dense block, in plain torch.
+"""Sparse mixture of experts in place of a dense block, in plain torch.
 
-Legend: T tokens, C channels, E experts, K experts of a token, I inner size.
+Legend: T tokens, C channels, E experts, K experts per token, I inner size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TENSOR_GROUPS: Mapping[str, str] = {
     "model.layers.*.mlp.shared_expert.up_proj": "shared_ff1_3",
     "model.layers.*.mlp.shared_expert.down_proj": "shared_ff2",
 }
-"""The tensor groups of the parts of `SparseMLP`, by globs of module paths."""
+"""Tensor groups in `SparseMLP`, by module path globs."""
 
 GGUF_NAMES: Mapping[str, str] = {
     "ffn_gate_inp": "mlp.gate",
@@ -39,13 +39,13 @@ GGUF_NAMES: Mapping[str, str] = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-"""Hugging Face's names of a sparse block's tensors, by GGUF's; see `Architecture.gguf_names`."""
+"""Hugging Face names by GGUF name. See `Architecture.gguf_names`."""
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 class ExpertLinear(nn.Module):
-    """The weights of one product of every expert, ``[E, out, in]``."""
+    """Weights ``[E, out, in]`` for a matmul in every expert."""
 
     def __init__(self, num_experts: int, num_inputs: int, num_outputs: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class ExpertLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated feed-forward blocks of which each token has its own few."""
+    """Gated feed-forward blocks. Each token uses a few."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -71,8 +71,8 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A router (``gate``) and its experts (Shazeer et al., 2017), maybe beside a shared expert that
-    a gate of its own weighs.
+    """A router (``gate``) with its experts (Shazeer et al., 2017), and an optional gated shared
+    expert.
     """
 
     def __init__(self, config: MoeConfig) -> None:
@@ -104,12 +104,12 @@ class SparseMLP(nn.Module):
 
 
 def mlp_of(config: MoeConfig, layer: int) -> nn.Module:
-    """The feed-forward block of a layer: dense or sparse, as the configuration has it."""
+    """Return a layer's feed-forward block, dense or sparse by configuration."""
     return MLP(config) if layer in config.dense_layers else SparseMLP(config)
 
 
 def sources_by_expert(config: MoeConfig) -> Sources:
-    """The sources of experts in checkpoints with a tensor for each product of each expert."""
+    """Return the sources for checkpoints with a tensor per matmul and expert."""
     found: dict[str, tuple[TensorSource, ...]] = {}
     for path in _expert_paths(config):
         for part in PARTS:
@@ -119,7 +119,7 @@ def sources_by_expert(config: MoeConfig) -> Sources:
 
 
 def sources_of_stacks(config: MoeConfig) -> Sources:
-    """The sources of experts in checkpoints with all of a layer in one tensor, gate above up."""
+    """Return the sources for checkpoints with stacked experts, gate rows above up rows."""
     count, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
     found: dict[str, tuple[TensorSource, ...]] = {}
     for path in _expert_paths(config):

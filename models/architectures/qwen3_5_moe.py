@@ -1,4 +1,4 @@
-"""Qwen3.5's mixtures of experts (Qwen Team, 2026): Qwen3.5 whose blocks are sparse."""
+"""Qwen3.5 mixtures of experts (Qwen Team, 2026): Qwen3.5 with sparse blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tilewright.models.sources import Sources
 
 
 class SparseHybridModel(HybridModel):
-    """Layers of attention and Gated DeltaNet whose feed-forward blocks have experts."""
+    """Attention and Gated DeltaNet layers with expert feed-forward blocks."""
 
     @staticmethod
     def make_layer(config: HybridConfig, layer: int) -> HybridLayer:
@@ -34,7 +34,7 @@ class SparseHybridModel(HybridModel):
 
 
 class Qwen35MoeForCausalLM(Qwen35ForCausalLM):
-    """Qwen3.5's mixture with its head; checkpoints have a layer's experts in one tensor."""
+    """Qwen3.5's mixture with its head. Checkpoints stack a layer's experts in a tensor."""
 
     model_class = SparseHybridModel
     tensor_groups: Mapping[str, str] = {**Qwen35ForCausalLM.tensor_groups, **TENSOR_GROUPS}
@@ -44,19 +44,19 @@ class Qwen35MoeForCausalLM(Qwen35ForCausalLM):
 
 
 def read_hf(keys: Keys, config: HybridConfig) -> HybridConfig:
-    """Read what `read_hf_sparse` reads; the chosen experts' weights must add up to one.
+    """Read config.json as `read_hf_sparse`. Selected experts' weights must sum to 1.
 
     Raises:
-        CheckpointError: as `read_hf_sparse` does, or for weights that do not add up to one.
+        CheckpointError: As `read_hf_sparse`, or the weights are not normalized.
     """
     return _renormalised(keys, "norm_topk_prob", read_hf_sparse(keys, config))
 
 
 def read_gguf(keys: Keys, config: HybridConfig) -> HybridConfig:
-    """Read what `read_gguf_sparse` reads; the chosen experts' weights must add up to one.
+    """Read GGUF metadata as `read_gguf_sparse`. Selected experts' weights must sum to 1.
 
     Raises:
-        CheckpointError: as `read_gguf_sparse` does, or for weights that do not add up to one.
+        CheckpointError: As `read_gguf_sparse`, or the weights are not normalized.
     """
     return _renormalised(keys, "expert_weights_norm", read_gguf_sparse(keys, config))
 
@@ -68,20 +68,20 @@ def _renormalised(keys: Keys, key: str, config: HybridConfig) -> HybridConfig:
 
 
 def read_hf_sparse(keys: Keys, config: HybridConfig) -> HybridConfig:
-    """``config`` with the kinds of layers and the sizes of experts that config.json says.
+    """Add layer types and expert sizes from config.json.
 
     Raises:
-        CheckpointError: a key that is missing, out of range, or of a kind that is not read.
+        CheckpointError: A key is missing, out of range or unsupported.
     """
     found: HybridConfig = hf_experts(keys, hf_delta(keys, config))
     return found
 
 
 def read_gguf_sparse(keys: Keys, config: HybridConfig) -> HybridConfig:
-    """``config`` with the kinds of layers and the sizes of experts that GGUF metadata says.
+    """Add layer types and expert sizes from GGUF metadata.
 
     Raises:
-        CheckpointError: a key that is missing, out of range, or of a kind that is not read.
+        CheckpointError: A key is missing, out of range or unsupported.
     """
     found: HybridConfig = gguf_experts(keys, gguf_delta(keys, config))
     return found

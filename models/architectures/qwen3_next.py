@@ -1,4 +1,4 @@
-"""Qwen3-Next (Qwen Team, 2025): Qwen3.5's mixtures of experts, but for how tensors are stored."""
+"""Qwen3-Next (Qwen Team, 2025): Qwen3.5's mixtures of experts with different tensor storage."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from tilewright.models.sources import Sources, cut_rows
 
 
 class Qwen3NextForCausalLM(Qwen35MoeForCausalLM):
-    """Qwen3-Next with its head; checkpoints have a tensor for each product of each expert and, key
-    head by key head, the rows of what Gated DeltaNet's products share.
+    """Qwen3-Next with its head.
+
+    Checkpoints have a tensor per matmul and expert. Shared Gated DeltaNet tensors are ordered by
+    key head.
     """
 
     def sources(self) -> Sources:
@@ -35,7 +37,7 @@ class Qwen3NextForCausalLM(Qwen35MoeForCausalLM):
 
 
 def _by_key_head(path: str, config: HybridConfig) -> dict[str, Any]:
-    """q, k, v and z of every key head lie below one another, and so do b and a."""
+    """Return the sources in tensors ordered by key head: q, k, v and z rows, or b and a rows."""
     delta, hidden = config.delta, config.hidden_size
     ratio = delta.num_value_heads // delta.num_key_heads
     wide = ratio * delta.value_dim
@@ -60,11 +62,10 @@ def _by_key_head(path: str, config: HybridConfig) -> dict[str, Any]:
 def gguf_views(
     config: HybridConfig, stored: Mapping[str, tuple[int, ...]], path: Path
 ) -> dict[str, View]:
-    """The tensors that have q, k, v and z of every key head below one another, in files that have
-    all of a kind together.
+    """Build tensors ordered by key head from a file with separate q, k, v and z.
 
     Raises:
-        CheckpointError: naming ``path``, where it has not all of them.
+        CheckpointError: A tensor is missing. The message has ``path``.
     """
     delta, hidden = config.delta, config.hidden_size
     found = {}
@@ -91,7 +92,7 @@ def gguf_views(
 
 
 def _parts(delta: DeltaShape, sizes: tuple[int, ...]) -> list[list[tuple[int, int]]]:
-    """The rows of each part, of every key head in turn."""
+    """Return the rows of each component, over all key heads."""
     total = sum(sizes)
     firsts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [

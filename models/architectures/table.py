@@ -1,7 +1,7 @@
-"""Which architectures there are, by Hugging Face's ``model_type``, and finding one by its name.
+"""The supported architectures by Hugging Face's ``model_type``, and their lookup.
 
-An architecture's file imports torch, so it is imported when it is asked for; the names are known
-without it. No such file imports this one.
+An architecture's file imports torch, so it is imported on demand. Architectures do not import this
+file.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "qwen3_next": "tilewright.models.architectures.qwen3_next",
     }
 )
-"""The module of each ``model_type``, which calls what it says of itself ``ARCHITECTURE``."""
+"""The module for each ``model_type``. It defines ``ARCHITECTURE``."""
 
 
 def model_types() -> tuple[str, ...]:
-    """Every ``model_type`` that is read, in alphabetical order; nothing is imported for it."""
+    """Return the supported ``model_type`` values in alphabetical order, without imports."""
     return tuple(sorted(ARCHITECTURES))
 
 
 def architecture_of(model_type: str) -> Architecture:
-    """What the module of ``model_type``, a key of `ARCHITECTURES`, says of its architecture."""
+    """Return the `Architecture` for ``model_type``, a key in `ARCHITECTURES`."""
     architecture: Architecture = importlib.import_module(ARCHITECTURES[model_type]).ARCHITECTURE
     return architecture
 
 
 def check_model_type(model_type: object, where: str) -> str:
-    """``model_type`` if it is one that is read, or the text part of one; ``where`` names file and
-    key in the message.
+    """Return ``model_type`` if it is supported, or its text model. ``where`` is file and key for
+    errors.
 
     Raises:
-        CheckpointError: an unknown architecture, with the known ones.
+        CheckpointError: The architecture is unknown. The message lists the known names.
     """
     if isinstance(model_type, str):
         if model_type in model_types():
@@ -59,12 +59,12 @@ def check_model_type(model_type: object, where: str) -> str:
 
 
 def find_gguf_type(name: object, where: str) -> str:
-    """The ``model_type`` of GGUF's ``general.architecture``.
+    """Return the ``model_type`` for GGUF's ``general.architecture``.
 
-    GGUF writes names without underscores, and calls the text part of a family as the family.
+    GGUF names have no underscores, and a family's text model has the family's name.
 
     Raises:
-        CheckpointError: an unknown architecture, with the known ones.
+        CheckpointError: The architecture is unknown. The message lists the known names.
     """
     for model_type in model_types() if isinstance(name, str) else ():
         plain = model_type.replace("_", "")

@@ -1,6 +1,6 @@
-"""What every container offers: a configuration, tensor names and shapes, and one tensor at a time.
+"""Interface of all checkpoint containers: configuration, tensor names and shapes, lazy tensors.
 
-Names and row order are Hugging Face's for every container. It does not know the containers.
+Names and row order are Hugging Face's in every container. Containers are defined elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HASH_WHOLE = HASH_WINDOW * HASH_NUM_WINDOWS
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """A tensor's shape (Hugging Face's, rows first), its stored type, and its bytes in the file."""
+    """A tensor's shape (Hugging Face's, rows first), stored type, and bytes in the file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -34,68 +34,73 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """Where the tokenizer is: a folder's files, a ``.t`` file, or a GGUF file's ``metadata``."""
+    """Location of a tokenizer: a directory, a ``.t`` file, or a GGUF file's ``metadata``."""
 
     path: Path
     metadata: Mapping[str, object] | None = None
 
 
 Rows: TypeAlias = "slice | tuple[slice, slice] | None"
-"""Which rows of a tensor are read; see `Checkpoint.get`."""
+"""Rows to read. See `Checkpoint.get`."""
 
 
 class Checkpoint(Protocol):
-    """Weights on disk, read lazily, or random ones, made when asked for."""
+    """Weights on disk, read lazily, or random weights, generated on demand."""
 
     @property
     def path(self) -> Path:
-        """The file or folder that was opened; of random weights, what messages call them."""
+        """Return the opened file or directory. For random weights, their name in messages."""
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Every file that configuration and weights are read from: none for random weights."""
+        """Return all files with configuration and weights. Random weights have none."""
 
     @property
     def config(self) -> ModelConfig:
-        """The model's configuration, checked."""
+        """Return the checked model configuration."""
 
     @property
     def names(self) -> Mapping[str, TensorMeta]:
-        """Every tensor by its Hugging Face name; ``lm_head.weight`` only where it is not tied."""
+        """Return all tensors by Hugging Face name. A tied ``lm_head.weight`` is omitted."""
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
-        """Where the tokenizer is, for `tilewright.models.tokenizer.load.load_tokenizer`."""
+        """Return the location for `tilewright.models.tokenizer.load.load_tokenizer`."""
 
     def get(self, name: str, rows: Rows = None, columns: slice | None = None) -> Tensor:
-        """One tensor, or a part of it, as a fresh tensor: some ``rows`` of its first axis (step 1),
-        or of its first two where a pair of slices is given, and some ``columns`` of its last.
+        """Return a new tensor, or a slice.
 
-        It is on the CPU when read from a file, on torch's default device when random.
-        fp32, fp16 and bf16 keep their type; quantised types come out as float32.
+        A file's tensor is on the CPU, a random tensor on torch's default device. fp32, fp16 and
+        bf16 retain their type. Quantized types become float32.
+
+        Args:
+            name: Tensor name.
+            rows: Slice of the first axis (step 1), or a pair of slices for the first two axes.
+            columns: Slice of the last axis.
 
         Raises:
-            CheckpointError: a name that is not there, or bytes that cannot be read.
+            CheckpointError: The name is unknown, or bytes are unreadable.
         """
 
     def stored_type(self, name: str) -> str:
-        """How a tensor is stored, without reading it: ``F32``, ``BF16``, ``Q4_1``; of tensors that
-        are joined all their types, ``Q4_0+Q8_0``. ``F32`` where `get` gives other values, or other
-        columns, than the file has.
+        """Return a tensor's stored type without reading it: ``F32``, ``BF16``, ``Q4_1``.
+
+        Joined tensors have all their types, ``Q4_0+Q8_0``. The result is ``F32`` if `get` returns
+        different values or columns from the file's.
 
         Raises:
-            CheckpointError: a name that is not there.
+            CheckpointError: The name is unknown.
         """
 
     def content_hash(self) -> str:
-        """`content_hash` below over this checkpoint's files."""
+        """Return `content_hash` over this checkpoint's files."""
 
 
 def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare a checkpoint's tensors with the shapes a model expects.
+    """Compare a checkpoint's tensors with the model's expected shapes.
 
     Raises:
-        CheckpointError: the first tensor that is missing, of another shape, or not expected.
+        CheckpointError: A tensor is missing, unexpected or has the wrong shape.
     """
     names = checkpoint.names
     for name, shape in expected.items():
@@ -113,10 +118,10 @@ def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]
 def check_shape(
     path: Path, name: str, found: tuple[int, ...] | None, expected: tuple[int, ...]
 ) -> None:
-    """Refuse a tensor that is missing (None) or of another shape than the configuration's.
+    """Check a tensor's shape. None means a missing tensor.
 
     Raises:
-        CheckpointError: naming it and the shape it should have.
+        CheckpointError: The tensor is missing or has the wrong shape. The message has both shapes.
     """
     if found is None:
         raise CheckpointError(f"{path}: tensor {shown(name)} of shape {list(expected)} is missing")
@@ -128,12 +133,12 @@ def check_shape(
 
 
 def shown(name: str) -> str:
-    """A name from a file, fit for a one-line message."""
+    """Return a file's tensor name in printable, limited form."""
     return name[:120] if name.isprintable() else repr(name[:120])
 
 
 def unknown_tensor(path: Path, name: str, names: Iterable[str]) -> CheckpointError:
-    """The error for ``get`` of a name that is not in the file."""
+    """Return the error for an unknown name in ``get``."""
     if name == "lm_head.weight":
         return CheckpointError(
             f"{path}: lm_head.weight is tied to the embedding; read model.embed_tokens.weight"
@@ -144,19 +149,19 @@ def unknown_tensor(path: Path, name: str, names: Iterable[str]) -> CheckpointErr
 
 
 def row_range(rows: slice | None, num_rows: int) -> tuple[int, int]:
-    """First row and row after the last of ``rows`` (all of them for None), within the tensor."""
+    """Return the first row and the end of ``rows`` within the tensor. None: all rows."""
     start, stop, step = (rows or slice(None)).indices(num_rows)
     assert step == 1, "rows are read with step 1"
     return start, max(start, stop)
 
 
 def outer_rows(rows: Rows) -> slice | None:
-    """The rows of the first axis."""
+    """Return the slice of the first axis."""
     return rows[0] if isinstance(rows, tuple) else rows
 
 
 def inner_part(values: Tensor, rows: Rows, columns: slice | None) -> Tensor:
-    """The rows of the second axis, and the columns, of values whose first axis is cut."""
+    """Slice the second axis and the columns. The first axis is already sliced."""
     if isinstance(rows, tuple):
         values = values[:, rows[1]]
     if columns is not None:
@@ -168,15 +173,15 @@ def content_hash(
     headers: Iterable[tuple[int, bytes]],
     tensors: Iterable[tuple[str, int, Callable[[int, int], bytes]]],
 ) -> str:
-    """A stable identity of a checkpoint, 64 hexadecimal digits, fast for files of any size.
+    """Return a stable checkpoint identity, 64 hexadecimal digits. It is fast for large files.
 
-    It covers the size of every file, their headers whole (names, shapes, types, metadata), and of
-    each tensor's stored bytes all up to 64 KiB, else 16 windows of 4 KiB spread evenly from the
-    first byte to the last. A change elsewhere inside a large tensor alone is not seen.
+    The hash covers file sizes, whole headers (names, shapes, types, metadata), and each tensor's
+    stored bytes up to 64 KiB. Larger tensors contribute 16 evenly spaced windows of 4 KiB. A change
+    between the windows is not detected.
 
     Args:
-        headers: file size in bytes and header bytes, file by file.
-        tensors: name, stored bytes, and a function that returns bytes [start, stop) of it.
+        headers: File size in bytes and header bytes, per file.
+        tensors: Name, stored bytes, and a function returning its bytes [start, stop).
     """
     digest = hashlib.sha256(b"tilewright checkpoint 1")
     for size, header in headers:

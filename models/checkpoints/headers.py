@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a checkpoint before torch is imported, which takes seconds."""
+"""Early checks of checkpoints, before the import of torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tilewright.models.checkpoints.quantized.config import METHODS, quantization
 
 
 def check_header(path: Path) -> None:
-    """Read what stands before the weights at ``path``, and refuse what opening it would refuse.
+    """Read the header at ``path``, before the weights, and check it as `open_checkpoint` does.
 
-    Of a ``.gguf`` file these are its metadata, its table of tensors and its architecture; of a
-    ``.m`` file its header; of a folder, that config.json is one and names an architecture that is
-    read. What only the architecture's own file can judge is left to `open_checkpoint`.
+    A ``.gguf`` header has metadata, a tensor table and an architecture. A ``.m`` file has a header.
+    A directory needs a valid config.json with a supported architecture. Checks by an architecture's
+    own file are left to `open_checkpoint`.
 
     Raises:
-        CheckpointError: as `open_checkpoint` would.
+        CheckpointError: As `open_checkpoint`.
     """
     if is_calibrated(path):
         read_manifest(path)
@@ -42,12 +42,13 @@ def check_header(path: Path) -> None:
 
 
 def quantised_types(path: Path) -> tuple[str, ...]:
-    """The types in blocks that tensors at ``path`` are stored in, as ggml calls them, those of the
-    most bytes first; of a folder of safetensors the method of its quantization, if any. None of
-    a calibrated folder: its configuration names the formats.
+    """Return the block types of tensors at ``path`` by ggml name, largest total size first.
+
+    A safetensors directory returns its quantization method, if any. A calibrated directory returns
+    none: its configuration names the formats.
 
     Raises:
-        CheckpointError: as `check_header` would.
+        CheckpointError: As `check_header`.
     """
     if is_calibrated(path):
         return ()

@@ -1,6 +1,6 @@
-"""Tensors that a container has together, or apart, under the names that an architecture asks for.
+"""Views for stacked or separate tensors under the names required by an architecture.
 
-It knows the three ways in which experts are stored. It reads no files.
+Experts have three storage forms, defined here. Files are read elsewhere.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows ``[first, stop)`` of a container's ``tensor``; where that has three axes, of the share
-    of one ``expert``.
+    """Rows ``[first, stop)`` of a container's ``tensor``. For three axes, rows of a single
+    ``expert``.
     """
 
     tensor: str
@@ -34,27 +34,28 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor of ``shape``, made of ``pieces`` below one another; rows are counted over all axes
-    but the last.
+    """A tensor with ``shape``, concatenated from ``pieces``.
+
+    Rows are counted over all axes except the last.
     """
 
     shape: Shape
     pieces: tuple[Piece, ...]
 
     def rows(self, start: int, stop: int) -> Iterator[Piece]:
-        """The pieces of rows ``[start, stop)`` of the first axis."""
+        """Yield the source rows for rows ``[start, stop)`` of the first axis."""
         inner = math.prod(self.shape[1:-1])
         return self.all_rows(start * inner, stop * inner)
 
     def parts(self, start: int, stop: int, first: int, last: int) -> Iterator[Piece]:
-        """The pieces of rows ``[first, last)`` of the second axis, in each of ``[start, stop)`` of
-        the first.
+        """Yield the source rows for second-axis rows ``[first, last)`` in first-axis rows ``[start,
+        stop)``.
         """
         for outer in range(start, stop):
             yield from self.all_rows(outer * self.shape[1] + first, outer * self.shape[1] + last)
 
     def all_rows(self, low: int, high: int) -> Iterator[Piece]:
-        """The pieces of rows ``[low, high)`` counted over all axes but the last."""
+        """Yield the source rows for rows ``[low, high)``, counted over all axes except the last."""
         for piece in self.pieces:
             first, last = max(low, 0), min(high, piece.stop - piece.first)
             if first < last:
@@ -66,15 +67,14 @@ class View:
 def expert_views(
     config: MoeConfig, stored: Mapping[str, Shape], *, together: bool, path: Path
 ) -> dict[str, View]:
-    """The tensors of experts that ``stored`` has in another way than they are asked for.
+    """Return views for expert tensors with a different form in ``stored`` than requested.
 
-    They are asked for ``together``, as ``experts.gate_up_proj`` and ``experts.down_proj``, or
-    apart, as ``experts.0.gate_proj.weight``; a container may also have ``experts.gate_proj`` and
-    ``experts.up_proj``. Nothing is said of layers whose experts are stored as they are asked for,
-    or not at all.
+    The requested form is ``together`` (``experts.gate_up_proj``, ``experts.down_proj``) or separate
+    (``experts.0.gate_proj.weight``). A container may also have ``experts.gate_proj`` and
+    ``experts.up_proj``. Layers in the requested form, and layers without experts, need no views.
 
     Raises:
-        CheckpointError: naming ``path``, for a tensor that is missing or of another shape.
+        CheckpointError: A tensor is missing or has the wrong shape. The message has ``path``.
     """
     found: dict[str, View] = {}
     for layer in range(config.num_layers):
@@ -94,12 +94,14 @@ def expert_views(
             found |= _together(block, config)
     for name in found:
         if name in stored:
-            raise CheckpointError(f"{path}: tensor {name} stands twice, with others and alone")
+            raise CheckpointError(f"{path}: tensor {name} stands twice, stacked and separate")
     return found
 
 
 def _stacked(block: str, config: MoeConfig, stored: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The tensors that hold all experts of a layer, and their shapes; none where they are apart."""
+    """Return the stacked expert tensors of a layer with their shapes, or none for separate
+    tensors.
+    """
     count, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
     if f"{block}.gate_up_proj" in stored:
         names = {f"{block}.gate_up_proj": (count, 2 * inner, hidden)}
@@ -132,7 +134,7 @@ def _check(expected: Mapping[str, Shape], stored: Mapping[str, Shape], path: Pat
 
 
 def _apart(block: str, config: MoeConfig, stacked: Mapping[str, Shape]) -> dict[str, View]:
-    """Every product of every expert, out of what holds them all."""
+    """Return a view per matmul and expert from stacked tensors."""
     inner, found = config.expert_size, {}
     for name, shape in _names_apart(block, config).items():
         expert, part = name.removeprefix(f"{block}.").removesuffix(".weight").split(".")
@@ -145,7 +147,7 @@ def _apart(block: str, config: MoeConfig, stacked: Mapping[str, Shape]) -> dict[
 
 
 def _interleaved(config: MoeConfig, names: tuple[str, ...]) -> View:
-    """Every expert's rows of each of the tensors in turn."""
+    """Return a view with each expert's rows from all tensors in turn."""
     count, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
     pieces = (Piece(name, 0, inner, expert) for expert in range(count) for name in names)
     return View((count, len(names) * inner, hidden), tuple(pieces))
@@ -166,5 +168,5 @@ def _together(block: str, config: MoeConfig) -> dict[str, View]:
 
 
 def merged_type(types: set[str]) -> str:
-    """What the type of a view is called: that of its pieces, or all of theirs."""
+    """Return a view's type name: the common type, or all types of its sources."""
     return "+".join(sorted(types))

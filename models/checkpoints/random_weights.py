@@ -1,8 +1,7 @@
-"""Random weights in the place of a checkpoint: to measure speed without one.
+"""Random weights instead of a checkpoint, to measure speed without a model file.
 
-Tensors are made where they are wanted, when they are asked for, in blocks of values that are each
-drawn from a seed of their own: of a part no more is made than the blocks it lies in. Nothing is
-kept.
+Tensors are generated on demand and not stored. Each block of values has its own seed, so a slice
+needs only its blocks.
 """
 
 from __future__ import annotations
@@ -29,19 +28,24 @@ from tilewright.models.shapes import SHAPES, ShapeName
 
 STD = 0.02
 BLOCK = 1 << 18
-"""Values of a tensor that are drawn together."""
+"""Number of values per block."""
 
 _DTYPE = torch.bfloat16
 _SEEDS = 1 << 63
-_STRIP = 1 << 24  # values of whole rows that are made at a time, of which some columns are kept
+_STRIP = 1 << 24  # number of values generated at a time to select columns
 
 
 class RandomCheckpoint:
-    """Normal bfloat16 tensors around 0, norms around 1; see `checkpoints.base.Checkpoint`.
+    """Normal bfloat16 tensors around 0, norms around 1. See `checkpoints.base.Checkpoint`.
 
-    Equal for equal ``shape``, tensor and type of device, whichever part is asked for; another type
-    of device has other values, because its generator differs. ``expected``: shapes by tensor name.
-    ``offsets``: what the model adds to a tensor, where it does; a norm's weights are around 1 then.
+    Values depend on ``shape``, tensor name and device type, but not on the slice. Device types
+    differ because their generators do.
+
+    Args:
+        shape: Name of the shape.
+        config: Model configuration.
+        expected: Shapes by tensor name.
+        offsets: Numbers the model adds to tensors. Norms are around 1 after this addition.
     """
 
     def __init__(
@@ -63,14 +67,14 @@ class RandomCheckpoint:
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
-        """A source that cannot be read: `byte_tokenizer` makes the tokenizer of such a model."""
+        """Return an unreadable source: `byte_tokenizer` makes the tokenizer of these models."""
         return TokenizerSource(self.path)
 
     def get(self, name: str, rows: Rows = None, columns: slice | None = None) -> Tensor:
-        """One tensor, or a part of it, on torch's default device.
+        """Return a tensor or a slice on torch's default device.
 
         Raises:
-            CheckpointError: a name that is not there.
+            CheckpointError: The name is unknown.
         """
         if name not in self.names:
             raise unknown_tensor(self.path, name, self.names)
@@ -95,7 +99,7 @@ class RandomCheckpoint:
     def _rows(
         self, name: str, device: torch.device, run: tuple[int, int], kept: tuple[int, int]
     ) -> Iterator[Tensor]:
-        """A run of rows, counted over all axes but the last, of which some columns are kept."""
+        """Yield a range of rows, counted over all axes except the last, with some columns."""
         width = self.names[name].shape[-1]
         if kept == (0, width):
             yield self._draw(name, device, run[0] * width, run[1] * width).view(-1, width)
@@ -107,7 +111,7 @@ class RandomCheckpoint:
             yield values.view(-1, width)[:, kept[0] : kept[1]].clone()
 
     def _draw(self, name: str, device: torch.device, start: int, stop: int) -> Tensor:
-        """Values ``[start, stop)`` of a tensor, counted over all of its axes."""
+        """Return values ``[start, stop)`` in flat order."""
         total = math.prod(self.names[name].shape)
         generator = torch.Generator(device)
         mean = 1.0 - self._offsets.get(name, 0.0) if name.endswith("norm.weight") else 0.0
@@ -122,13 +126,13 @@ class RandomCheckpoint:
         return part if part.numel() == values.numel() else part.clone()
 
     def stored_type(self, name: str) -> str:
-        """``BF16``, of every tensor."""
+        """Return ``BF16`` for every tensor."""
         if name not in self.names:
             raise unknown_tensor(self.path, name, self.names)
         return self.names[name].dtype
 
     def content_hash(self) -> str:
-        """An identity of the shape, 64 hexadecimal digits, the same on every device."""
+        """Return an identity of the shape, 64 hexadecimal digits, equal on every device."""
         body = [str(self._shape), dict(SHAPES[self._shape.name])]
         digest = hashlib.sha256(b"tilewright random weights 2\n")
         digest.update(json.dumps(body, sort_keys=True).encode())

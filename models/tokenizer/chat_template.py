@@ -1,7 +1,7 @@
-"""Renders a checkpoint's chat template, which is untrusted code, in a sandbox with limits.
+"""Rendering of a checkpoint's chat template in a sandbox with limits. Templates are untrusted code.
 
-What templates may use follows transformers, so the same template gives the same text. It does
-not know tokens.
+The available functions follow transformers, so templates give equal texts. Tokens are not used
+here.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ Message = Mapping[str, object]
 
 
 class ChatTemplate:
-    """A compiled chat template; ``where`` names its file in messages.
+    """A compiled chat template. ``where`` is its file in messages.
 
     Raises:
-        CheckpointError: the template does not compile.
+        CheckpointError: The template does not compile.
     """
 
     def __init__(self, source: str, where: str) -> None:
         self.source = source
         self.where = where
-        self._reads_parts: dict[str, bool] = {}  # by role, once a chat has shown it
+        self._reads_parts: dict[str, bool] = {}  # by role, known after a first chat
         try:
             with bounded(source):
                 self._template = _environment().from_string(source)
-        # Constant parts are computed here, the rest becomes Python: both can raise anything.
+        # Constant parts are computed here, and the rest becomes Python code: both can raise any
+        # exception.
         except Exception as error:
             raise CheckpointError(f"{where}: chat template: {one_line(error)}") from None
 
@@ -55,16 +56,22 @@ class ChatTemplate:
         variables: Mapping[str, object] | None = None,
         must_read: bool = False,
     ) -> str:
-        """The prompt text of ``messages`` (``role``, ``content`` and what the template reads).
+        """Return the prompt text for ``messages`` (``role``, ``content`` and further template
+        fields).
 
-        Keys whose value is None are dropped, as transformers does. The text of a message is a
-        string, or a list of parts if the template reads parts only. ``tools``: functions that may
-        be called, as JSON schemas; None where there are none. ``variables``: what else the
-        template may read, as ``enable_thinking``. ``must_read``: refuse text that the template
-        leaves out.
+        Keys with the value None are dropped, as in transformers. A message's text is a string, or a
+        list of parts if the template reads parts only.
+
+        Args:
+            messages: The chat.
+            add_generation_prompt: Begin the assistant's turn at the end.
+            special_tokens: Texts of named tokens.
+            tools: JSON schemas of callable functions. None: no tools.
+            variables: Further template variables, for example ``enable_thinking``.
+            must_read: Reject text omitted by the template.
 
         Raises:
-            RequestError: no messages, or messages that the template refuses or fails on.
+            RequestError: There are no messages, or the template rejects or fails on them.
         """
         if not messages:
             raise RequestError("messages = []: a chat has at least one message")
@@ -79,7 +86,7 @@ class ChatTemplate:
         try:
             unread = self._probe(given, plain)
             text = self._render({**given, "messages": [self._as_read(each) for each in plain]})
-        # Template code can raise anything that Python operators raise.
+        # Template code can raise any exception of Python operators.
         except Exception as error:
             raise RequestError(f"{self.where}: chat template: {one_line(error)}") from None
         if must_read and unread:
@@ -94,7 +101,7 @@ class ChatTemplate:
             return self._template.render(given)
 
     def _probe(self, given: Mapping[str, object], messages: Sequence[Message]) -> list[str]:
-        """Find out how the template reads the text of each role, and return the unread roles.
+        """Determine how the template reads each role's text. Return unread roles.
 
         The chat is rendered with a mark for the text of each new role: as a string, then as a part.
         """
@@ -115,11 +122,11 @@ class ChatTemplate:
                 found = self._render({**given, "messages": chat}).lower()
             except TooCostlyError:
                 raise
-            except Exception:  # this form is not read; the chat itself fails again where it must
+            except Exception:  # form not supported; a real failure occurs again later
                 continue
             self._reads_parts |= {role: is_parts for role, mark in marks.items() if mark in found}
             unread = [role for role in unread if role not in self._reads_parts]
-        # Many templates leave out what the assistant says beside its calls.
+        # Many templates omit the assistant's text next to its calls.
         plain = {
             role
             for each, (role, text) in zip(messages, texts, strict=True)
@@ -128,7 +135,7 @@ class ChatTemplate:
         return [role for role in unread if role in plain]
 
     def _as_read(self, message: Message) -> Message:
-        """Return the message with its text in the form that the template reads."""
+        """Return the message with its text in the template's form."""
         text, is_parts = _text_of(message), self._reads_parts.get(str(message.get("role")))
         if text is None or is_parts is None or (is_parts and isinstance(message["content"], list)):
             return message
@@ -136,7 +143,7 @@ class ChatTemplate:
 
 
 def _text_of(message: Message) -> str | None:
-    """Return the text of a message whose content is a string or a list of text parts."""
+    """Return a message's text from a string or a list of text parts."""
     content = message.get("content")
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
@@ -153,7 +160,7 @@ def _content(text: str, is_parts: bool) -> object:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}`` marks the assistant's part for training; here it is just its body."""
+    """``{% generation %}`` marks the assistant's part for training. Only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 reads it from the class)
 
@@ -163,10 +170,10 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """jinja2's namespace without names that begin with an underscore."""
+    """jinja2's namespace without names beginning with an underscore."""
 
     def __repr__(self) -> str:
-        return "<Namespace>"  # its values may hold the namespace itself
+        return "<Namespace>"  # its values may include the namespace itself
 
     def __setitem__(self, name: str, value: object) -> None:
         if name.startswith("_"):
@@ -217,7 +224,7 @@ def _to_json(
 
 
 def _plain(value: object) -> object:
-    """Let only JSON's own types reach the template, which then finds no methods that do things."""
+    """Convert to JSON types, so that the template finds no methods with side effects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

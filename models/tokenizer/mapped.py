@@ -138,7 +138,7 @@ def _has_tables(values: Mapping[str, Any]) -> bool:
 
 
 def _ends_in_bytes(pre_tokenizer: Mapping[str, Any] | None) -> bool:
-    """Return whether the last pre-tokenizer step maps a byte to one character."""
+    """Return whether the last pre-tokenizer step maps a byte to a character."""
     step: Mapping[str, Any] = pre_tokenizer or {}
     while step.get("type") == "Sequence":
         step = (step["pretokenizers"] or [{}])[-1]

@@ -1,6 +1,6 @@
-"""Pre-tokenizers of byte-level vocabularies, by the name in a GGUF file.
+"""Pre-tokenizers for byte-level vocabularies, by the name in a GGUF file.
 
-The patterns are those of the models' own tokenizer.json files. llama.cpp defines the names.
+The patterns are from the models' tokenizer.json files. llama.cpp defines the names.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _PUNCTUATION = r"[\p{P}$+<=>^~|`]+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How a text is cut into words before merges apply.
+    """The split of a text into words before merges apply.
 
     Attributes:
-        patterns: Regular expressions. An expression cuts the results of the previous expression.
-        splits_words: Whether GPT-2's own pattern is the last to cut.
-        is_nfc: Whether the text is normalized to NFC first.
-        ignores_merges: Whether a word in the vocabulary is one token, regardless of merges.
-        adds_bos: Whether a text begins with the first token, unless the file says otherwise.
+        patterns: Regular expressions. An expression splits the results of the previous expression.
+        splits_words: GPT-2's own pattern is the last to split.
+        is_nfc: Normalize the text to NFC first.
+        ignores_merges: A word in the vocabulary is a single token, regardless of merges.
+        adds_bos: A text begins with the first token, unless the file disables it.
     """
 
     patterns: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class PreTokenizer:
     adds_bos: bool = False
 
     def set_up(self, backend: tokenizers.Tokenizer) -> None:
-        """Give ``backend`` this pre-tokenizer."""
+        """Set this pre-tokenizer on ``backend``."""
         if self.is_nfc:
             backend.normalizer = normalizers.NFC()
         steps: list[pre_tokenizers.PreTokenizer] = [

@@ -1,7 +1,6 @@
-"""Bounds on what a template may cost: a jinja2 sandbox that counts text, elements and seconds.
+"""Limits on the cost of a chat template: a jinja2 sandbox that counts text, elements and seconds.
 
-Everything that makes a value larger, or runs again, goes through one of the hooks below; it does
-not know chats.
+Each operation that enlarges or repeats a value passes through a hook in this file.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter, Se
 
 MAX_SECONDS = 5.0
 MIN_CHARACTERS = 1 << 24
-_PER_INPUT = 64  # a template may copy what it is given so many times
-_STEP = 16  # what an element, a turn of a loop or a call costs, in characters
+_PER_INPUT = 64  # number of copies of the input a template may make
+_STEP = 16  # cost of an element, a loop turn or a call, in characters
 _MAX_BITS = 1 << 14
 
-# Methods of Python's own values that never return more than they were given; the rest are checked.
+# Methods of Python values without larger results. All other methods are checked.
 _HARMLESS = frozenset(
     (
         *("strip", "lstrip", "rstrip", "split", "rsplit", "splitlines", "partition", "rpartition"),
@@ -39,7 +38,7 @@ _HARMLESS = frozenset(
         *("istitle", "isupper"),
     )
 )
-# Filters that pick from what they get, whatever their arguments.
+# Filters that select from their input, regardless of arguments.
 _PICKING = frozenset(
     (
         *("attr", "count", "d", "default", "dictsort", "first", "groupby", "items", "last"),
@@ -52,12 +51,12 @@ _PERCENT_WIDTH = re.compile(r"%\([^()]*\(|%(?:\([^()]*\))?[^a-zA-Z%(]*(?:\d{5}|\
 
 
 class TooCostlyError(SecurityError):
-    """The error for a template that asks for more text or time than templates get."""
+    """The error for a template beyond its text or time limit."""
 
 
 @dataclass(slots=True)
 class _Budget:
-    """What is left to the template that runs in this context."""
+    """The remaining budget for the template in this context."""
 
     limit: int
     left: int
@@ -71,12 +70,12 @@ class _Budget:
             raise TooCostlyError(f"it runs for more than {MAX_SECONDS:g} seconds")
 
     def check(self, amount: int) -> None:
-        """Refuse a value of this size before it is made."""
+        """Raise for a value of this size before its creation."""
         if amount > self.limit:
             raise TooCostlyError(f"a value larger than {self.limit} characters or elements")
 
     def size(self, *values: object) -> int:
-        """Characters and elements in values, as often as they would be written out."""
+        """Return the total characters and elements in values, with repetitions."""
         total, stack = 0, list(values)
         while stack:
             value = stack.pop()
@@ -100,10 +99,10 @@ _budget: ContextVar[_Budget] = ContextVar("template_budget")
 
 @contextmanager
 def bounded(*given: object) -> Iterator[None]:
-    """Compile or render a template in this block; its budget grows with what it is given.
+    """Compile or render a template in this block. The budget grows with the inputs.
 
     Raises:
-        TooCostlyError: where the block's template goes beyond it.
+        TooCostlyError: The template exceeds its budget.
     """
     unlimited = _Budget(1 << 62, 0, 0.0)
     limit = MIN_CHARACTERS + _PER_INPUT * unlimited.size(*given)
@@ -115,7 +114,7 @@ def bounded(*given: object) -> Iterator[None]:
 
 
 def _joined(parts: Iterable[object]) -> str:
-    """The parts as one text."""
+    """Join the parts to a text."""
     budget, texts = _budget.get(), []
     for part in parts:
         text = part if isinstance(part, str) else str(_finalize(part))
@@ -125,14 +124,14 @@ def _joined(parts: Iterable[object]) -> str:
 
 
 def _each(values: Iterable[object]) -> Iterator[object]:
-    """The values of a loop."""
+    """Yield a loop's values and charge for each turn."""
     for value in values:
         _budget.get().charge(0)
         yield value
 
 
 def _made(value: Any) -> Any:
-    """A new value, counted."""
+    """Charge for a new value and return it."""
     budget = _budget.get()
     if isinstance(value, Collection):
         if not isinstance(value, str | bytes):
@@ -144,7 +143,7 @@ def _made(value: Any) -> Any:
 
 
 class _Generator(CodeGenerator):
-    """Sends loops, literals and joined texts through the environment's hooks."""
+    """Routes loops, literals and joined texts through the environment's hooks."""
 
     def visit_For(self, node: jinja2.nodes.For, frame: Frame) -> None:  # noqa: N802
         hook = jinja2.nodes.EnvironmentAttribute("each")
@@ -181,7 +180,7 @@ class _Generator(CodeGenerator):
 
 
 class _Formatter(SandboxedFormatter):
-    """``str.format`` without large widths, of which a value may be one."""
+    """``str.format`` without large widths. Values can supply widths."""
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         if _WIDTH.search(format_spec):
@@ -190,12 +189,12 @@ class _Formatter(SandboxedFormatter):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, in which compiling and rendering need a `bounded` block."""
+    """jinja2's sandbox with limits. Compiling and rendering need a `bounded` block."""
 
     code_generator_class = _Generator
     intercepted_binops = frozenset({"*", "**", "+", "%"})
     each, made, joined = staticmethod(_each), staticmethod(_made), staticmethod(_joined)
-    concat = joined  # what macros, blocks and whole templates end in
+    concat = joined  # used at the end of macros, blocks and whole templates
 
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=_finalize, **options)
@@ -237,7 +236,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _BoundedFilters(dict[str, Callable[..., Any]]):
-    """A table of filters that counts what each of them makes."""
+    """A table of filters with charges for their results."""
 
     def __init__(self, plain: Mapping[str, Callable[..., Any]]) -> None:
         super().__init__()
@@ -261,14 +260,16 @@ class _BoundedFilters(dict[str, Callable[..., Any]]):
 
 
 def _finalize(value: object) -> object:
-    """What an expression's value is just before it becomes text."""
+    """Charge for an expression's value before conversion to text."""
     if not isinstance(value, str):
         _budget.get().size(value)
     return value
 
 
 def _check_growth(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
-    """Refuse a call whose result might not fit: at worst each part is as wide as the arguments."""
+    """Raise if a call's result may exceed the limit. At worst, all parts are as wide as the
+    arguments.
+    """
     budget = _budget.get()
     if name == "replace" and isinstance(value, str) and len(arguments) > 1:
         old, new = map(str, arguments[:2])
@@ -279,7 +280,7 @@ def _check_growth(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
 
 
 def _check_percent(text: str, values: object) -> None:
-    """Refuse ``text % values`` with widths that are large or come from values."""
+    """Raise for ``text % values`` with large widths, or with widths from values."""
     if _PERCENT_WIDTH.search(text):
         raise TooCostlyError("a format with a width of five digits or more, or one from a value")
     _check_fields(text.count("%"), values)

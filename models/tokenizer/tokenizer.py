@@ -1,6 +1,6 @@
-"""Text to token ids and back, whole or as a stream, and chat messages to text.
+"""Conversion of text to token ids and back, whole or streamed, and of chat messages to text.
 
-It does not know containers (see vocabulary*.py) nor models; built on the `tokenizers` library.
+It uses the `tokenizers` library. See vocabulary*.py for containers.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _UNSTRIPPED = decoders.Sequence(
     [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
 )
 _MOST_KNOWN = 1 << 15
-"""Tokens whose bytes are kept once they were asked for: 4 MB; most texts have no more."""
+"""Maximum number of cached tokens: 4 MB. Most texts need fewer."""
 
 
 class Tokenizer:
-    """One checkpoint's tokenizer; ids equal those of transformers for the same files.
+    """A checkpoint's tokenizer. Its ids equal transformers' ids for the same files.
 
     Raises:
-        CheckpointError: a decoder whose tokens are not bytes, or an end id outside the vocabulary.
+        CheckpointError: The decoder's tokens are not bytes, or an end id is outside the vocabulary.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -60,29 +60,29 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `apply_chat_template` can be used."""
+        """Return whether `apply_chat_template` can be used."""
         return self._template is not None
 
     @property
     def num_ids(self) -> int:
-        """Ids from here on have no token; models may have logits for them all the same."""
+        """Return the number of ids with tokens. Models may have logits for larger ids."""
         if isinstance(self._backend, MappedBackend):
             return self._backend.num_ids
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids that decoding leaves out with ``skip_special``."""
+        """Return the ids omitted by ``skip_special``."""
         return frozenset(index for index, token in self._added.items() if token.special)
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
-        """Token ids of ``text``; special tokens written in it become their ids.
+        """Return the token ids of ``text``. Special tokens in the text become their ids.
 
-        With ``add_special`` the ids that the checkpoint puts around a text (bos ...) are added.
+        ``add_special`` adds the checkpoint's ids around a text (bos ...).
 
         Raises:
-            RequestError: text that is not valid Unicode (a lone surrogate), or that a corrupt
-                tokenizer fails on.
+            RequestError: The text is not valid Unicode (a lone surrogate), or a corrupt tokenizer
+                fails.
         """
         try:
             text.encode("utf-8")
@@ -106,13 +106,13 @@ class Tokenizer:
     def decode(
         self, ids: Iterable[int], skip_special: bool = True, *, after: Iterable[int] = ()
     ) -> str:
-        """Decode ``ids`` to text; bytes that are not UTF-8 become U+FFFD, unused ids nothing.
+        """Decode ``ids`` to text. Bytes outside UTF-8 become U+FFFD, and unused ids become nothing.
 
-        ``after``: ids of the text before, whose continuation is decoded. A SentencePiece text
-        loses its first space. A continuation keeps it.
+        ``after`` has the ids of the preceding text. A SentencePiece text loses its first space. A
+        continuation keeps it.
 
         Raises:
-            RequestError: an id that is not a whole number from 0.
+            RequestError: An id is not a whole number from 0.
         """
         listed = [self.checked_id(index) for index in ids]
         skipped = self.special_ids if skip_special else frozenset()
@@ -126,7 +126,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, index: int) -> bytes:
-        """The bytes token ``index`` adds to a text; empty for an id that the vocabulary lacks."""
+        """Return the bytes of token ``index``. Unknown ids have none."""
         number = self.checked_id(index)
         found = self.known_bytes.get(number)
         if found is None:
@@ -159,10 +159,10 @@ class Tokenizer:
         shown: Collection[str] = (),
         after: Iterable[int] = (),
     ) -> StreamDecoder:
-        """A decoder for ids that come one at a time.
+        """Return a decoder for a stream of ids.
 
-        With ``skip_special`` it leaves special tokens out, all but those whose text is ``shown``.
-        ``after``: as in `decode`.
+        ``skip_special`` omits special tokens, except those with a text in ``shown``. ``after`` is
+        as in `decode`.
         """
         skipped = self.special_ids if skip_special else frozenset()
         kept = {self._backend.token_to_id(token) for token in shown}
@@ -170,7 +170,7 @@ class Tokenizer:
         return StreamDecoder(self, skipped - kept, begins_text=begins)
 
     def _has_text(self, ids: Iterable[int], skipped: frozenset[int]) -> bool:
-        """Whether decoding ``ids`` gives any text."""
+        """Return whether decoding ``ids`` gives any text."""
         return any(index not in skipped and self.token_bytes(index) for index in ids)
 
     def apply_chat_template(
@@ -182,13 +182,12 @@ class Tokenizer:
         variables: Mapping[str, object] | None = None,
         must_read: bool = True,
     ) -> str:
-        """The prompt text of a chat; encode it without ``add_special``.
+        """Return the prompt text of a chat. Encode it without ``add_special``.
 
-        ``tools``, ``variables`` and ``must_read``: see `ChatTemplate.render`.
+        See `ChatTemplate.render` for ``tools``, ``variables`` and ``must_read``.
 
         Raises:
-            RequestError: the checkpoint has no chat template, or it fails on these messages or
-                leaves their text out.
+            RequestError: The checkpoint has no chat template, or the template fails or omits text.
         """
         if self._template is None:
             raise RequestError(f"{self._vocabulary.where}: the tokenizer has no chat template")
@@ -203,11 +202,13 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The source of the chat template."""
+        """Return the source of the chat template, or None."""
         return None if self._template is None else self._template.source
 
     def content_hash(self) -> str:
-        """SHA-256 over vocabulary, pipeline, added and named tokens, and chat template."""
+        """Return the SHA-256 over vocabulary, pipeline, added and named tokens, and chat
+        template.
+        """
         parts = self._vocabulary
         digest = hashlib.sha256(self._backend.to_str().encode("utf-8"))
         rest = (sorted(parts.special_tokens.items()), list(parts.eos_ids))
@@ -216,27 +217,29 @@ class Tokenizer:
         return digest.hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write the files of which `load_tokenizer` makes this tokenizer again, of equal hash.
+        """Write files for `load_tokenizer`. The loaded tokenizer has an equal hash.
 
         Raises:
-            CheckpointError: a folder that is not new or empty, or cannot be written.
+            CheckpointError: The directory is not new or empty, or cannot be written.
         """
         write_folder(self._vocabulary, folder)
 
     @property
     def is_mapped(self) -> bool:
-        """Whether it comes from a file of `mapped_bytes`, which then costs no work."""
+        """Return whether the tokenizer is from a `mapped_bytes` file. `mapped_bytes` is then
+        free.
+        """
         return isinstance(self._backend, MappedBackend)
 
     def mapped_bytes(self) -> bytes:
-        """The file of which `tilewright.models.tokenizer.load.load_mapped` makes it again, fast."""
+        """Return a file for `tilewright.models.tokenizer.load.load_mapped`, which loads fast."""
         return mapped_bytes(self._vocabulary)
 
     def checked_id(self, index: int) -> int:
-        """``index`` as a plain int, whatever kind of whole number it is.
+        """Return ``index`` as a plain int.
 
         Raises:
-            RequestError: it is not a whole number from 0.
+            RequestError: It is not a whole number from 0.
         """
         try:
             number = -1 if isinstance(index, bool) else operator.index(index)
@@ -248,7 +251,7 @@ class Tokenizer:
 
     @property
     def strips_first_space(self) -> bool:
-        """Whether decoding drops one space at the very beginning of a text."""
+        """Return whether decoding drops a space at the start of a text."""
         return self._steps == _STRIPPED_PIECES
 
     def _named_id(self, name: str) -> int | None:
@@ -258,10 +261,10 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes ids as they come; what it has returned never changes.
+    """Decodes a stream of ids. Returned text never changes.
 
-    A character is returned when its last byte has come. The pieces joined are the text that
-    `Tokenizer.decode` gives, for every sequence of ids whose bytes are UTF-8.
+    A character is returned after its last byte. The joined results equal `Tokenizer.decode` for all
+    ids with valid UTF-8.
     """
 
     __slots__ = ("_at_start", "_skipped", "_tokenizer", "_utf8")
@@ -275,11 +278,11 @@ class StreamDecoder:
         self._at_start = begins_text
 
     def push(self, index: int) -> str:
-        """The text that is certain now that ``index`` has come; often empty."""
+        """Return the text that ``index`` completes. It is often empty."""
         return self.push_all((index,))
 
     def push_all(self, ids: Iterable[int]) -> str:
-        """Push each of ``ids`` in turn; returns the joined text."""
+        """Push all ``ids`` in order. Return the joined text."""
         tokenizer, skipped, found = self._tokenizer, self._skipped, []
         known = tokenizer.known_bytes
         for index in ids:
@@ -290,7 +293,7 @@ class StreamDecoder:
         return self._emit(b"".join(found), final=False)
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for bytes that never became a character."""
+        """Return the remaining text: U+FFFD for incomplete characters."""
         return self._emit(b"", final=True)
 
     def _emit(self, raw: bytes, final: bool) -> str:
@@ -302,7 +305,7 @@ class StreamDecoder:
 
 
 def _decoder_steps(vocabulary: Vocabulary) -> tuple[str, ...]:
-    """The kinds of decoder in a row; those known here map each token to bytes on its own."""
+    """Return the decoder types in order. Known types map each token to bytes separately."""
     decoder = vocabulary.backend.decoder
     state: dict[str, Any] = {"type": "none"}
     if decoder is not None:
@@ -320,7 +323,7 @@ def _decoder_steps(vocabulary: Vocabulary) -> tuple[str, ...]:
 
 
 def _is_plain(member: dict[str, object]) -> bool:
-    """Whether a Replace or Strip is SentencePiece's own."""
+    """Return whether a Replace or Strip step is SentencePiece's own."""
     if member["type"] == "Replace":
         return member.get("pattern") == {"String": "▁"} and member.get("content") == " "
     if member["type"] == "Strip":
@@ -330,7 +333,9 @@ def _is_plain(member: dict[str, object]) -> bool:
 
 @functools.cache
 def byte_of_character() -> dict[str, int]:
-    """Map GPT-2's alphabet to bytes: Latin-1 that prints is itself, the rest is from U+0100 on."""
+    """Map GPT-2's alphabet to bytes. Printable Latin-1 maps to itself, the rest starts at
+    U+0100.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}

@@ -1,6 +1,6 @@
-"""What a tokenizer.json may ask of the library that runs it, checked before the library sees it.
+"""Limits on a tokenizer.json, checked before the tokenizers library reads it.
 
-The library believes sizes, and a chain of steps that each lengthen a text makes it without end.
+The library trusts sizes, and chains of lengthening steps grow a text without bound.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ MAX_UNUSED_IDS = 1 << 16
 MAX_GROWTH = 10_000
 _CHAINS = ("normalizer", "pre_tokenizer", "post_processor")
 _MEMBERS = ("normalizers", "pretokenizers", "processors")
-_PRECOMPILED_GROWTH = 1000  # what one character becomes is in the table: one of them is enough
+# The table defines the replacement of a character: a single long entry is enough.
+_PRECOMPILED_GROWTH = 1000
 
 
 def check_costs(values: Mapping[str, object], path: Path) -> None:
-    """Refuse a tokenizer whose tables or texts would take far more memory than its file.
+    """Reject a tokenizer with a memory need far beyond its file size, for tables or texts.
 
     Raises:
-        CheckpointError: naming ``path``.
+        CheckpointError: A limit is exceeded. The message has ``path``.
     """
     model = values.get("model")
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     if isinstance(vocab, Mapping):
         largest = max((index for index in vocab.values() if isinstance(index, int)), default=0)
-        # The library lists every id below the largest that no token has.
+        # The library lists every unused id below the largest id.
         if largest > (limit := 2 * len(vocab) + MAX_UNUSED_IDS):
             raise CheckpointError(f"{path}: token id {largest}; allowed: 0 to {limit}")
     for chain in _CHAINS:
@@ -46,7 +47,7 @@ def check_costs(values: Mapping[str, object], path: Path) -> None:
 
 
 def _steps(part: object) -> Iterator[Mapping[str, object]]:
-    """The steps of a chain, in whatever order, sequences within sequences taken apart."""
+    """Yield a chain's steps in any order, with nested sequences flattened."""
     waiting = [part]
     while waiting:
         step = waiting.pop()
@@ -59,7 +60,7 @@ def _steps(part: object) -> Iterator[Mapping[str, object]]:
 
 
 def _growth(step: Mapping[str, object]) -> float:
-    """How many times as long a text a step makes, at worst and about."""
+    """Return a step's approximate worst-case growth factor."""
     kind = step.get("type")
     if kind == "Replace":
         pattern = step.get("pattern")
@@ -83,7 +84,7 @@ def _bytes_in(text: object) -> int:
 
 
 def _pieces(step: Mapping[str, object]) -> int:
-    """The ids and texts that a template puts in a row."""
+    """Return the number of ids and texts in a template."""
     single, specials = step.get("single"), step.get("special_tokens")
     widest = 1
     for entry in specials.values() if isinstance(specials, Mapping) else ():
@@ -93,10 +94,10 @@ def _pieces(step: Mapping[str, object]) -> int:
 
 
 def _check_charsmap(encoded: object, path: Path) -> None:
-    """SentencePiece's table of characters begins with the size of its first part."""
+    """Check SentencePiece's character table. It begins with the size of its first part."""
     try:
         table = base64.b64decode(encoded if isinstance(encoded, str) else "", validate=True)
     except (binascii.Error, ValueError):
-        return  # the library refuses it
+        return  # rejected by the library
     if len(table) < 4 or int.from_bytes(table[:4], "little") > len(table) - 4:
         raise CheckpointError(f"{path}: precompiled_charsmap is cut short or corrupt")

@@ -1,6 +1,6 @@
-"""What a tokenizer is made of, and reading it from a Hugging Face folder or writing one.
+"""Components of a tokenizer, and their Hugging Face directory form.
 
-It does not encode, and knows no GGUF.
+Encoding and GGUF are in other files.
 """
 
 from __future__ import annotations
@@ -20,17 +20,23 @@ from tilewright.models.checkpoints.json_file import read_json
 from tilewright.models.tokenizer.tokenizer_limits import check_costs
 from tilewright.utils.files import read_regular
 
-# Tokens with which instruction-tuned models end a turn; one counts where the template writes it.
+# End-of-turn tokens of instruction-tuned models. They count if the template contains them.
 CHAT_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The parts that a tokenizer is made of.
+    """The components of a tokenizer.
 
-    ``add_bos`` and ``add_eos`` None leave special tokens to the backend's own post-processor.
-    ``special_tokens`` are the named ones (``bos_token`` ...) that chat templates may write.
+    Attributes:
+        where: Source for messages.
+        backend: The library's tokenizer.
+        special_tokens: Named tokens (``bos_token`` ...) for chat templates.
+        eos_ids: End tokens.
+        chat_template: Source of the template. None: none.
+        add_bos: Add the first token. None: the backend's post-processor decides.
+        add_eos: Add the end token. None: the backend's post-processor decides.
     """
 
     where: Path
@@ -44,9 +50,9 @@ class Vocabulary:
 
 @contextlib.contextmanager
 def library_errors(kind: type[TilewrightError], where: str) -> Iterator[None]:
-    """Turn what the tokenizers library raises in this block into ``kind``, with ``where`` before.
+    """Convert errors of the tokenizers library to ``kind``, with ``where`` as prefix.
 
-    It raises bare Exception, and where its Rust code panics what is not even an Exception.
+    The library raises plain Exception. A panic in its Rust code is not even an Exception.
     """
     try:
         yield
@@ -59,10 +65,10 @@ def library_errors(kind: type[TilewrightError], where: str) -> Iterator[None]:
 
 
 def read_folder(folder: Path) -> Vocabulary:
-    """The tokenizer in a folder: ``tokenizer.json`` and what transformers reads beside it.
+    """Read a directory's tokenizer: ``tokenizer.json`` and further files known to transformers.
 
     Raises:
-        CheckpointError: a file that is missing, corrupt or contradicts another.
+        CheckpointError: A file is missing or corrupt, or files contradict each other.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -93,12 +99,12 @@ def read_folder(folder: Path) -> Vocabulary:
 
 
 def write_folder(vocabulary: Vocabulary, folder: Path) -> None:
-    """Write what `read_folder` reads, and transformers too, into a new or empty ``folder``.
+    """Write files for `read_folder` and transformers into a new or empty ``folder``.
 
-    ``tokenizer.json``, without which a folder is refused, comes last; a failure leaves no file.
+    ``tokenizer.json`` is written last and is required, so a failure leaves no valid directory.
 
     Raises:
-        CheckpointError: a folder that is not empty, or cannot be written.
+        CheckpointError: The directory is not empty, or cannot be written.
     """
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -140,7 +146,7 @@ def collect_eos(
     eos_token: str | None,
     template: str | None,
 ) -> tuple[int, ...]:
-    """The ids that end a text: those given, ``eos_token``, and the template's end of a turn."""
+    """Return the end tokens: the given ids, ``eos_token``, and the template's end of a turn."""
     found = list(ids)
     tokens = [] if eos_token is None else [eos_token]
     tokens += [token for token in CHAT_END_TOKENS if token in (template or "")]
@@ -164,7 +170,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
 def _add_listed_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], where: Path
 ) -> None:
-    """``added_tokens_decoder`` may list tokens that tokenizer.json leaves out."""
+    """Add tokens in ``added_tokens_decoder`` that are missing in tokenizer.json."""
     listed = config.get("added_tokens_decoder", {})
     if not isinstance(listed, Mapping):
         raise CheckpointError(f"{where}: added_tokens_decoder is not an object")
@@ -193,13 +199,13 @@ def _named_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> d
         value = config.get(key)
         value = value.get("content") if isinstance(value, Mapping) else value
         if isinstance(value, str):
-            backend.token_to_id(value)  # raises for what is not Unicode
+            backend.token_to_id(value)  # raises for invalid Unicode
             named[key] = value
     return named
 
 
 def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """``chat_template.jinja``, else the one (or the one named default) in the configuration."""
+    """Return ``chat_template.jinja``, or the (default) template in the configuration."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
@@ -233,7 +239,7 @@ def _folder_eos(folder: Path) -> list[int]:
 
 
 def _flag(config: Mapping[str, Any], key: str, other: str) -> bool | None:
-    """One of the flags that, once written down, make transformers rebuild the post-processor."""
+    """Return a flag that makes transformers rebuild the post-processor, or None if unset."""
     if config.get(key) is None and config.get(other) is None:
         return None
     return bool(config.get(key, False))

@@ -1,7 +1,7 @@
-"""A dllama ``.t`` tokenizer, read and written: byte-level BPE by scores, with no pre-tokenizer.
+"""Reading and writing of dllama ``.t`` tokenizers: byte-level BPE by scores, without a
+pre-tokenizer.
 
-Texts are split as dllama splits them, which is not quite as the model's own tokenizer does. It
-does not know the model.
+Texts are split as in dllama. This differs slightly from the model's own tokenizer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KEYS: Mapping[int, str] = {
     9: "num_eos_ids",
     10: "add_bos",
 }
-_WRITTEN = (3, 0, 1, 2, 7, 9, 10)  # as dllama's own converter has them
+_WRITTEN = (3, 0, 1, 2, 7, 9, 10)  # order in dllama's converter
 _PREFIX = struct.Struct("<iI")
 _PAIR = struct.Struct("<ii")
 _ID = struct.Struct("<i")
@@ -47,7 +47,7 @@ _TOKEN = struct.Struct("<fI")
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """What stands in a ``.t`` file."""
+    """Contents of a ``.t`` file."""
 
     tokens: list[bytes]
     scores: list[float]
@@ -58,7 +58,7 @@ class _File:
 
 
 class _Cursor:
-    """A position in the file that refuses to read past the end."""
+    """A position in the file with bounds checks."""
 
     def __init__(self, data: bytes, path: Path) -> None:
         self.data = data
@@ -77,14 +77,14 @@ class _Cursor:
 
 
 def read_tokenizer(path: Path) -> Vocabulary:
-    """The tokenizer in the ``.t`` file at ``path``.
+    """Read the ``.t`` file at ``path``.
 
-    Special tokens, matched whole before anything else, are those from the beginning token on, as
-    dllama has it. Where single bytes stand there too, so that dllama would match nothing but
-    special tokens, they are the tokens that no two others make.
+    Special tokens are matched first. As in dllama, they are the tokens after the beginning token.
+    If single bytes are also in this range, dllama would match only special tokens. In this case the
+    special tokens are the tokens that are not a pair of two tokens.
 
     Raises:
-        CheckpointError: a file that is missing, cut short, corrupt or of a kind not read.
+        CheckpointError: The file is missing, truncated, corrupt or unsupported.
     """
     try:
         found = _parse(_Cursor(read_regular(path), path))
@@ -108,13 +108,13 @@ def read_tokenizer(path: Path) -> Vocabulary:
 
 
 def token_order(vocabulary: Vocabulary) -> tuple[range, ...]:
-    """The ids of ``vocabulary`` in the order of a ``.t`` file's tokens, in runs of neighbours.
+    """Return the ids of ``vocabulary`` in ``.t`` file order, as ranges.
 
-    The rows of the model's embedding and head belong into the same order.
+    Rows of the model's embedding and head use the same order.
 
     Raises:
-        CheckpointError: a tokenizer without any special token, or whose beginning token begins
-            another special one.
+        CheckpointError: The tokenizer has no special token, or its beginning token is a prefix of
+            another special token.
     """
     ids, _ = _arrange(vocabulary)
     runs = []
@@ -125,11 +125,10 @@ def token_order(vocabulary: Vocabulary) -> tuple[range, ...]:
 
 
 def _arrange(vocabulary: Vocabulary) -> tuple[list[int], int]:
-    """The ids in a file's order, and how many ordinary tokens come first.
+    """Return the ids in file order, and the number of ordinary tokens at the start.
 
-    dllama takes every token from the beginning token on for a special one, and where several match
-    a text the one that comes first: so the beginning token leads the special ones, and each of the
-    others comes after those that are longer and begin with it.
+    In dllama, all tokens after the beginning token are special, and the first match wins. Therefore
+    the beginning token is the first special token, and longer tokens precede their prefixes.
     """
     tokenizer = Tokenizer(vocabulary)
     added = _added(vocabulary)
@@ -155,18 +154,16 @@ def _arrange(vocabulary: Vocabulary) -> tuple[list[int], int]:
 
 
 def _added(vocabulary: Vocabulary) -> dict[int, str]:
-    """The text of every token that is matched whole, by its id."""
+    """Return the text of each whole-matched token by id."""
     added = vocabulary.backend.get_added_tokens_decoder()
     return {index: token.content for index, token in added.items()}
 
 
 def pack_tokenizer(vocabulary: Vocabulary) -> bytes:
-    """``vocabulary`` as a ``.t`` file, its tokens in `token_order`.
-
-    A token's score is its place there, negative.
+    """Return ``vocabulary`` as a ``.t`` file in `token_order`. Scores are negative positions.
 
     Raises:
-        CheckpointError: a tokenizer whose tokens are not byte-level, or without what dllama needs.
+        CheckpointError: The tokens are not byte-level, or required tokens are missing.
     """
     tokenizer = Tokenizer(vocabulary)
     where = vocabulary.where
@@ -296,7 +293,7 @@ def _special_ids(found: _File, ids: Mapping[bytes, int]) -> frozenset[int]:
 
 
 def _token_names(found: _File, special: frozenset[int], path: Path) -> list[str]:
-    """Tokens as the library calls them: special ones as text, others in GPT-2's alphabet."""
+    """Return library names: special tokens as text, all other tokens in GPT-2's alphabet."""
     alphabet = {byte: character for character, byte in byte_of_character().items()}
     names = []
     for index, token in enumerate(found.tokens):
@@ -316,7 +313,7 @@ def _token_names(found: _File, special: frozenset[int], path: Path) -> list[str]
 def _backend(
     found: _File, ids: Mapping[bytes, int], special: frozenset[int], names: list[str]
 ) -> tokenizers.Tokenizer:
-    """Pairs are merged where they make a token, the one of the best score first."""
+    """Build the backend. A pair with a token as result is a merge, best score first."""
     merges: list[tuple[float, str, str]] = []
     for index, token in enumerate(found.tokens):
         if index not in special:
@@ -332,7 +329,7 @@ def _backend(
 
 
 def _cuts(token: bytes, ids: Mapping[bytes, int]) -> Iterator[tuple[int, int]]:
-    """Every two tokens that make ``token``."""
+    """Yield every pair of tokens with ``token`` as result."""
     for at in range(1, len(token)):
         left, right = ids.get(token[:at]), ids.get(token[at:])
         if left is not None and right is not None:

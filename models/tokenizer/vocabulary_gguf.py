@@ -1,6 +1,7 @@
-"""A tokenizer rebuilt from the metadata of a GGUF file: byte-level BPE or SentencePiece BPE.
+"""Tokenizers from GGUF metadata: byte-level BPE or SentencePiece BPE.
 
-The pipelines are those that the models' own tokenizer.json files define; GGUF only names them.
+The pipelines are the same as in the models' own tokenizer.json files. GGUF contains only their
+names.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def read_metadata(metadata: Mapping[str, object], where: Path) -> Vocabulary:
-    """The tokenizer that the ``tokenizer.*`` keys of the GGUF file at ``where`` describe.
+    """Read the tokenizer in the ``tokenizer.*`` keys of the GGUF file at ``where``.
 
     Raises:
-        CheckpointError: keys that are missing, contradict each other, or of a kind not read.
+        CheckpointError: A key is missing or unsupported, or keys are contradictory.
     """
     keys = _Metadata(metadata, where)
     model = metadata.get("tokenizer.ggml.model")
@@ -66,7 +67,7 @@ def read_metadata(metadata: Mapping[str, object], where: Path) -> Vocabulary:
 
 
 class _Metadata:
-    """The ``tokenizer.ggml`` keys, checked."""
+    """The checked ``tokenizer.ggml`` keys."""
 
     def __init__(self, metadata: Mapping[str, object], where: Path) -> None:
         self.metadata = metadata
@@ -97,7 +98,7 @@ class _Metadata:
         return value
 
     def _numbers(self, key: str, default: float | None = None) -> np.ndarray[Any, np.dtype[Any]]:
-        """One number per token."""
+        """Return a number per token."""
         value = self.get(key)
         if value is None and default is not None:
             return np.full(len(self.tokens), default)
@@ -111,7 +112,7 @@ class _Metadata:
         return scores
 
     def merges(self) -> list[tuple[str, str]] | None:
-        """The merges as pairs, best first; None when the file has none."""
+        """Return the merges as pairs, best first, or None if the file has no merges."""
         if self.get("merges") is None:
             return None
         pairs = []
@@ -161,7 +162,7 @@ def _byte_level(keys: _Metadata) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece(keys: _Metadata) -> tokenizers.Tokenizer:
-    """Transformers' LlamaTokenizer: SentencePiece's BPE with bytes for what has no piece."""
+    """Build transformers' LlamaTokenizer: SentencePiece BPE with byte fallback."""
     add_space = keys.flag("add_space_prefix", default=True)
     merges = keys.merges()
     if merges is None:
@@ -180,9 +181,9 @@ def _sentencepiece(keys: _Metadata) -> tokenizers.Tokenizer:
 
 
 def recover_merges(keys: _Metadata) -> list[tuple[str, str]]:
-    """The merges of SentencePiece, which keeps scores alone: every cut of a piece into two pieces.
+    """Recover SentencePiece's merges from its scores: all splits of a token into two tokens.
 
-    The order is transformers': best score first, then longer parts, then (within a piece) ids.
+    The order is transformers': best score, then longer parts, then (within a token) ids.
     """
     vocab = keys.vocab
     found: list[tuple[float, int, int, str, str]] = []
@@ -198,7 +199,7 @@ def recover_merges(keys: _Metadata) -> list[tuple[str, str]]:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, keys: _Metadata) -> None:
-    """Control and user-defined tokens are matched whole in a text, before anything is split."""
+    """Add control and user-defined tokens. They are matched before the text is split."""
 
     def select(kind: int) -> Sequence[AddedToken]:
         return [

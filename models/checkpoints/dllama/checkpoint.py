@@ -1,6 +1,6 @@
-"""A dllama ``.m`` file as a checkpoint: Hugging Face's names and rows, weights that are finite.
+"""A dllama ``.m`` file as a checkpoint, with Hugging Face names and rows. Weights must be finite.
 
-The tokenizer is a ``.t`` file beside it; it does not know what stands in that.
+The tokenizer is a ``.t`` file in the same directory. It is read elsewhere.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _AFFIXES = re.compile(r"^dllama_model_|[._-](?:f32|f16|q40|q80)$", re.IGNORECASE
 
 
 class DllamaCheckpoint:
-    """An opened ``.m`` file; see `tilewright.models.checkpoints.base.Checkpoint`.
+    """An opened ``.m`` file. See `tilewright.models.checkpoints.base.Checkpoint`.
 
-    Its head is a tensor of its own, as the file has it, also where the model's was tied.
+    The head is always a separate tensor, as in the file, even if the original was tied.
 
     Raises:
-        CheckpointError: a file that is cut short or corrupt, or of a kind that is not read.
+        CheckpointError: The file is truncated, corrupt or unsupported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,10 +69,10 @@ class DllamaCheckpoint:
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
-        """The ``.t`` file of the same name, else the only one in the folder.
+        """Return the ``.t`` file with the same name, or the only one in the directory.
 
         Raises:
-            CheckpointError: when there is neither.
+            CheckpointError: The directory has neither.
         """
         own = self.path.with_suffix(TOKENIZER_SUFFIX)
         found = [own] if own.is_file() else sorted(self.path.parent.glob(f"*{TOKENIZER_SUFFIX}"))
@@ -84,10 +84,10 @@ class DllamaCheckpoint:
         return TokenizerSource(found[0])
 
     def get(self, name: str, rows: Rows = None, columns: slice | None = None) -> Tensor:
-        """One tensor, or a part of it.
+        """Return a tensor or a slice.
 
         Raises:
-            CheckpointError: a name that is not there, or a value that is inf or NaN.
+            CheckpointError: The name is unknown, or a value is inf or NaN.
         """
         dtype, stored = self.stored(name, outer_rows(rows))
         shape = (len(stored), *self.names[name].shape[1:])
@@ -97,10 +97,10 @@ class DllamaCheckpoint:
         return inner_part(values, rows, columns)
 
     def stored(self, name: str, rows: slice | None = None) -> tuple[str, Bytes]:
-        """The type (ggml's name) and bytes ``[rows, bytes of a row]``, in Hugging Face's order.
+        """Return the type (ggml's name) and bytes ``[rows, bytes per row]`` in Hugging Face order.
 
         Raises:
-            CheckpointError: a name that is not there.
+            CheckpointError: The name is unknown.
         """
         if name not in self._tensors:
             raise unknown_tensor(self.path, name, self._tensors)
@@ -132,7 +132,7 @@ class DllamaCheckpoint:
         return self._map[at + low : at + high]
 
     def _place(self, at: int) -> dict[str, tuple[int, DllamaTensor]]:
-        """The offset at which each tensor begins; the file must end exactly after the last one."""
+        """Return each tensor with its offset. The file must end exactly after the last tensor."""
         placed: dict[str, tuple[int, DllamaTensor]] = {}
         size = len(self._map)
         for tensor in tensors(self.header):
@@ -153,10 +153,10 @@ class DllamaCheckpoint:
 
 
 def config_of(header: DllamaHeader, path: Path) -> ModelConfig:
-    """The model's configuration, as far as a ``.m`` file tells it.
+    """Return the model configuration from a ``.m`` header.
 
     Raises:
-        CheckpointError: an architecture that is not read.
+        CheckpointError: The architecture is unsupported.
     """
     model_type = check_model_type(header.model_type, f"{path}: arch (key 1)")
     architecture = architecture_of(model_type)
@@ -185,7 +185,7 @@ def config_of(header: DllamaHeader, path: Path) -> ModelConfig:
 
 
 def _file_rows(tensor: DllamaTensor) -> npt.NDArray[np.int64] | None:
-    """The row of the file that each Hugging Face row is; None where they agree."""
+    """Return the file row for each Hugging Face row. None: equal order."""
     if not tensor.num_heads:
         return None
     file_rows = np.arange(tensor.shape[0], dtype=np.int64).reshape(tensor.num_heads, -1, 2)

@@ -1,6 +1,6 @@
-"""A dllama ``.m`` file's header: what its keys say, and which tensors follow it in which order.
+"""Header of a dllama ``.m`` file: its keys, and the order of tensors after the header.
 
-No number in it is trusted. It reads no tensors; Hugging Face's names stand for them.
+All numbers are checked. Tensors are described by Hugging Face names and not read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tilewright.models.config import (
 
 MAGIC = 0x0A00ABCD
 BLOCK_TYPES = ("F32", "F16", "Q4_0", "Q8_0")
-"""ggml's names of the types of weights, in the order of their numbers under key 13."""
+"""ggml type names in the order of their numbers in key 13."""
 
 ARCHITECTURES: Mapping[int, str] = {0xABCD00: "llama", 0xABCD01: "qwen3", 0xABCD02: "qwen3_moe"}
 KEYS = (
@@ -36,9 +36,9 @@ KEYS = (
     *("rope_high_freq_factor", "rope_original_positions", "rope_type", "head_dim", "norm_eps"),
     "expert_size",
 )
-"""What the keys 0, 1, ... mean, as messages call it."""
+"""Names of the keys 0, 1, ... in messages."""
 
-# The order in which dllama's own converter writes them.
+# Order in dllama's converter.
 _WRITTEN = (
     *("version", "arch", "hidden_act", "hidden_size", "intermediate_size", "num_layers"),
     *("num_heads", "num_kv_heads", "weights", "max_positions", "vocab_size", "head_dim"),
@@ -55,10 +55,12 @@ _MOE = "qwen3_moe"
 
 @dataclass(frozen=True, slots=True)
 class DllamaHeader:
-    """The sizes and switches of a ``.m`` file; sizes are counts of elements.
+    """Sizes and switches in a ``.m`` file. Sizes are numbers of elements.
 
-    ``weights``: one of `BLOCK_TYPES`. ``pairs_adjacent``: rotation pairs are neighbouring rows of
-    q and k, not half a head apart. ``num_experts`` is 0 for dense models.
+    Attributes:
+        weights: Matrix type, in `BLOCK_TYPES`.
+        pairs_adjacent: Rotation pairs are adjacent rows in q and k. False: half-split order.
+        num_experts: Number of experts. 0: a dense model.
     """
 
     model_type: str
@@ -82,9 +84,7 @@ class DllamaHeader:
 
 @dataclass(frozen=True, slots=True)
 class DllamaTensor:
-    """One tensor as it stands in the file; ``num_heads``: those whose rows are in another order
-    than Hugging Face's, 0 for none.
-    """
+    """A tensor in the file. ``num_heads`` is the number of heads with reordered rows, or 0."""
 
     name: str
     shape: tuple[int, ...]
@@ -93,13 +93,13 @@ class DllamaTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the tensor takes in the file."""
+        """Return the tensor's bytes in the file."""
         _, block, block_bytes = TENSOR_TYPES[self.dtype]
         return math.prod(self.shape) // block * block_bytes
 
 
 class _Values:
-    """The header's numbers by name, checked as they are taken."""
+    """The header's numbers by name, with range checks."""
 
     def __init__(self, values: Mapping[str, int], path: Path) -> None:
         self.values = values
@@ -125,11 +125,11 @@ class _Values:
 
 
 def read_header(data: memoryview, path: Path) -> tuple[DllamaHeader, int]:
-    """The header of the ``.m`` file whose bytes are ``data``, and where its tensors begin.
+    """Return the header in ``data``, a ``.m`` file's bytes, and the offset of its tensors.
 
     Raises:
-        CheckpointError: a file of another kind, a key that is unknown, missing or stands twice, a
-            value that is out of range or asks for arithmetic that is not carried out.
+        CheckpointError: The file has another type, a key is unknown, missing or repeated, or a
+            value is out of range or unsupported.
     """
     if len(data) < _PREFIX.size or _PREFIX.unpack_from(data)[0] != MAGIC:
         raise CheckpointError(f"{path}: not a dllama model (it does not begin with {MAGIC:#010x})")
@@ -195,7 +195,7 @@ def _parse(values: _Values) -> DllamaHeader:
 
 
 def _half_split(values: _Values, model_type: str) -> bool:
-    """Whether rotation pairs are half a head apart: always for Qwen3, whatever the key says."""
+    """Return whether q and k have half-split rotation pairs. Qwen3 always has this order."""
     kinds = {_ADJACENT: "adjacent pairs", _HALF_SPLIT: "half split", _LLAMA3: "Llama 3.1"}
     kind = values.choice("rope_type", kinds, default=_ADJACENT)
     return kind == _HALF_SPLIT or model_type != "llama"
@@ -217,7 +217,7 @@ def _scaling(values: _Values, is_half_split: bool) -> Llama3Scaling | None:
 
 
 def _check_widths(header: DllamaHeader, path: Path) -> None:
-    """Every row of a matrix is a whole number of blocks."""
+    """Check that matrix rows have whole blocks."""
     block = TENSOR_TYPES[header.weights][1]
     for tensor in _layer(header, 0):
         if tensor.dtype == header.weights and tensor.shape[-1] % block:
@@ -228,10 +228,10 @@ def _check_widths(header: DllamaHeader, path: Path) -> None:
 
 
 def write_header(header: DllamaHeader, path: Path) -> bytes:
-    """The header's bytes, in the order of dllama's own converter.
+    """Return the header's bytes in the order of dllama's converter.
 
     Raises:
-        CheckpointError: naming ``path``, for values that `read_header` refuses.
+        CheckpointError: `read_header` rejects a value. The message has ``path``.
     """
     values = {
         "version": 0,
@@ -270,7 +270,7 @@ def write_header(header: DllamaHeader, path: Path) -> bytes:
 
 
 def tensors(header: DllamaHeader) -> Iterator[DllamaTensor]:
-    """Every tensor of the file in its order; a few at a time, for a count may lie."""
+    """Yield the file's tensors in order, lazily: the number of layers may be wrong."""
     hidden, vocab = header.hidden_size, header.vocab_size
     yield DllamaTensor("model.embed_tokens.weight", (vocab, hidden), "F32")
     for layer in range(header.num_layers):

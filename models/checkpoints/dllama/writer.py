@@ -1,6 +1,6 @@
-"""Any checkpoint written as a dllama ``.m`` file, some rows at a time.
+"""Writes a checkpoint as a dllama ``.m`` file, in chunks of rows.
 
-It does not quantise: the caller brings the format, whose bytes ggml's Q4_0 must be.
+It does not quantize. The caller provides a packing function with ggml's Q4_0 bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EXPERT_SIZES = {
     "num_active_experts": "experts_per_token",
     "expert_size": "expert_size",
 }
-# What Llama 3.1 and 3.2 scale by; a GGUF file only has the factors that come of it.
+# The scalings of Llama 3.1 and 3.2. A GGUF file contains only the resulting factors.
 _KNOWN_SCALINGS = (
     Llama3Scaling(8.0, 1.0, 4.0, 8192),
     Llama3Scaling(32.0, 1.0, 4.0, 8192),
@@ -47,22 +47,22 @@ _KNOWN_SCALINGS = (
 _FACTOR_TOLERANCE = 1e-5
 
 PackBlocks = Callable[[Tensor], Tensor]
-"""float32 ``[rows, columns]`` to ggml's Q4_0 bytes, flat."""
+"""Packs float32 ``[rows, columns]`` to ggml's Q4_0 bytes, flat."""
 
 
 @runtime_checkable
 class HoldsBlocks(Protocol):
-    """A checkpoint that gives away the bytes it has, so that blocks need not be made again."""
+    """A checkpoint with access to stored blocks, to avoid another quantization."""
 
     def stored(self, name: str, rows: slice | None = None) -> tuple[str, Bytes]:
-        """ggml's name of the type, and bytes ``[rows, bytes of a row]``."""
+        """Return ggml's type name and bytes ``[rows, bytes per row]``."""
 
 
 def header_of(config: ModelConfig, weights: str, path: Path) -> DllamaHeader:
-    """The header that says what ``config`` says; ``weights`` is one of `WRITTEN_TYPES`.
+    """Return the header for ``config``. ``weights`` is in `WRITTEN_TYPES`.
 
     Raises:
-        CheckpointError: naming ``path`` and what a ``.m`` file has no way to say.
+        CheckpointError: A ``.m`` file cannot express the configuration. The message has ``path``.
     """
     assert weights in WRITTEN_TYPES, weights
     if config.model_type not in _WRITTEN_AS:
@@ -103,7 +103,7 @@ def _expert_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def _check_nothing_is_lost(config: ModelConfig, header: DllamaHeader, path: Path) -> None:
-    """Whatever a configuration has that the header does not say must be as readers take it."""
+    """Raise CheckpointError if a field outside the header differs from the readers' default."""
     again = config_of(header, path)
     rope = dataclasses.replace(config.rope, scaling=header.scaling, freq_factors=None)
     config = dataclasses.replace(config, rope=rope)
@@ -123,15 +123,15 @@ def write_model(
     progress: Callable[[str, int, int], None],
     token_order: Sequence[range] = (),
 ) -> None:
-    """Write ``checkpoint`` into ``file``, its matrices in ``weights``, the rest in F32.
+    """Write ``checkpoint`` into ``file``, with matrices in ``weights`` and other tensors in F32.
 
-    Q4_0 blocks that the checkpoint has are kept as they are. ``token_order``: which rows of the
-    embedding and of the head come first, in runs; those it does not name follow.
+    Existing Q4_0 blocks are copied unchanged. ``token_order`` has ranges of embedding and head rows
+    to write first. Remaining rows follow.
 
     Raises:
-        CheckpointError: a model that a ``.m`` file cannot hold; a tensor that is missing, extra
-            or of another shape, or has a value that is inf, NaN or too large.
-        OSError: when ``file`` cannot be written.
+        CheckpointError: A ``.m`` file cannot contain the model. A tensor is missing, extra or has
+            the wrong shape, or a value is inf, NaN or too large.
+        OSError: ``file`` cannot be written.
     """
     header = header_of(checkpoint.config, weights, checkpoint.path)
     write_tensors(
@@ -155,7 +155,9 @@ def write_tensors(
     progress: Callable[[str, int, int], None],
     token_order: Sequence[range] = (),
 ) -> None:
-    """`write_model` of what ``header`` describes; ``tied``: the head is the embedding."""
+    """Write the model described by ``header``, as `write_model`. ``tied``: the head is the
+    embedding.
+    """
     packed = write_header(header, checkpoint.path)
     plan = list(tensors(header))
     expected = {t.name: t.shape for t in plan if not (tied and t.name == _HEAD)}
@@ -173,7 +175,7 @@ def write_tensors(
 
 
 def _all_rows(token_order: Sequence[range], num_rows: int, path: Path) -> list[range]:
-    """Runs of rows of the embedding: those of tokens in their order, then those of no token."""
+    """Return ranges of embedding rows: tokens in their order, then rows without a token."""
     num_tokens = sum(map(len, token_order))
     if num_tokens > num_rows:
         raise CheckpointError(
@@ -186,7 +188,7 @@ def _all_rows(token_order: Sequence[range], num_rows: int, path: Path) -> list[r
 def _row_chunks(
     header: DllamaHeader, tensor: DllamaTensor, runs: Iterable[range]
 ) -> Iterator[slice]:
-    """The rows of ``runs``, some at a time: whole heads where rows change places within them."""
+    """Yield chunks of ``runs``. Reordered tensors have whole heads per chunk."""
     unit = header.head_dim if tensor.num_heads else 1
     columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     step = max(1, _CHUNK_VALUES // columns // unit) * unit
@@ -198,7 +200,7 @@ def _row_chunks(
 def _packed_rows(
     checkpoint: Checkpoint, name: str, rows: slice, dtype: str, pack_q40: PackBlocks
 ) -> Bytes:
-    """Bytes ``[rows, bytes of a row]`` of type ``dtype``, in Hugging Face's order."""
+    """Return bytes ``[rows, bytes per row]`` with type ``dtype`` in Hugging Face order."""
     num_rows = rows.stop - rows.start
     is_same = dtype == "Q4_0" and checkpoint.names[name].dtype == dtype
     if is_same and isinstance(checkpoint, HoldsBlocks):
@@ -228,7 +230,9 @@ def _check_scales(packed: Bytes, checkpoint: Checkpoint, name: str) -> None:
 
 
 def _in_file_order(data: Bytes, tensor: DllamaTensor, header: DllamaHeader) -> Bytes:
-    """Half-split rows of whole heads as adjacent pairs, where the file has them so."""
+    """Convert half-split rows to adjacent pairs, if the file requires this. ``data`` has whole
+    heads.
+    """
     if not tensor.num_heads:
         return data
     heads = data.reshape(-1, 2, header.head_dim // 2, data.shape[-1])
@@ -253,7 +257,7 @@ def _whole_scaling(config: ModelConfig, path: Path) -> Llama3Scaling | None:
 
 
 def _scaling_of_factors(config: ModelConfig, path: Path) -> Llama3Scaling | None:
-    """The known scaling that gives these frequency factors; None where all are 1."""
+    """Return the known scaling for these frequency factors. None: all factors are 1."""
     assert config.rope.freq_factors is not None
     factors = np.array(config.rope.freq_factors)
     if (factors == 1).all():

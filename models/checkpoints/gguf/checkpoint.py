@@ -1,6 +1,6 @@
-"""A GGUF file as a checkpoint: Hugging Face names, half-split rope rows, exact dequantisation.
+"""A GGUF file as a checkpoint: Hugging Face names, half-split rope rows, exact dequantization.
 
-It knows the names of decoders' tensors in GGUF; what the tokenizer's keys mean it does not.
+Decoder tensor names are mapped here. Tokenizer keys are read elsewhere.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ _TYPE_SUFFIX = re.compile(r"[.-](?:B?F16|F32|Q\d\w*)$", re.IGNORECASE)
 
 
 class GGUFCheckpoint:
-    """A ``.gguf`` file, or all of its parts; see `tilewright.models.checkpoints.base.Checkpoint`.
+    """A ``.gguf`` file with all its parts. See `tilewright.models.checkpoints.base.Checkpoint`.
 
     Raises:
-        CheckpointError: a file that is cut short or corrupt, or of a kind that is not read.
+        CheckpointError: The file is truncated, corrupt or unsupported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -125,12 +125,12 @@ class GGUFCheckpoint:
         return inner_part(values, rows, columns)
 
     def stored(self, name: str, rows: slice | None = None) -> tuple[str, Bytes]:
-        """The type (ggml's name) and bytes ``[rows, bytes of a row]``, in Hugging Face's order.
+        """Return the type (ggml's name) and bytes ``[rows, bytes per row]`` in Hugging Face order.
 
-        A type without a format of its own comes as the larger type with equal values.
+        A type without a corresponding format is converted to a larger type with equal values.
 
         Raises:
-            CheckpointError: a name that is not there.
+            CheckpointError: The name is unknown.
         """
         if name not in self.names:
             raise unknown_tensor(self.path, name, self.names)
@@ -166,10 +166,10 @@ class GGUFCheckpoint:
         return digest
 
     def stored_tensors(self) -> Iterator[tuple[str, GGUFTensor]]:
-        """Return the file's tensors by Hugging Face's name.
+        """Return the file's tensors by Hugging Face name.
 
         Raises:
-            CheckpointError: for a file with tensors in another way than Hugging Face's.
+            CheckpointError: The file splits or changes tensors.
         """
         if self._views or any(map(self._is_changed, self._tensors)):
             raise CheckpointError(
@@ -179,20 +179,20 @@ class GGUFCheckpoint:
         return iter(self._tensors.items())
 
     def row_order(self, name: str) -> Order | None:
-        """Return the row of the file that each of Hugging Face's rows is; None if they agree."""
+        """Return the file row for each Hugging Face row. None: equal order."""
         return self._file_rows(name, self._tensors[name]) if name in self._tensors else None
 
     def _stored(self, tensor: GGUFTensor, low: int, high: int) -> bytes:
         return self._maps[tensor.part][tensor.start + low : tensor.start + high]
 
     def _is_draft(self, name: str) -> bool:
-        """Whether tensor ``name`` is of the layers after the last, which draft tokens."""
+        """Return whether a tensor belongs to the draft layers after the last layer."""
         match = _LAYER_NAME.fullmatch(name) or _DRAFT_NAME.fullmatch(name)
         last = self._metadata.get(f"{self._metadata['general.architecture']}.block_count")
         return match is not None and self.config.num_layers <= int(match[1]) < _as_int(last)
 
     def _make_views(self) -> dict[str, View]:
-        """The tensors that the file has in another way than Hugging Face's files."""
+        """Return views for tensors with different splits than in Hugging Face files."""
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         found: dict[str, View] = {}
         if self._architecture.experts:
@@ -222,7 +222,7 @@ class GGUFCheckpoint:
     def _pieces(
         self, view: View, start: int, stop: int
     ) -> Iterator[tuple[str, GGUFTensor, int, int]]:
-        """The stored tensors, or an expert's share of them, that rows of a view are made of."""
+        """Yield the stored tensors, or an expert's slices, for rows of a view."""
         for piece in view.rows(start, stop):
             yield piece.tensor, self._share(piece), piece.first, piece.stop
 
@@ -235,9 +235,9 @@ class GGUFCheckpoint:
         return dataclasses.replace(whole, shape=whole.shape[1:], start=at, nbytes=nbytes)
 
     def _values(self, name: str, tensor: GGUFTensor, start: int, stop: int) -> Tensor:
-        """Some rows of a stored tensor, as Hugging Face has them."""
+        """Return rows of a stored tensor with Hugging Face's order and values."""
         shape = (stop - start, *tensor.shape[1:])
-        if len(shape) == 1 and TENSOR_TYPES[tensor.dtype][1] > 1:  # rows have no bytes of their own
+        if len(shape) == 1 and TENSOR_TYPES[tensor.dtype][1] > 1:  # rows have no separate bytes
             whole = dequantise(self._rows(tensor, 1, slice(1)), tensor.dtype)
             order = self._file_rows(name, tensor)
             values = whole[slice(start, stop) if order is None else order[start:stop]].clone()
@@ -255,13 +255,13 @@ class GGUFCheckpoint:
         return values[:, columns] if values.shape[1] == len(columns) else values
 
     def _taken(self, name: str, tensor: GGUFTensor, start: int, stop: int) -> Bytes:
-        """The bytes of some rows, in Hugging Face's order."""
+        """Return the bytes of rows in Hugging Face order."""
         order = self._file_rows(name, tensor)
         taken = slice(start, stop) if order is None else order[start:stop]
         return self._rows(tensor, tensor.shape[0], taken)
 
     def _is_changed(self, name: str) -> bool:
-        """Whether the file has other values, or values in other columns, than Hugging Face's."""
+        """Return whether the file has different values or columns than Hugging Face's."""
         if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             return self._architecture.gguf_norm_offset != 0.0
         is_tiled = self._architecture.gguf_tiled_heads and name.endswith("out_proj.weight")
@@ -321,10 +321,10 @@ class GGUFCheckpoint:
         return tuple(factors.tolist())
 
     def _file_rows(self, name: str, tensor: GGUFTensor) -> Order | None:
-        """The row of the file that each Hugging Face row is; None where they agree.
+        """Return the file row for each Hugging Face row. None: equal order.
 
-        Where GGUF has rotation pairs adjacent (2i, 2i + 1 within a head), Hugging Face has them
-        half a head apart (i, i + D / 2); the converter moves weights and biases alike.
+        GGUF may have adjacent rotation pairs (2i, 2i + 1 within a head). Hugging Face has pairs
+        half a head apart (i, i + D / 2). Biases are reordered like weights.
         """
         if self._architecture.gguf_tiled_heads:
             order = tiled_rows(name, self._delta())
@@ -347,7 +347,7 @@ class GGUFCheckpoint:
         return file_rows.swapaxes(1, 2).reshape(-1)
 
     def _rows(self, tensor: GGUFTensor, num_rows: int, which: slice | Order) -> Bytes:
-        """The stored bytes of some of the rows, ``[rows, bytes of a row]``, copied."""
+        """Return a copy of stored rows, ``[rows, bytes per row]``."""
         file = self._maps[tensor.part]
         stored = np.frombuffer(file, np.uint8, tensor.nbytes, tensor.start)
         table = stored.reshape(num_rows, tensor.nbytes // num_rows)
@@ -358,9 +358,9 @@ class GGUFCheckpoint:
 
 
 def hf_name(name: str, layer_names: Mapping[str, str] = _PER_LAYER) -> str:
-    """Hugging Face's name of a GGUF tensor; a name that is not known is returned as it is.
+    """Return the Hugging Face name for a GGUF tensor. Unknown names are unchanged.
 
-    ``layer_names``: those of a layer's tensors, by GGUF's.
+    ``layer_names`` maps GGUF's names in a layer.
     """
     stem, _, kind = name.rpartition(".")
     if kind == "weight" and stem in _WHOLE_MODEL:
@@ -377,7 +377,7 @@ def hf_name(name: str, layer_names: Mapping[str, str] = _PER_LAYER) -> str:
 
 
 def _row_bytes(tensor: GGUFTensor) -> int:
-    """The stored bytes of a row, where rows are counted over all axes but the last."""
+    """Return the stored bytes per row. Rows are counted over all axes except the last."""
     return tensor.nbytes // math.prod(tensor.shape[:-1])
 
 

@@ -1,7 +1,7 @@
-"""A GGUF file's header: metadata and tensor table, read without trusting any length in it.
+"""Header of a GGUF file: metadata and tensor table, read from untrusted bytes.
 
-Every count and length is checked against the bytes that are left before anything is allocated.
-It does not know what the metadata or the tensors mean.
+Every count and length is checked against the remaining bytes before allocation. The meanings of
+metadata and tensors are defined elsewhere.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ TENSOR_TYPES: Mapping[str, tuple[int, int, int]] = {
     "IQ1_M": (29, 256, 56),
 }
 _TYPE_NAMES = {entry[0]: name for name, entry in TENSOR_TYPES.items()}
-# ggml's other types, for the message that refuses them.
+# ggml's unsupported types, for error messages.
 _REFUSED = {
     9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0",
 }  # fmt: skip
@@ -71,10 +71,10 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor's shape (rows first), type, and its bytes [start, start + nbytes) of the file.
+    """A tensor's shape (rows first), type, and its bytes [start, start + nbytes) in the file.
 
     Attributes:
-        part: Index of the file, if the model is in several files.
+        part: Index of the file, for a model in several files.
     """
 
     name: str
@@ -87,13 +87,14 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """What stands before the tensor data; ``nbytes`` is where that data begins.
+    """The header before the tensor data.
 
-    Metadata values are bool, int, float, str, list[str] or a numpy array of numbers.
+    Metadata values are bool, int, float, str, list[str] or numpy arrays with numbers.
 
     Attributes:
-        alignment: Bytes that the start of every tensor is a multiple of.
-        spans: First byte and end of every metadata pair in the file: its key, type and value.
+        nbytes: Offset of the tensor data.
+        alignment: Alignment of tensors in bytes.
+        spans: First byte and end of every metadata pair: key, type and value.
     """
 
     metadata: Mapping[str, object]
@@ -104,7 +105,7 @@ class GGUFHeader:
 
 
 class _Cursor:
-    """A position in the file that refuses to read past the end."""
+    """A position in the file with bounds checks."""
 
     def __init__(self, data: memoryview, path: Path) -> None:
         self.data = data
@@ -128,7 +129,7 @@ class _Cursor:
         return int.from_bytes(self.take(8, what), "little")
 
     def count(self, what: str, each: int) -> int:
-        """A count of things that take at least ``each`` bytes of the file apiece."""
+        """Read a count. Each counted item needs at least ``each`` bytes in the file."""
         start, count = self.at, self.u64(what)
         left = len(self.data) - self.at
         if count * each > left:
@@ -144,17 +145,18 @@ class _Cursor:
 
 
 def header_of(path: Path) -> GGUFHeader:
-    """The header of the GGUF file at ``path``, as `read_header` reads it.
+    """Return the header of the GGUF file at ``path``. See `read_header`.
 
-    One command looks at it several times, and its vocabulary takes long to read, so the last one
-    is kept while the file system says that nothing was written to its file.
+    Reading a vocabulary is slow, and commands use the header repeatedly. The last header is cached
+    while the file system reports no change.
     """
     try:
         found = path.stat()
     except OSError:
         return read_header(memoryview(map_file(path)), path)
     if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) < _SETTLED_NS:
-        return read_header(memoryview(map_file(path)), path)  # a later write could look the same
+        # A later write could have the same times.
+        return read_header(memoryview(map_file(path)), path)
     times = (found.st_mtime_ns, found.st_ctime_ns)
     return _settled_header(path, (found.st_dev, found.st_ino, found.st_size, *times))
 
@@ -165,10 +167,10 @@ def _settled_header(path: Path, state: tuple[int, ...]) -> GGUFHeader:
 
 
 def read_header(data: memoryview, path: Path) -> GGUFHeader:
-    """Parse the header of the GGUF file whose bytes are ``data``.
+    """Parse the header in ``data``, a GGUF file's bytes.
 
     Raises:
-        CheckpointError: anything that does not fit the format or the size of the file.
+        CheckpointError: A field is invalid or exceeds the file.
     """
     cursor = _Cursor(data, path)
     if bytes(cursor.take(4, "magic")) != MAGIC:
@@ -226,7 +228,7 @@ def _value(cursor: _Cursor, key: str) -> object:
     dtype = np.dtype(_SCALARS[kind])
     value = np.frombuffer(cursor.take(dtype.itemsize, f"value of {key!r}"), dtype)[0]
     if dtype == np.float32:
-        return float(str(value))  # the decimal that was meant: 1e-05, not 9.999999747378752e-06
+        return float(str(value))  # the intended decimal: 1e-05, not 9.999999747378752e-06
     return bool(value) if kind == _BOOL else value.item()
 
 
@@ -246,7 +248,7 @@ def _array(cursor: _Cursor, key: str) -> object:
 
 
 def _strings(cursor: _Cursor, key: str, count: int) -> list[str]:
-    """The loop that reads a vocabulary: hundreds of thousands of strings, so kept flat."""
+    """Read a vocabulary with hundreds of thousands of strings. The loop is flat for speed."""
     data, at, size = cursor.data, cursor.at, len(cursor.data)
     length_of = struct.Struct("<Q").unpack_from
     strings: list[str] = []
@@ -297,7 +299,7 @@ def _stored_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def _refuse_overlaps(cursor: _Cursor, tensors: Mapping[str, GGUFTensor]) -> None:
-    """Tensors share no bytes, so all of them together are no larger than the file."""
+    """Check that tensors do not overlap. Together they then fit in the file."""
     end = 0
     for tensor in sorted(tensors.values(), key=lambda tensor: tensor.start):
         if tensor.start < end:

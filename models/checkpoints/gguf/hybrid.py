@@ -1,8 +1,8 @@
-"""What llama.cpp's converter does to the tensors of linear attention, undone.
+"""Reverses the changes by llama.cpp's converter to linear attention tensors.
 
-It has value head j of every key head before value head j + 1 of any, where Hugging Face has the
-value heads of a key head together; it keeps -exp(A_log), and the convolution's weights without
-their axis of one.
+The converter orders value heads by index within their key head. In Hugging Face files, a key head's
+value heads are adjacent. The converter also stores -exp(A_log), and drops the convolution's axis of
+size 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BY_VALUE_HEAD = ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")
 
 
 def hf_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A tensor's shape with the axes of one that GGUF leaves out."""
+    """Return a tensor's shape with the size-1 axes dropped by GGUF."""
     if name.endswith(_CONVOLUTION) and len(shape) == 2:
         return shape[0], 1, shape[1]
     if name.endswith(_ONE_ROW) and len(shape) == 1:
@@ -39,9 +39,7 @@ def hf_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def tiled_rows(name: str, delta: DeltaShape) -> Order | None:
-    """Which row of the file each Hugging Face row is, where value heads are tiled; None where they
-    agree.
-    """
+    """Return the file row for each Hugging Face row, for tiled value heads. None: equal order."""
     stem, _, part = name.rpartition("linear_attn.")
     if not stem:
         return None
@@ -54,15 +52,15 @@ def tiled_rows(name: str, delta: DeltaShape) -> Order | None:
 
 
 def tiled_columns(name: str, delta: DeltaShape) -> Order | None:
-    """Which column of the file each Hugging Face column is, where value heads are tiled; None where
-    they agree.
+    """Return the file column for each Hugging Face column, for tiled value heads. None: equal
+    order.
     """
     is_product = name.endswith("linear_attn.out_proj.weight")
     return _grouped(delta, delta.value_dim) if is_product else None
 
 
 def _grouped(delta: DeltaShape, width: int) -> Order:
-    """For the value heads of each key head in turn, their rows where all first ones lie first."""
+    """Return tiled rows in grouped order: all value heads for each key head."""
     ratio = delta.num_value_heads // delta.num_key_heads
     rows = np.arange(delta.num_value_heads * width, dtype=np.int64)
     tiled = rows.reshape(ratio, delta.num_key_heads, width)
@@ -70,10 +68,10 @@ def _grouped(delta: DeltaShape, width: int) -> Order:
 
 
 def log_decay(values: Tensor, name: str, path: Path) -> Tensor:
-    """Hugging Face's ``A_log``, of the -exp(A_log) that a GGUF file stores.
+    """Return Hugging Face's ``A_log`` for GGUF's -exp(A_log).
 
     Raises:
-        CheckpointError: for a value that is not below 0.
+        CheckpointError: A value is not negative.
     """
     if not bool((values < 0).all()):
         raise CheckpointError(

@@ -1,6 +1,6 @@
-"""A Hugging Face folder as a checkpoint: config.json and safetensors, in one file or in shards.
+"""A Hugging Face directory as a checkpoint: config.json and safetensors, in one or more shards.
 
-It does not know architectures beyond what config.json says, nor tokenizers.
+Architectures and tokenizers are defined elsewhere.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ _RAW_BYTES = {
     **_ELEMENT_BYTES,
     **{"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "I32": 4, "U32": 4, "I64": 8},
 }
-"""Bytes of an element of stored tensors, those of quantized modules included."""
+"""Bytes per element in stored tensors, including quantized modules."""
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 _TEXT_PREFIX = "model.language_model."
 _OTHER_PARTS = ("model.visual.", "mtp.")
-"""What tensors beside the text model's begin with: the tower for images, the layer that drafts."""
+"""Prefixes of tensors outside the text model: the image tower, and the draft layer."""
 _COMPARED_ROWS = 4096
 _MOST_MAPPED = 1 << 26
-"""Bytes read of a shard before it is opened anew, which gives back the memory that they take."""
+"""Bytes to read from a shard before reopening, which frees mapped memory."""
 
 
 class SafetensorsCheckpoint:
-    """An opened Hugging Face folder; see `tilewright.models.checkpoints.base.Checkpoint`.
+    """An opened Hugging Face directory. See `tilewright.models.checkpoints.base.Checkpoint`.
 
     Raises:
-        CheckpointError: a file that is missing, cut short or corrupt, or of a kind not read.
+        CheckpointError: A file is missing, truncated, corrupt or unsupported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,7 +123,7 @@ class SafetensorsCheckpoint:
         return joined.reshape(stop - start, *shape[1:-1], width)
 
     def _read(self, name: str, where: tuple[slice, ...]) -> Tensor:
-        """A part of a tensor; a scalar whole."""
+        """Return a slice of a tensor. Scalars are whole."""
         if name not in self._quantized:
             return self._read_raw(name, where)
         rows, columns = where
@@ -132,11 +132,12 @@ class SafetensorsCheckpoint:
         return values[:, columns].contiguous()
 
     def _read_raw(self, name: str, where: tuple[slice, ...]) -> Tensor:
-        """A part of a stored tensor; the whole of it without slices."""
+        """Return a slice of a stored tensor, or the whole tensor without slices."""
         shard = self._shard_of[name]
         read = self._read_mapped(shard, name, where)
         self._num_mapped[shard] += read.nbytes
-        if self._num_mapped[shard] > _MOST_MAPPED:  # which stay in memory while the file is open
+        # Mapped pages stay in memory while the file is open.
+        if self._num_mapped[shard] > _MOST_MAPPED:
             self._files[shard] = _open_shard(self.path / shard)
             self._num_mapped[shard] = 0
         return read
@@ -173,11 +174,12 @@ class SafetensorsCheckpoint:
         return self._types[name]
 
     def stored(self, name: str, rows: slice | None = None) -> tuple[str, npt.NDArray[np.uint8]]:
-        """Rows of a quantized tensor as blocks of the format that its `stored_type` stands for,
-        and ggml's name of that format.
+        """Return a quantized tensor's rows as blocks, and ggml's name of their format.
+
+        The format is the equivalent of the tensor's `stored_type`.
 
         Raises:
-            CheckpointError: a name that is not there.
+            CheckpointError: The name is unknown.
         """
         if name not in self.names:
             raise unknown_tensor(self.path, name, self.names)
@@ -228,7 +230,7 @@ class SafetensorsCheckpoint:
         )
 
     def _take_quantized(self, values: Mapping[str, object]) -> dict[str, QuantizedTensor]:
-        """Replace the stored tensors of quantized modules by their weights in ``names``."""
+        """Replace stored tensors of quantized modules with their weights in ``names``."""
         raw = {n: RawTensor(m.shape, m.dtype, m.nbytes) for n, m in self.names.items()}
         model = RawModel(self.path, dict(raw), self._read_raw)
         take_quantized(values, str(self.path / "config.json"), model)
@@ -244,8 +246,8 @@ class SafetensorsCheckpoint:
         return model.found
 
     def _make_views(self) -> dict[str, View]:
-        """The experts that the file has in another way than the architecture asks for; ``names``
-        then has theirs.
+        """Return views for experts with different splits than the architecture's, and update
+        ``names``.
         """
         if not self._experts:
             return {}
@@ -265,7 +267,7 @@ class SafetensorsCheckpoint:
         return views
 
     def _name_of(self, stored: str) -> str | None:
-        """What a tensor of the text model is called by itself; None for those of other parts."""
+        """Return a tensor's name in the text model, or None for tensors outside the model."""
         if not self._has_parts:
             return stored
         if stored.startswith(_OTHER_PARTS):
@@ -275,7 +277,9 @@ class SafetensorsCheckpoint:
         return stored
 
     def _settle_head(self, says: bool) -> None:
-        """Decide whether the head is tied, where config.json is silent or the file has it twice."""
+        """Determine whether the head is tied, if config.json has no key or the file has two
+        copies.
+        """
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         if head not in self.names:
             if not says:
@@ -311,12 +315,12 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
 
 
 def _owned(tensor: Tensor) -> Tensor:
-    """A copy when the library hands out a view of the mapped file."""
+    """Copy a tensor: the library may return a view of the mapped file."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _header_of(path: Path, whole: bool = False) -> tuple[int, bytes]:
-    """File size, and the safetensors header (length and JSON) or the ``whole`` file."""
+    """Return the file size, and the safetensors header (length and JSON) or the ``whole`` file."""
     with path.open("rb") as file:
         size = path.stat().st_size
         if whole:
@@ -326,7 +330,7 @@ def _header_of(path: Path, whole: bool = False) -> tuple[int, bytes]:
 
 
 def _stored_tensors(path: Path, names: Container[str]) -> list[Any]:
-    """Name, bytes and byte reader of each tensor of an opened, hence valid, shard."""
+    """Return name, bytes and byte reader for each tensor in an opened, valid shard."""
     _, header = _header_of(path)
 
     def reader(start: int) -> Any:

@@ -1,4 +1,4 @@
-"""A model's configuration as Hugging Face's config.json spells it; it reads no files."""
+"""Model configurations in Hugging Face's config.json spelling. Files are read elsewhere."""
 
 from __future__ import annotations
 
@@ -52,15 +52,17 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "attn_output_gate": (False,),
     "output_gate_type": (),
 }
-"""Keys of config.json that change the arithmetic, with the values that leave it as it is: others
-are refused where the architecture does not read the key. Null leaves it as it is too."""
+"""Keys with an effect on arithmetic, and their neutral values. Null is also neutral. Other values
+are rejected unless the architecture reads the key.
+"""
 
 
 def config_of_hf(values: Mapping[str, object], *, where: Path | str) -> ModelConfig:
-    """The configuration in ``values``, the contents of a Hugging Face ``config.json`` at ``where``.
+    """Return the configuration in ``values``, read from a Hugging Face ``config.json`` at
+    ``where``.
 
     Raises:
-        CheckpointError: a key that is missing, out of range, or of a kind that is not read.
+        CheckpointError: A key is missing, out of range or unsupported.
     """
     model_type = check_model_type(values.get("model_type"), f"{where}: model_type")
     architecture = architecture_of(model_type)
@@ -108,7 +110,7 @@ def config_of_hf(values: Mapping[str, object], *, where: Path | str) -> ModelCon
 
 
 def hf_values(config: ModelConfig) -> dict[str, Any]:
-    """What a ``config.json`` says of a model: the keys that all architectures have."""
+    """Return ``config.json`` keys common to all architectures."""
     return {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
@@ -128,10 +130,11 @@ def hf_values(config: ModelConfig) -> dict[str, Any]:
 def _text_values(
     values: Mapping[str, object], model_type: str, where: Path | str
 ) -> Mapping[str, object]:
-    """The keys of the text model, in ``text_config`` or beside it; those of the whole hold for it.
+    """Return the text model's keys, from ``text_config`` or the top level. Some top-level keys also
+    apply.
 
     Raises:
-        CheckpointError: a text model of another kind, or what the two say differently.
+        CheckpointError: The text model has another type, or both levels contradict.
     """
     inner = values.get("text_config")
     if inner is None:
@@ -156,7 +159,7 @@ def _text_values(
 
 
 def _refuse_hf_extras(keys: Keys) -> None:
-    """Refuse keys that nobody has read and that would change the arithmetic."""
+    """Reject unread keys with an effect on arithmetic."""
     keys.refuse_unread(_NEUTRAL)
     kinds = keys.unread("layer_types")
     if isinstance(kinds, list) and any(kind != FULL for kind in kinds):

@@ -92,7 +92,7 @@ def read_fp8(config: Mapping[str, object], where: str, model: RawModel) -> None:
 
 
 def take_float8(model: RawModel, module: str, block: list[int] | None, scale: str) -> None:
-    """Take a module's codes and scales. Without a block, the shape of the scales decides.
+    """Take a module's codes and scales. Without a block, the scales' shape decides.
 
     Raises:
         CheckpointError: A tensor is missing, or has another shape or type.

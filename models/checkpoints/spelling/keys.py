@@ -1,4 +1,4 @@
-"""Typed access to the keys of a configuration file; it knows no key by name."""
+"""Typed access to the keys of a configuration file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tilewright.models.config import MAX_HEAD_DIM
 
 
 class Keys:
-    """Typed access to a mapping read from a file; failures name file, key, value and range.
+    """Typed access to a mapping from a file. Errors have file, key, value and range.
 
-    It remembers which keys were asked for, so that those which nobody reads can be refused.
+    All requested keys are recorded, so that unread keys can be rejected.
     """
 
     def __init__(self, values: Mapping[str, object], where: Path | str, prefix: str = "") -> None:
@@ -22,21 +22,21 @@ class Keys:
         self._asked: set[str] = set()
 
     def get(self, key: str) -> object:
-        """The value of a key as it is, None where it is missing; the key counts as asked for."""
+        """Return a key's value, or None if it is missing. The key counts as read."""
         self._asked.add(key)
         return self.values.get(self.prefix + key)
 
     def section(self, key: str, value: Mapping[str, object]) -> Keys:
-        """The keys of an object inside, called ``key.its_key`` in messages."""
+        """Return the keys in a nested object. Messages name them ``key.name``."""
         named = {f"{key}.{name}": item for name, item in value.items()}
         return Keys(named, self.where, f"{key}.")
 
     def unread(self, key: str) -> object:
-        """The value of a key that nobody asked for; None where somebody did."""
+        """Return the value of an unread key, or None."""
         return None if key in self._asked else self.values.get(self.prefix + key)
 
     def refuse_unread(self, neutral: Mapping[str, Iterable[object]]) -> None:
-        """Refuse keys of ``neutral`` that nobody asked for, unless absent, null or neutral."""
+        """Reject unread keys in ``neutral`` unless their value is missing, null or neutral."""
         for key, values in neutral.items():
             value = self.unread(key)
             if value is None or value in values:
@@ -45,14 +45,14 @@ class Keys:
             raise self.error(key, value, allowed(map(str, shown or ["null"])))
 
     def refuse_others(self) -> None:
-        """Refuse every key with the prefix that nobody asked for and that is not null."""
+        """Reject every unread key with the prefix, unless it is null."""
         for name, value in self.values.items():
             key = name.removeprefix(self.prefix)
             if name.startswith(self.prefix) and key not in self._asked and value is not None:
                 raise self.error(key, value, "allowed: keys " + ", ".join(sorted(self._asked)))
 
     def error(self, key: str, value: object, tail: str) -> CheckpointError:
-        """The error that refuses a key's value; ``tail`` says what is allowed."""
+        """Return an error for a key's value. ``tail`` lists the allowed values."""
         shown = repr(value)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         return CheckpointError(f"{self.where}: {self.prefix}{key} = {shown} is not read; {tail}")
@@ -61,10 +61,10 @@ class Keys:
         return CheckpointError(f"{self.where}: {self.prefix}{key} is missing; {tail}")
 
     def integer(self, key: str, low: int, high: int, *, default: int | None = None) -> int:
-        """A whole number in [low, high]; ``default`` where the key is missing or null.
+        """Return a whole number in [low, high], or ``default`` if the key is missing or null.
 
         Raises:
-            CheckpointError: another value, or none without a default.
+            CheckpointError: The value is out of range, or missing without a default.
         """
         tail = f"allowed: a whole number from {low} to {high}"
         value = self.get(key)
@@ -77,10 +77,10 @@ class Keys:
         return int(value)
 
     def real(self, key: str, low: float, high: float, *, default: float | None = None) -> float:
-        """A number in [low, high], 0 excluded; ``default`` where the key is missing or null.
+        """Return a positive number in [low, high], or ``default`` if the key is missing or null.
 
         Raises:
-            CheckpointError: another value, or none without a default.
+            CheckpointError: The value is out of range, or missing without a default.
         """
         tail = f"allowed: a number above 0, from {low:g} to {high:g}"
         value = self.get(key)
@@ -95,10 +95,10 @@ class Keys:
         return float(value)
 
     def reals(self, key: str, count: int) -> tuple[float, ...]:
-        """A list of ``count`` finite numbers above 0.
+        """Return a list of ``count`` positive finite numbers.
 
         Raises:
-            CheckpointError: another value, or none.
+            CheckpointError: The value is missing or invalid.
         """
         value = self.get(key)
         tail = f"allowed: a list of {count} numbers above 0"
@@ -113,14 +113,14 @@ class Keys:
         return tuple(map(float, value))
 
     def optional_real(self, key: str, low: float, high: float) -> float | None:
-        """A number as `real` reads it, None where the key is missing or null."""
+        """Return a number as `real`, or None if the key is missing or null."""
         return None if self.get(key) is None else self.real(key, low, high)
 
     def boolean(self, key: str, *, default: bool) -> bool:
-        """Read true or false; ``default`` where the key is missing or null.
+        """Return a boolean, or ``default`` if the key is missing or null.
 
         Raises:
-            CheckpointError: another value.
+            CheckpointError: The value has another type.
         """
         value = self.get(key)
         if value is None:
@@ -130,10 +130,10 @@ class Keys:
         return value
 
     def choice(self, key: str, choices: tuple[str, ...], *, default: str) -> str:
-        """Read one of ``choices``; ``default`` where the key is missing or null.
+        """Return a value in ``choices``, or ``default`` if the key is missing or null.
 
         Raises:
-            CheckpointError: another value.
+            CheckpointError: The value is not in ``choices``.
         """
         value = self.get(key)
         if value is None:
@@ -144,10 +144,10 @@ class Keys:
 
 
 def read_kv_heads(keys: Keys, key: str, num_heads: int) -> int:
-    """The number of key/value heads under ``key``: as many as query heads where it is missing.
+    """Return the number of key/value heads. The default is the number of query heads.
 
     Raises:
-        CheckpointError: a number that does not divide ``num_heads``.
+        CheckpointError: The number does not divide ``num_heads``.
     """
     num_kv_heads = keys.integer(key, 1, num_heads, default=num_heads)
     if num_heads % num_kv_heads:
@@ -156,10 +156,10 @@ def read_kv_heads(keys: Keys, key: str, num_heads: int) -> int:
 
 
 def read_head_dim(keys: Keys, key: str, hidden: int, num_heads: int) -> int:
-    """The channels of a head under ``key``: the hidden size over the heads where it is missing.
+    """Return the channels per head. The default is the hidden size over the heads.
 
     Raises:
-        CheckpointError: an odd number, or none where the heads do not divide the hidden size.
+        CheckpointError: The number is odd, or the default is not a whole number.
     """
     if keys.get(key) is None and hidden % num_heads:
         raise CheckpointError(

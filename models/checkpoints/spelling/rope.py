@@ -1,4 +1,4 @@
-"""Rotary position embedding as config.json and GGUF metadata spell it; it knows no architecture."""
+"""Rotary position embedding in config.json and GGUF metadata spelling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_THETA = 1e15
 MAX_FACTOR = 1e6
 
 _TYPES = {each: each for each in ("default", "linear", "llama3", "longrope", "yarn", "dynamic")}
-_TYPES["su"] = "longrope"  # as the first Phi-3 called it
+_TYPES["su"] = "longrope"  # name in the first Phi-3
 
 
 def hf_rope(
@@ -33,15 +33,21 @@ def hf_rope(
     mrope: bool = False,
     layers: str | None = None,
 ) -> RopeConfig:
-    """The rotation that config.json says: in ``rope_parameters`` since transformers 5, in
-    ``rope_theta`` and ``rope_scaling`` before.
+    """Return the rotation in config.json.
 
-    ``partial``: whether the architecture reads ``partial_rotary_factor``. ``mrope``: whether there
-    may be sections for images. ``layers``: the type of layer whose section is read, where
-    ``rope_parameters`` has one for each.
+    It is in ``rope_parameters`` (transformers 5), or in ``rope_theta`` and ``rope_scaling``
+    (older).
+
+    Args:
+        keys: Keys of config.json.
+        head_dim: Channels per head.
+        max_positions: Maximum context in tokens.
+        partial: Accept ``partial_rotary_factor``.
+        mrope: Accept sections for images.
+        layers: Layer type, for ``rope_parameters`` with a section per type.
 
     Raises:
-        CheckpointError: a type, a key or a value that is not read.
+        CheckpointError: A type, key or value is unsupported.
     """
     theta = keys.real("rope_theta", 1.0, MAX_THETA, default=10000.0)
     section, value = _hf_section(keys, layers)
@@ -67,7 +73,7 @@ def hf_rope(
 
 
 def hf_rope_values(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
-    """The ``rope_parameters`` of config.json that say this rotation, factors by frequency aside."""
+    """Return config.json's ``rope_parameters`` for this rotation, without frequency factors."""
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
     if rope.num_rotated is not None:
         found["partial_rotary_factor"] = rope.num_rotated / head_dim
@@ -104,8 +110,9 @@ def hf_rope_values(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
 
 
 def _check_sections(keys: Keys, key: str, counts: tuple[int, ...]) -> None:
-    """Pairs that turn by each coordinate of an image's parts, which in text are all the position:
-    how many there are of each changes nothing, but it must be what it is taken for.
+    """Check the numbers of pairs for each image coordinate.
+
+    In text, all coordinates equal the position, so the numbers have no effect.
     """
     value = keys.get(key)
     if value is None:
@@ -118,7 +125,7 @@ def _check_sections(keys: Keys, key: str, counts: tuple[int, ...]) -> None:
 
 
 def _hf_section(keys: Keys, layers: str | None) -> tuple[str, Mapping[str, object]]:
-    """The object that tells of the rotation, and what messages call it."""
+    """Return the object with the rotation, and its name in messages."""
     section, value = "rope_parameters", keys.get("rope_parameters")
     older = keys.get("rope_scaling")
     if value is None:
@@ -146,7 +153,7 @@ def _hf_scaling(keys: Keys, rope: Keys, num_pairs: int, max_positions: int) -> S
         return _longrope_scaling(keys, rope, num_pairs, max_positions)
     if kind == "yarn":
         return _yarn_scaling(rope, max_positions)
-    if kind == "dynamic":  # changes nothing up to the model's positions, the most of a context
+    if kind == "dynamic":  # no effect up to the model's maximum context
         rope.real("factor", 1.0, MAX_FACTOR)
         rope.integer("original_max_position_embeddings", 1, MAX_POSITIONS, default=max_positions)
     return None
@@ -169,7 +176,7 @@ def _llama3_scaling(rope: Keys, max_positions: int) -> Llama3Scaling:
 def _longrope_scaling(
     keys: Keys, rope: Keys, num_pairs: int, max_positions: int
 ) -> LongRopeScaling:
-    """The original length beside the section, where Phi-3 has it, goes before the one inside."""
+    """Read LongRoPE. Phi-3's outer original length takes precedence over the inner value."""
     key = "original_max_position_embeddings"
     original = rope.integer(key, 2, MAX_POSITIONS, default=max_positions)
     original = keys.integer(key, 2, MAX_POSITIONS, default=original)
@@ -184,7 +191,7 @@ def _longrope_scaling(
 
 
 def _yarn_scaling(rope: Keys, max_positions: int) -> YarnScaling:
-    """0 and null stand for a default, as in transformers."""
+    """Read YaRN. 0 and null select a default, as in transformers."""
     key = "original_max_position_embeddings"
     original = rope.integer(key, 2, MAX_POSITIONS, default=max_positions)
     implied = max(1.0, max_positions / original)
@@ -207,19 +214,21 @@ def _yarn_scaling(rope: Keys, max_positions: int) -> YarnScaling:
 
 
 def _or_zero(rope: Keys, key: str, default: float) -> float:
-    """Return a number above 0. 0 and null stand for the default."""
+    """Return a positive number. 0 and null select the default."""
     value = rope.get(key)
     is_zero = isinstance(value, int | float) and not isinstance(value, bool) and value == 0
     return default if is_zero else rope.real(key, 0.0, MAX_FACTOR, default=default)
 
 
 def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
-    """Return YaRN's factor of cosines and sines, for a context ``factor`` times as long."""
+    """Return YaRN's factor for cosines and sines, if the context is ``factor`` times as long."""
     return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def longrope_attention_factor(factor: float, original_max_positions: int) -> float:
-    """What LongRoPE's paper multiplies cosines and sines by, for a context ``factor`` longer."""
+    """Return LongRoPE's factor for cosines and sines, if the context is ``factor`` times as
+    long.
+    """
     if factor <= 1.0:
         return 1.0
     return math.sqrt(1 + math.log(factor) / math.log(original_max_positions))
@@ -228,11 +237,12 @@ def longrope_attention_factor(factor: float, original_max_positions: int) -> flo
 def gguf_rope(
     keys: Keys, head_dim: int, *, partial: bool = False, mrope: bool = False
 ) -> RopeConfig:
-    """The rotation that GGUF metadata says; factors by frequency are tensors, which the file's
-    reader adds. `hf_rope` explains ``partial`` and ``mrope``.
+    """Return the rotation in GGUF metadata. See `hf_rope` for ``partial`` and ``mrope``.
+
+    Frequency factors are tensors. The file's reader adds them.
 
     Raises:
-        CheckpointError: a scaling, or a number of rotated channels, that is not read.
+        CheckpointError: A scaling or a number of rotated channels is unsupported.
     """
     key = "rope.dimension_count"
     num_rotated = keys.integer(key, 2, head_dim, default=head_dim)
@@ -241,7 +251,7 @@ def gguf_rope(
         raise keys.error(key, num_rotated, tail)
     if mrope:
         _check_sections(keys, "rope.dimension_sections", (3, 4))
-    factor = keys.real("rope.scale_linear", 0.0, MAX_FACTOR, default=1.0)  # its older name
+    factor = keys.real("rope.scale_linear", 0.0, MAX_FACTOR, default=1.0)  # older name
     factor = keys.real("rope.scaling.factor", 0.0, MAX_FACTOR, default=factor)
     kinds = ("none", "linear", "longrope", "yarn")
     kind = keys.choice("rope.scaling.type", kinds, default="linear")
@@ -259,7 +269,7 @@ def gguf_rope(
 
 
 def _gguf_yarn(keys: Keys, factor: float, theta: float) -> YarnScaling:
-    """Return YaRN as llama.cpp computes it, with whole pairs as borders."""
+    """Read YaRN with llama.cpp's arithmetic: borders are whole pairs."""
     if factor < 1.0 or theta <= 1.0:
         raise keys.error("rope.scaling.factor", factor, "allowed: 1 and above, and a base above 1")
     key = "rope.scaling.yarn_log_multiplier"
@@ -283,7 +293,7 @@ def _gguf_yarn(keys: Keys, factor: float, theta: float) -> YarnScaling:
 
 
 def longer_context(rope: RopeConfig, max_positions: int) -> int:
-    """Return the positions of a model, those of a YaRN scaling included."""
+    """Return the model's maximum context, including YaRN scaling."""
     scaling = rope.scaling
     if not isinstance(scaling, YarnScaling):
         return max_positions
@@ -293,10 +303,10 @@ def longer_context(rope: RopeConfig, max_positions: int) -> int:
 def gguf_longrope(
     keys: Keys, factors: tuple[tuple[float, ...], tuple[float, ...]], max_positions: int
 ) -> LongRopeScaling:
-    """The scaling of a GGUF file that carries short and long ``factors``.
+    """Return the scaling for a GGUF file with short and long ``factors``.
 
     Raises:
-        CheckpointError: a key that is missing or out of range.
+        CheckpointError: A key is missing or out of range.
     """
     short, long = factors
     original = keys.integer("rope.scaling.original_context_length", 2, MAX_POSITIONS)

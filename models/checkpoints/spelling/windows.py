@@ -1,4 +1,4 @@
-"""Sliding windows of attention, by layer, from config.json: 0 where a layer sees every position."""
+"""Attention windows by layer from config.json. 0: full attention."""
 
 from __future__ import annotations
 
@@ -12,38 +12,40 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def hf_windows_of_all(keys: Keys, config: ModelConfig) -> ModelConfig:
-    """``config`` with the window that config.json gives to every layer; an `Architecture.read_hf`.
+    """Add config.json's window for all layers. This is an `Architecture.read_hf`.
 
     Raises:
-        CheckpointError: a window that is not a whole number from 1.
+        CheckpointError: The window is not a positive whole number.
     """
     windows = windows_of_all(keys, config.num_layers, config.max_positions)
     return dataclasses.replace(config, windows=windows)
 
 
 def hf_windows_of_upper(keys: Keys, config: ModelConfig) -> ModelConfig:
-    """``config`` with the windows of the upper layers, where config.json switches them on; an
+    """Add config.json's windows for the upper layers, if enabled. This is an
     `Architecture.read_hf`.
 
     Raises:
-        CheckpointError: a window that is not a whole number from 1, or another type of layer.
+        CheckpointError: The window is not a positive whole number, or a layer type is unknown.
     """
     windows = windows_of_upper(keys, config.num_layers, config.max_positions)
     return dataclasses.replace(config, windows=windows)
 
 
 def windows_of_all(keys: Keys, num_layers: int, max_positions: int) -> tuple[int, ...]:
-    """``sliding_window`` for every layer; empty where it is null."""
+    """Return ``sliding_window`` for every layer. Null: empty."""
     if keys.get("sliding_window") is None:
         return ()
     return windows_by_type(keys, [SLIDING] * num_layers, max_positions)
 
 
 def windows_of_upper(keys: Keys, num_layers: int, max_positions: int) -> tuple[int, ...]:
-    """The windows of layers from ``max_window_layers`` on, where ``use_sliding_window`` is true."""
+    """Return the windows for layers after ``max_window_layers``, if ``use_sliding_window`` is
+    true.
+    """
     first = keys.integer("max_window_layers", 0, MAX_POSITIONS, default=28)
     kinds = keys.get("layer_types")
-    if kinds is not None:  # whatever the switch says: another kind of layer has other weights
+    if kinds is not None:  # checked even if disabled: unknown layer types have other weights
         kinds = checked_types(keys, kinds, num_layers)
     if not keys.boolean("use_sliding_window", default=False) or keys.get("sliding_window") is None:
         return ()
@@ -53,10 +55,10 @@ def windows_of_upper(keys: Keys, num_layers: int, max_positions: int) -> tuple[i
 
 
 def checked_types(keys: Keys, kinds: object, num_layers: int) -> list[str]:
-    """``kinds``, the value of ``layer_types``, if it names a type that is read for each layer.
+    """Return ``kinds``, the value of ``layer_types``, if all its types are supported.
 
     Raises:
-        CheckpointError: a list of another length, or another type of layer.
+        CheckpointError: The length is wrong, or a layer type is unknown.
     """
     tail = f"allowed: {num_layers} of {FULL}, {SLIDING}"
     if not isinstance(kinds, list) or len(kinds) != num_layers:
@@ -68,7 +70,9 @@ def checked_types(keys: Keys, kinds: object, num_layers: int) -> list[str]:
 
 
 def windows_by_type(keys: Keys, kinds: Iterable[str], max_positions: int) -> tuple[int, ...]:
-    """``sliding_window`` for the sliding layers; empty where no window is shorter than all."""
+    """Return ``sliding_window`` for sliding layers. Empty: no window is shorter than the
+    context.
+    """
     window = keys.integer("sliding_window", 1, MAX_POSITIONS)
     if window >= max_positions:
         return ()
