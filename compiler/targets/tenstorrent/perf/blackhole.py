@@ -112,7 +112,7 @@ BLACKHOLE_START = BlackholeConstants(
 
 # fitted: begin
 BLACKHOLE = BlackholeConstants(
-    cache_bytes_per_s=2.117e+11,
+    cache_bytes_per_s=2.117e11,
     ring_factor=0.7761,
     vllm_2025_05=4.049e-05,
     tt_2025_11=2.247e-05,
