@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.plan import has_mixers
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.program.instructions import Plan
@@ -35,6 +35,6 @@ def invariant_of(plan: Plan, options: CompileOptions, device: torch.device) -> s
     `Capabilities.invariant_rows` limits ``rows`` to small steps if ``options.is_strict`` is false.
     """
     is_withheld = all(os.environ.get(name) == value for name, value in _WITHHELD.items())
-    if can_promise(plan, options) and is_withheld and not native.why_not(device):
+    if can_promise(plan, options) and is_withheld and nvrtc.gpu_of(device).has_cpp:
         return "rows"
     return "none"

@@ -176,7 +176,7 @@ class CudaTarget(Target):
         )
 
 
-_GONE = ("TILEWRIGHT_CUDA_TRIALS",)
+_GONE = ("TILEWRIGHT_CUDA_TRIALS", "TILEWRIGHT_NATIVE_KERNELS")
 """Environment variables that selected kernels. The op tables replace them."""
 
 

@@ -110,11 +110,7 @@ def recorded_gpu(
         patch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "Stream", lambda device=None: None)
-        for name in ("num_processors", "why_not"):
-            for module in (launch, nvrtc):
-                cached = getattr(getattr(module, name, None), "cache_clear", None)
-                if cached is not None:
-                    cached()
+        launch.num_processors.cache_clear()
         patch.setattr(nvrtc, "_missing", lambda: "")
         patch.setattr(nvrtc, "_functions", lambda source, device: {})
         patch.setattr(nvrtc, "launch", _native(launches))
@@ -124,7 +120,10 @@ def recorded_gpu(
             patch.setattr(kind, "run", _triton(launches))
         _patch_library(patch, launches)
         _patch_tensors(patch)
-        yield launches
+        try:
+            yield launches
+        finally:
+            launch.num_processors.cache_clear()
 
 
 def _patch_tensors(patch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,10 @@ from tilewright.compiler.targets.cuda.graphs import capture
 from tilewright.compiler.targets.cuda.graphs.capture import Captured
 from tilewright.compiler.targets.cuda.kernels.attention import split as attention_shares
 from tilewright.compiler.targets.cuda.kernels.attention.split import Spread, share_of_step
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.common.table import ADA
 from tilewright.compiler.targets.cuda.kernels.matmul.dense import FEW_TOKENS
 from tilewright.compiler.targets.cuda.state.token_batch import Rows
-from tilewright.compiler.targets.cuda.steps import run as steps_module
 from tilewright.compiler.targets.cuda.steps.attention import Attention
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
@@ -222,7 +223,7 @@ def test_native_kernels_are_as_triton_s(
     found = []
     for is_native in (True, False):
         if not is_native:
-            monkeypatch.setattr(steps_module.native, "why_not", lambda device: "switched off")
+            monkeypatch.setattr(nvrtc, "gpu_of", lambda device: ADA)
         executable = on_device(name, **changes)
         inner: Any = executable
         if is_native and not inner._steps.is_native:

@@ -17,6 +17,7 @@ from tilewright.compiler.driver import weight_source
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.targets.contract.record import EMULATED, HONOURED
 from tilewright.compiler.targets.cuda import memory_budget as device_module
+from tilewright.compiler.targets.cuda.kernels.common.table import ADA, FAST, STRICT
 from tilewright.compiler.targets.cuda.kernels.matmul import e4m3 as kernels
 from tilewright.compiler.targets.cuda.kernels.matmul.table import CUBLAS
 from tilewright.compiler.targets.cuda.memory_budget import state_bytes, weight_bytes, work_bytes
@@ -52,7 +53,7 @@ def made(name: str, fidelity: str, kinds: Kinds) -> tuple[Plan, Weights, Copies]
 
 def products_of(plan: Plan, weights: Weights, kinds: Kinds, *, strict: bool = False) -> Products:
     return Products(
-        plan, weights, HERE, max_rows=256, is_native=False, exact=False, strict=strict,
+        plan, weights, HERE, max_rows=256, gpu=ADA, arithmetic=STRICT if strict else FAST,
         copies=Copies(plan, weights, kinds),
     )  # fmt: skip
 
@@ -238,7 +239,7 @@ def test_copies_of_values_are_the_librarys(
     each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
     products = products_of(plan, weights, VALUES)
     assert copies.values_of(each) is not None
-    assert (products._bound(each, True).aligned.kernel(rows) == CUBLAS) == expected
+    assert (products._bound(each, True).aligned.at(rows) == CUBLAS) == expected
     monkeypatch.setattr(products, "_dense", lambda *_: pytest.fail("it is held already"))
     if expected:
         x = torch.randn(rows, each.weight.shape[1], device=HERE).bfloat16()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.targets.cuda.test_steps_matmul import products_of
-from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
+from tests.targets.cuda.test_steps_matmul import products_of, take_no_rows
+from tilewright.compiler.targets.cuda.kernels.common.table import FAST, HOPPER, STRICT
 from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
+from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
 from tilewright.compiler.targets.cuda.steps import matmul as steps_products
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds
 
@@ -31,13 +32,14 @@ def test_gate_and_up_of_many_rows_take_the_librarys_place(
     """Of many rows whose blocks fill the device, where no bits are promised and the weight's values
     are held; no other product.
     """
-    for module in (native_dense, native_many):
-        monkeypatch.setattr(module, "why_not", lambda device: "")
     monkeypatch.setattr(native_many, "takes", lambda rows, count, *_, **__: 100 < count < 300)
     monkeypatch.setattr(steps_products, "num_processors", lambda device: 132)
     seen: list[int] = []
+    take_no_rows(monkeypatch, native_wide)
     monkeypatch.setattr(native_many, "swiglu", lambda out, x, *_, **__: seen.append(len(x)))
-    plan, _, products = products_of(name, is_native=True, strict=strict, copies=copies, max_rows=64)
+    plan, _, products = products_of(
+        name, gpu=HOPPER, arithmetic=STRICT if strict else FAST, copies=copies, max_rows=64
+    )
     for each in (one for one in plan.products if one.swiglu or one.residual):
         rows, columns = each.weight.shape
         for count in (100, 128, 129, 256, 300):

@@ -16,6 +16,13 @@ import torch
 from tests.tiny import check_golden
 from tilewright.compiler.ir.info import Compute
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.targets.cuda.kernels.common.table import (
+    ADA,
+    EXACT,
+    FAST,
+    HOPPER,
+    STRICT,
+)
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
 from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
@@ -53,8 +60,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    for module in (native, native_dense, native_many, native_wide):
-        monkeypatch.setattr(module, "why_not", lambda device: "")
     for module in (native_dense, native_wide, matmul):
         monkeypatch.setattr(module, "num_processors", lambda device: 132)
     monkeypatch.setattr(native, "linear", recorded("gemv", shows=("alone",)))
@@ -77,18 +82,21 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def selections(kernels: list[str]) -> Iterator[str]:
     """Yield a line a case: ranges of rows with the kernels that run."""
     arithmetics: tuple[dict[str, Any], ...] = (
-        {"exact": True},
-        {"is_native": False},
+        {"arithmetic": EXACT},
+        {"gpu": ADA},
         {},
-        {"strict": True},
+        {"arithmetic": STRICT},
     )
     for kind, name, copies, how in product(
         ("bf16", "bfp8", "bfp4"), SHAPES, ("", "values", "codes"), arithmetics
     ):
-        has_variants = name == "8b gate up" or (name == "8b down" and how.get("strict"))
+        is_strict = how == {"arithmetic": STRICT}
+        has_variants = name == "8b gate up" or (
+            name == "8b down" and how.get("arithmetic") == STRICT
+        )
         if (copies == "values" and kind == "bf16") or (copies == "codes" and kind != "bfp4"):
             continue
-        if how.keys() & {"exact", "is_native"} and not has_variants:
+        if how and not is_strict and not has_variants:
             continue
         products, each = matmul_of(kind, *SHAPES[name], copies=copies, **how)
         for decodes in (True, False):
@@ -101,8 +109,12 @@ def selections(kernels: list[str]) -> Iterator[str]:
                 ran = ", ".join(dict.fromkeys(kernels)) + " ..." * (len(kernels) > 2)
                 if not ranges or ranges[-1][1] != ran:
                     ranges.append((count, ran))
-            words = [kind, name, copies, *how, "decode" if decodes else "prefill"]
+            words = [kind, name, copies, _shown(how), "decode" if decodes else "prefill"]
             yield " | ".join((" ".join(filter(None, words)), *(f"{n}: {ran}" for n, ran in ranges)))
+
+
+def _shown(how: dict[str, Any]) -> str:
+    return "is_native" if "gpu" in how else str(how.get("arithmetic", ""))
 
 
 def _short(value: Any) -> str:
@@ -129,8 +141,8 @@ def matmul_of(
     scales = torch.empty(rows, 1, device=META) if copies == "codes" else None
     made._copies = {product_of(each): Copy(values, scales)} if copies else {}
     plan: Any = SimpleNamespace(products=[each], instructions=[each])
-    given: dict[str, Any] = {"max_rows": 256, "is_native": True, "exact": False, **how}
-    if given.get("strict"):
+    given: dict[str, Any] = {"max_rows": 256, "gpu": HOPPER, "arithmetic": FAST, **how}
+    if given["arithmetic"] == STRICT:
         given["max_rows"] = 16 if epilogue == "residual" else 256
     return Products(plan, weights, META, copies=made, **given), each
 

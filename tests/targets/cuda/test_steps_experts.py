@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +27,17 @@ from tilewright.compiler.driver import weight_source
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.common.table import (
+    ADA,
+    EXACT,
+    FAST,
+    HOPPER,
+    INTERPRETER,
+    Gpu,
+)
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
-from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
+from tilewright.compiler.targets.cuda.kernels.experts.table import INSIDE
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps.experts import Experts
 from tilewright.compiler.targets.cuda.weights.stream import load_weights
@@ -38,7 +45,7 @@ from tilewright.compiler.targets.program.instructions import Linear, Plan, Route
 from tilewright.models.config import DeltaShape
 
 BF16 = precision_of("bf16")
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 LARGER: dict[str, Any] = {
     **{"hidden_size": 256, "num_heads": 4, "num_kv_heads": 1, "head_dim": 64},
     **{"delta": DeltaShape(2, 4, 64, 64, 4), "num_experts": 12, "experts_per_token": 3},
@@ -53,27 +60,30 @@ def model_of(**changes: Any) -> Any:
 
 def experts_of(
     precision: PrecisionConfig,
-    device: torch.device,
+    gpu: Gpu,
     *,
-    exact: bool = False,
+    arithmetic: str = FAST,
 ) -> tuple[Plan, Experts]:
     model = model_of()
     plan = make_plan(lowered(model, target="cuda", precision=precision)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
-    return plan, Experts(plan, weights, device, exact=exact, strict=False, max_rows=4)
+    return plan, Experts(plan, weights, CPU, gpu=gpu, arithmetic=arithmetic, max_rows=4)
 
 
 def test_tiles_are_large_where_experts_have_many_pairs() -> None:
     """And their weights are bfloat16, and so is arithmetic."""
-    (_, dense), (_, exact) = experts_of(BF16, CPU), experts_of(BF16, CPU, exact=True)
-    (_, blocks) = experts_of(precision_of("bfp8"), CPU)
+    (_, dense), (_, exact) = (
+        experts_of(BF16, INTERPRETER),
+        experts_of(BF16, INTERPRETER, arithmetic=EXACT),
+    )
+    (_, blocks) = experts_of(precision_of("bfp8"), INTERPRETER)
     sizes = [each._tile_size(64 * 12, 12) for each in (dense, exact, blocks)]
     assert sizes == [128, 16, 64] and dense._tile_size(64 * 12 - 1, 12) == 64
 
 
 def test_tiles_go_by_the_pairs_of_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that holds half of the experts computes about half of the pairs."""
-    plan, experts = experts_of(BF16, CPU)
+    plan, experts = experts_of(BF16, INTERPRETER)
     route = next(each for each in plan.instructions if isinstance(each, Route))
     asked: list[tuple[int, int]] = []
     take = experts._tile_size
@@ -85,13 +95,12 @@ def test_tiles_go_by_the_pairs_of_all_experts(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_why_not_in_cuda_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_experts, "why_not", lambda device: "")
-    monkeypatch.setattr(native_router, "why_not", lambda device: "")
-    assert experts_of(BF16, CPU)[1].why_not_native == "no GPU"
-    assert experts_of(BF16, CUDA, exact=True)[1].why_not_native == "float32"
-    assert experts_of(BF16, CUDA)[1].why_not_native == "4 experts of 32 columns"
+    assert experts_of(BF16, INTERPRETER)[1].why_not_native == "no GPU"
+    assert experts_of(BF16, HOPPER, arithmetic=EXACT)[1].why_not_native == "float32"
+    assert experts_of(BF16, HOPPER)[1].why_not_native == "4 experts of 32 columns"
     monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
-    assert experts_of(BF16, CUDA)[1].why_not_native == ""
+    assert experts_of(BF16, HOPPER)[1].why_not_native == ""
+    assert experts_of(BF16, ADA)[1].why_not_native == "made for compute capability 9.0"
 
 
 @pytest.mark.parametrize(
@@ -101,11 +110,9 @@ def test_why_not_in_cuda_c(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_expert_of_all_tokens_runs_along_where_it_is_held_alike(
     formats: dict[str, str], is_along: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native_experts, "why_not", lambda device: "")
-    monkeypatch.setattr(native_router, "why_not", lambda device: "")
     monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
     monkeypatch.setattr(native_experts, "TILE_COLUMNS", 8)
-    plan, experts = experts_of(precision_of("bf16", **formats), CUDA)
+    plan, experts = experts_of(precision_of("bf16", **formats), HOPPER)
     products = [each for each in plan.instructions if isinstance(each, Linear)]
     shared = [each for each in products if ".shared_expert." in each.fqn]
     assert len(shared) == 4
@@ -128,50 +135,36 @@ def holding(values: torch.Tensor) -> Any:
 def test_one_row_s_products_find_its_experts_where_nothing_lies_between(
     formats: dict[str, str], is_inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native_experts, "why_not", lambda device: "")
-    monkeypatch.setattr(native_router, "why_not", lambda device: "")
     monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
     monkeypatch.setattr(native_experts, "TILE_COLUMNS", 8)
     routed: list[int] = []
     launched = lambda *_, **__: routed.append(1)  # noqa: E731
     monkeypatch.setattr(native_route, "route", launched)
-    plan, experts = experts_of(precision_of("bf16", **formats), CUDA)
+    plan, experts = experts_of(precision_of("bf16", **formats), HOPPER)
     router = next(each for each in plan.instructions if isinstance(each, Route))
     for count in (1, 2):
         logits, positions = torch.randn(count, router.logits.width), torch.arange(count)
-        choice = experts._route_native(router, holding(logits), positions).choice
+        kernel = experts._routes[id(router)].at(count)
+        choice = experts._route_native(router, holding(logits), positions, kernel).choice
         assert (choice is not None) == (is_inside and count == 1)
         assert len(routed) == (choice is None) and not routed.clear()
     logits, positions = torch.randn(1, router.logits.width), torch.arange(1)
-    experts.watch(lambda: experts._route_native(router, holding(logits), positions))
+    experts.watch(lambda: experts._route_native(router, holding(logits), positions, INSIDE))
     assert routed  # whoever watches is to see which they are
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Switches CUDA C++ on ("1") or off; on again behind the test."""
-
-    def switch(to: str) -> None:
-        monkeypatch.setenv("TILEWRIGHT_NATIVE_KERNELS", to)
-        nvrtc.why_not.cache_clear()
-
-    yield switch
-    monkeypatch.undo()
-    nvrtc.why_not.cache_clear()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("formats", [{}, {"experts_ff1_3": "bfp8", "experts_ff2": "bfp4"}])
 def test_a_hybrid_on_cuda_c_is_what_triton_makes_of_it(
-    formats: dict[str, str], kernels: Callable[[str], None]
+    formats: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode steps behind a prompt, some rows at a time; and a row alone has the same bits"""
     precision, found = precision_of("bf16", **formats), []
-    for name in ("1", "0"):
-        kernels(name)
+    for gpu in (HOPPER, ADA):
+        monkeypatch.setattr(nvrtc, "gpu_of", lambda device, gpu=gpu: gpu)
         executable = compiled(model_of(**LARGER), "cuda", precision=precision, compute="fast")
         assert isinstance(executable, CudaExecutable)
-        assert ("in Triton" in executable._steps.kernels()) == (name == "0")
+        assert ("in Triton" in executable._steps.kernels()) == (gpu is ADA)
         handles = [take_seat(executable, 40) for _ in range(3)]
         for index, handle in enumerate(handles):
             step(executable, [(handle, random_tokens(5 + 7 * index, seed=index), 0)])

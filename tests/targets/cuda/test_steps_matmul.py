@@ -24,18 +24,17 @@ from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.targets.cuda import memory_budget as device_module
 from tilewright.compiler.targets.cuda.graphs import capture
 from tilewright.compiler.targets.cuda.graphs.capture import decode_buckets
+from tilewright.compiler.targets.cuda.kernels.common.table import ADA, FAST, HOPPER, STRICT, Gpu
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
-from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
+from tilewright.compiler.targets.cuda.kernels.experts.table import CPP, TRITON
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.kernels.matmul import table as matmul_table
 from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
 from tilewright.compiler.targets.cuda.kernels.matmul.table import (
-    CUBLAS,
-    FAST,
     GEMV,
     MatmulSite,
-    bind_kernels,
+    bind_matmul,
 )
 from tilewright.compiler.targets.cuda.memory_budget import work_bytes
 from tilewright.compiler.targets.cuda.plan import make_plan
@@ -85,7 +84,7 @@ def test_rows_above_the_few_are_those_of_smaller_steps(monkeypatch: pytest.Monke
 def products_of(
     name: str,
     *,
-    is_native: bool,
+    gpu: Gpu,
     max_rows: int = 256,
     fidelity: str = "hifi4",
     make: Callable[[], Any] = lambda: tiny_model(**SMALL),
@@ -94,10 +93,16 @@ def products_of(
     model, precision = make(), precision_of(name, fidelity)
     plan = make_plan(lowered(model, target="cuda", precision=precision)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
-    kept: dict[str, Any] = {"max_rows": max_rows, "is_native": is_native, "exact": False}
+    kept: dict[str, Any] = {"max_rows": max_rows, "gpu": gpu, "arithmetic": FAST}
     kept |= {"copies": NO_COPIES, **changes}
     kept["copies"] = Copies(plan, weights, kept["copies"])
     return plan, weights, Products(plan, weights, CPU, **kept)
+
+
+def take_no_rows(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
+    """Leave kernels without a range of rows in the table."""
+    for module in modules:
+        monkeypatch.setattr(module, "rows_of", lambda held, **_: range(0))
 
 
 def watched(products: Products, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -127,7 +132,8 @@ def watched(products: Products, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_which_product_takes_so_many_rows(
     name: str, decodes: bool, num_rows: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, _, products = products_of(name, is_native=True)
+    take_no_rows(monkeypatch, native_dense, native_wide)
+    plan, _, products = products_of(name, gpu=HOPPER)
     each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
     seen: list[str] = []
 
@@ -164,11 +170,11 @@ def test_strict_steps_take_a_weight_by_one_order_of_sums(
     """Our own kernels, whose bits are the same, or the library; never one here and one there, also
     where values are held that the library is faster with. Prompts always take the library.
     """
+    take_no_rows(monkeypatch, native_wide)
     if is_wide:
-        monkeypatch.setattr(native_wide, "why_not", lambda device: "")
         monkeypatch.setattr(native_wide, "rows_of", lambda held, same_bits: range(17, 513))
     plan, _, products = products_of(
-        name, is_native=True, max_rows=max_rows, strict=True, copies=Kinds(values=True)
+        name, gpu=HOPPER, max_rows=max_rows, arithmetic=STRICT, copies=Kinds(values=True)
     )
     each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
     seen = watched(products, monkeypatch)
@@ -194,8 +200,7 @@ def test_strict_steps_take_a_weight_by_one_order_of_sums(
 def test_rows_of_bfloat16_go_through_our_own_kernels_where_no_bits_are_promised(
     strict: bool, expected: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native_dense, "why_not", lambda device: "")
-    plan, _, products = products_of("bf16", is_native=True, strict=strict)
+    plan, _, products = products_of("bf16", gpu=HOPPER, arithmetic=STRICT if strict else FAST)
     each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
     seen = watched(products, monkeypatch)
     rows, columns = each.weight.shape
@@ -217,11 +222,8 @@ def test_rows_of_bfloat16_go_through_our_own_kernels_where_no_bits_are_promised(
 def test_codes_go_through_our_own_kernels_up_to_32_rows_and_of_large_weights_64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(native_dense, "why_not", lambda device: "")
     monkeypatch.setattr(native_dense, "num_processors", lambda device: 132)
-    plan, _, products = products_of(
-        "bfp4", is_native=True, copies=Kinds(codes=True), fidelity="lofi"
-    )
+    plan, _, products = products_of("bfp4", gpu=HOPPER, copies=Kinds(codes=True), fidelity="lofi")
     each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
     seen: list[str] = []
     monkeypatch.setattr(
@@ -257,7 +259,7 @@ def test_only_attention_and_the_delta_rule_wait_for_a_product_to_end(
     make: Callable[[], Any], precision: str, least: int
 ) -> None:
     """With so many rows: the product before them, no other."""
-    plan, weights, products = products_of(precision, is_native=True, make=make)
+    plan, weights, products = products_of(precision, gpu=HOPPER, make=make)
     mixers = [one for one in plan.instructions if isinstance(one, Attend | DeltaRule)]
     held = [weights.held(product_of(one)) for one in plan.products]
 
@@ -281,7 +283,8 @@ def take_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_of_a_product_in_parts_the_last_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     take_parts(monkeypatch)
-    plan, _, products = products_of("bfp8", is_native=True)
+    take_no_rows(monkeypatch, native_wide)
+    plan, _, products = products_of("bfp8", gpu=HOPPER)
     first, seen = plan.products[0], []
     monkeypatch.setattr(native, "linear", lambda *_, alone, **__: seen.append(alone))
     monkeypatch.setattr(products, "_norm", lambda x, norm, decodes: x)
@@ -296,9 +299,8 @@ def test_only_strict_steps_keep_the_bits_of_few_rows(
     strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a weight whose K is cut; others' rows of prompts are not dequantised up to 512."""
-    monkeypatch.setattr(native_wide, "why_not", lambda device: "")
     monkeypatch.setattr(native_wide, "_LEAST_WHOLE", 1)
-    plan, _, products = products_of("bfp8", is_native=True, strict=strict)
+    plan, _, products = products_of("bfp8", gpu=HOPPER, arithmetic=STRICT if strict else FAST)
     each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
     ways: list[Any] = []
 
@@ -318,7 +320,7 @@ def test_only_strict_steps_keep_the_bits_of_few_rows(
 @pytest.mark.parametrize("decodes", [True, False])
 def test_few_rows_of_a_strict_step_are_the_library_s_of_more(decodes: bool) -> None:
     """It is given those behind them, too, which nobody reads, and no others."""
-    plan, _, products = products_of("bf16", is_native=False, max_rows=64, strict=True)
+    plan, _, products = products_of("bf16", gpu=ADA, max_rows=64, arithmetic=STRICT)
     for each in (one for one in plan.instructions if isinstance(one, Linear)):
         rows, columns = each.weight.shape
         x = torch.randn(64, columns)
@@ -337,17 +339,18 @@ def test_large_weights_in_blocks_are_products_of_64_rows_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As they were measured faster: shapes of a model of 8B."""
+    take_no_rows(monkeypatch, native_wide)
 
     def in_parts(kind: str, rows: int, columns: int) -> list[bool]:
-        site = MatmulSite(shaped(kind, rows, columns), True, FAST, frozenset((GEMV, CUBLAS)))
-        return [bind_kernels(site).kernel(count) == GEMV for count in (65, 128, 129)]
+        site = MatmulSite(shaped(kind, rows, columns), True, FAST, HOPPER)
+        return [bind_matmul(site).at(count) == GEMV for count in (65, 128, 129)]
 
     shapes = ((28672, 4096), (4096, 14336), (6144, 4096), (128256, 4096))
     found = [in_parts("bfp8", *shape) for shape in shapes]
     assert found == [[True, True, False]] * 2 + [[False] * 3, [True] * 3]
     assert not any(in_parts("bf16", 128256, 4096))
     take_parts(monkeypatch)
-    plan, _, products = products_of("bfp8", is_native=True)
+    plan, _, products = products_of("bfp8", gpu=HOPPER)
     each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
     seen: list[int] = []
     monkeypatch.setattr(native, "linear", lambda out, *_, **__: seen.append(len(out)))
@@ -362,14 +365,14 @@ def test_experts_of_more_than_64_rows_take_the_kernels_of_prompts(
     from tests.targets.cuda.test_steps_experts import model_of
     from tilewright.compiler.targets.cuda.steps.experts import Experts
 
-    monkeypatch.setattr(native_experts, "why_not", lambda device: "")
-    monkeypatch.setattr(native_router, "why_not", lambda device: "")
     monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
     plan = make_plan(lowered(model_of(), target="cuda", precision=precision_of("bf16"))[0])
     weights = load_weights(plan, weight_source(model_of()), CPU, lambda what, done, total: None)
-    device = torch.device("cuda")
-    experts = Experts(plan, weights, device, exact=False, strict=False, max_rows=256)
-    assert [experts._is_native(num_rows) for num_rows in (64, 65)] == [True, False]
+    experts = Experts(plan, weights, CPU, gpu=HOPPER, arithmetic=FAST, max_rows=256)
+    assert [{each.at(n) for each in experts._routes.values()} for n in (64, 65)] == [
+        {CPP},
+        {TRITON},
+    ]
 
 
 @pytest.mark.parametrize("make", [lambda: tiny_model(**SMALL), test_qwen3_5_moe.make])

@@ -15,6 +15,7 @@ from tests.targets.cuda.test_steps_experts import BF16, model_of
 from tests.targets.cuda.test_steps_matmul import products_of
 from tests.tiny import lowered
 from tilewright.compiler.driver import weight_source
+from tilewright.compiler.targets.cuda.kernels.common.table import FAST, HOPPER, STRICT
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers, padded
@@ -60,7 +61,7 @@ def test_one_row_s_norm_is_made_by_the_router(
     monkeypatch.setattr(native, "rms_norm", rms_norm)
     monkeypatch.setattr(native, "linear", linear)
     products: Any = Few()
-    norms = Norms(plan, weights, products, is_native=True)
+    norms = Norms(plan, weights, products, gpu=HOPPER, arithmetic=FAST)
     flat = [
         torch.randn(num_rows * padded(each.width)).to(
             torch.bfloat16 if each.role == OPERAND else torch.float32
@@ -110,7 +111,9 @@ def test_only_a_product_right_behind_that_reads_a_norm_makes_it() -> None:
 def test_takes_few_is_what_a_product_of_one_row_does(
     name: str, copies: Kinds, strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, _, products = products_of(name, is_native=True, strict=strict, copies=copies, max_rows=64)
+    plan, _, products = products_of(
+        name, gpu=HOPPER, arithmetic=STRICT if strict else FAST, copies=copies, max_rows=64
+    )
     ran: list[bool] = []
     monkeypatch.setattr(native, "linear", lambda *_, **__: ran.append(True))
     monkeypatch.setattr(products, "_norm", lambda x, norm, decodes: x)

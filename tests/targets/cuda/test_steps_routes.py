@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, noise
-from tests.targets.cuda.test_steps_experts import BF16, CPU, CUDA, LARGER, holding, model_of
+from tests.targets.cuda.test_steps_experts import BF16, CPU, LARGER, holding, model_of
 from tests.tiny import compiled, lowered, random_tokens, step, take_seat, tiny_model
 from tilewright.compiler.driver import weight_source
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.common.table import ADA, FAST, HOPPER, STRICT
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
+from tilewright.compiler.targets.cuda.kernels.experts.table import CPP, JOINED
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps import experts as steps_experts
 from tilewright.compiler.targets.cuda.steps.experts import Experts
@@ -26,14 +29,12 @@ from tilewright.compiler.targets.program.instructions import Linear, Plan, Route
 
 def experts_of(monkeypatch: pytest.MonkeyPatch, **given: Any) -> tuple[Plan, Experts]:
     """As on a GPU that takes them."""
-    for module in (native_experts, native_router):
-        monkeypatch.setattr(module, "why_not", lambda device: "")
     monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
     model = model_of()
     plan = make_plan(lowered(model, target="cuda", precision=BF16)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
-    given = {"strict": False, **given}
-    return plan, Experts(plan, weights, CUDA, exact=False, max_rows=64, **given)
+    given = {"gpu": HOPPER, "arithmetic": FAST, **given}
+    return plan, Experts(plan, weights, CPU, max_rows=64, **given)
 
 
 def routers_that_run_along(plan: Plan, experts: Experts, num_rows: int) -> int:
@@ -50,7 +51,8 @@ def routers_that_run_along(plan: Plan, experts: Experts, num_rows: int) -> int:
     [
         ({}, 4, True),
         ({}, 3, False),
-        ({"strict": True}, 4, False),
+        ({"arithmetic": STRICT}, 4, False),
+        ({"gpu": ADA}, 4, False),
     ],
 )
 def test_routers_of_some_rows_are_one_launch(
@@ -64,13 +66,16 @@ def test_routers_of_some_rows_are_one_launch(
     assert not any(routers_that_run_along(plan, experts, count) for count in (1, 4, 33, 64))
 
 
-def test_nothing_is_asked_where_there_is_no_router(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_where_there_is_no_router(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be compiled for every model."""
-    monkeypatch.delattr(native_router, "why_not")
+    loaded: list[Any] = []
+    monkeypatch.setattr(nvrtc, "load", lambda device, *sources: loaded.extend(sources))
     model = tiny_model()
     plan = make_plan(lowered(model, target="cuda", precision=BF16)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
-    assert joined_routers(plan, weights, CUDA) == {}
+    assert joined_routers(plan, weights) == {}
+    Experts(plan, weights, CPU, gpu=HOPPER, arithmetic=FAST, max_rows=64)
+    assert not loaded
 
 
 def test_what_the_launch_is_handed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +92,7 @@ def test_what_the_launch_is_handed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_route, "route", lambda *what, **how: seen.append("route"))
     positions = torch.arange(6)
     buffers: Any = SimpleNamespace(view=views.__getitem__)
-    routing = experts._route_native(each, buffers, positions)
+    routing = experts._route_native(each, buffers, positions, JOINED)
     (what, how) = seen.pop()
     held = experts._weights.held(product_of(product))
     wanted = routing.weights, routing.experts, views[product.out], views[product.x], held, positions
@@ -96,7 +101,8 @@ def test_what_the_launch_is_handed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert how == {
         "renormalise": each.renormalise, "num_experts": each.logits.width, "first": 1, "count": 2,
     }  # fmt: skip
-    experts._route_native(each, holding(torch.randn(4, each.logits.width)), positions[:4])
+    logits = torch.randn(4, each.logits.width)
+    experts._route_native(each, holding(logits), positions[:4], CPP)
     assert seen == ["route"]
 
 

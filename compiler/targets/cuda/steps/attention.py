@@ -7,16 +7,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.attention import attention as native_attention
 from tilewright.compiler.targets.cuda.kernels.attention import decode_triton as attention_decode
 from tilewright.compiler.targets.cuda.kernels.attention import prefill_triton as attention_prefill
 from tilewright.compiler.targets.cuda.kernels.attention import split as attention_shares
 from tilewright.compiler.targets.cuda.kernels.attention.rope import rotate_and_store
+from tilewright.compiler.targets.cuda.kernels.attention.split import Share, Spread
+from tilewright.compiler.targets.cuda.kernels.attention.table import (
+    CPP,
+    CUDNN,
+    AttentionSite,
+    bind_decode,
+    bind_prompt,
+    bind_splits,
+    why_no_cpp,
+)
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, FAST, Gpu, Ranges
 from tilewright.compiler.targets.cuda.plan import has_mixers
+from tilewright.compiler.targets.cuda.state.pages import KVPages
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import Rows
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers
@@ -24,18 +39,33 @@ from tilewright.compiler.targets.cuda.steps.cublas import attend_from_start
 from tilewright.compiler.targets.cuda.weights.stream import Weights
 from tilewright.compiler.targets.program.instructions import Attend, Plan
 
-LIBRARY_ATTENTION = 512
-"""Prompts longer than this, from their first position, attend through the library."""
 
-LIBRARY_HEAD_DIM = 256
-"""Heads are at most so wide there."""
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """Attention of a layer with all that is known at load.
+
+    Attributes:
+        pages: Pages of the layer.
+        inv_freq: Frequencies of the rotation.
+        given: Options of all kernels.
+        attend: Kernel of decode steps.
+        splits: Splits of the rows of a decode step, by reach. Empty: the kernel has none.
+        prompt: Kernels of prompts from their first position.
+    """
+
+    pages: KVPages
+    inv_freq: Tensor
+    given: dict[str, Any]
+    attend: Callable[..., None]
+    splits: dict[int, Ranges[Share | Spread]]
+    prompt: Ranges[str]
 
 
 class Attention:
     """Runs the attention of a plan, with its scratch memory.
 
-    ``strict``: a row that decodes has the same bits among any others, and a prompt's token in
-    pieces of any length.
+    ``arithmetic``: ``strict`` gives a decode row the same bits in each batch, and a prompt's token
+    in chunks of any length.
     """
 
     def __init__(
@@ -44,16 +74,15 @@ class Attention:
         weights: Weights,
         state: PagedState,
         *,
-        exact: bool,
-        strict: bool,
-        is_native: bool,
+        gpu: Gpu,
+        arithmetic: str,
         max_rows: int,
     ) -> None:
         self._weights, self._state = weights, state
-        self._exact, self._strict = exact, strict
-        self._operand = torch.float32 if exact else torch.bfloat16
-        self._attends = attends = [each for each in plan.instructions if isinstance(each, Attend)]
-        self.why_not_native = next(filter(None, map(self._why_not_native, attends)), "")
+        self._operand = torch.float32 if arithmetic == EXACT else torch.bfloat16
+        attends = [each for each in plan.instructions if isinstance(each, Attend)]
+        sites = [self._site_of(each, gpu, arithmetic) for each in attends]
+        self.why_not_native = next(filter(None, map(why_no_cpp, sites)), "")
         device, num_pages = state.tables.device, state.tables.shape[1]
         is_own = bool(attends) and not self.why_not_native
         self.reaches: tuple[int, ...] = (num_pages,)
@@ -61,6 +90,7 @@ class Attention:
         if is_own and not has_mixers(plan):
             self.reaches = attention_shares.reaches_of(num_pages)
         self._decode_scratch = self._prompt_scratch = None
+        self._bound: dict[int, _Bound] = {}
         if not attends:
             return
         most = max(attends, key=lambda each: each.num_heads * each.state.shape[-1])
@@ -69,30 +99,57 @@ class Attention:
         self._decode_scratch = attention_decode.decode_scratch(
             max_rows, heads, width, parts, device
         )
-        if is_native and not strict:
+        if gpu.has_cpp and arithmetic == FAST:
             heads = max(each.num_heads for each in attends)
             width = max(each.state.shape[-1] for each in attends)
             self._prompt_scratch = attention_prefill.Scratch.empty(heads, width, device)
+        if any(bind_decode(site) == CPP for site in sites):
+            nvrtc.load(device, native_attention.SOURCE)
+        splits: dict[AttentionSite, dict[int, Ranges[Share | Spread]]] = {}
+        for each, site in zip(attends, sites, strict=True):
+            if site not in splits:
+                splits[site] = self._splits_of(site, max_rows)
+            self._bound[id(each)] = self._bind(each, site, splits[site])
 
-    def _why_not_native(self, each: Attend) -> str:
-        if self._state.tables.device.type != "cuda":
-            return "no GPU"
-        if each.qkv.stride:
-            return "q, k and v between other columns"
-        return native_attention.why_not(
-            self._state.pages[each.state.name],
+    def _site_of(self, each: Attend, gpu: Gpu, arithmetic: str) -> AttentionSite:
+        pages = self._state.pages[each.state.name]
+        kinds = {torch.bfloat16: "bf16", torch.int8: "bfp8"}
+        return AttentionSite(
+            kinds.get(pages.values.dtype, "fp32"),
+            arithmetic,
+            gpu,
             num_heads=each.num_heads,
+            num_kv_heads=pages.num_kv_heads,
+            head_dim=pages.head_dim,
             num_frequencies=math.prod(each.inv_freq.shape),
+            window=each.window,
+            has_gaps=bool(each.qkv.stride),
+            is_whole=True,
+        )
+
+    def _splits_of(self, site: AttentionSite, max_rows: int) -> dict[int, Ranges[Share | Spread]]:
+        if bind_decode(site) != CPP:
+            return {}
+        reaches = {*self.reaches, self._state.tables.shape[1]}
+        return {reach: bind_splits(site, reach, max_rows) for reach in reaches}
+
+    def _bind(
+        self, each: Attend, site: AttentionSite, splits: dict[int, Ranges[Share | Spread]]
+    ) -> _Bound:
+        attend = native_attention.attend_decode if splits else attention_decode.attend_decode
+        given = {"block_tables": self._state.tables, "scale": each.scale, "window": each.window}
+        return _Bound(
+            self._state.pages[each.state.name],
+            self._weights.constant(each.inv_freq),
+            given,
+            attend,
+            splits,
+            bind_prompt(site),
         )
 
     def begins_otherwise(self, num_tokens: int) -> bool:
         """Whether a prompt of so many tokens attends in another way from its first position on."""
-        return any(self._is_by_library(each, num_tokens) for each in self._attends)
-
-    def _is_by_library(self, each: Attend, num_tokens: int) -> bool:
-        is_gpu = self._state.tables.device.type == "cuda" and not (self._exact or self._strict)
-        is_whole = not each.window and each.state.shape[-1] <= LIBRARY_HEAD_DIM
-        return is_gpu and is_whole and num_tokens > LIBRARY_ATTENTION
+        return any(each.prompt.at(num_tokens) == CUDNN for each in self._bound.values())
 
     def decode(
         self, each: Attend, step: Buffers, rows: Rows, *, reach: int | None, captured: bool
@@ -100,44 +157,38 @@ class Attention:
         """One token of each of B sequences, none of which has more than ``reach`` pages (None: any
         number); ``captured`` as :meth:`.steps.Steps.decode` has it.
         """
-        assert self._decode_scratch is not None
-        pages, qkv = self._state.pages[each.state.name], step.view(each.qkv)
-        attend: Callable[..., None] = attention_decode.attend_decode
-        if not self._why_not_native(each):
-            share = attention_shares.share_of_step(
-                len(qkv), pages.num_kv_heads, reach or self._state.tables.shape[1], pages.head_dim,
-                strict=self._strict, spreads=pages.exponents is None,
-            )  # fmt: skip
-            attend = partial(native_attention.attend_decode, share=share)
-        attend(
-            pages,
+        bound, qkv = self._bound[id(each)], step.view(each.qkv)
+        given = bound.given
+        if bound.splits:
+            splits = bound.splits[reach or self._state.tables.shape[1]]
+            given = {**given, "share": splits.at(len(qkv))}
+        bound.attend(
+            bound.pages,
             qkv,
             out=step.view(each.out),
             positions=rows.positions,
             slots=rows.slots,
-            block_tables=self._state.tables,
-            inv_freq=self._weights.constant(each.inv_freq),
+            inv_freq=bound.inv_freq,
             num_heads=each.num_heads,
-            scale=each.scale,
-            window=each.window,
             interleaved=each.interleaved,
             scratch=self._decode_scratch,
             early=captured,
+            **given,
         )
 
     def prompt(
         self, each: Attend, step: Buffers, rows: Rows, *, from_start: bool, block: int
     ) -> None:
         """T tokens of prompts; ``from_start`` and ``block`` as :meth:`.steps.Steps.prefill`."""
-        pages, qkv = self._state.pages[each.state.name], step.view(each.qkv)
+        bound, qkv = self._bound[id(each)], step.view(each.qkv)
         num_tokens, head_dim, device = len(qkv), each.state.shape[-1], qkv.device
         q = torch.empty(num_tokens, each.num_heads, head_dim, dtype=self._operand, device=device)
         k = v = None
-        if from_start and self._is_by_library(each, num_tokens):
+        if from_start and bound.prompt.at(num_tokens) == CUDNN:
             k = q.new_empty(num_tokens, *each.state.shape[1:])
             v = torch.empty_like(k)
         rotate_and_store(
-            pages,
+            bound.pages,
             qkv,
             q_out=q,
             k_out=k,
@@ -145,7 +196,7 @@ class Attention:
             positions=rows.positions,
             slots=rows.slots,
             block_tables=self._state.tables,
-            inv_freq=self._weights.constant(each.inv_freq),
+            inv_freq=bound.inv_freq,
             num_heads=each.num_heads,
             interleaved=each.interleaved,
         )
@@ -153,14 +204,12 @@ class Attention:
             step.put(each.out, attend_from_start(q, k, v, each.scale))
             return
         attention_prefill.attend_prefill(
-            pages,
+            bound.pages,
             q,
             out=step.view(each.out),
             positions=rows.positions,
             slots=rows.slots,
-            block_tables=self._state.tables,
-            scale=each.scale,
-            window=each.window,
             block=block,
             scratch=self._prompt_scratch,
+            **bound.given,
         )

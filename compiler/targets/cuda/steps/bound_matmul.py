@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tilewright.compiler.targets.cuda.kernels.common.table import Ranges
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
-from tilewright.compiler.targets.cuda.kernels.matmul.table import DENSE, KernelRanges
+from tilewright.compiler.targets.cuda.kernels.matmul.table import DENSE
 from tilewright.compiler.targets.cuda.weights.copies import Copy
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 from tilewright.compiler.targets.program.instructions import Linear
@@ -31,12 +32,12 @@ class BoundMatmul:
     norm: tuple[Tensor, float] | None
     codes: Copy | None
     values: Tensor | None
-    aligned: KernelRanges
-    unaligned: KernelRanges
+    aligned: Ranges[str]
+    unaligned: Ranges[str]
 
     def kernel(self, x: Tensor) -> str:
         """Return the kernel for an operand."""
-        kernel = self.aligned.kernel(len(x))
+        kernel = self.aligned.at(len(x))
         if kernel == DENSE and self.norm is None and not native_dense.has_room(x):
-            return self.unaligned.kernel(len(x))
+            return self.unaligned.at(len(x))
         return kernel

@@ -15,6 +15,14 @@ def padded(width: int) -> int:
     return -(-width // TILE_COLUMNS) * TILE_COLUMNS
 
 
+def is_aligned(plan: Plan, place: Place, count: int) -> bool:
+    """Whether rows of a place begin at multiples of ``count`` values."""
+    stride = place.stride or place.width
+    if plan.buffers[place.buffer].role == OPERAND:
+        stride = padded(stride)
+    return place.first % count == 0 == stride % count
+
+
 class Buffers:
     """The buffers ``flat``, one of a plan's each, cut into ``num_rows`` rows."""
 

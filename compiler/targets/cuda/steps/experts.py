@@ -7,23 +7,32 @@ Legend: T tokens, K experts of a token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, FAST, Gpu
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
 from tilewright.compiler.targets.cuda.kernels.experts import experts_few as native_few_experts
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
+from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
     FEW_PAIRS,
-    MANY_PAIRS,
-    MOST_PAIRS,
     expert_linear,
-    has_copy_engine,
     sum_experts,
 )
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import Groups, group, route
+from tilewright.compiler.targets.cuda.kernels.experts.table import (
+    INSIDE,
+    JOINED,
+    TRITON,
+    ExpertsSite,
+    bind_route,
+    tile_size,
+)
 from tilewright.compiler.targets.cuda.steps import routes as steps_routes
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers
 from tilewright.compiler.targets.cuda.steps.routes import (
@@ -32,7 +41,6 @@ from tilewright.compiler.targets.cuda.steps.routes import (
     left_to_products,
     routed,
     routed_with_product,
-    takes_joined,
 )
 from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of
 from tilewright.compiler.targets.program.instructions import (
@@ -68,8 +76,7 @@ def _behind_products(steps: Sequence[Instruction]) -> set[int]:
 class Experts:
     """A plan's experts with their weights. Capturable in a CUDA graph.
 
-    ``max_rows``: of a decode step. ``strict``: a row of one has the same bits among any number of
-    rows, so that no kernels are chosen by it that differ in these.
+    ``max_rows``: of a decode step. ``gpu`` and ``arithmetic``: of the op table.
     """
 
     def __init__(
@@ -78,35 +85,51 @@ class Experts:
         weights: Weights,
         device: torch.device,
         *,
-        exact: bool,
+        gpu: Gpu,
+        arithmetic: str,
         max_rows: int,
-        strict: bool,
     ) -> None:
-        self._weights, self._exact, self._device = weights, exact, device
+        self._weights, self._gpu, self._arithmetic = weights, gpu, arithmetic
         self._routing: Routing | None = None  # the last `Route`'s
         self._launched: Routing | None = None  # that of the last products
         self._watched: list[Tensor] | None = None
         most = min(max_rows, native_route.MAX_TOKENS)
-        self.why_not_native = self._why_not_native(plan, device, most)
-        self._shared = {} if self.why_not_native else self._find_shared(plan)
+        self.why_not_native = self._why_not_native(plan, most)
+        fits = not self.why_not_native
+        self._shared = self._find_shared(plan) if fits else {}
         self._along = {id(each) for each in self._shared.values()}
-        is_joined = not (self.why_not_native or strict)
-        self._routers = joined_routers(plan, weights, device) if is_joined else {}
-        self._joined = {id(each) for each in self._routers.values()}
+        routers = joined_routers(plan, weights) if fits and arithmetic == FAST else {}
         apart = [each for each in plan.instructions if id(each) not in self._along]
-        self._inside = self._find_inside(apart) if not self.why_not_native else set()
+        inside = self._find_inside(apart) if fits else set()
         self._close = _behind_products(apart)
         products = (
             each for each in plan.instructions if isinstance(each, ExpertLinear | ExpertSum)
         )
         self._is_bf16 = all(product_of(each).kind == "bf16" for each in products)
+        routes = [each for each in plan.instructions if isinstance(each, Route)]
+        if fits and routes:
+            sources = (native_route.SOURCE, native_experts.PRODUCTS, native_experts.FEW)
+            nvrtc.load(device, *sources, *([native_router.SOURCE] if routers else []))
+        self._routers = routers
+        self._site = ExpertsSite(arithmetic, gpu, decodes=True, fits=fits)
+        self._routes = {
+            id(each): bind_route(
+                replace(
+                    self._site, is_inside=id(each) in inside, is_joined=id(each) in self._routers
+                )
+            )
+            for each in routes
+        }
+        self._joined = {
+            id(self._routers[at]): each for at, each in self._routes.items() if at in routers
+        }
 
-    def _why_not_native(self, plan: Plan, device: torch.device, max_rows: int) -> str:
+    def _why_not_native(self, plan: Plan, max_rows: int) -> str:
         """Why decode steps do not run in CUDA C++; empty where they do."""
-        if self._exact:
+        if self._arithmetic == EXACT:
             return "float32"
-        if device.type != "cuda":
-            return "no GPU"
+        if self._gpu.capability == (0, 0):
+            return self._gpu.why_no_cpp
         top_k = 0
         for each in plan.instructions:
             if isinstance(each, Route):
@@ -117,7 +140,7 @@ class Experts:
                 held, is_sum = self._weights.weight_of(each), isinstance(each, ExpertSum)
                 if not native_experts.takes(held, num_tokens=max_rows, top_k=top_k, is_sum=is_sum):
                     return f"{held.num_experts} experts of {held.num_columns} columns"
-        return native_experts.why_not(device) if top_k else ""
+        return self._gpu.why_no_cpp if top_k else ""
 
     def _find_shared(self, plan: Plan) -> dict[int, Linear]:
         """The products of an expert of all tokens that run along with others' in decode steps: by
@@ -163,13 +186,10 @@ class Experts:
 
     def runs_along(self, each: Linear, num_rows: int) -> bool:
         """Whether a product is part of another instruction in decode steps of so many rows."""
-        if id(each) in self._joined:
-            return takes_joined(num_rows)
-        return id(each) in self._along and self._is_native(num_rows)
-
-    def _is_native(self, num_rows: int) -> bool:
-        """Whether a decode step of so many rows runs in CUDA C++."""
-        return not self.why_not_native and num_rows <= native_route.MAX_TOKENS
+        routes = self._joined.get(id(each))
+        if routes is not None:
+            return routes.at(num_rows) == JOINED
+        return id(each) in self._along and num_rows <= native_route.MAX_TOKENS
 
     def watch(self, run: Callable[[], object]) -> list[Tensor]:
         """The experts ``[T, K]`` that each `Route` chooses while something runs."""
@@ -189,8 +209,9 @@ class Experts:
         """Run one instruction of a block of experts."""
         if isinstance(each, Route):
             logits = step.view(each.logits)
-            if decodes and self._is_native(len(logits)):
-                self._routing = self._route_native(each, step, positions)
+            kernel = self._routes[id(each)].at(len(logits)) if decodes else TRITON
+            if kernel != TRITON:
+                self._routing = self._route_native(each, step, positions, kernel)
             else:
                 self._routing = self._route(each, logits, positions, decodes)
             if self._watched is not None:
@@ -200,12 +221,13 @@ class Experts:
         else:
             self._sum(each, step)
 
-    def _route_native(self, each: Route, step: Buffers, positions: Tensor) -> Routing:
-        logits, router = step.view(each.logits), self._routers.get(id(each))
-        if len(logits) == 1 and id(each) in self._inside and self._watched is None:
+    def _route_native(self, each: Route, step: Buffers, positions: Tensor, kernel: str) -> Routing:
+        logits = step.view(each.logits)
+        if kernel == INSIDE and self._watched is None:
             return left_to_products(each, logits, positions)
-        if router is None or not takes_joined(len(logits)):
+        if kernel != JOINED:
             return routed(each, logits, positions)
+        router = self._routers[id(each)]
         held = self._weights.weight_of(router)
         return routed_with_product(
             each, step.view(router.out), step.view(router.x), held, positions
@@ -241,11 +263,7 @@ class Experts:
         return routing
 
     def _tile_size(self, num_pairs: int, num_experts: int) -> int:
-        """Pairs of a prompt's tile, where these are with so many experts, other ranks' included."""
-        if self._exact:  # in float32 there are no registers for large tiles
-            return FEW_PAIRS
-        is_most = self._is_bf16 and num_pairs >= MANY_PAIRS * num_experts
-        return MOST_PAIRS if is_most and has_copy_engine(self._device) else MANY_PAIRS
+        return tile_size(num_pairs, num_experts, site=self._site, is_bf16=self._is_bf16)
 
     def _products(self, each: ExpertLinear, step: Buffers) -> None:
         routing, held = self._routing, self._weights.weight_of(each)

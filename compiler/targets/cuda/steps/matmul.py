@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
+from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, FAST, STRICT, Gpu
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rms_norm
 from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
@@ -26,13 +28,9 @@ from tilewright.compiler.targets.cuda.kernels.matmul.table import (
     CUBLAS,
     DENSE,
     E4M3,
-    EXACT,
-    FAST,
     GEMV,
-    STRICT,
-    TRITON,
     MatmulSite,
-    bind_kernels,
+    bind_matmul,
 )
 from tilewright.compiler.targets.cuda.steps.bound_matmul import BoundMatmul
 from tilewright.compiler.targets.cuda.steps.buffers import padded
@@ -70,10 +68,10 @@ def epilogue_of(each: Linear) -> int:
 class Products:
     """A plan's products with their weights. Capturable in a CUDA graph.
 
-    ``max_rows``: of a decode step; ``is_native``: products of few rows run in CUDA C++; ``strict``:
-    those of a prompt take the library's, however few rows there are, and those of decode steps our
-    own where these take ``max_rows``, else the library's, too; operands and results then have room
-    for :data:`LEAST_STRICT` rows; ``copies``: which weights are held once more.
+    ``max_rows``: of a decode step. ``gpu`` and ``arithmetic``: of the op table. Strict prompts take
+    the library regardless of their rows. Strict decode steps take our kernels if these take
+    ``max_rows``, else the library: operands and results have room for :data:`LEAST_STRICT` rows.
+    ``copies``: which weights are held once more.
     """
 
     def __init__(
@@ -83,15 +81,15 @@ class Products:
         device: torch.device,
         *,
         max_rows: int,
-        is_native: bool,
-        exact: bool,
-        strict: bool = False,
+        gpu: Gpu,
+        arithmetic: str,
         copies: Copies,
     ) -> None:
         self.device, self._weights = device, weights
-        self._is_native, self._exact, self._strict = is_native, exact, strict
+        self._gpu, self._arithmetic, self._strict = gpu, arithmetic, arithmetic == STRICT
+        self._is_native = is_native = gpu.has_cpp and arithmetic != EXACT
         self._max_rows = max_rows
-        self._operand = torch.float32 if exact else torch.bfloat16
+        self._operand = torch.float32 if arithmetic == EXACT else torch.bfloat16
         self.copies = copies
         self._one = torch.ones((), dtype=torch.float32, device=device)
         widest = max((each.weight.shape[1] for each in plan.products), default=1)
@@ -102,10 +100,11 @@ class Products:
         self._readers: dict[int, Linear] = {}
         self._matmuls: dict[tuple[int, bool], BoundMatmul] = {}
         self._is_fed = False  # the next product finds its x arranged
-        has_dense = is_native and not exact and not strict
-        self._has_dense = has_dense and not native_dense.why_not(device)
-        self._has_many = self._has_dense and not native_many.why_not(device)
-        if is_native and not native_wide.why_not(device):
+        self._has_dense = is_native and arithmetic == FAST
+        if self._has_dense:
+            nvrtc.load(device, native_dense.SOURCE, native_many.SOURCE)
+        if is_native:
+            nvrtc.load(device, native.source(), native_wide.SOURCE)
             self._arranged, self._fed = (native_wide.scratch(widest, device) for _ in range(2))
             self._readers = readers_of(plan)
         for each in plan.products:
@@ -151,35 +150,30 @@ class Products:
         codes = None
         if not self._strict:
             codes = self.copies.codes_for(each, LEAST_LOFI, decodes=decodes)
-        is_ours, values = self._is_ours(held), self.copies.values_of(each)
-        kernels = {CUBLAS, E4M3, GEMV if is_ours else TRITON}
-        if self._arranged.numel():
-            kernels.add(BLOCK)
+        values = self.copies.values_of(each)
         site = MatmulSite(
             held,
             decodes,
-            EXACT if self._exact else STRICT if self._strict else FAST,
-            frozenset(kernels),
+            self._arithmetic,
+            self._gpu,
             has_values=values is not None,
             has_codes=codes is not None,
             has_one_order=self._has_one_order(held),
         )
-        unaligned = aligned = bind_kernels(site)
-        if self._has_dense and is_ours:
-            aligned = bind_kernels(replace(site, kernels=site.kernels | {DENSE}))
+        aligned, unaligned = bind_matmul(site), bind_matmul(replace(site, is_aligned=False))
         bias = self._weights.bias_of(each)
         return BoundMatmul(each, held, bias, norm, codes, values, aligned, unaligned)
 
     def takes_few(self, each: Linear) -> bool:
         """Whether one row's product in a decode step is by the kernels of few rows."""
-        return self._bound(each, True).aligned.kernel(1) == GEMV
+        return self._bound(each, True).aligned.at(1) == GEMV
 
     def _is_ours(self, held: HeldWeight) -> bool:
         return self._is_native and held.num_columns % 4 == 0
 
     def _is_many(self, held: HeldWeight, out: Tensor, x: Tensor) -> bool:
         """Whether `dense_many.cu` takes gate and up."""
-        if not (self._has_many and held.is_paired and all(map(native_dense.has_room, (out, x)))):
+        if not (self._has_dense and held.is_paired and all(map(native_dense.has_room, (out, x)))):
             return False
         return native_many.takes(held.num_rows, len(x), num_processors(self.device))
 
@@ -239,7 +233,7 @@ class Products:
         if reader is None:
             return out, 0
         bound = self._bound(reader, decodes)
-        if bound.unaligned.kernel(num_rows) != BLOCK:
+        if bound.unaligned.at(num_rows) != BLOCK:
             return out, 0
         self._is_fed = True
         return self._fed, native_wide.num_places(self._way(bound.held, num_rows), num_rows)

@@ -4,8 +4,14 @@ hands those for experts on. float32 operands make it float32 arithmetic.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from torch import Tensor
 
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, Gpu
+from tilewright.compiler.targets.cuda.kernels.delta_rule import delta_solve
 from tilewright.compiler.targets.cuda.kernels.delta_rule import delta_step as native_delta
 from tilewright.compiler.targets.cuda.kernels.delta_rule.causal_conv1d import (
     causal_conv1d_prompt,
@@ -19,10 +25,18 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import (
     DeltaInputs,
     delta_rule_step,
 )
+from tilewright.compiler.targets.cuda.kernels.delta_rule.table import (
+    SOLVE,
+    STEP,
+    DeltaSite,
+    bind_solve,
+    bind_step,
+    why_no_step,
+)
 from tilewright.compiler.targets.cuda.kernels.elementwise.sigmoid_gate import sigmoid_gate
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import Rows
-from tilewright.compiler.targets.cuda.steps.buffers import Buffers
+from tilewright.compiler.targets.cuda.steps.buffers import Buffers, is_aligned
 from tilewright.compiler.targets.cuda.steps.experts import Experts, experts_bytes
 from tilewright.compiler.targets.cuda.weights.stream import Weights
 from tilewright.compiler.targets.program.instructions import (
@@ -50,6 +64,14 @@ def mixer_bytes(plan: Plan, num_tokens: int) -> int:
     return max(sizes)
 
 
+@dataclass(frozen=True, slots=True)
+class _BoundRule:
+    """The kernels of a delta rule: of decode steps, and of the systems of a prompt's chunks."""
+
+    step: str
+    solve: str
+
+
 class Mixers:
     """A plan's mixers with their weights and state. Capturable in a CUDA graph.
 
@@ -63,13 +85,24 @@ class Mixers:
         weights: Weights,
         state: PagedState,
         *,
-        exact: bool,
-        strict: bool,
+        gpu: Gpu,
+        arithmetic: str,
         max_rows: int,
     ) -> None:
         device = state.tables.device
-        self.experts = Experts(plan, weights, device, exact=exact, strict=strict, max_rows=max_rows)
-        self._weights, self._state, self._exact = weights, state, exact
+        how: dict[str, Any] = {"gpu": gpu, "arithmetic": arithmetic}
+        self.experts = Experts(plan, weights, device, max_rows=max_rows, **how)
+        self._weights, self._state, self._exact = weights, state, arithmetic == EXACT
+        rules = [each for each in plan.instructions if isinstance(each, DeltaRule)]
+        sites = [_site_of(each, plan, gpu, arithmetic) for each in rules]
+        self.why_not_native = next(filter(None, map(why_no_step, sites)), "")
+        self._rules = {
+            id(each): _BoundRule(bind_step(site), bind_solve(site))
+            for each, site in zip(rules, sites, strict=True)
+        }
+        for kernel, source in ((STEP, native_delta.SOURCE), (SOLVE, delta_solve.SOURCE)):
+            if any(kernel in (each.step, each.solve) for each in self._rules.values()):
+                nvrtc.load(device, source)
 
     def run(
         self,
@@ -90,28 +123,12 @@ class Mixers:
             sigmoid_gate(step.view(each.out), step.view(each.x), step.view(each.gate))
         elif isinstance(each, Convolve):
             self._convolve(each, step, rows, decodes, starts)
-        elif decodes and not self.why_no_native(each):
+        elif decodes and self._rules[id(each)].step == STEP:
             self._native_step(each, step, rows, captured)
         else:
             if each.convolve is not None:
                 self._convolve(each.convolve, step, rows, decodes, starts)
             self._delta_rule(each, step, rows, decodes, starts)
-
-    def why_no_native(self, each: DeltaRule) -> str:
-        """Why a decode step does not convolve and apply the rule in one CUDA C++ kernel."""
-        if self._exact:
-            return "float32 arithmetic"
-        if each.convolve is None:
-            return "no convolution of its own"
-        num_heads, key_dim, value_dim = each.state.shape
-        return native_delta.why_not(
-            self._state.tables.device,
-            num_heads=num_heads,
-            num_key_heads=each.num_key_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            width=each.convolve.state.shape[-1] + 1,
-        )
 
     def _native_step(self, each: DeltaRule, step: Buffers, rows: Rows, captured: bool) -> None:
         """``captured``: a slot's window and state are those that the step before left."""
@@ -169,4 +186,22 @@ class Mixers:
             delta_rule_step(out, inputs, z, (weight, each.eps), **where)
             return
         keeps, norm, exact = self._keeps(rows), (weight, each.eps), self._exact
-        delta_rule_prompt(out, inputs, z, norm, keeps=keeps, starts=starts, exact=exact, **where)
+        is_native = self._rules[id(each)].solve == SOLVE
+        delta_rule_prompt(
+            out, inputs, z, norm, keeps=keeps, starts=starts, exact=exact, is_native=is_native,
+            **where,
+        )  # fmt: skip
+
+
+def _site_of(each: DeltaRule, plan: Plan, gpu: Gpu, arithmetic: str) -> DeltaSite:
+    num_heads, key_dim, value_dim = each.state.shape
+    return DeltaSite(
+        arithmetic,
+        gpu,
+        num_heads=num_heads,
+        num_key_heads=each.num_key_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        width=0 if each.convolve is None else each.convolve.state.shape[-1] + 1,
+        is_aligned=is_aligned(plan, each.qkv, 4),
+    )

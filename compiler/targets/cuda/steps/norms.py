@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, Gpu
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rms_norm
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers
@@ -19,7 +20,7 @@ from tilewright.compiler.targets.program.instructions import Linear, Norm, Plan
 class Norms:
     """A plan's norms with their weights. Capturable in a CUDA graph.
 
-    ``is_native``: decode steps run in CUDA C++, where a row has the same bits alone and in company.
+    In CUDA C++ a row of a decode step has the same bits in every batch.
     """
 
     def __init__(
@@ -28,11 +29,13 @@ class Norms:
         weights: Weights,
         products: Products,
         *,
-        is_native: bool,
+        gpu: Gpu,
+        arithmetic: str,
     ) -> None:
-        self._weights, self._is_native = weights, is_native
+        self._weights = weights
         self._before: dict[int, Norm] = {}  # by identity of the product that makes it
-        if is_native:
+        self._is_native = gpu.has_cpp and arithmetic != EXACT
+        if self._is_native:
             self._before = {
                 id(each): norm
                 for norm, each in norms_before(plan)

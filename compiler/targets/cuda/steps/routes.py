@@ -60,7 +60,7 @@ def _runs(found: Sequence[_Each], size: int) -> Iterator[tuple[slice, _Each]]:
         yield slice(index * size, (index + 1) * size), each
 
 
-def joined_routers(plan: Plan, weights: Weights, device: torch.device) -> dict[int, Linear]:
+def joined_routers(plan: Plan, weights: Weights) -> dict[int, Linear]:
     """The routers' products that can be one launch with what chooses among their results, by
     the identity of that.
     """
@@ -75,14 +75,7 @@ def joined_routers(plan: Plan, weights: Weights, device: torch.device) -> dict[i
         held = weights.held(product_of(product))
         if is_plain and places[0] == places[1] and native_router.takes(held, each.logits.width):
             found[id(each)] = product
-    return {} if found and native_router.why_not(device) else found
-
-
-def takes_joined(num_rows: int) -> bool:
-    """Whether a step of so many rows has routers' products and what chooses as one launch: where
-    no bits of a row are promised.
-    """
-    return native_router.FEW_TOKENS < num_rows <= native_router.MAX_TOKENS
+    return found
 
 
 def left_to_products(each: Route, logits: Tensor, positions: Tensor) -> Routing:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.collectives.group import Group
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, FAST, STRICT, Gpu
 from tilewright.compiler.targets.cuda.kernels.elementwise.embedding import embed
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rms_norm_heads
 from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu_apart
@@ -86,16 +88,19 @@ class Steps:
         strict_rows: int = 0,
         prompt_wire: str | None = None,
         copies: Kinds = NO_COPIES,
+        gpu: Gpu | None = None,
     ) -> None:
+        """``gpu``: of the op tables. None: the GPU of the state."""
         self.group: Group | None = None  # of a rank among several, once it has met them
         self.device = state.tables.device
         self.exact, self._strict_rows = exact, strict_rows
-        self.is_native = not exact and not native.why_not(self.device)
+        self._gpu = gpu = gpu or nvrtc.gpu_of(self.device)
+        self.is_native = gpu.has_cpp and not exact
         self._plan, self._weights, self._state = plan, weights, state
         self._prompt_wire = prompt_wire
         is_strict = strict_rows >= max_rows
         self._mixers = Mixers(
-            plan, weights, state, strict=is_strict, exact=exact, max_rows=max_rows
+            plan, weights, state, gpu=gpu, arithmetic=self._arithmetic(is_strict), max_rows=max_rows
         )
         self._beside = Beside(self.device)
         self._operand = torch.float32 if exact else torch.bfloat16
@@ -114,18 +119,20 @@ class Steps:
         ]
 
     def _make_kernels(self, max_rows: int, *, is_strict: bool) -> _Kernels:
-        plan, weights, is_native = self._plan, self._weights, self.is_native
-        how: dict[str, Any] = {"exact": self.exact, "max_rows": max_rows}
+        plan, weights, arithmetic = self._plan, self._weights, self._arithmetic(is_strict)
+        how: dict[str, Any] = {"gpu": self._gpu, "arithmetic": arithmetic}
         products = Products(
-            plan, weights, self.device, is_native=is_native, strict=is_strict, copies=self.copies,
-            **how,
-        )  # fmt: skip
+            plan, weights, self.device, max_rows=max_rows, copies=self.copies, **how
+        )
         return _Kernels(
             products,
-            Norms(plan, weights, products, is_native=is_native),
-            Attention(plan, weights, self._state, strict=is_strict, is_native=is_native, **how),
+            Norms(plan, weights, products, **how),
+            Attention(plan, weights, self._state, max_rows=max_rows, **how),
             is_strict,
         )
+
+    def _arithmetic(self, is_strict: bool) -> str:
+        return EXACT if self.exact else STRICT if is_strict else FAST
 
     def _kernels(self, *, is_strict: bool) -> _Kernels:
         kernels = self._small if is_strict or self._large is None else self._large
@@ -137,13 +144,12 @@ class Steps:
         if self.exact:
             return "the library in float32"
         instructions = self._plan.instructions
-        rules = [each for each in instructions if isinstance(each, DeltaRule)]
         has_experts = any(isinstance(each, Route) for each in instructions)
         found = {
-            "products": native.why_not(self.device),
+            "products": self._gpu.why_no_cpp,
             "attention": self.attention.why_not_native,
             "experts": self._mixers.experts.why_not_native if has_experts else "",
-            "linear attention": next(filter(None, map(self._mixers.why_no_native, rules)), ""),
+            "linear attention": self._mixers.why_not_native,
         }
         parts = [f"{what} in Triton ({reason})" for what, reason in found.items() if reason]
         return "CUDA C++ kernels" + (", but " + " and ".join(parts) if parts else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 
@@ -18,8 +19,16 @@ from tilewright.compiler.targets.cuda.kernels.attention.split import (
     reaches_of,
     share_of_step,
 )
+from tilewright.compiler.targets.cuda.kernels.attention.table import (
+    CPP,
+    TRITON,
+    AttentionSite,
+    bind_decode,
+    why_no_cpp,
+)
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
-from tilewright.compiler.targets.cuda.state.pages import PAGE, KVPages, allocate_pages
+from tilewright.compiler.targets.cuda.kernels.common.table import ADA, FAST, HOPPER, INTERPRETER
+from tilewright.compiler.targets.cuda.state.pages import PAGE, allocate_pages
 
 LARGE = (8, 34), (32, 34), (64, 34), (256, 34), (256, 64), (256, 128), (256, 1024)
 """Rows and pages of a table."""
@@ -179,7 +188,9 @@ def _few() -> str:
     ],
 )
 def test_why_not(kind: str, head_dim: int, num_heads: int, num_frequencies: int, why: str) -> None:
-    pages: KVPages = allocate_pages(1, 2, head_dim, kind=kind, device=torch.device("cpu"))
-    assert why in native_attention.why_not(
-        pages, num_heads=num_heads, num_frequencies=num_frequencies
-    )
+    site = AttentionSite(kind, FAST, INTERPRETER, num_heads, 2, head_dim, num_frequencies)
+    assert why in why_no_cpp(site)
+    assert bind_decode(site) == TRITON
+    on_hopper = dataclasses.replace(site, gpu=HOPPER)
+    assert (bind_decode(on_hopper) == CPP) == (why == "no GPU")
+    assert bind_decode(dataclasses.replace(site, gpu=ADA)) == TRITON

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import pytest
 import torch
 from torch import Tensor
 
+from tilewright.compiler.targets.cuda.kernels.common.table import FAST, HOPPER, INTERPRETER
 from tilewright.compiler.targets.cuda.kernels.delta_rule import delta_step as native_delta
 from tilewright.compiler.targets.cuda.kernels.delta_rule.causal_conv1d import causal_conv1d_step
 from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_step import (
     columns_of_a_block,
     delta_step,
-    why_not,
 )
 from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import (
     DeltaInputs,
     delta_rule_step,
+)
+from tilewright.compiler.targets.cuda.kernels.delta_rule.table import (
+    STEP,
+    TRITON,
+    DeltaSite,
+    bind_step,
+    why_no_step,
 )
 
 NAN = float("nan")
@@ -292,9 +299,11 @@ def test_a_cluster_has_all_value_heads_of_a_key_head() -> None:
         ({}, "no GPU"),
     ],
 )
-def test_what_it_does_not_take_is_said(changes: dict[str, int], words: str) -> None:
-    given = {"num_heads": 32, "num_key_heads": 16, "key_dim": 128, "value_dim": 128, "width": 4}
-    assert why_not(torch.device("cpu"), **{**given, **changes}) == words
+def test_what_it_does_not_take_is_said(changes: dict[str, Any], words: str) -> None:
+    site = replace(DeltaSite(FAST, INTERPRETER, 32, 16, 128, 128, 4), **changes)
+    assert why_no_step(site) == words
+    on_hopper = bind_step(replace(site, gpu=HOPPER))
+    assert on_hopper == (STEP if words == "no GPU" else TRITON)
 
 
 def test_names_of_kernels() -> None:

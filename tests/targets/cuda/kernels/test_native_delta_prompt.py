@@ -5,16 +5,31 @@ what it refuses.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from tilewright.compiler.targets.cuda.kernels.common.table import (
+    ADA,
+    EXACT,
+    FAST,
+    HOPPER,
+    INTERPRETER,
+)
 from tilewright.compiler.targets.cuda.kernels.delta_rule import delta_solve as native_delta_prompt
 from tilewright.compiler.targets.cuda.kernels.delta_rule import prompt_triton as prompts
-from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_solve import delta_solve, why_not
+from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_solve import delta_solve
 from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import DeltaInputs
+from tilewright.compiler.targets.cuda.kernels.delta_rule.table import (
+    SOLVE,
+    TRITON,
+    DeltaSite,
+    bind_solve,
+    why_no_solve,
+)
 
 NAN = float("nan")
 C, D = 64, 128
@@ -70,18 +85,17 @@ class Prompt:
         state = torch.zeros(1, self.inputs.num_heads, D, D, device=device)
         z = torch.zeros(len(self.positions), self.inputs.num_heads * D, device=device)
         with monkeypatch.context() as patch:
-            patch.setattr(prompts, "why_not", lambda inputs: "not wanted")
             for other in ("delta_states", "_outputs_kernel"):
                 patch.setattr(prompts, other, Nothing())
             prompts._run_span(
                 z, self.inputs, z, (torch.ones(D, device=device), 1e-6),
                 scratch=[state, *left], state=state, positions=self.positions,
                 slots=torch.zeros_like(self.positions), keeps=None, starts=None, first=0,
-                exact=False,
+                exact=False, is_native=False,
             )  # fmt: skip
         return left
 
-    def run(self, state: Tensor) -> Tensor:
+    def run(self, state: Tensor, *, is_native: bool = True) -> Tensor:
         """The whole prompt in slot 0, the norm without what could hide errors."""
         inputs, device = self.inputs, self.positions.device
         rows, width = len(self.positions), inputs.num_heads * D
@@ -89,8 +103,9 @@ class Prompt:
         out, norm = out.to(device), (torch.ones(D, device=device), 1e-2)
         slots = torch.zeros_like(self.positions)
         prompts.delta_rule_prompt(
-            out, inputs, z, norm, state=state, positions=self.positions, slots=slots, exact=False
-        )
+            out, inputs, z, norm, state=state, positions=self.positions, slots=slots, exact=False,
+            is_native=is_native,
+        )  # fmt: skip
         return out
 
     def expected(self) -> list[Tensor]:
@@ -218,17 +233,13 @@ def test_a_whole_prompt(
     size: tuple[int, int],
     first: int,
     device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As with the Triton kernel; and the state after it."""
     prompt = Prompt.make(*size, (2, 4), device, first)
-    assert prompts.is_native(prompt.inputs, exact=False)
-    assert not prompts.is_native(prompt.inputs, exact=True)
     start = torch.randn(1, 4, D, D, device=device)
     states = [start.clone() for _ in range(2)]
     native = prompt.run(states[0])
-    monkeypatch.setattr(prompts, "why_not", lambda inputs: "not wanted")
-    triton = prompt.run(states[1])
+    triton = prompt.run(states[1], is_native=False)
     for got, want in ((native, triton), (states[0], states[1])):
         assert (got - want).norm() <= 3e-3 * want.norm()
     assert not native[size[0] :].any()
@@ -259,21 +270,20 @@ def test_chained_in_a_graph(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key_dim", "shift", "width", "words"),
+    ("changes", "words"),
     [
-        (64, 0, 4 * D, "keys of 64 and values of 256 channels"),
-        (D, 1, 3 * D + 4, "rows of queries, keys and values that are not 16-byte aligned"),
-        (D, 0, 3 * D + 1, "rows of queries, keys and values that are not 16-byte aligned"),
-        (D, 0, 3 * D, "no GPU"),
+        ({"key_dim": 64, "value_dim": 256}, "keys of 64 and values of 256 channels"),
+        ({"is_aligned": False}, "rows of queries, keys and values that are not 16-byte aligned"),
+        ({"gpu": INTERPRETER}, "no GPU"),
+        ({"gpu": ADA}, "made for compute capability 9.0"),
+        ({}, ""),
     ],
 )
-def test_what_it_does_not_take_is_said(key_dim: int, shift: int, width: int, words: str) -> None:
-    a, b = torch.zeros(2, 5, 1)
-    num_channels = 3 * D
-    qkv = torch.zeros(5, width)[:, shift : num_channels + shift]
-    inputs = DeltaInputs(qkv, a, b, torch.zeros(1), torch.zeros(1), 1, key_dim)
-    assert why_not(inputs) == words
-    assert not prompts.is_native(inputs, exact=False)
+def test_what_it_does_not_take_is_said(changes: dict[str, Any], words: str) -> None:
+    site = replace(DeltaSite(FAST, HOPPER, 1, 1, D, D, 4), **changes)
+    assert why_no_solve(site) == words
+    assert bind_solve(site) == (TRITON if words else SOLVE)
+    assert bind_solve(replace(site, arithmetic=EXACT)) == TRITON
 
 
 def test_the_source_has_the_kernel_and_its_shared_memory() -> None:

@@ -130,7 +130,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     monkeypatch.setattr(nvrtc, "_cubin", lambda source, capability: b"")
     yield made
-    nvrtc.why_not.cache_clear()
     nvrtc._functions.cache_clear()
 
 

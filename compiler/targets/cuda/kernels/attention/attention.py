@@ -76,19 +76,6 @@ SOURCE = nvrtc.Source(
 )
 
 
-def why_not(pages: KVPages, *, num_heads: int, num_frequencies: int) -> str:
-    """Why attention.cu cannot take such pages and heads; empty where it can."""
-    if pages.values.dtype not in (torch.bfloat16, torch.int8):
-        return f"pages of {pages.values.dtype}"
-    if pages.head_dim not in HEAD_DIMS:
-        return f"head size {pages.head_dim}"
-    if num_heads > MAX_GROUP_HEADS * pages.num_kv_heads:
-        return f"{num_heads} heads over {pages.num_kv_heads} of keys and values"
-    if num_frequencies % 4:
-        return f"{num_frequencies} frequencies of rotation"
-    return nvrtc.why_not(pages.values.device, SOURCE)
-
-
 def attend_decode(
     pages: KVPages,
     qkv: torch.Tensor,
@@ -107,7 +94,7 @@ def attend_decode(
     share: Share | Spread | None = None,
 ) -> None:
     """What :func:`targets.cuda.kernels.attention_decode.attend_decode` does, with the same
-    arguments, where :func:`why_not` has no objection; ``out`` is bf16, its rows 8-byte aligned.
+    arguments, where `.table.why_no_cpp` has no objection; ``out`` is bf16, its rows 8-byte aligned.
     Products over bfp8 are of float16, where blocks 2^20 times smaller than others nearby are 0.
     A :class:`Spread` that there is no room for becomes a :class:`Share`, of which bits are equal.
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tilewright.compiler.targets.cuda.kernels.common.table import INTERPRETER, MADE_FOR, Gpu
 from tilewright.errors import CompileError, one_line
 from tilewright.utils.files import cache_dir, replace_file
 
@@ -43,7 +43,7 @@ def header_path(path: Path, name: str) -> Path:
     return beside if beside.is_file() else _HEADERS[name]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Source:
     """A file of kernels, by name; the headers beside the file, by name, that it includes, directly
     or not; what its kernels are handed: structures of C++ by name, with their twins of ctypes.
@@ -146,7 +146,14 @@ def _is(what: str, value: int, name: str) -> str:
     return f'\nstatic_assert({what} == {value}, "{name} is not what the host hands over");\n'
 
 
-@functools.cache
+def gpu_of(device: torch.device) -> Gpu:
+    """Return a device as the op tables see it."""
+    if device.type != "cuda":
+        return INTERPRETER
+    capability = torch.cuda.get_device_capability(device)
+    return Gpu(capability, MADE_FOR if capability[0] != 9 else _missing())
+
+
 def why_not(device: torch.device, source: Source) -> str:
     """Why the source's kernels cannot run on a device; empty where they can.
 
@@ -154,16 +161,21 @@ def why_not(device: torch.device, source: Source) -> str:
         CompileError: where NVRTC is there and does not compile them.
         RuntimeError: where the device does not take them: it is asked again the next time.
     """
-    if device.type != "cuda":
-        return "no GPU"
-    if os.environ.get("TILEWRIGHT_NATIVE_KERNELS") == "0":
-        return "switched off by TILEWRIGHT_NATIVE_KERNELS=0"
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return "made for compute capability 9.0"
-    if missing := _missing():
-        return missing
-    _functions(source, device.index or 0)
-    return ""
+    reason = gpu_of(device).why_no_cpp
+    if not reason:
+        load(device, source)
+    return reason
+
+
+def load(device: torch.device, *sources: Source) -> None:
+    """Compile sources and load them on a device. A CPU needs nothing.
+
+    Raises:
+        CompileError: for a source that NVRTC does not compile.
+        RuntimeError: for an error of the device.
+    """
+    for source in sources if device.type == "cuda" else ():
+        _functions(source, device.index or 0)
 
 
 def _missing() -> str:

@@ -43,15 +43,6 @@ SOURCE = nvrtc.Source(
 )
 
 
-def why_not(inputs: DeltaInputs) -> str:
-    """Why delta_solve.cu cannot take a prompt's operands; empty where it can."""
-    if not inputs.key_dim == inputs.value_dim == HEAD_DIM:
-        return f"keys of {inputs.key_dim} and values of {inputs.value_dim} channels"
-    if inputs.qkv.data_ptr() % 16 or inputs.qkv.stride(0) % 4:
-        return "rows of queries, keys and values that are not 16-byte aligned"
-    return nvrtc.why_not(inputs.qkv.device, SOURCE)
-
-
 def delta_solve(
     from_state: Tensor,
     corrections: Tensor,
@@ -63,7 +54,7 @@ def delta_solve(
     positions: Tensor,
 ) -> None:
     """What the first kernel of :func:`.delta_rule_prompt.delta_rule_prompt` does, with products of
-    TF32, where :func:`why_not` has no objection.
+    TF32, where `.table.why_no_solve` has no objection.
 
     A chunk's corrections are ``corrections [N, H, D, C]`` (of its values) plus ``from_state [N, H,
     C, D]`` times the state before it. With them unit ``keys [N, G, D, C]``, the sums of decays up
@@ -115,5 +106,6 @@ def _check_read(inputs: DeltaInputs, positions: Tensor) -> None:
     assert all(each.dtype == torch.float32 for each in floats)
     assert positions.dtype == torch.int64 and positions.is_contiguous()
     assert positions.shape == (len(inputs.a),) and len(inputs.qkv) == len(inputs.a)
+    assert inputs.qkv.data_ptr() % 16 == 0 == inputs.qkv.stride(0) % 4
     assert inputs.a_log.is_contiguous() and inputs.dt_bias.is_contiguous()
     assert inputs.a_log.shape == inputs.dt_bias.shape == (inputs.num_heads,)

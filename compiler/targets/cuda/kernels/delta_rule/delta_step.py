@@ -59,25 +59,6 @@ def columns_of_a_block(num_heads: int, num_key_heads: int, head_dim: int) -> int
     return next((columns for columns in _COLUMNS if each // columns <= MOST_BLOCKS), 0)
 
 
-def why_not(
-    device: torch.device,
-    *,
-    num_heads: int,
-    num_key_heads: int,
-    key_dim: int,
-    value_dim: int,
-    width: int,
-) -> str:
-    """Why delta_step.cu cannot take such heads and such a convolution; empty where it can."""
-    if key_dim != value_dim or key_dim not in HEAD_DIMS:
-        return f"keys of {key_dim} and values of {value_dim} channels"
-    if not columns_of_a_block(num_heads, num_key_heads, key_dim):
-        return f"{num_heads} heads over {num_key_heads} of keys"
-    if width not in WIDTHS:
-        return f"a convolution of width {width}"
-    return nvrtc.why_not(device, SOURCE)
-
-
 def delta_step(
     out: Tensor,
     inputs: DeltaInputs,
@@ -93,7 +74,7 @@ def delta_step(
     streams: bool | None = None,
 ) -> None:
     """What :func:`.causal_conv1d.causal_conv1d_step` and then :func:`.delta_rule.delta_rule_step`
-    do, where :func:`why_not` has no objection.
+    do, where `.table.why_no_step` has no objection.
 
     ``inputs.qkv [B, C]`` is what the convolution reads, with ``weight [C, W]`` and ``window [S, C,
     W - 1]``. ``out`` is bfloat16, its rows 8-byte aligned. ``early``: positions, slots, window and

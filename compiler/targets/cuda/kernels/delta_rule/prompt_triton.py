@@ -26,7 +26,6 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
 from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_solve import (
     CHUNK,
     delta_solve,
-    why_not,
 )
 from tilewright.compiler.targets.cuda.kernels.delta_rule.states_triton import (
     delta_states,
@@ -243,6 +242,7 @@ def delta_rule_prompt(
     keeps: Tensor | None = None,
     starts: Tensor | None = None,
     exact: bool,
+    is_native: bool = False,
 ) -> None:
     """As :func:`delta_rule_step`, for T tokens of the sequence in ``slots[0]``, at consecutive
     ``positions [T]``; negative ones, at the end only, are padding.
@@ -255,7 +255,7 @@ def delta_rule_prompt(
     for none; looked at for the first token of each chunk.
 
     Sizes of keys and values are at most 128. Products are of float32 where ``exact``, else of TF32
-    (10 bits of mantissa).
+    (10 bits of mantissa). ``is_native``: delta_solve.cu solves the systems of chunks.
     """
     inputs.check(state)
     num_tokens, heads, value_dim = len(out), inputs.num_heads, inputs.value_dim
@@ -273,12 +273,8 @@ def delta_rule_prompt(
             out[part], some, z[part], norm,
             scratch=scratch, state=state, positions=positions[part], slots=slots[part],
             keeps=None if keeps is None else keeps[part], starts=starts, first=first, exact=exact,
+            is_native=is_native,
         )  # fmt: skip
-
-
-def is_native(inputs: DeltaInputs, *, exact: bool) -> bool:
-    """Whether the chunks' systems are solved by delta_solve.cu: the same, with products of TF32."""
-    return not exact and not why_not(inputs)
 
 
 def _run_span(
@@ -295,6 +291,7 @@ def _run_span(
     starts: Tensor | None,
     first: int,
     exact: bool,
+    is_native: bool,
 ) -> None:
     """The span of prompts from token ``first`` on: all chunks' systems, the states of each piece
     one after another, all results.
@@ -308,7 +305,7 @@ def _run_span(
         **{"KEYS": k_block, "VALUES": v_block, "C": CHUNK},
         **{"PRECISION": "tf32x3" if exact else "tf32", **chained(out)},
     }
-    if is_native(inputs, exact=exact):
+    if is_native:
         delta_solve(*scratch[1:], inputs=inputs, positions=positions)
     else:
         _solve_kernel[(num_chunks, heads)](

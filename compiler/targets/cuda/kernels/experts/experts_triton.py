@@ -55,13 +55,6 @@ class Tiling:
     num_stages: int
 
 
-def has_copy_engine(device: torch.device) -> bool:
-    """Whether large tiles run on a device: a GPU without one has no memory for them on the chip
-    either. A CPU interprets them.
-    """
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
-
-
 @triton.jit
 def _tile(tiles_ptr, num_tiles):
     """A program's expert and its first pair and last, in the order of pairs."""

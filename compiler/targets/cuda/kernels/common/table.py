@@ -1,0 +1,119 @@
+"""Op tables: kernel selection from format, arithmetic, compute capability and rows.
+
+An op has one table. A table row has a kernel. Excludes launches and weights.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+EXACT, STRICT, FAST = ARITHMETICS = "exact", "strict", "fast"
+"""Float32 arithmetic, batch-invariant arithmetic, and the fastest arithmetic."""
+
+EVERY, NONE = range(1, 1 << 31), range(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as the op tables see it. Tests build the tables of every GPU on every machine.
+
+    Attributes:
+        capability: Compute capability. (0, 0) is a CPU with Triton's interpreter.
+        why_no_cpp: Reason against CUDA C++ kernels. Empty: they run.
+    """
+
+    capability: tuple[int, int]
+    why_no_cpp: str = ""
+
+    @property
+    def has_cpp(self) -> bool:
+        """Whether CUDA C++ kernels run."""
+        return not self.why_no_cpp
+
+    @property
+    def has_copy_engine(self) -> bool:
+        """Whether Triton kernels fetch tiles by descriptors. The interpreter does."""
+        return self.capability == (0, 0) or self.capability >= (9, 0)
+
+
+MADE_FOR = "made for compute capability 9.0"
+INTERPRETER, ADA, HOPPER = Gpu((0, 0), "no GPU"), Gpu((8, 9), MADE_FOR), Gpu((9, 0))
+
+
+class Site(Protocol):
+    """An instruction of a plan in one phase, without its number of rows."""
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU of the table."""
+
+    @property
+    def kind(self) -> str:
+        """The format that the kernel reads."""
+
+    @property
+    def arithmetic(self) -> str:
+        """`EXACT`, `STRICT` or `FAST`."""
+
+
+S = TypeVar("S", bound=Site)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow(Generic[S]):
+    """A kernel with its conditions.
+
+    Attributes:
+        kernel: Name of the kernel.
+        formats: Formats that the kernel reads.
+        rows: Range of rows with the best measured speed.
+        arithmetics: Arithmetics of the kernel.
+        is_cpp: Whether the kernel is CUDA C++ for compute capability 9.x.
+    """
+
+    kernel: str
+    formats: tuple[str, ...]
+    rows: Callable[[S], range] = lambda site: EVERY
+    arithmetics: tuple[str, ...] = ARITHMETICS
+    is_cpp: bool = False
+
+    def rows_of(self, site: S) -> range:
+        """Return the range of rows for this kernel."""
+        is_there = site.arithmetic in self.arithmetics and site.kind in self.formats
+        return self.rows(site) if is_there and (site.gpu.has_cpp or not self.is_cpp) else NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges(Generic[T]):
+    """Values by rows: ``values[i]`` is for ``starts[i]`` rows up to the next start."""
+
+    starts: tuple[int, ...]
+    values: tuple[T, ...]
+
+    def at(self, num_rows: int) -> T:
+        """Return the value for a number of rows."""
+        return self.values[bisect_right(self.starts, num_rows) - 1]
+
+    @classmethod
+    def of(cls, found: Iterable[tuple[int, T]]) -> Ranges[T]:
+        """Return ranges from starts in ascending order. Equal neighbors are joined."""
+        starts, values = list[int](), list[T]()
+        for start, value in found:
+            if not values or values[-1] != value:
+                starts.append(start)
+                values.append(value)
+        return Ranges(tuple(starts), tuple(values))
+
+
+def bind(table: Sequence[TableRow[S]], site: S) -> Ranges[str]:
+    """Return the kernels of a site: for each number of rows the first matching table row."""
+    found = [(row.kernel, row.rows_of(site)) for row in table]
+    bounds = {1} | {bound for _, rows in found if rows for bound in (rows.start, rows.stop)}
+    return Ranges.of(
+        (start, next(kernel for kernel, rows in found if start in rows))
+        for start in sorted(bounds - {EVERY.stop})
+    )

@@ -1,0 +1,90 @@
+"""Op tables of experts: the choice of a token's experts, and their products. Excludes launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.compiler.targets.cuda.kernels.common.table import (
+    EXACT,
+    FAST,
+    NONE,
+    STRICT,
+    Gpu,
+    Ranges,
+    TableRow,
+    bind,
+)
+from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
+from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
+from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
+    FEW_PAIRS,
+    MANY_PAIRS,
+    MOST_PAIRS,
+)
+
+INSIDE, JOINED, CPP, TRITON = "inside products", "router.cu", "route.cu", "triton"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSite:
+    """A router of a plan with the products of its experts, without its number of rows.
+
+    Attributes:
+        arithmetic: ``exact``, ``strict`` or ``fast``.
+        gpu: The GPU of the table.
+        decodes: Whether this is a decode step.
+        fits: Whether the CUDA C++ kernels take all experts of the plan.
+        is_inside: Whether the products of one token find its experts.
+        is_joined: Whether `JOINED` takes the product of the router.
+    """
+
+    arithmetic: str
+    gpu: Gpu
+    decodes: bool
+    fits: bool
+    is_inside: bool = False
+    is_joined: bool = False
+
+    @property
+    def kind(self) -> str:
+        return "fp32"
+
+
+def _few(site: ExpertsSite) -> range:
+    takes = site.decodes and site.fits
+    return range(1, native_route.MAX_TOKENS + 1) if takes else NONE
+
+
+def _joined(site: ExpertsSite) -> range:
+    rows = range(native_router.FEW_TOKENS + 1, native_router.MAX_TOKENS + 1)
+    return rows if _few(site) and site.is_joined else NONE
+
+
+ROUTE: tuple[TableRow[ExpertsSite], ...] = (
+    TableRow(
+        INSIDE,
+        ("fp32",),
+        lambda site: range(1, 2) if _few(site) and site.is_inside else NONE,
+        (STRICT, FAST),
+        is_cpp=True,
+    ),
+    TableRow(JOINED, ("fp32",), _joined, (FAST,), is_cpp=True),
+    TableRow(CPP, ("fp32",), _few, (STRICT, FAST), is_cpp=True),
+    TableRow(TRITON, ("fp32",)),
+)
+"""Selection order: the first table row with a matching range gives the kernel. The products of
+`TRITON` are in Triton, those of the other rows in CUDA C++.
+"""
+
+
+def bind_route(site: ExpertsSite) -> Ranges[str]:
+    """Return the kernels of a router by rows."""
+    return bind(ROUTE, site)
+
+
+def tile_size(num_pairs: int, num_experts: int, *, site: ExpertsSite, is_bf16: bool) -> int:
+    """Return the pairs of a tile of a prompt with ``num_experts`` experts on all ranks."""
+    if site.arithmetic == EXACT:  # in float32 there are no registers for large tiles
+        return FEW_PAIRS
+    is_most = is_bf16 and num_pairs >= MANY_PAIRS * num_experts
+    return MOST_PAIRS if is_most and site.gpu.has_copy_engine else MANY_PAIRS
