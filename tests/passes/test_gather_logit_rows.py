@@ -66,14 +66,6 @@ def test_rows_are_those_asked_for_in_their_order() -> None:
     torch.testing.assert_close(some, every[rows], atol=1e-6, rtol=1e-6)
 
 
-def test_only_the_head_is_narrowed() -> None:
-    graph_module, ctx = lowered(tiny_model(num_layers=1), until="gather_logit_rows")
-    run_passes(graph_module, [gather_logit_rows], ctx)
-    *others, head = find_calls(graph_module.graph, ops.linear)
-    assert str(head.args[0]).startswith("index_select")
-    assert not any(str(node.args[0]).startswith("index_select") for node in others)
-
-
 def test_a_bias_of_the_head_is_kept() -> None:
     graph_module, model = function_graph(
         lambda x, positions, weight, bias: ops.linear(x, weight, bias), weight=(5, 32), bias=(5,)

@@ -86,12 +86,6 @@ def test_merged_weights_keep_their_parts() -> None:
     assert [segment.part for segment in gate_up.segments] == ["gate", "up"]
 
 
-def test_merged_parts_are_gone_from_the_inputs() -> None:
-    graph_module, _, _ = merged(precision_of("bfp8"))
-    names = {info(node).fqn for node in graph_module.graph.nodes if node.op == "placeholder"}
-    assert not {name for name in names if name.endswith((".q_proj.weight", ".up_proj.weight"))}
-
-
 def test_biases_are_merged() -> None:
     graph_module, _, count = merged(precision_of("bfp8"), num_layers=1, attention_bias=True)
     assert count == 2
