@@ -27,6 +27,10 @@ from tilewright.compiler.precision.fragment import (
 )
 from tilewright.compiler.precision.heading import looks_like_heading, split_heading
 from tilewright.compiler.precision.names import normalise_key
+from tilewright.compiler.precision.weight_overrides import (
+    is_weight_overrides,
+    read_weight_overrides,
+)
 from tilewright.errors import ConfigError, allowed
 from tilewright.utils.plain_yaml import cut, is_name, parse_yaml, read_text
 
@@ -125,7 +129,12 @@ def _load_file(path: Path, *, chain: tuple[Path, ...]) -> PrecisionConfig:
         raise ConfigError(f"{source}: inherits too deeply; allowed: a chain of {MAX_CHAIN} files")
     text = read_text(path, source=source)
     is_json = path.suffix == ".json"
-    raw = as_map(_parsed(text, source, is_json=is_json), where=source)
+    parsed = _parsed(text, source, is_json=is_json)
+    if is_json and is_weight_overrides(parsed):
+        fragment = read_weight_overrides(parsed, source=source)  # type: ignore[arg-type]
+        base = _load_file(_shipped_folder() / f"{BASE}.yaml", chain=(*chain, path))
+        return PrecisionConfig(path.stem, "", BASE, (*base.fragments, fragment))
+    raw = as_map(parsed, where=source)
     check_keys(raw, (*((_DECODERS,) if is_json else FRAGMENT_KEYS), *_ABOUT), where=source)
     parent = _read_parent(raw, path=path, source=source)
     body = {key: value for key, value in raw.items() if key not in _ABOUT}

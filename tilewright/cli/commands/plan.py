@@ -6,11 +6,14 @@ import dataclasses
 import json
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from tilewright.compiler.precision import load_precision
 from tilewright.errors import ConfigError
 from tilewright.models import check_header, find_model_or_shape
 from tilewright.options.arguments import integer, option, parse
+from tilewright.utils.json_lines import check_writable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +28,22 @@ class _Options:
         metavar="LIST",
     )
     users: int = option("concurrent users", default=1, type=integer(1, 32))
-    context: int = option("positions of a user", default=2048, type=integer(32), metavar="N")
-    prompt: int = option("tokens of a prompt", default=128, type=integer(1), metavar="N")
+    context: int = option("positions per user", default=2048, type=integer(32), metavar="N")
+    prompt: int = option("prompt tokens", default=128, type=integer(1), metavar="N")
     accuracy: int = option(
         "positions to emulate for top-1 (0: none)", default=0, type=integer(0, 4096), metavar="N"
     )
     layers: int = option(
-        "layers of the emulated copy (0: all)", default=4, type=integer(0), metavar="N"
+        "layers in the emulated copy (0: all)", default=4, type=integer(0), metavar="N"
+    )
+    targets: str | None = option(
+        "model_targets.yaml from tt-metal to compare the predictions with", metavar="FILE"
+    )
+    write_targets: str | None = option(
+        "write the predictions as a model_targets.yaml", metavar="FILE"
+    )
+    write_overrides: str | None = option(
+        "write the first configuration as weight_dtype_overrides for tt-xla", metavar="FILE"
     )
     as_json: bool = option("print JSON instead of a table", "--json", default=False)
 
@@ -50,8 +62,13 @@ def main(argv: list[str]) -> int:
     if options.prompt > options.context:
         raise ConfigError(f"--prompt {options.prompt}; allowed: up to --context {options.context}")
     from tilewright.evaluate.board_plan import read_boards
+    from tilewright.evaluate.model_targets import read_targets
 
     boards = read_boards(options.boards)
+    targets = [] if options.targets is None else read_targets(Path(options.targets))
+    for path in (options.write_targets, options.write_overrides):
+        if path is not None:
+            check_writable(Path(path))
     names = dict.fromkeys(name.strip() for name in options.precision.split(","))
     precisions = {(each := load_precision(name)).name: each for name in names}
     warnings.filterwarnings("ignore", module="torch")
@@ -70,11 +87,50 @@ def main(argv: list[str]) -> int:
         if options.accuracy:
             tokens = model.tokenizer.encode(accuracy_text("accuracy").content)[: options.accuracy]
             rows = with_accuracy(rows, model, precisions, tokens, options.layers, progress)
+    _write_files(options, model, precisions, rows)
     if options.as_json:
         print(json.dumps([dataclasses.asdict(row) for row in rows]))
         return 0
     out().print(plan_table(rows).markdown().rstrip("\n"), soft_wrap=True, markup=False)
     note(err(), "speed is predicted, accuracy is emulated on a single chip; prices are left out")
     if any(row.accuracy and row.accuracy.layers < row.accuracy.all_layers for row in rows):
-        note(err(), "top-1 is of a shallow copy: an estimate, higher than that of the whole model")
+        note(err(), "top-1 is an estimate from a shallow copy: the whole model has less")
+    _print_targets(targets, rows, options.users)
     return 0
+
+
+def _write_files(options: _Options, model: Any, precisions: Any, rows: Any) -> None:
+    """Write the vendor's files. Print the settings that a file cannot express."""
+    from tilewright.cli.terminal.console import err, note
+    from tilewright.compiler.driver import resolve_precision
+    from tilewright.compiler.precision.weight_overrides import weight_overrides
+    from tilewright.compiler.tracer import grouped_modules
+    from tilewright.evaluate.model_targets import targets_text
+    from tilewright.utils.files import replace_file
+
+    if options.write_targets is not None:
+        text = targets_text(model.name, rows, users=options.users, context=options.context)
+        replace_file(Path(options.write_targets), text.encode())
+    if options.write_overrides is not None:
+        precision = resolve_precision(model, next(iter(precisions.values())))
+        entries, dropped = weight_overrides(precision, grouped_modules(model.module))
+        replace_file(Path(options.write_overrides), (json.dumps(entries, indent=2) + "\n").encode())
+        note(err(), f"{options.write_overrides}: formats only; dropped: {', '.join(dropped)}")
+
+
+def _print_targets(targets: Any, rows: Any, users: int) -> None:
+    """Print the CI targets for the planned boards and users with the predictions."""
+    from tilewright.cli.terminal.console import out, print_table
+    from tilewright.evaluate.report.table import Table
+
+    if not targets:
+        return
+    predicted = {row.board: row for row in reversed(rows) if not row.refused}
+    cells = []
+    for target in targets:
+        row = predicted.get(target.board)
+        if row is not None and target.users == users and target.tsu is not None:
+            share = f"{100 * target.tolerance:.0f}"
+            cells.append((target.model, target.board, f"{target.tsu:.1f}", share, f"{row.tsu:.1f}"))
+    columns = ("model", "board", "CI target (t/s/u)", "tolerance (%)", "predicted (t/s/u)")
+    print_table(out(), "CI targets, not measurements", Table.of(columns, cells), numbers=True)
