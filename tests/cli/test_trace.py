@@ -50,3 +50,25 @@ def test_trace_refuses_bad_options(
 ) -> None:
     assert main(["trace", str(tiny_gguf), "--fast", *options]) == 2
     assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fault", "operation"),
+    [
+        ("li_ff1_3: lofi, li_ff2: lofi, li_qkv_prefill: lofi, li_o_prefill: lofi", "fidelity"),
+        ("kv_cache: bfp4", "kv_cache"),
+    ],
+)
+def test_trace_on_a_board_finds_a_planted_fault_in_the_first_row(
+    fault: str, operation: str, tiny_gguf: Path, run: Run
+) -> None:
+    """A single layer at lofi, or with keys and values in bfp4, on an emulated p150."""
+    formats = "{ff1_3: bf16, ff2: bf16, wqkv: bf16, wo: bf16, lm_head: bf16, kv_cache: bf16"
+    formats += ", activation: bf16}"
+    names = ("li_ff1_3", "li_ff2", "li_qkv_prefill", "li_o_prefill", "sdpa_prefill", "li_lm_head")
+    fidelities = ", ".join(f"{name}: hifi4" for name in names)
+    heading = f"precision_cfg = {formats}, fidelity_cfg = {{{fidelities}}}"
+    heading += f", layer_cfg = {{1: {{{fault}}}}}"
+    argv = ("trace", tiny_gguf, "--precision", heading, "--tokens", "48", "--target", "p150")
+    found = json.loads(run(*argv, "--fast", "--json"))
+    assert (found["rows"][0]["place"], found["rows"][0]["operation"]) == ("layer 1", operation)

@@ -227,3 +227,22 @@ def test_a_prompt_runs_in_whole_chunks_that_the_pages_hold(context: int) -> None
     length = prompt_length(context)
     assert length % min(256, length) == 0 and length <= 1024
     assert length <= -(-context // 32) * 32
+
+
+def test_norms_of_heads_move_to_interleaved_memory_in_a_decode_step() -> None:
+    source = emitted(small_model(model_type="qwen3"), name="p150")
+    ast.parse(source)
+    step = functions(source, "decode_layer")
+    for name in ("q", "k"):
+        norm = step.index(f"{name} = ttnn.rms_norm(")
+        assert f"{name} = ttnn.to_memory_config({name}, L1)" in step[:norm]
+        assert f"{name} = ttnn.to_memory_config({name}, place)" in step[norm:]
+    assert "to_memory_config(q, place)" not in functions(source, "prefill_layer")
+    assert "NUM_BANKS = 8" in source
+
+
+def test_experts_are_refused_by_name() -> None:
+    experts = {"num_experts": 32, "experts_per_token": 2, "expert_size": 32}
+    model = small_model(model_type="qwen3_moe", **experts)
+    with pytest.raises(CompileError, match="Route has no lines in a ttnn file; allowed: models"):
+        emitted(model, name="p150")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import torch
 from torch import Tensor
 
-from tilewright.compiler.driver import CompilableModel, compile_model
+from tilewright.compiler.driver import CompilableModel, compile_model, resolve_precision
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.precision.fragment import Fragment, read_rule
 from tilewright.compiler.sampling.params import SamplingParams
@@ -18,6 +19,7 @@ from tilewright.evaluate.tracing.layer_trace import ALL, TraceRow
 from tilewright.evaluate.tracing.logits import observe
 from tilewright.runtime.memory.pages import pages_of
 
+_NEARLY_ALL = 1.1
 _WEIGHTS = ("ff1_3", "ff2", "wqkv", "wo", "lm_head")
 _RESTORED: dict[str, tuple[str, dict[str, str]]] = {
     "weights": ("bf16", dict.fromkeys(_WEIGHTS, "bf16")),
@@ -30,11 +32,13 @@ _RESTORED: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
-def restored(precision: PrecisionConfig, settings: dict[str, str]) -> PrecisionConfig:
-    """Return a configuration with overriding settings."""
+def restored(
+    precision: PrecisionConfig, settings: dict[str, str], selector: str = "*"
+) -> PrecisionConfig:
+    """Return a configuration with overriding settings for the layers of a selector."""
     formats = {key: value for key, value in settings.items() if not key.startswith("li_")}
     fidelities = {key: value for key, value in settings.items() if key.startswith("li_")}
-    rule = read_rule("*", {"precision": formats, "fidelity": fidelities}, where="trace")
+    rule = read_rule(selector, {"precision": formats, "fidelity": fidelities}, where="trace")
     fragment = Fragment(source="trace", rules=(rule,))
     return dataclasses.replace(precision, fragments=(*precision.fragments, fragment))
 
@@ -73,7 +77,38 @@ def restored_settings(
             continue  # a model without the group
         gain = base_kl - kl
         rows.append(TraceRow(ALL, name, value, kl_gain=gain, flips=right - base_right))
-    return tuple(sorted(rows, key=lambda row: row.kl_gain or 0.0, reverse=True))
+    for layer, name in exceptional_layers(model, precision):
+        value, settings = _RESTORED[name]
+        kl, right = score(restored(precision, settings, str(layer)), model)
+        place, gain = f"layer {layer}", base_kl - kl
+        rows.append(TraceRow(place, name, value, kl_gain=gain, flips=right - base_right))
+    return tuple(sorted(rows, key=_rank, reverse=True))
+
+
+def _rank(row: TraceRow) -> float:
+    """Rank a layer before the whole model if the layer has nearly all of the gain."""
+    return (row.kl_gain or 0.0) * (1.0 if row.place == ALL else _NEARLY_ALL)
+
+
+def exceptional_layers(
+    model: CompilableModel, precision: PrecisionConfig
+) -> tuple[tuple[int, str], ...]:
+    """Return the layers whose KV format or fidelity differs from most layers, with the setting."""
+    resolved = resolve_precision(model, precision)
+    layers = range(model.config.num_layers)
+    found = []
+    for name in ("kv_cache", "fidelity"):
+        values = []
+        for layer in layers:
+            if name == "kv_cache":
+                values.append((resolved.format(name, layer=layer),))
+            else:
+                groups = _RESTORED[name][1]
+                ops = (group.removesuffix("_prefill") for group in groups)
+                values.append(tuple(resolved.fidelity(op, "prefill", layer=layer) for op in ops))
+        usual = Counter(values).most_common(1)[0][0]
+        found += [(layer, name) for layer in layers if values[layer] != usual]
+    return tuple(found)
 
 
 def prefill_logits(executable: Executable, tokens: list[int]) -> Tensor:

@@ -21,13 +21,16 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     CreateHeads,
     DeviceProgram,
     Embedding,
+    Gated,
     Instruction,
     Matmul,
     ReduceScatter,
     RmsNorm,
     Rotate,
+    Scale,
     SelectRows,
     SwiGLU,
+    Tanh,
     UpdateCache,
 )
 from tilewright.compiler.targets.tenstorrent.program.product_blocks import (
@@ -52,6 +55,9 @@ class InstructionLines(Lines):
             Attention: self._attention,
             ConcatHeads: self._concat_heads,
             SwiGLU: self._swiglu,
+            Gated: self._gated,
+            Scale: self._scale,
+            Tanh: self._tanh,
             Add: self._add,
             SelectRows: self._select_rows,
             ReduceScatter: self._reduce,
@@ -63,7 +69,13 @@ class InstructionLines(Lines):
         """Append the lines of instruction ``index``."""
         self._index = index
         instruction = self.program.instructions[index]
-        self._writers[type(instruction)](instruction)
+        writer = self._writers.get(type(instruction))
+        if writer is None:
+            raise CompileError(
+                f"{instruction.fqn}: {type(instruction).__name__} has no lines in a ttnn file; "
+                "allowed: models without experts and Gated DeltaNet"
+            )
+        writer(instruction)
 
     # -- instructions --------------------------------------------------------------------------
 
@@ -73,7 +85,25 @@ class InstructionLines(Lines):
         self._call(name, "ttnn.embedding", "step.tokens", self._weight(each.table), **layout)
         self._call(name, "ttnn.unsqueeze_to_4D", name)
 
+    def _norm_heads(self, each: RmsNorm) -> None:
+        """Norm every head. A decode step moves its heads to interleaved L1 and back."""
+        x = self._names[each.x]
+        name = self._bind(each.out, x, self._places[each.x])
+        if self.is_decode:
+            self._call("place", f"{x}.memory_config")
+            self._call(name, "ttnn.to_memory_config", x, "L1")
+        self._call(
+            name, "ttnn.rms_norm", name, epsilon=repr(each.eps), weight=self._weight(each.weight),
+            memory_config=self._open(),
+            compute_kernel_config=self._fidelity(each, each.compute),
+        )  # fmt: skip
+        if self.is_decode:
+            self._call(name, "ttnn.to_memory_config", name, "place")
+
     def _norm(self, each: RmsNorm) -> None:
+        if each.num_heads:
+            self._norm_heads(each)
+            return
         count = self.program.mesh.size(each.x.over) if each.x.over else 1
         if each.width != each.x.columns * count or each.x.columns % TILE:
             raise CompileError(
@@ -208,6 +238,8 @@ class InstructionLines(Lines):
             **window,
             "compute_kernel_config": self._fidelity(each, each.compute),
         }
+        if each.sinks is not None:
+            named["attention_sink"] = self._weight(each.sinks)
         caches = [f"caches[{quoted(kind)}]" for kind in ("k", "v")]
         if self.is_decode:
             self._call(
@@ -244,6 +276,28 @@ class InstructionLines(Lines):
             dtype=self._dtype(each, each.out),
             memory_config=f"{gate}.memory_config()",
         )  # fmt: skip
+
+    def _gated(self, each: Gated) -> None:
+        place = self._places[each.gate]
+        gate, x = self._names[each.gate], self._at(each.x, place)
+        name = self._bind(each.out, "hidden", place)
+        function = {"gelu_tanh": "GELU", "sigmoid": "SIGMOID"}[each.activation]
+        self._call(
+            name, "ttnn.mul", gate, x,
+            input_tensor_a_activations=f"[ttnn.UnaryOpType.{function}]",
+            dtype=self._dtype(each, each.out),
+            memory_config=f"{x}.memory_config()",
+        )  # fmt: skip
+
+    def _scale(self, each: Scale) -> None:
+        x = self._names[each.x]
+        name = self._bind(each.out, x, self._places[each.x])
+        self._call(name, "ttnn.multiply", x, f"single({each.factor!r})")
+
+    def _tanh(self, each: Tanh) -> None:
+        x = self._names[each.x]
+        name = self._bind(each.out, x, self._places[each.x])
+        self._call(name, "ttnn.tanh", x)
 
     def _add(self, each: Add) -> None:
         place = self._home(each.out)
