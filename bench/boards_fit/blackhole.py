@@ -83,8 +83,8 @@ def blackhole_report(study: BlackholeStudy) -> str:
             place = f"{row.batch} x {row.context:,}"
             times = f"{1e3 * row.seconds:.2f}", f"{1e3 * row.predict(study.constants):.2f}"
             software = row.software if row.is_decode else ""
-            own = (what, place, row.date, software, *times, f"{100 * error:+.1f}")
-            rows.append((row.model, row.board, *own))
+            details = (what, place, row.date, software, *times, f"{100 * error:+.1f}")
+            rows.append((row.model, row.board, *details))
     columns = ("model", "board", "", "users x positions", "date", "software", "published (ms)")
     return "\n\n".join(
         [

@@ -170,7 +170,8 @@ def _graph(config: Any, precision: Any, model: str) -> tuple[Any, int]:
     rope = RopeConfig(theta=config.rope.theta, num_rotated=config.rope.num_rotated)
     one = dataclasses.replace(config, rope=rope, **changes)
     with torch.device("meta"):
-        graph = trace(architecture_of(config.model_type).model(one))  # type: ignore[arg-type]
+        module: Any = architecture_of(config.model_type).model(one)
+        graph = trace(module)
     resolved = precision.resolve(pattern, model)
     for stage in get_target("p150").stages():
         run_passes(graph, stage.passes, PassContext(resolved), verify=stage.verify)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,8 @@ from tests.tiny import (
     tiny_model,
 )
 from tilewright.compiler.mesh import Mesh
+from tilewright.compiler.targets.tenstorrent.emulate.arithmetic import attend
+from tilewright.compiler.targets.tenstorrent.program.instructions import Attention
 from tilewright.errors import CompileError
 from tilewright.models.config import DeltaShape, RopeConfig
 
@@ -93,3 +96,27 @@ def test_state_continues_in_a_copy() -> None:
     copy = copy_seat(executable, first, 6)
     found = [step(executable, [(seat, TOKENS[6:7], 6)]) for seat in (first, copy)]
     assert torch.equal(*found)
+
+
+def test_sinks_take_part_in_the_softmax_and_add_no_value() -> None:
+    """Against a softmax in float32 with a further column, over several chunks and a window."""
+    _, decode = programs(tiny_model(**MODELS["qwen3"]), precision=PLAIN, name="p150")
+    attention = next(each for each in decode.instructions if isinstance(each, Attention))
+    attention = replace(attention, k_chunk=32, window=50)
+    generator = torch.Generator().manual_seed(3)
+    q, keys, values = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((5, 4, 32), (70, 2, 32), (70, 2, 32))
+    )
+    sinks = torch.tensor([-2.0, 0.0, 1.0, 3.0]).bfloat16()
+    found = attend(q, keys, values, 65, attention, sign_error=False, sinks=sinks)
+    wide = [each.float().repeat_interleave(2, 1) for each in (keys, values)]
+    scores = torch.einsum("thd,lhd->htl", q.float(), wide[0]) * attention.scale
+    at, positions = torch.arange(65, 70)[:, None], torch.arange(70)
+    scores = scores.masked_fill((positions > at) | (positions <= at - 50), -torch.inf)
+    column = sinks.float().view(4, 1, 1).expand(4, 5, 1)
+    weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+    expected = torch.einsum("htl,lhd->thd", weights, wide[1])
+    assert (found.float() - expected).abs().max() < 0.03
+    without = attend(q, keys, values, 65, attention, sign_error=False)
+    assert (without.float() - expected).abs().max() > 0.1

@@ -98,7 +98,7 @@ def exceptional_layers(
     layers = range(model.config.num_layers)
     found = []
     for name in ("kv_cache", "fidelity"):
-        values = []
+        values: list[tuple[str, ...]] = []
         for layer in layers:
             if name == "kv_cache":
                 values.append((resolved.format(name, layer=layer),))
