@@ -1,6 +1,6 @@
 """Framed messages between rank 0 and a follower over a stream socket, local or TCP.
 
-Both ends prove that they know the run's token before anything else is said. Nothing is pickled.
+Both ends first prove knowledge of the run's token. Messages contain no pickles.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _NONCE = 32
 _MOST_BYTES = 1 << 30
 _RETRY_SECONDS = 0.05
 _LOOK_SECONDS = 0.1
-_SILENCE_SECONDS = 10  # of a host that is gone, before the kernel says so
+_SILENCE_SECONDS = 10  # silence of a dead host before the kernel reports it
 
 
 class ChannelClosedError(Exception):
-    """The other end has gone."""
+    """The connection is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where ranks meet: a socket in a folder of this machine, or a TCP port of ``host``."""
+    """The address of a group: a local socket in a directory, or a TCP port on ``host``."""
 
     host: str = ""
     port: int = 0
@@ -46,10 +46,10 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """The address that ``str()`` of one gives.
+        """Parse the text form of an address.
 
         Raises:
-            ConfigError: for a text that is none.
+            ConfigError: The text is not an address.
         """
         kind, _, rest = text.partition(":")
         if kind == "unix" and rest:
@@ -65,7 +65,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message: ``kind`` is the sender's word for it, ``number`` counts steps."""
+    """A message. The sender defines ``kind``. ``number`` counts steps."""
 
     kind: int
     number: int
@@ -73,9 +73,9 @@ class Message:
 
 
 class Channel:
-    """One end of the way between two ranks; sending is safe from several threads.
+    """An end of a connection between two ranks. Several threads may send.
 
-    ``heard``: when something came last, on the clock of `time.monotonic`.
+    ``heard`` is the time of the last received bytes, on the clock of `time.monotonic`.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -85,10 +85,10 @@ class Channel:
         self._buffer = bytearray()
 
     def send(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Send a message whole.
+        """Send a whole message.
 
         Raises:
-            ChannelClosedError: where the other end has gone, or reads nothing any more.
+            ChannelClosedError: The other end is closed or does not read.
         """
         frame = _FRAME.pack(kind, len(payload), number) + payload
         try:
@@ -98,7 +98,7 @@ class Channel:
             raise ChannelClosedError(error.strerror or str(error)) from None
 
     def send_if_free(self, kind: int) -> None:
-        """Send an empty message if nobody is sending and there is room; else leave it out."""
+        """Send an empty message unless another thread is sending or the buffer is full."""
         if not self._sending.acquire(blocking=False):
             return
         try:
@@ -110,10 +110,10 @@ class Channel:
             self._sending.release()
 
     def receive(self, seconds: float | None = None) -> Message | None:
-        """The next message; None where it is not there within so many seconds.
+        """Return the next message, or None after ``seconds``.
 
         Raises:
-            ChannelClosedError: where the other end has gone.
+            ChannelClosedError: The other end is closed.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         with self._receiving:
@@ -126,10 +126,10 @@ class Channel:
         return found
 
     def read_ready(self) -> list[Message]:
-        """Read once from a socket that has something to read; the messages that are whole now.
+        """Read from a readable socket without waiting. Return the complete messages.
 
         Raises:
-            ChannelClosedError: where the other end has gone.
+            ChannelClosedError: The other end is closed.
         """
         self._read(None)
         found = []
@@ -138,8 +138,9 @@ class Channel:
         return found
 
     def listen(self) -> bool:
-        """Read what is there, for a later `receive`, unless another thread is receiving; whether
-        the other end is still there, as far as that tells.
+        """Read available bytes for a later `receive`. Return False if the other end is closed.
+
+        If another thread is receiving, do nothing.
         """
         if not self._receiving.acquire(blocking=False):
             return True
@@ -152,11 +153,11 @@ class Channel:
         return True
 
     def process(self) -> int | None:
-        """The process at the other end of a local socket that it listened at; else None."""
+        """Return the process at the other end of a local listening socket, else None."""
         return process_behind(self.connection)
 
     def close(self) -> None:
-        """Close this end; the other one reads its end."""
+        """Close this end. The other end reads an end of stream."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
@@ -189,7 +190,7 @@ class Channel:
 
 
 class Listener:
-    """A socket where other ranks come, bound to its address alone; local ones in mode 0600."""
+    """A listening socket for ranks, bound to its address only. Local sockets have mode 0600."""
 
     def __init__(self, address: Address, token: bytes) -> None:
         self._token = token
@@ -213,9 +214,9 @@ class Listener:
         self._socket.listen(256)
 
     def accept(self, deadline: float) -> tuple[int, socket.socket] | None:
-        """The next rank that proves that it knows the token, and its socket; None at the deadline.
+        """Return the next authenticated rank with its socket, or None at the deadline.
 
-        Whoever does not is hung up on.
+        Connections without the token are closed.
         """
         while (left := deadline - time.monotonic()) > 0:
             self._socket.settimeout(left)
@@ -233,7 +234,7 @@ class Listener:
         return None
 
     def close(self) -> None:
-        """Listen no more."""
+        """Close the listening socket."""
         self._socket.close()
         if self.address.path is not None:
             with contextlib.suppress(OSError):
@@ -249,13 +250,19 @@ def call(
     other: str = "rank 0",
     limit_s: float = math.inf,
 ) -> socket.socket:
-    """Connect to a listener as ``rank``; tries again while nobody listens there. ``other`` is who
-    listens, to whoever reads that it did not; ``limit_s``: how long it may be stopped before it
-    answers, where it is a process of this machine.
+    """Connect to a listener as ``rank``. Retry until it listens.
+
+    Args:
+        address: The listener's address.
+        rank: This rank.
+        token: The run's token.
+        seconds: Time limit.
+        other: Name of the listener in messages.
+        limit_s: Maximum time a local listener may be stopped before its answer.
 
     Raises:
-        ConfigError: where nobody answers in time, or the other end has another token.
-        RankError: where it has been stopped for so long.
+        ConfigError: There is no answer in time, or the tokens differ.
+        RankError: The listener was stopped for too long.
     """
     deadline, reason = time.monotonic() + seconds, "nobody listens"
     while time.monotonic() < deadline:
@@ -285,7 +292,9 @@ def call(
 
 
 def _is_host(name: str) -> bool:
-    """Whether a name may be a host's at all; sockets raise errors of their own for others."""
+    """Return whether a text is a possible host name. Sockets raise different errors for invalid
+    names.
+    """
     try:
         return bool(name.encode("idna")) and "\0" not in name
     except UnicodeError:
@@ -293,17 +302,17 @@ def _is_host(name: str) -> bool:
 
 
 def has_gone(connection: socket.socket) -> bool:
-    """Whether the other end has closed a socket, or is no more; what it sent may be there still."""
+    """Return whether the other end is closed. Unread data may remain."""
     found = select.poll()
     found.register(connection, select.POLLRDHUP)
     return bool(found.poll(0))
 
 
 def own_address(other: Address) -> str:
-    """The address of this machine from which another one is reached; nothing is sent.
+    """Return this machine's address on the route to another address. Nothing is sent.
 
     Raises:
-        ConfigError: where there is no way to it.
+        ConfigError: There is no route.
     """
     family = socket.AF_INET6 if ":" in other.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as found:
@@ -350,7 +359,7 @@ def _prove(connection: socket.socket, rank: int, token: bytes, wait: Callable[[]
 
 
 def _await(connection: socket.socket, other: str, limit_s: float) -> None:
-    """Wait for something to read, as long as the socket waits; see `call`."""
+    """Wait until the socket is readable, up to its timeout. See `call`."""
     pid, ran = process_behind(connection), time.monotonic()
     deadline = ran + (connection.gettimeout() or 0.0)
     while not select.select([connection], [], [], _LOOK_SECONDS)[0]:
@@ -378,7 +387,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _prepared(connection: socket.socket) -> socket.socket:
-    """Blocking, without Nagle's delay; a host that is gone is noticed."""
+    """Configure a socket: blocking, without Nagle's delay, with detection of dead hosts."""
     connection.settimeout(None)
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,7 +1,7 @@
-"""The ranks of one model: rank 0, which leads and watches, and its followers.
+"""A group of ranks: rank 0 leads and monitors its followers.
 
-Every rank says once a second that it lives, in every phase, so that one that has ended, hangs or is
-stopped is noticed whatever the others do. The group lives or dies as one.
+Every rank sends a heartbeat each second, in every phase. Dead, hung or stopped ranks are therefore
+noticed even in long operations. A failure of a rank ends the whole group.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _RETURN_SECONDS = PATIENCE_SECONDS - 2 * _BEAT_SECONDS  # out of a kernel, once 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A follower as rank 0 knows it; ``child`` where rank 0 has started it itself."""
+    """A follower's record on rank 0. ``child`` is its process if rank 0 started it."""
 
     rank: int
     pid: int
@@ -60,20 +60,21 @@ class Member:
 
     @property
     def name(self) -> str:
-        """``rank 1 (GPU 1, pid 4711)``."""
+        """Return a text like ``rank 1 (GPU 1, pid 4711)``."""
         return f"rank {self.rank} ({self.place}{', ' if self.place else ''}pid {self.pid})"
 
 
 class Leader:
-    """Rank 0's side: it tells all followers, hears each of them, and knows the first failure.
+    """Rank 0's side of the group: sends to followers, receives from them, stores the first failure.
 
     Args:
-        members: the followers, of ranks 1 to n - 1 in order.
-        limit_s: how long one may be silent once all are ready; while they load, it is
-            `LOADING_SECONDS` if that is more.
+        members: Followers, ranks 1 to n - 1 in order.
+        address: Address of the group.
+        limit_s: Maximum silence of a ready follower in seconds. While loading, at least
+            `LOADING_SECONDS`.
 
-    ``ends_process``: whether the process ends, with the failure as its last line, where rank 0 is
-    at work and does not come back to hear of it.
+    ``ends_process``: exit the process with the failure as last line, if rank 0 is blocked in a
+    kernel or library.
     """
 
     rank = 0
@@ -98,7 +99,7 @@ class Leader:
         """Send a numbered message to every follower.
 
         Raises:
-            RankError: where one is gone, then and ever after.
+            RankError: A follower has failed now or before.
         """
         self.check()
         self.number += 1
@@ -110,10 +111,10 @@ class Leader:
                 self.check()
 
     def hear(self, member: Member, seconds: float) -> Message:
-        """What a follower says next, beats apart.
+        """Return a follower's next message, except heartbeats.
 
         Raises:
-            RankError: where it says nothing in time, or the group has failed.
+            RankError: There is no message in time, or the group has failed.
         """
         index, deadline = self.members.index(member), time.monotonic() + seconds
         with self._changed:
@@ -139,17 +140,17 @@ class Leader:
         return found
 
     def is_ready(self) -> None:
-        """From now on followers may be silent no longer than the limit."""
+        """End the loading phase: followers' silence limits apply from now on."""
         self._last = [time.monotonic()] * len(self.members)
         self._is_loading = self._is_at_work = False
 
     def abort_with(self, abort: Callable[[], object]) -> None:
-        """Let the failure of the group, and its end, call ``abort`` too, from any thread."""
+        """Register a function for the failure and end of the group. Any thread may call it."""
         self._aborts.append(abort)
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        """What rank 0 does in here takes no longer than ``step_limit_s``, where there is one."""
+        """Limit rank 0's work in this block to ``step_limit_s``, if set."""
         self._since = time.monotonic()
         try:
             yield
@@ -158,7 +159,7 @@ class Leader:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """What rank 0 does in here may wait for others in a kernel; it loads so from the start."""
+        """Mark a block in which rank 0 may be blocked in a kernel. Loading is also marked."""
         self._is_at_work = True
         try:
             yield
@@ -166,12 +167,12 @@ class Leader:
             self._is_at_work = False
 
     def check(self) -> None:
-        """Raise the group's failure where there is one (RankError, RankRefusedError)."""
+        """Raise the group's failure, if any (RankError, RankRefusedError)."""
         if self.failure is not None:
             raise self._failed()
 
     def fail(self, rank: int, said: str) -> None:
-        """Note the first failure, with how the rank's process is, and end the group."""
+        """Store the first failure with the state of the rank's process, and end the group."""
         if rank == 0:
             self.end(f"rank 0 {said}")
             return
@@ -180,15 +181,15 @@ class Leader:
             self._note(RankError(f"{member.name} {said}{self._state_of(member)}"))
 
     def refuse(self, rank: int, said: str) -> None:
-        """Note that a rank was asked for what cannot be done, and end the group."""
+        """Store a rejected request of a rank as failure, and end the group."""
         self._note(RankRefusedError(f"rank {rank}: {said}"))
 
     def end(self, said: str) -> None:
-        """Note that rank 0 itself cannot go on, and end the group."""
+        """Store rank 0's own failure, and end the group."""
         self._note(RankError(said))
 
     def close(self) -> None:
-        """End the followers: those that run get a moment to end by themselves, then SIGKILL."""
+        """End the followers. Running followers get some time to exit before SIGKILL."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -208,7 +209,7 @@ class Leader:
         self._shut()
 
     def _note(self, failure: TilewrightError) -> None:
-        """Keep the first failure, and end the group."""
+        """Store the first failure and end the group."""
         with self._changed:
             self.failure = self.failure or (None if self._is_closing else failure)
             self._changed.notify_all()
@@ -220,7 +221,9 @@ class Leader:
         return self.failure
 
     def _state_of(self, member: Member) -> str:
-        """What is known of a process; a killed one may take a moment to be seen as ended."""
+        """Return the known state of a process. A killed process may need a moment to appear as
+        ended.
+        """
         if member.child is None:
             return ""
         ended = member.child.wait(_VERDICT_SECONDS)
@@ -237,7 +240,7 @@ class Leader:
             abort()
 
     def _watch(self) -> None:
-        """Hear all followers, say that rank 0 lives, notice who does not."""
+        """Receive from all followers, send heartbeats, and detect silent followers."""
         sockets = {m.channel.connection: i for i, m in enumerate(self.members)}
         next_beat = 0.0
         while self.failure is None and not self._is_closing:
@@ -261,7 +264,7 @@ class Leader:
             self._insist(self.failure)
 
     def _insist(self, failure: TilewrightError) -> None:
-        """End the process if rank 0 is still in a kernel or a library a while after the failure."""
+        """Exit the process if rank 0 is still blocked in a kernel or library after a failure."""
         began = time.monotonic()
         while time.monotonic() - began < _RETURN_SECONDS:
             time.sleep(LOOK_SECONDS)
@@ -297,10 +300,10 @@ class Leader:
 
 
 class Follower:
-    """A follower's side: it hears rank 0, and ends when rank 0 does, or is silent for too long.
+    """A follower's side of the group. It ends with rank 0, or after rank 0's silence.
 
-    ``limit_s``: how long that is, as for `Leader`. ``ends_process``: whether the process ends where
-    it does not by itself.
+    ``limit_s`` is the maximum silence as for `Leader`. ``ends_process``: exit the process if it is
+    blocked.
     """
 
     def __init__(self, rank: int, size: int, channel: Channel, address: Address) -> None:
@@ -312,10 +315,10 @@ class Follower:
         self._beater.start()
 
     def receive(self) -> Message:
-        """What rank 0 says next, beats apart.
+        """Return rank 0's next message, except heartbeats.
 
         Raises:
-            ChannelClosedError: where rank 0 has gone, or has not even said that it lives.
+            ChannelClosedError: Rank 0 has ended or is silent.
         """
         while True:
             message = self.channel.receive(_BEAT_SECONDS)
@@ -334,15 +337,15 @@ class Follower:
         return msgspec.msgpack.decode(message.payload, type=list[bytes])
 
     def is_ready(self) -> None:
-        """From now on rank 0 may be silent no longer than the limit."""
+        """End the loading phase: rank 0's silence limit applies from now on."""
         self._is_loading = False
 
     def fail(self, said: str, *, of: int = -1) -> None:
-        """Tell rank 0 why this rank cannot go on, or that the rank ``of`` is why."""
+        """Report this rank's failure to rank 0, or the failure of the rank ``of``."""
         self._say(FAILED, of, said)
 
     def refuse(self, said: str) -> None:
-        """Tell rank 0 that what this rank was asked for cannot be done."""
+        """Report to rank 0 that this rank cannot do its requested work."""
         self._say(REFUSED, 0, said)
 
     def _say(self, kind: int, number: int, said: str) -> None:
@@ -369,15 +372,15 @@ class Follower:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """End what waits on a socket, here and at its other end."""
+    """Shut down a socket to unblock both ends."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def overdue(silent_s: float, limit_s: float, *, is_loading: bool, pid: int | None) -> float | None:
-    """The limit that a rank's silence of ``silent_s`` seconds is beyond; None: of none yet.
+    """Return the exceeded limit for a silence of ``silent_s`` seconds, or None.
 
-    ``pid``: its process, if that is of this machine.
+    ``pid`` is the rank's process if it is on this machine.
     """
     longest = max(limit_s, LOADING_SECONDS) if is_loading else limit_s
     if silent_s > longest:

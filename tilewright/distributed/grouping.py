@@ -1,4 +1,4 @@
-"""How a model is spread, checked: from options and from the variables of what started us."""
+"""The group of ranks from command-line options and environment variables, with checks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from tilewright.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The group, the machines it is on, and this process's place where
-    another process has started it as a rank. ``workers``: machines that wait to be called.
+    """The group of ranks, its machines, and this process's rank if a parent process started it.
+
+    ``workers`` are waiting machines to call.
     """
 
     parallel: Parallel = ALONE
@@ -25,20 +26,20 @@ class Grouping:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there are no other ranks."""
+        """Return whether this is a single rank."""
         return self.parallel.tensor == 1
 
     @property
     def leads(self) -> bool:
-        """Whether this process is rank 0."""
+        """Return whether this process is rank 0."""
         return self.machines.rank == 0 and (self.place is None or self.place.rank == 0)
 
 
 def read_grouping(given: Any) -> Grouping:
-    """Check how a model is to be spread, by the options and the variables of what started us.
+    """Read and check the group from options and environment variables.
 
     Raises:
-        ConfigError: for numbers that do not fit together.
+        ConfigError: The numbers are inconsistent.
     """
     place = place_of()
     named = [getattr(given, name, None) for name in ("nnodes", "node_rank", "master_addr")]
@@ -54,7 +55,7 @@ def read_grouping(given: Any) -> Grouping:
     if started is not None and tensor != started:
         raise ConfigError(f"--tensor-parallel {tensor} in {started} processes; allowed: {started}")
     if machines.count > 1:
-        machines.address()  # refused here where none is named
+        machines.address()  # raises without an address
     if tensor % machines.count:
         raise ConfigError(f"{tensor} ranks on {machines.count} machines; allowed: as many on each")
     parallel = Parallel(
@@ -81,11 +82,11 @@ def _refuse_of_groups(given: Any) -> None:
 
 
 def check_devices(grouping: Grouping, num_devices: int) -> None:
-    """Refuse more ranks on this machine than it has GPUs, GPUs it has not, and ranks that cannot
-    exchange as they were asked to.
+    """Check that this machine has the requested GPUs, and that the ranks can use the collective
+    backend.
 
     Raises:
-        ConfigError: saying how many there are.
+        ConfigError: The machine has fewer GPUs, or the backend is unsupported.
     """
     parallel, machines = grouping.parallel, grouping.machines
     local = parallel.tensor // machines.count

@@ -1,4 +1,4 @@
-"""Rank 0 starts the others, or waits for those that torchrun and other machines start."""
+"""Starts the ranks, or waits for ranks started by torchrun or on other machines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LOOK_SECONDS, _WORKER_SECONDS = 0.2, 10.0
 
 @dataclass(slots=True)
 class Ranks:
-    """A group that rank 0 has gathered, and what goes with it when it ends."""
+    """A group gathered by rank 0, and the files to remove at its end."""
 
     leader: Leader
     token: bytes
@@ -52,16 +52,17 @@ Start = Callable[[Place], dict[int, Child]]
 
 
 def gather(place: Place, begin: Start, *, limit_s: float, names: Sequence[str] = ()) -> Ranks:
-    """The group of all ranks, with this process as rank 0.
+    """Return the group of all ranks, with this process as rank 0.
 
     Args:
-        place: rank 0's; where its port is 0, any that is free.
-        begin: called once rank 0 listens.
-        names: what each rank runs on (``GPU 1``), for people.
+        place: Rank 0's record. Port 0 selects a free port.
+        begin: Called after rank 0 listens.
+        limit_s: Maximum silence of a rank in seconds.
+        names: Device of each rank (``GPU 1``), for messages.
 
     Raises:
-        ConfigError: where not all ranks came in time.
-        RankError: where one ended at once.
+        ConfigError: Some ranks did not connect in time.
+        RankError: A rank ended at once.
     """
     forbid_multicast()
     children: dict[int, Child] = {}
@@ -84,8 +85,10 @@ def gather(place: Place, begin: Start, *, limit_s: float, names: Sequence[str] =
 def gather_here(
     size: int, command: Sequence[str], *, limit_s: float, names: Sequence[str] = ()
 ) -> Ranks:
-    """A group of this machine alone: ``command`` (what follows ``python``) is started for every
-    other rank. Raises as `gather`.
+    """Return a group on this machine only. Start ``command`` (arguments after ``python``) per
+    further rank.
+
+    Raise as `gather`.
     """
     with contextlib.ExitStack() as files:
         folder = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="tilewright-")))
@@ -99,9 +102,7 @@ def gather_here(
 
 
 def start_all(place: Place, ranks: Sequence[int], command: Sequence[str]) -> dict[int, Child]:
-    """A process for each of the ranks, which are of one machine; the first is its ``local_rank``
-    1, behind rank 0.
-    """
+    """Start a process per rank on this machine. The first has ``local_rank`` 1, after rank 0."""
     found: dict[int, Child] = {}
     try:
         for rank in ranks:
@@ -115,10 +116,10 @@ def start_all(place: Place, ranks: Sequence[int], command: Sequence[str]) -> dic
 
 
 def call_workers(place: Place, workers: Sequence[Address]) -> dict[int, Child]:
-    """Tell workers, ranks 1 and on in their order, to join the group.
+    """Call workers, from rank 1 in order, to join the group.
 
     Raises:
-        ConfigError: for one that does not answer.
+        ConfigError: A worker does not answer.
     """
     for rank, worker in enumerate(workers, start=1):
         other = f"rank {rank}, a worker"
@@ -131,17 +132,17 @@ def call_workers(place: Place, workers: Sequence[Address]) -> dict[int, Child]:
 
 
 def start(place: Place, command: Sequence[str]) -> Child:
-    """A process that is a rank of its own."""
+    """Start a process as a rank."""
     environment = place.environment()
     return Child([*PYTHON, *command], environment=environment, what=f"rank {place.rank}")
 
 
 def join(place: Place) -> Follower:
-    """This process as a follower of the group it was started for.
+    """Connect this process to its group as a follower.
 
     Raises:
-        ConfigError: where rank 0 is not to be reached.
-        RankError: where it has been stopped for as long as it may be.
+        ConfigError: Rank 0 cannot be reached.
+        RankError: Rank 0 was stopped for too long.
     """
     forbid_multicast()
     address, limit_s = place.address, place.limit_s
@@ -156,8 +157,8 @@ def join(place: Place) -> Follower:
 
 
 def serve_machine(machines: Machines, size: int, command: Sequence[str], token: bytes) -> int:
-    """Start this further machine's ranks and wait for their end; the exit code of the first that
-    failed.
+    """Start the ranks of a further machine and wait for their end. Return the first failed exit
+    code.
     """
     count = size // machines.count
     first = machines.rank * count
@@ -184,7 +185,7 @@ def serve_machine(machines: Machines, size: int, command: Sequence[str], token: 
 def _wait(
     listener: Listener, size: int, children: dict[int, Child], limit_s: float
 ) -> dict[int, Channel]:
-    """The channels of all ranks, once every one has come."""
+    """Return the channels of all ranks after all have connected."""
     found: dict[int, Channel] = {}
     ran = dict.fromkeys(children, time.monotonic())
     deadline = time.monotonic() + LOADING_SECONDS
@@ -226,5 +227,5 @@ def _member(
 
 
 def pack(value: object) -> bytes:
-    """Plain values as bytes, for a channel."""
+    """Encode plain values for a channel."""
     return msgspec.msgpack.encode(value, enc_hook=dict)

@@ -1,6 +1,6 @@
-"""How a model is spread over ranks: what a user may ask for, before any rank exists.
+"""Options for a group of ranks, before any rank exists.
 
-Imports no torch: command lines are read with it.
+Imports no torch, because command lines are read with it.
 """
 
 from __future__ import annotations
@@ -14,35 +14,36 @@ if TYPE_CHECKING:
     from tilewright.compiler.mesh import Policy
 
 WIRES = ("fp32", "bf16", "q80")
-"""Formats in which partial sums travel."""
+"""Formats for partial sums on the link."""
 
 PEERS, NCCL = "peers", "nccl"
 EXCHANGES = (PEERS, NCCL)
-"""How GPUs exchange: through each other's memory, or through NCCL."""
+"""Backends for collectives between GPUs: peer memory or NCCL."""
 
 MOST_GPUS = 8
-"""Ranks that exchange through each other's memory; their kernels hold so many addresses."""
+"""Maximum number of ranks with peer memory: the size of the kernels' address tables."""
 
 RANKS, TENSOR, EXPERT = "r", "t", "e"
-"""Names of what an axis is dealt over: all ranks of a group; those that share each expert; those
-that hold different experts."""
+"""Names of axes: all ranks in a group, ranks with common experts, and ranks with different
+experts.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """A tensor-parallel group: one program a rank.
+    """A tensor-parallel group: a program per rank.
 
     Attributes:
-        tensor: ranks of the group; 1: no group.
-        expert: of how many parts, each of ``tensor / expert`` ranks, each holds whole experts of
-            its own; None: as few as leave every expert's width in pieces of 128, at least.
-        shares: one positive number a rank, in proportion to which heads and columns are dealt;
-            empty: as evenly as whole heads and blocks allow.
-        wire: the format in which partial sums travel (`WIRES`); None: the target's own.
-        devices: the number of each rank's device, none twice; empty: those from 0 on.
-        peer_limit: seconds after which a rank that waits for another gives up.
-        exchange: how GPUs exchange (`EXCHANGES`); None: through each other's memory where they
-            reach it, else through NCCL.
+        tensor: Number of ranks. 1: no group.
+        expert: Number of expert groups with ``tensor / expert`` ranks each. Each group has its own
+            experts. None: automatic, so that an expert's width per rank is a multiple of 128.
+        shares: Positive number per rank. Heads and columns are divided in proportion. Empty:
+            evenly, in whole heads and blocks.
+        wire: Format for partial sums on the link (`WIRES`). None: the target's default.
+        devices: Device number per rank, without repetitions. Empty: from 0.
+        peer_limit: Timeout for a silent rank in seconds.
+        exchange: Backend for collectives between GPUs (`EXCHANGES`). None: peer memory if
+            accessible, else NCCL.
     """
 
     tensor: int = 1
@@ -55,17 +56,17 @@ class Parallel:
 
     @property
     def policy(self) -> Policy:
-        """How axes are dealt over all ranks of the group."""
+        """Return the policy for dividing axes over all ranks."""
         from tilewright.compiler.mesh import UNEVEN, in_shares
 
         return in_shares(self.shares) if self.shares else UNEVEN
 
     def check(self) -> None:
-        """Refuse what no model could be spread over.
+        """Check the values, independently of a model.
 
         Raises:
-            ConfigError: a number out of range, a device named twice, or lists of another length
-                than there are ranks.
+            ConfigError: A number is out of range, a device is repeated, or a list has the wrong
+                length.
         """
         if self.tensor < 1:
             raise ConfigError(f"{self.tensor} ranks; allowed: 1 or more")
@@ -94,7 +95,7 @@ class Parallel:
 
 
 ALONE = Parallel()
-"""One device, and no group."""
+"""A single device without a group."""
 
 
 def _listed(numbers: tuple[int, ...]) -> str:
@@ -103,8 +104,10 @@ def _listed(numbers: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks of a group as the axes that a model is dealt over: all ``count`` of them; and for
-    experts ``expert`` parts, in each of which ``count / expert`` share every expert.
+    """The axes of a group. ``count`` is the number of ranks, ``expert`` the number of expert
+    groups.
+
+    Within an expert group, ``count / expert`` ranks share every expert.
     """
 
     count: int
@@ -112,16 +115,16 @@ class Ranks:
     policy: Policy
 
     def size(self, over: str) -> int:
-        """The number of shares along an axis."""
+        """Return the number of shards along an axis."""
         return {RANKS: self.count, TENSOR: self.count // self.expert, EXPERT: self.expert}[over]
 
     def place(self, over: str, rank: int) -> int:
-        """Which share along an axis is a rank's."""
+        """Return a rank's shard index along an axis."""
         tensor = self.count // self.expert
         return {RANKS: rank, TENSOR: rank % tensor, EXPERT: rank // tensor}[over]
 
     def policy_of(self, over: str) -> Policy:
-        """How sizes are dealt along an axis; shares are one a rank, and say nothing of parts."""
+        """Return the policy for dividing an axis. ``shares`` apply only to axes over all ranks."""
         from tilewright.compiler.mesh import UNEVEN
 
         return self.policy if self.size(over) == self.count else UNEVEN

@@ -1,4 +1,4 @@
-"""What a rank's executable may ask of the others of its group."""
+"""Setup collectives for a rank's executable."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from tilewright.errors import RankError
 
 
 class Peers:
-    """What a rank's executable may ask of the others while it is made ready, and where it finds
-    them in its steps.
+    """Access to the group during setup, and connections for use in steps.
 
-    ``limit_s``: how long one of them may take until an exchange gives up.
+    ``limit_s`` is the timeout of a collective in seconds.
     """
 
     def __init__(self, group: Leader | Follower, token: bytes, limit_s: float) -> None:
@@ -32,20 +31,22 @@ class Peers:
         self.rank, self.size = group.rank, group.size
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """What every rank gives, in their order; all ranks must call it."""
+        """Return every rank's data in rank order. All ranks must call this method."""
         return self._group.all_gather(data)
 
     def least(self, limits: Mapping[str, int]) -> dict[str, int]:
-        """The least that any rank has of each limit; all ranks must call it."""
+        """Return the minimum of each limit over all ranks. All ranks must call this method."""
         gathered = self.all_gather(msgspec.json.encode(dict(limits)))
         found = [msgspec.json.decode(each, type=dict[str, int]) for each in gathered]
         return {name: min(each[name] for each in found) for name in limits}
 
     def connect(self) -> dict[int, socket.socket]:
-        """A socket to every other rank, by rank, which ends with the group; all ranks must call it.
+        """Return a socket to every other rank, by rank. All ranks must call this method.
+
+        The sockets are closed at the end of the group.
 
         Raises:
-            ConfigError, RankError: where one cannot be reached.
+            ConfigError, RankError: A rank cannot be reached.
         """
         group, own = self._group, self._group.address
         if own.path is not None:
@@ -77,14 +78,15 @@ class Peers:
         return found
 
     def check(self) -> None:
-        """Raise the group's failure where rank 0 knows of one; a follower ends with rank 0."""
+        """Raise the group's failure on rank 0. A follower ends with rank 0."""
         if isinstance(self._group, Leader):
             self._group.check()
 
     def abort_with(self, abort: Callable[[], object], *, has_limit: bool = False) -> None:
-        """Have ``abort``, which must not wait, called from another thread where the group fails, or
-        ends. Unless what a rank waits for there ``has_limit`` of its own, rank 0 ends a group of
-        which a step takes `LOADING_SECONDS`.
+        """Register a function for the failure or end of the group. It runs in another thread.
+
+        ``abort`` must not block. Unless the blocked operation ``has_limit``, rank 0 ends the group
+        if a step takes `LOADING_SECONDS`.
         """
         if isinstance(self._group, Leader):
             self._group.abort_with(abort)

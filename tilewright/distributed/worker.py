@@ -1,4 +1,4 @@
-"""A worker: a machine that waits until a rank 0 calls it, follows that, and waits again."""
+"""A worker: a machine that waits for calls from rank 0 and runs a follower for each call."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SECONDS, _LOOK_SECONDS = 30.0, 0.5
 
 
 def read_workers(given: Sequence[str]) -> tuple[Address, ...]:
-    """The addresses of workers, ``HOST:PORT`` each.
+    """Parse worker addresses ``HOST:PORT``.
 
     Raises:
-        ConfigError: for one that is none.
+        ConfigError: An address is invalid.
     """
     try:
         return tuple(Address.parse(f"tcp:{each}") for each in given)
@@ -34,13 +34,15 @@ def read_workers(given: Sequence[str]) -> tuple[Address, ...]:
 
 
 def serve_worker(host: str, port: int, follow: Sequence[str]) -> int:
-    """Wait for rank 0, follow it with a process, and wait again.
+    """Wait for rank 0, run a follower process, and repeat.
 
     Args:
-        follow: what starts a follower, behind ``python``.
+        host: Address to listen on.
+        port: Port to listen on.
+        follow: Arguments after ``python`` for the follower.
 
     Raises:
-        ConfigError: for an address that is not this machine's, or no token.
+        ConfigError: The address is not on this machine, or the token is missing.
     """
     token = shared_token(host, True, os.environ)
     listener = Listener(Address(host, port), token)
@@ -63,8 +65,9 @@ def serve_worker(host: str, port: int, follow: Sequence[str]) -> int:
 
 
 def wait_for(child: Child, limit_s: float = 2 * ALONE.peer_limit) -> Ended:
-    """How a rank ended. One that has been stopped for so long, in which its group misses it, is
-    killed: it does not end with its group, and the machine would follow nobody else.
+    """Return how a rank ended. Kill a process stopped for longer than ``limit_s``.
+
+    A stopped process does not end with its group and would block the machine.
     """
     ran = time.monotonic()
     while (ended := child.wait(_LOOK_SECONDS)) is None:
@@ -76,7 +79,7 @@ def wait_for(child: Child, limit_s: float = 2 * ALONE.peer_limit) -> Ended:
 
 
 def _hear(channel: Channel, token: bytes) -> Place | None:
-    """The place in the group that rank 0 gives this machine."""
+    """Receive this machine's rank from rank 0."""
     try:
         message = channel.receive(_SECONDS)
         rank, size, address = msgspec.json.decode(

@@ -1,7 +1,7 @@
-"""Who this process is among the ranks: from what started it, or from the command line.
+"""This process's rank, from its environment or from the command line.
 
-A process is a rank of its own where torchrun or rank 0 has started it; on further machines of a
-group (`--nnodes`, LeaderWorkerSet) it starts that machine's ranks.
+torchrun or rank 0 start a process as a rank. On a further machine of a group (`--nnodes`,
+LeaderWorkerSet), this process starts the machine's ranks.
 """
 
 from __future__ import annotations
@@ -27,22 +27,28 @@ NO_MULTICAST = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-"""What every process of a group has in its environment before it touches a GPU: libraries then
-leave the switches of NVLink alone, whose state outlives a process.
+"""Environment variables of every rank before its first GPU access. They prevent changes of NVLink
+switch state, which outlives a process.
 """
 
 
 def forbid_multicast() -> None:
-    """Say so in this process's environment, where nothing else is said."""
+    """Set the variables in `NO_MULTICAST` unless they are already set."""
     for name, value in NO_MULTICAST.items():
         os.environ.setdefault(name, value)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank's place: ``rank`` of ``size``, the ``local_rank``-th on its machine, and where rank
-    0 is met. ``token``: what all ranks of the run know and nobody else. ``limit_s``: how long rank
-    0 may be stopped before it has said anything.
+    """A rank's record.
+
+    Attributes:
+        rank: Rank number.
+        size: Number of ranks.
+        local_rank: Index on its machine.
+        address: Address of rank 0.
+        token: Secret of the run, known to all its ranks.
+        limit_s: Maximum time rank 0 may be stopped before its first message, in seconds.
     """
 
     rank: int
@@ -53,7 +59,7 @@ class Place:
     limit_s: float = ALONE.peer_limit
 
     def environment(self) -> dict[str, str]:
-        """The variables that tell a process that it is this rank."""
+        """Return the environment variables for a process with this rank."""
         return {
             _RANK: str(self.rank),
             _SIZE: str(self.size),
@@ -67,9 +73,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """A group over ``count`` machines, this being the ``rank``-th; ``count`` 1: this one alone.
+    """A group over ``count`` machines. This machine has the number ``rank``.
 
-    ``host`` and ``port`` are those of rank 0's machine.
+    ``host`` and ``port`` belong to rank 0's machine. ``count`` 1 means this machine only.
     """
 
     count: int = 1
@@ -78,10 +84,10 @@ class Machines:
     port: int = _PORT
 
     def address(self) -> Address:
-        """Where rank 0 listens.
+        """Return rank 0's listening address.
 
         Raises:
-            ConfigError: where no host is named.
+            ConfigError: The host is missing.
         """
         if not self.host:
             raise ConfigError(
@@ -91,16 +97,18 @@ class Machines:
 
 
 def local_place(folder: Path, size: int) -> Place:
-    """Rank 0's place in a group of this machine alone, which meets in a private folder."""
+    """Return rank 0's record for a group on this machine only, with a socket in a private
+    directory.
+    """
     token = secrets.token_hex(32).encode()
     return Place(0, size, 0, Address(path=folder / "ranks"), token)
 
 
 def place_of(environ: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place where another has started it as a rank; None where nobody has.
+    """Return this process's record if a parent process started it as a rank, else None.
 
     Raises:
-        ConfigError: for variables that are no numbers, or other machines without a token.
+        ConfigError: A variable is not a number, or a remote group has no token.
     """
     if _RANK in environ:
         address = Address.parse(environ.get(_MEET, ""))
@@ -115,17 +123,17 @@ def place_of(environ: Mapping[str, str] = os.environ) -> Place | None:
     if rank >= size:
         raise ConfigError(f"RANK={rank} of WORLD_SIZE={size}; allowed: 0 to {size - 1}")
     host = environ["MASTER_ADDR"]
-    # torchrun's own store listens on its port
+    # torchrun's own store uses its port.
     shared = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = Address(host, port + 1 if shared else port)
     return Place(rank, size, local, address, shared_token(host, local_size == size, environ))
 
 
 def machines_of(given: Machines | None, environ: Mapping[str, str] = os.environ) -> Machines:
-    """The machines of the command line, else those that LeaderWorkerSet's variables name.
+    """Return the machines from the command line, else from LeaderWorkerSet's variables.
 
     Raises:
-        ConfigError: for variables that are no numbers, or a rank outside of them.
+        ConfigError: A variable is not a number, or the rank is out of range.
     """
     found = given
     if found is None and "LWS_GROUP_SIZE" in environ:
@@ -143,11 +151,11 @@ def machines_of(given: Machines | None, environ: Mapping[str, str] = os.environ)
 
 
 def shared_token(host: str, is_local: bool, environ: Mapping[str, str] = os.environ) -> bytes:
-    """The token of ranks that do not start each other: ``TILEWRIGHT_TOKEN``, or, on the loopback
-    of one machine, none at all.
+    """Return ``TILEWRIGHT_TOKEN``, for ranks without a common parent. On a loopback address none is
+    needed.
 
     Raises:
-        ConfigError: where other machines can reach rank 0 and there is no token.
+        ConfigError: Other machines can reach rank 0, and there is no token.
     """
     token = environ.get(_TOKEN, "").encode()
     if not token and is_local and host in _LOOPBACK:
