@@ -1,7 +1,7 @@
-"""A child process: started apart from its parent, watched, and ended with all that it started.
+"""Child processes with limits and monitoring. Ending a child ends its whole process group.
 
-One that crashes, hangs or runs out of memory costs itself alone, and none outlives its parent. What
-a child is asked to do, and what its output means, is for who starts it.
+A crash, a hang or a memory shortage affects the child only. No child outlives its parent. The
+caller defines a child's work and the meaning of its output.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a child process ended: its exit status, or that its time was up.
+    """How a child process ended.
 
     Attributes:
-        code: its exit code; below zero the number of the signal that killed it.
-        seconds: from its start to its end.
-        said: the last lines it wrote on standard error, oldest first.
-        is_timed_out: it ran longer than it was given, and was stopped.
-        is_out_of_memory: the kernel ended it for want of memory, or it complained of that.
+        code: Exit code. Negative: number of the signal.
+        seconds: Run time.
+        said: Last lines on standard error, oldest first.
+        is_timed_out: The child exceeded its time limit and was stopped.
+        is_out_of_memory: The kernel killed the child for memory, or the child reported a shortage.
     """
 
     code: int
@@ -56,7 +56,7 @@ class Ended:
 
     @property
     def how(self) -> str:
-        """``exit code 3``, ``SIGKILL`` or, of a signal without a name, ``signal 40``."""
+        """Return ``exit code 3``, ``SIGKILL``, or ``signal 40`` for unnamed signals."""
         if self.code >= 0:
             return f"exit code {self.code}"
         try:
@@ -66,29 +66,29 @@ class Ended:
 
     @property
     def last(self) -> str:
-        """The last line on standard error that is not blank; empty where there is none."""
+        """Return the last nonblank line on standard error, or an empty text."""
         return next((line.strip() for line in reversed(self.said) if line.strip()), "")
 
 
 class Child:
-    """A running child process, in a session of its own.
+    """A running child process in its own session.
 
-    As a context manager it is stopped, if it still runs, where the block ends.
+    As a context manager, it is stopped at the end of the block.
 
     Args:
-        command: the program and its arguments; `PYTHON` begins that of a Python child.
-        log: the file that standard error is appended to; None keeps it until the end only.
-        timeout_s: seconds from the start after which `poll`, `wait` and `read` stop it; None for
-            as many as it takes.
-        max_bytes: of memory that it may allocate; None for what there is.
-        has_pipes: whether it is talked with: `write` and `read`. Otherwise its standard input is
-            empty, and `output` gives what it wrote once it has ended.
-        environment: variables besides this process's own.
-        cores: CPUs that it, and all it starts, may run on; empty: those that this process may.
-        what: who cannot be started, in the error that says so.
+        command: Program and arguments. Python children begin with `PYTHON`.
+        log: File to append standard error to. None: a temporary file.
+        timeout_s: Time limit in seconds from the start, applied by `poll`, `wait` and `read`. None:
+            no limit.
+        max_bytes: Memory limit in bytes. None: no limit.
+        has_pipes: Communicate with `write` and `read`. False: standard input is empty, and `output`
+            returns the output after the end.
+        environment: Variables in addition to this process's own.
+        cores: CPUs for the child and its descendants. Empty: this process's CPUs.
+        what: Name in error messages.
 
     Raises:
-        ConfigError: where it cannot be started.
+        ConfigError: The child cannot be started.
     """
 
     def __init__(
@@ -131,11 +131,13 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The id of its process, which is also that of its process group."""
+        """Return the process id, which is also the process group id."""
         return self._process.pid
 
     def poll(self) -> Ended | None:
-        """How it ended, or None while it runs; one that takes too long is stopped."""
+        """Return the end of the child, or None while running. Stop the child after its time
+        limit.
+        """
         if self._ended is not None:
             return self._ended
         if self._process.poll() is None:
@@ -146,7 +148,7 @@ class Child:
         return self._finish()
 
     def wait(self, seconds: float | None = None) -> Ended | None:
-        """Wait for the child's end; None where it still runs after so many seconds."""
+        """Wait for the child's end. Return None after ``seconds``."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while (ended := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
@@ -156,7 +158,7 @@ class Child:
         return ended
 
     def stop(self) -> Ended:
-        """End it and all it started, kindly first: an interrupt lets it take back what it began."""
+        """End the process group. Send an interrupt first, to allow cleanup."""
         if self._ended is not None:
             return self._ended
         for number, patience in ((signal.SIGINT, _ENDING_SECONDS), (signal.SIGKILL, None)):
@@ -169,7 +171,7 @@ class Child:
         return self._finish()
 
     def kill(self) -> Ended:
-        """End it and all it started at once, whatever state it is in."""
+        """Kill the process group immediately."""
         if self._ended is not None:
             return self._ended
         self._signal(signal.SIGKILL)
@@ -177,23 +179,25 @@ class Child:
         return self._finish()
 
     def write(self, data: bytes) -> None:
-        """Send bytes to its standard input; nothing where it has closed that: `wait` says why."""
+        """Send bytes to standard input. If the child has closed the pipe, nothing is sent. See
+        `wait`.
+        """
         assert self._process.stdin is not None, "started without pipes"
         with contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
     def close_input(self) -> None:
-        """Close the child's standard input, which it reads as the end of its work."""
+        """Close the child's standard input, to signal the end of its work."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
 
     def read(self, seconds: float | None = None) -> bytes | None:
-        """Read what the child writes next on its output; ``b""`` once that is closed.
+        """Return the next output bytes, or ``b""`` at the end of the output.
 
-        None where nothing came within so many seconds, or the child's own time is up: it is then
-        stopped, and `wait` says so.
+        Return None after ``seconds``, or at the child's time limit. In the latter case the child is
+        stopped.
         """
         assert self._process.stdout is not None, "started without pipes"
         limits = [] if seconds is None else [seconds]
@@ -209,9 +213,9 @@ class Child:
         return None
 
     def read_line(self, seconds: float | None = None) -> bytes | None:
-        """The next line of its output with its end; without one where the output ended.
+        """Return the next output line with its line end. A last line may have none.
 
-        None as `read` gives it; what came of the line until then is kept for the next call.
+        Return None as `read`. An incomplete line is stored for the next call.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         found = b""
@@ -227,13 +231,13 @@ class Child:
         return line + end
 
     def output(self) -> bytes:
-        """All it wrote on its output, without pipes, once it has ended."""
+        """Return the whole output of an ended child without pipes."""
         assert self._ended is not None, "still running"
         self._output.seek(0)
         return self._output.read()
 
     def close(self, patience_s: float = 0.0) -> Ended:
-        """End its input, give it so long to end by itself, then stop it; its files are closed."""
+        """Close the input, wait ``patience_s`` seconds, then stop the child. Close its files."""
         self.close_input()
         ended = self.wait(patience_s) or self.stop()
         self._files.close()
@@ -270,7 +274,7 @@ class Child:
         return self._ended
 
     def _said(self) -> tuple[str, ...]:
-        """The last lines of standard error, of this child alone where a log has those of others."""
+        """Return the last lines on standard error, for this child only."""
         with contextlib.suppress(OSError, ValueError):
             end = self._errors.seek(0, os.SEEK_END)
             self._errors.seek(max(self._errors_start, end - _SAID_BYTES))
@@ -287,9 +291,11 @@ def _open_log(log: Path | None) -> IO[bytes]:
 
 
 def _before_start(parent: int, max_bytes: int | None, cores: Sequence[int]) -> Callable[[], None]:
-    """What the child does first: hear interrupts, which a parent started in the background of a
-    shell may ignore; die with its parent, be the kernel's first choice where memory is short, keep
-    to its limit and its cores.
+    """Return the function to run in the child before its program.
+
+    It enables interrupts (a background shell may ignore them), ends the child with its parent,
+    makes the child the kernel's first choice for memory shortage, and applies the memory limit and
+    cores.
     """
     library = ctypes.CDLL(None)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -313,7 +319,7 @@ def _before_start(parent: int, max_bytes: int | None, cores: Sequence[int]) -> C
 
 
 def _oom_kills() -> int:
-    """Processes of this container that the kernel has ended for want of memory."""
+    """Return the number of processes in this container killed for memory."""
     with contextlib.suppress(OSError, ValueError):
         for line in _OOM_EVENTS.read_text(encoding="ascii").splitlines():
             name, _, count = line.partition(" ")

@@ -1,6 +1,6 @@
-"""Where a measurement was taken: library versions, commit, host, time.
+"""The environment of a measurement: library versions, commit, host, time.
 
-Reads package metadata without importing the packages; the commit is this checkout's, if it is one.
+Package metadata are read without importing packages. The commit is this checkout's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SOURCES = (".py", ".yaml", ".toml", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", "
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Environment:
-    """The fields of the same names of a Result."""
+    """Fields with the same names as in a Result."""
 
     versions: dict[str, str]
     commit: str | None
@@ -32,11 +32,11 @@ class Environment:
 
 
 def environment(packages: Sequence[str] = PACKAGES, *, hash_host: bool = False) -> Environment:
-    """The environment of a measurement taken now.
+    """Return the current environment.
 
     Args:
-        packages: distributions whose versions are noted; one that is not installed is left out.
-        hash_host: keep twelve hex digits of the host name's SHA-256 instead of the name.
+        packages: Distributions with a version entry. Missing distributions are omitted.
+        hash_host: Replace the host name with twelve hex digits of its SHA-256.
     """
     host = socket.gethostname()
     if hash_host:
@@ -45,12 +45,12 @@ def environment(packages: Sequence[str] = PACKAGES, *, hash_host: bool = False) 
 
 
 def now() -> str:
-    """The time, ISO 8601 with an offset."""
+    """Return the time in ISO 8601 with an offset."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Python's version and those of the packages that are installed."""
+    """Return the versions of Python and of installed packages."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -61,11 +61,10 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def commit(checkout: Path = _CHECKOUT) -> str | None:
-    """The commit of a checkout, ``-dirty`` appended where files differ from it, or where sources
-    lie there that git neither tracks nor ignores.
+    """Return a checkout's commit. ``-dirty`` marks changed files and untracked source files.
 
-    None where git is missing or the folder is not the top of a checkout: an installed copy may lie
-    inside some other repository, whose commit would say nothing.
+    Return None without git, or if the directory is not the top of a checkout. An installed copy may
+    be inside an unrelated repository.
     """
     top = _git(checkout, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != checkout.resolve():
@@ -73,7 +72,7 @@ def commit(checkout: Path = _CHECKOUT) -> str | None:
     head = _git(checkout, "rev-parse", "--verify", "HEAD")
     if head is None:
         return None
-    # measuring writes these two; they do not change what is measured
+    # Measurements write these two files. They are not measured.
     outputs = (":!results", ":!PERF.md")
     status = _git(checkout, "status", "--porcelain", "--untracked-files=all", "--", ".", *outputs)
     is_clean = status is not None and not any(map(_is_change, status.splitlines()))
@@ -81,7 +80,7 @@ def commit(checkout: Path = _CHECKOUT) -> str | None:
 
 
 def _is_change(line: str) -> bool:
-    """Whether a line of git's status is of what code is made of: of untracked files, sources."""
+    """Return whether a git status line is a changed file or an untracked source file."""
     return not line.startswith("??") or line.rstrip('"').endswith(_SOURCES)
 
 

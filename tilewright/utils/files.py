@@ -1,4 +1,4 @@
-"""Files read and written with care: only regular ones are opened, whole ones are left behind."""
+"""Safe reading and writing: only regular files are opened, and files are written whole."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CACHE_VARIABLE = "TILEWRIGHT_CACHE"
 
 
 def cache_dir() -> Path:
-    """Where Tilewright keeps what it can compute again (``TILEWRIGHT_CACHE``).
+    """Return the directory for recomputable data (``TILEWRIGHT_CACHE``).
 
     Raises:
-        ConfigError: when the variable is no path.
+        ConfigError: The variable is not a path.
     """
     named = os.environ.get(CACHE_VARIABLE)
     try:
@@ -30,10 +30,10 @@ def cache_dir() -> Path:
 
 
 def check_fresh(path: Path) -> None:
-    """Refuse a place that no new folder can take.
+    """Check that a new directory can be created at ``path``.
 
     Raises:
-        ConfigError: where there is something other than an empty folder, or the name is none.
+        ConfigError: The path is invalid, or exists and is not an empty directory.
     """
     try:
         is_taken = path.exists() and not (path.is_dir() and not any(path.iterdir()))
@@ -44,11 +44,11 @@ def check_fresh(path: Path) -> None:
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a regular file for reading; its size is what there is to read.
+    """Open a regular file for reading. The file has a definite size.
 
     Raises:
-        OSError: for what cannot be opened, a folder, a pipe, a device.
-        ValueError: for a path that no file can have.
+        OSError: The file cannot be opened, or is a directory, pipe or device.
+        ValueError: The path is invalid.
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(handle).st_mode
@@ -61,23 +61,23 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def read_regular(path: Path) -> bytes:
-    """All bytes of ``path``; raises as `open_regular`."""
+    """Return all bytes of ``path``. Raise as `open_regular`."""
     with open_regular(path) as file:
         return file.read()
 
 
 def mode_of_new(mode: int) -> int:
-    """What is left of a new file's or folder's permissions by the umask of this process."""
+    """Return the permissions of a new file or directory after the umask."""
     mask = os.umask(0)
     os.umask(mask)
     return mode & ~mask
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Make ``data`` the content of ``path`` in one step, with the mode it had, or leave it alone.
+    """Replace a file's contents atomically, retaining its mode. On failure the file is unchanged.
 
     Raises:
-        OSError, ValueError: where it cannot be written.
+        OSError, ValueError: The file cannot be written.
     """
     mode = path.stat().st_mode & 0o777 if path.exists() else mode_of_new(0o666)
     with _beside(path, data, mode) as temporary:
@@ -85,11 +85,11 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def create_file(path: Path, data: bytes) -> None:
-    """Make a file of ``data``, whole or not at all, and never in the place of another.
+    """Create a file atomically. Never replace an existing file.
 
     Raises:
-        FileExistsError: when there is one.
-        OSError, ValueError: where it cannot be written.
+        FileExistsError: The file exists.
+        OSError, ValueError: The file cannot be written.
     """
     with _beside(path, data, mode_of_new(0o666)) as temporary:
         os.link(temporary, path)
@@ -97,7 +97,7 @@ def create_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def _beside(path: Path, data: bytes, mode: int) -> Iterator[Path]:
-    """A complete file in the folder of ``path``, on disk; gone afterwards if it is still there."""
+    """Yield a complete temporary file in the directory of ``path``. Remove it afterwards."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
     temporary = Path(name)
     try:

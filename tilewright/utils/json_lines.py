@@ -1,7 +1,6 @@
-"""Files of JSON lines that survive their writers: appended whole, on disk, a torn tail cut off.
+"""Crash-safe files of JSON lines: appended whole, synchronized to disk, torn tails removed.
 
-`read_records` reads every kind of them through msgspec: results, sweeps, runs. What a record means
-is for those who define its type.
+`read_records` reads results, sweeps and runs through msgspec. Record types are defined elsewhere.
 """
 
 from __future__ import annotations
@@ -24,18 +23,19 @@ from tilewright.utils.files import read_regular
 S = TypeVar("S")
 T = TypeVar("T")
 _CHUNK = 1 << 16
-_MAX_REASON = 1000  # characters: a line may hold values of any length
+_MAX_REASON = 1000  # characters: lines may contain long values
 
 
 class TornLineWarning(UserWarning):
-    """The last line of a file was cut short, and was dropped."""
+    """The last line of a file was incomplete and is dropped."""
 
 
 def check_writable(path: str | os.PathLike[str], what: str = "results file") -> None:
-    """Fail early where `append_lines` would fail, before time is spent; makes nothing.
+    """Raise early if `append_lines` would fail. Create nothing.
 
     Raises:
-        ConfigError: if the path is a folder, or it or its nearest existing folder is not writable.
+        ConfigError: The path is a directory, or it or its nearest existing directory is not
+            writable.
     """
     path = Path(path)
     try:
@@ -53,13 +53,13 @@ def check_writable(path: str | os.PathLike[str], what: str = "results file") -> 
 
 
 def append_lines(path: str | os.PathLike[str], data: bytes, what: str = "results file") -> None:
-    """Add complete lines, all or nothing, and have them on disk on return.
+    """Append complete lines atomically. They are on disk when the function returns.
 
-    Makes the folder. Writers exclude each other by a lock on the file. What an earlier writer left
-    of a line when it died is cut off, with a `TornLineWarning`.
+    Create missing directories. A file lock excludes concurrent writers. A torn last line from a
+    crashed writer is removed with a `TornLineWarning`.
 
     Raises:
-        ConfigError: if the file cannot be written; what it held is then unchanged.
+        ConfigError: The file cannot be written. Its contents are then unchanged.
     """
     path = Path(path)
     try:
@@ -76,17 +76,16 @@ def append_lines(path: str | os.PathLike[str], data: bytes, what: str = "results
     except OSError as error:
         raise _unusable(path, what, error) from None
     finally:
-        os.close(handle)  # gives the lock back
+        os.close(handle)  # also releases the lock
 
 
 def read_lines(path: str | os.PathLike[str], what: str = "results file") -> list[tuple[int, bytes]]:
-    """Number and content of every line that is not blank, from 1, in order.
+    """Return number and contents of every nonblank line, numbered from 1.
 
-    A last line without its newline that is no JSON was cut short by a crash: it is dropped with a
-    `TornLineWarning`.
+    An incomplete last line without JSON is dropped with a `TornLineWarning`.
 
     Raises:
-        ConfigError: if the file cannot be read.
+        ConfigError: The file cannot be read.
     """
     path = Path(path)
     try:
@@ -101,7 +100,7 @@ def read_lines(path: str | os.PathLike[str], what: str = "results file") -> list
 
 @dataclass(frozen=True, slots=True)
 class Located(Generic[T]):
-    """A record and where it was read, as ``results.jsonl:3``, for messages."""
+    """A record with its location for messages, ``results.jsonl:3``."""
 
     place: str
     record: T
@@ -114,13 +113,16 @@ def read_records(
     *,
     expected: str = "not a record",
 ) -> list[Located[T]]:
-    """Every record of a file, in order; see `read_lines` for a torn last line.
+    """Return all records of a file in order. See `read_lines` for a torn last line.
 
-    ``decode`` makes a record of a line, as `msgspec.json.Decoder.decode` does. ``expected`` is what
-    a message says of a line that is none, such as "not a run".
+    Args:
+        path: The file.
+        decode: Makes a record from a line, like `msgspec.json.Decoder.decode`.
+        what: Name of the file in messages.
+        expected: Message for an invalid line, for example "not a run".
 
     Raises:
-        ConfigError: naming file and line, on a line that ``decode`` refuses.
+        ConfigError: ``decode`` rejects a line. The message has file and line.
     """
     return [
         Located(place, decode_record(line, decode, place=place, expected=expected))
@@ -132,10 +134,10 @@ def read_records(
 def decode_record(
     line: S, decode: Callable[[S], T], *, place: str, expected: str = "not a record"
 ) -> T:
-    """The record of one line, or of what was read of it already.
+    """Decode a record from a line or from parsed data.
 
     Raises:
-        ConfigError: naming ``place``, on what ``decode`` refuses.
+        ConfigError: ``decode`` rejects the line. The message has ``place``.
     """
     try:
         return decode(line)
@@ -144,7 +146,7 @@ def decode_record(
 
 
 def is_json(line: bytes) -> bool:
-    """Tell whether a line is one complete JSON value."""
+    """Return whether a line is a complete JSON value."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -163,7 +165,7 @@ def _warn_torn(path: Path, *, number: int | None = None) -> None:
 
 
 def _mend_tail(handle: int, path: Path) -> bytes:
-    """Make the file end where a line ends: cut a torn line, or return the newline it lacks."""
+    """Make the file end at a line end: remove a torn line, or return a missing newline."""
     size = end = os.fstat(handle).st_size
     parts: list[bytes] = []
     while end and not (parts and b"\n" in parts[-1]):

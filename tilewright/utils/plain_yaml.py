@@ -1,6 +1,6 @@
-"""Untrusted YAML as maps, lists and strings: limited in size and depth, each key once, no tags.
+"""Untrusted YAML as maps, lists and strings: limited size and depth, unique keys, no tags.
 
-What the values mean is for the readers of the files.
+The files' readers interpret the values.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ _PLAIN_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"
 
 
 def cut(text: str, length: int = 80) -> str:
-    """The end of a long text: of a path the part that tells most."""
+    """Return a text limited to ``length`` by removing its start: the end of a path is more
+    useful.
+    """
     return text if len(text) <= length else "..." + text[3 - length :]
 
 
 def read_text(path: Path, *, source: str) -> str:
-    """A small UTF-8 file. Raises ConfigError, naming ``source``, where it is none."""
+    """Read a small UTF-8 file. Raise ConfigError with ``source`` on failure."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -41,17 +43,18 @@ def read_text(path: Path, *, source: str) -> str:
 
 
 class _TextLoader(yaml.SafeLoader):
-    """Plain data with every scalar a string: ``no`` and ``1e3`` stay what was written."""
+    """Plain data with strings as scalars: ``no`` and ``1e3`` are not converted."""
 
-    # Merge keys go with the rest: nested ones grow exponentially, and `inherits` does their work.
+    # Merge keys are also rejected: nested merge keys grow exponentially, and `inherits` replaces
+    # them.
     yaml_implicit_resolvers = {}  # noqa: RUF012 - a class's table, as in every loader
-    # Of tags only those that plain text has anyway; None is what refuses every other.
+    # Only tags of plain text are allowed. None rejects all other tags.
     yaml_constructors = {  # noqa: RUF012
         tag: yaml.SafeLoader.yaml_constructors[tag] for tag in (*_PLAIN_TAGS, None)
     }
 
     def fetch_flow_collection_start(self, token_class: type[yaml.Token]) -> None:
-        # Each level costs time at each token that follows on its line.
+        # Each level costs time for every token on its line.
         if self.flow_level >= MAX_BRACKETS:
             raise RecursionError
         super().fetch_flow_collection_start(token_class)
@@ -75,10 +78,10 @@ class _TextLoader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str, source: str) -> object:
-    """Maps, lists and strings of a YAML text, each key once.
+    """Parse YAML to maps, lists and strings with unique keys.
 
     Raises:
-        ConfigError: naming ``source`` and the line, on anything else.
+        ConfigError: The text is invalid. The message has ``source`` and line.
     """
     try:
         return yaml.load(text, Loader=_TextLoader)
@@ -89,10 +92,10 @@ def parse_yaml(text: str, source: str) -> object:
         raise ConfigError(f"{place}: {problem}; allowed: YAML, each key once") from None
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply; allowed: plain maps") from None
-    except (ValueError, OverflowError):  # an escape beyond Unicode, a version of 5,000 digits
+    except (ValueError, OverflowError):  # an escape beyond Unicode, a version with 5,000 digits
         raise ConfigError(f"{source}: a number out of range; allowed: plain text") from None
 
 
 def is_name(key: object) -> bool:
-    """Keys are quoted in messages, which are one line."""
+    """Return whether a key can be quoted in a one-line message."""
     return isinstance(key, str) and key.isprintable() and len(key) <= MAX_KEY_LENGTH
