@@ -1,4 +1,4 @@
-"""Runs steps on the native library: tokens in, logits out, caches in its seats."""
+"""Executable for the native library: tokens in, logits out, caches in its slots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NUM_SNAPSHOTS = 64
 
 
 class NativeExecutable(HostExecutable):
-    """One engine of the library, both phases. A row's bits depend on its request alone."""
+    """An engine of the library for both phases. A batch row's bits depend on its request only."""
 
     device_name = "CPU (native)"
 
@@ -64,7 +64,7 @@ class NativeExecutable(HostExecutable):
         self._times: times.Times | None = None
         self._weight_bytes = sum(each.num_bytes for each in packed.tensors)
         large_pages = are_large_pages_worth(self._weight_bytes)
-        self._mapped = None if large_pages else mapped  # its engine reads it until it is closed
+        self._mapped = None if large_pages else mapped  # the engine reads it until closed
         self._engine: int | None = lib.open_engine(
             program_of(packed, mapped, options, isa=isa, large_pages=large_pages)
         )
@@ -84,7 +84,7 @@ class NativeExecutable(HostExecutable):
             self._is_hidden = False
 
     def _results(self, batch: Batch, width: int) -> np.ndarray:
-        """The logits of a batch's rows, or their hidden states."""
+        """Return the logits for a batch's rows, or their hidden states."""
         tokens, positions, bounds, rows = (
             each.astype(np.int32)
             for each in (batch.tokens, batch.positions, batch.cu_seqlens, batch.logit_rows)
@@ -109,7 +109,7 @@ class NativeExecutable(HostExecutable):
         found: np.ndarray,
         decodes: bool,
     ) -> None:
-        """More tokens than the library takes at once, piece by piece."""
+        """Run more tokens than the library's limit, in several calls."""
         for first in range(0, len(tokens), MAX_TOKENS):
             last = min(first + MAX_TOKENS, len(tokens))
             held = [at for at in range(len(seats)) if bounds[at] < last and bounds[at + 1] > first]
@@ -155,7 +155,7 @@ class NativeExecutable(HostExecutable):
         self._check(failed)
 
     def _complete(self, step: lib.TwStep) -> None:
-        """Add to what the library is told of a step."""
+        """Add fields to the library's step structure."""
 
     def _check(self, failed: int) -> None:
         assert not failed, "the step does not fit the program"
@@ -188,8 +188,10 @@ class NativeExecutable(HostExecutable):
         return MemoryUse(self._weight_bytes, state + own)
 
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
-        """As if they were dealt out evenly: a window keeps no more of each sequence. With none of
-        these, of the positions alone.
+        """Return the bytes for evenly distributed positions: a window limits the state of each
+        sequence.
+
+        For zero sequences, return the bytes of the positions only.
         """
         dealt = max(num_sequences, 1)
         each, longer = divmod(num_positions, dealt)
@@ -199,7 +201,7 @@ class NativeExecutable(HostExecutable):
         return found
 
     def _opened(self) -> int:
-        """The engine; the library reads what it is given, so a closed one must not reach it."""
+        """Return the engine. A closed engine must not reach the library."""
         assert self._engine is not None, "the executable is closed"
         return self._engine
 
@@ -212,7 +214,9 @@ class NativeExecutable(HostExecutable):
 
 
 def _described(isa: str, num_threads: int) -> str:
-    """The processor and what of it is used; more threads than cores are allowed, and said."""
+    """Return the processor and its used features. More threads than cores are allowed and
+    reported.
+    """
     cpu = describe_cpu()
     found = f"{cpu.model_name}, {isa}"
     if num_threads > cpu.num_cores:

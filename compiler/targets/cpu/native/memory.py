@@ -1,7 +1,4 @@
-"""What fits the machine's memory: caches that are asked for, a copy of the weights on large pages.
-
-It knows sizes alone.
-"""
+"""Memory limits: the size of caches, and the decision to copy weights to large pages."""
 
 from __future__ import annotations
 
@@ -22,26 +19,28 @@ _WORTH_COPYING, _SPARE = 16 << 20, 1 << 30
 _LARGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 
 _POSITIONS = 64
-"""A cache's positions are whole such chunks (source/caches.h)."""
+"""Cache chunk size in positions (source/caches.h)."""
 
 REACH_BACK = 1024
-"""Positions that a layer holds before its window, so that sequences can be cut back (caches.h)."""
+"""Retained positions before a layer's window, for truncation (caches.h)."""
 
 
 def memory_bytes() -> int:
-    """Bytes of the machine's memory, or of the control group's where that has fewer."""
+    """Return the machine's memory in bytes, or the control group's limit if lower."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
             return min(found, int(file.read()))
-    except (OSError, ValueError):  # no such group, or no limit
+    except (OSError, ValueError):  # no control group, or no limit
         return found
 
 
 def are_large_pages_worth(num_bytes: int) -> bool:
-    """Whether weights are copied from their file onto pages of 2 MB, which are read up to twice as
-    fast: the system gives such pages, and has the room; fewer bytes stay in a processor's caches.
-    ``TILEWRIGHT_LARGE_PAGES=0`` leaves them in the file's pages, which processes share.
+    """Return whether to copy weights from their file to 2 MB pages.
+
+    Reads are up to twice as fast. The system must support large pages and have free memory, and
+    small weights do not benefit. ``TILEWRIGHT_LARGE_PAGES=0`` disables copies: processes share file
+    pages.
     """
     if not uses_large_pages() or num_bytes < _WORTH_COPYING:
         return False
@@ -50,7 +49,7 @@ def are_large_pages_worth(num_bytes: int) -> bool:
             gives = "[never]" not in file.read()
         with open("/proc/meminfo", encoding="ascii") as file:
             kib = next(line for line in file if line.startswith("MemAvailable")).split()[1]
-    except (OSError, StopIteration):  # no such system
+    except (OSError, StopIteration):  # unsupported system
         return False
     return gives and num_bytes + _SPARE < min(int(kib) * 1024, memory_bytes())
 
@@ -58,8 +57,8 @@ def are_large_pages_worth(num_bytes: int) -> bool:
 def sequence_bytes(
     states: Sequence[lib.TwState], num_positions: int, windows: Sequence[int] = ()
 ) -> int:
-    """Return the bytes of the state of a sequence of ``num_positions``; ``windows`` as
-    :func:`check_room` takes them.
+    """Return the state bytes for a sequence with ``num_positions``. See :func:`check_room` for
+    ``windows``.
     """
     own = zip(states, windows or [0] * len(states), strict=True)
     return kept_bytes(states) + sum(
@@ -85,11 +84,11 @@ def check_room(
     memory: int,
     windows: Sequence[int] = (),
 ) -> None:
-    """Refuse caches that are larger than the memory when all of them are full; ``windows``: of the
-    states, the last positions that are seen, 0 for all of them.
+    """Check that full caches fit in memory. ``windows`` has the attention window per state, 0 for
+    none.
 
     Raises:
-        CompileError: with the sequences, and the positions, that would fit.
+        CompileError: They do not fit. The message has the sequences and positions that fit.
     """
 
     def seat_of(num_positions: int) -> int:
@@ -114,7 +113,7 @@ def check_room(
 
 
 class _Program(Protocol):
-    """Instructions, and the states that they name by number."""
+    """Instructions with their numbered states."""
 
     @property
     def instructions(self) -> Sequence[lib.TwInstruction]: ...
@@ -123,28 +122,28 @@ class _Program(Protocol):
 
 
 def windows_of(program: _Program, max_context: int) -> list[int]:
-    """The last positions that are seen of each state; 0: all that a context has."""
+    """Return the attention window per state. 0: the whole context."""
     attends = [each for each in program.instructions if lib.OPS[each.op] == "attend"]
     own = {each.state: each.window for each in attends if 0 < each.window < max_context}
     return [own.get(state, 0) for state in range(len(program.states))]
 
 
 def reach_back(windows: Sequence[int]) -> tuple[int, int]:
-    """Positions that the layers of the smallest window hold, and how far a longer sequence can be
-    cut back; 0 where all layers see all positions. An answer that is cancelled may have had a few
-    more positions than are known of it.
+    """Return the retained positions in the smallest window, and the maximum rollback.
+
+    Both are 0 without windows. After an abort, the state may have a few unreported positions.
     """
     held = [held_positions(each) for each in windows if each]
     return (min(held), REACH_BACK - _POSITIONS) if held else (0, 0)
 
 
 def held_positions(window: int) -> int:
-    """Positions that a layer holds of a sequence (and up to 2 MB besides), 0 for all of them."""
+    """Return a layer's retained positions per sequence, up to 2 MB more in reality. 0: all."""
     return window + REACH_BACK if window else 0
 
 
 def position_bytes(states: Sequence[lib.TwState]) -> int:
-    """Bytes of keys and values that one position takes, of all layers."""
+    """Return the key and value bytes per position over all layers."""
     caches = (each for each in states if lib.STATES[each.kind] == "keys_values")
     return sum(
         2 * each.num_heads * _held_bytes(whole(each.head_dim, LANES), lib.CACHES[each.cache])
@@ -153,12 +152,12 @@ def position_bytes(states: Sequence[lib.TwState]) -> int:
 
 
 def _held_bytes(count: int, kind: str) -> int:
-    """Bytes of so many values of a cache, whole blocks of 16."""
+    """Return the bytes for ``count`` cache values, in whole blocks."""
     return {"fp32": 4 * count, "bf16": 2 * count, "bfp8": count + count // 16}[kind]
 
 
 def kept_bytes(states: Sequence[lib.TwState]) -> int:
-    """Bytes that a sequence takes whatever its length, of all layers."""
+    """Return the constant-size state bytes per sequence over all layers."""
     found = 0
     for each in states:
         if lib.STATES[each.kind] == "window":

@@ -1,6 +1,4 @@
-"""What the native kernels make of formats and fidelities: how weights and caches are held, in which
-arithmetic products are made, and the contract that says so.
-"""
+"""The native kernels' numeric contract: storage of weights and caches, and arithmetic."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ from tilewright.compiler.targets.contract.record import (
 FP32, BF16, FP16, VECTOR = "fp32", "bf16", "fp16", "vector"
 K_KINDS = ("q4_k", "q5_k", "q6_k")
 BLOCK_KINDS = ("q80", "q40", "q41", "q50", "q51", "bfp8", "bfp4", *K_KINDS)
-"""Formats that kernels read in blocks, as they are; blocks of ``K_KINDS`` come from a file."""
+"""Formats with block kernels. Blocks in ``K_KINDS`` are only read from files."""
 
 SCALES_OF_16 = ("bfp8", "bfp4", "q6_k")
-"""The formats with a scale for 16 values; other blocks have one for 32. Int8 activations have a
-scale for as many values as the weight that they are multiplied with.
+"""Formats with a scale per 16 values. Other blocks have 32. Int8 activations have the block size of
+the weight.
 """
 
 INT8_IN_16 = "int8 activations, a scale for 16"
@@ -29,7 +27,7 @@ INT8_IN_16 = "int8 activations, a scale for 16"
 HAVE_MINIMUMS = ("q41", "q51", "q4_k", "q5_k")
 
 ROUNDED = "bf16"
-"""The ``activation`` that values between products are rounded to."""
+"""Rounding of values between matmuls, an ``activation`` format."""
 
 AS_FP32, AS_BF16, AS_INT8 = "fp32", "bf16", "int8"
 _EXACT_IN_BF16 = ("bf16", "bfp8", "bfp4", "bfp2")
@@ -37,8 +35,9 @@ _CACHES = {"fp32": (FP32, 0), "bf16": (BF16, 0), "bfp8": ("bfp8", 7), "bfp4": (B
 
 
 def held_kind(recipe: WeightRecipe) -> str:
-    """How a weight is held: in its own blocks, in float16, in bfloat16 where that has all of its
-    format's values, else in float32; every kind is exact.
+    """Return a weight's storage: its own blocks, float16, bfloat16 if exact, else float32.
+
+    Every storage is exact.
     """
     assert recipe.format is not None
     if recipe.format in BLOCK_KINDS and recipe.block_axis == "in":
@@ -49,24 +48,26 @@ def held_kind(recipe: WeightRecipe) -> str:
 
 
 def arithmetic(kind: str, fidelity: str, *, exact: bool) -> str:
-    """The operands of products with a weight of this kind; sums are fp32."""
+    """Return the operand type for matmuls with a weight. Sums are fp32."""
     asked = FIDELITIES[fidelity]
     if exact or kind in (FP32, FP16) or asked.fp32_outputs:
         return AS_FP32
     if kind in BLOCK_KINDS and asked.num_phases < 3:
         return AS_INT8
-    return AS_FP32 if kind in HAVE_MINIMUMS else AS_BF16  # minimums are no codes
+    return AS_FP32 if kind in HAVE_MINIMUMS else AS_BF16  # minimums are not codes
 
 
 def cache_kind(format_name: str, *, exact: bool) -> tuple[str, int]:
-    """How keys and values are held, and the magnitude bits of the block floats that they are
-    rounded to before (0: none); attention reads all but float32 as bfloat16.
+    """Return the storage of keys and values, and the magnitude bits for rounding before it (0:
+    none).
+
+    Attention reads all storages except float32 as bfloat16.
     """
     return (FP32, 0) if exact else _CACHES.get(format_name, (FP32, 0))
 
 
 def meanings(*, exact: bool) -> Meanings:
-    """Make the target's answers to the numeric contract; ``exact`` is ``--compute exact``."""
+    """Return the target's answers for the numeric contract. ``exact`` is ``--compute exact``."""
 
     def weight(name: str, axis: str) -> Meaning:
         if name in BLOCK_KINDS and axis == "in":

@@ -1,7 +1,6 @@
-"""One rank's program on the native library: its sums are exchanged inside a step, over sockets.
+"""A rank's program on the native library. Collectives inside a step use sockets.
 
-Rank 0 alone has logits, and of greedy choices not even those: every rank says which of its own
-tokens is the likeliest.
+Only rank 0 has logits. For greedy sampling, each rank sends only the argmax over its own tokens.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from tilewright.errors import ExchangeError
 
 _NEVER = (1 << 63) - 1
 _LEAST_LOOKS, _MOST_LOOKS = 4, 64
-"""How often a socket is looked at, each look being a system call, before a thread sleeps."""
+"""Number of socket polls (system calls) before a thread sleeps."""
 
 _TRIALS, _TRIAL_ROWS = 9, 64
 _WORTH = 1.25
-"""How much longer two hops may take, for half of the bytes: a link is not always as free as now."""
+"""Allowed time ratio for two hops, which halve the bytes: a link may be busier than now."""
 
 
 class NativeRank(NativeExecutable):
-    """The engine of one rank of several."""
+    """A rank's engine."""
 
     def __init__(
         self,
@@ -99,16 +98,18 @@ class NativeRank(NativeExecutable):
         return self._rows_of(np.concatenate(self._best))
 
     def exchanged(self) -> lib.TwExchanged:
-        """The number of exchanges so far, the bytes this rank sent, the nanoseconds in them."""
+        """Return the number of collectives, the bytes sent by this rank, and the nanoseconds
+        spent.
+        """
         found = lib.TwExchanged()
         self._library.tw_exchanged(self._opened(), ctypes.byref(found))
         return found
 
     def all_reduce(self, values: np.ndarray, wire: str) -> None:
-        """Make the float32 ``[rows, width]`` the sum over all ranks, in place, as steps do it.
+        """Sum the float32 ``[rows, width]`` over all ranks, in place, as in a step.
 
         Raises:
-            ExchangeError: where a rank has gone, or did not take part in time.
+            ExchangeError: A rank disconnected or did not answer in time.
         """
         rows, width = values.shape
         number = lib.WIRES.index(wire)
@@ -117,7 +118,7 @@ class NativeRank(NativeExecutable):
         )
 
     def set_hops(self, two_hops_from: int) -> None:
-        """Sums of so many bytes and more are made in two hops; alike on all ranks."""
+        """Set the size in bytes from which sums use two hops. All ranks need equal values."""
         self._library.tw_set_hops(self._opened(), two_hops_from)
 
     def close(self) -> None:
@@ -141,8 +142,8 @@ class NativeRank(NativeExecutable):
         super()._check(failed)
 
     def _needs_rows(self, step: Step) -> bool:
-        """Whether rank 0 reads more of a row than its likeliest token."""
-        if not self._widths:  # so small a vocabulary that every rank has all of it
+        """Return whether rank 0 needs more of a row than its argmax."""
+        if not self._widths:  # a small vocabulary is whole on every rank
             return True
         if step.want_logits or step.masked or step.logprobs is not None:
             return True
@@ -157,7 +158,7 @@ class NativeRank(NativeExecutable):
         return sampling.is_greedy and not sampling.changes_logits
 
     def _rows_of(self, best: np.ndarray) -> np.ndarray:
-        """Rows in which the likeliest token has its logit and every other one none."""
+        """Return rows with the argmax token's logit and minus infinity for all other tokens."""
         if len(self._likeliest) < len(best):
             self._likeliest = np.empty((len(best), self.vocab_size), np.float32)
         rows = self._likeliest[: len(best)]
@@ -166,13 +167,13 @@ class NativeRank(NativeExecutable):
         return rows
 
     def _shared(self, peers: Peers) -> list[bytes]:
-        """The threads of every rank that runs on this machine, by what it calls itself."""
+        """Return the thread counts of all ranks on this machine, identified by host name."""
         own = socket.gethostname().encode()
         found = peers.all_gather(struct.pack("<q", self._num_threads) + own)
         return [each[:8] for each in found if each[8:] == own]
 
     def _choose_hops(self, peers: Peers) -> str:
-        """Measure sums in one hop and in two; rank 0's times decide. Says what was chosen."""
+        """Measure sums with one hop and with two. Rank 0's times decide. Return a description."""
         if peers.size == 2 or not self._reductions:
             return "one hop"
         width, wire = self._reductions[0]
@@ -192,4 +193,4 @@ class NativeRank(NativeExecutable):
             began = time.perf_counter()
             self.all_reduce(values, wire)
             times.append(time.perf_counter() - began)
-        return min(times)  # what else runs on the nodes makes some of them longer
+        return min(times)  # other processes on the machines can only lengthen times

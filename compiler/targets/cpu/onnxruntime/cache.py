@@ -1,8 +1,8 @@
-"""What sequences keep, in contiguous slots bound to ONNX Runtime by pointer: key/value caches, and
-state that does not grow.
+"""Slot state for ONNX Runtime: contiguous key/value caches and constant-size state, bound by
+pointer.
 
-Memory is reserved as address space and touched only where something is written; a freed slot's
-pages go back to the system at once.
+Address space is reserved, and memory is used only after writes. Pages of a freed slot return to the
+system at once.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from tilewright.errors import CompileError
 
 _ITEM = 4  # float32
 
-# Python names the flag from 3.13 on; the number is Linux' on these processors
+# Python has the flag's name from version 3.13. The number is Linux's on these processors.
 _KNOWN = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if _KNOWN else 0)
 
 Binding = tuple[str, tuple[int, ...], int]
-"""Name, shape and address of one tensor of a window of slots."""
+"""Name, shape and address of a tensor for a window of slots."""
 
 
 class _Pages:
-    """Zeros of the system's, which get memory of their own where they are written."""
+    """Zero pages from the system. They use memory only after a write."""
 
     def __init__(self, num_bytes: int, what: str, remedy: str) -> None:
-        """``what`` they are for, and what to ask for less of, in the words of an error."""
-        # private: the system keeps the pages of a shared mapping whatever it is advised; without
-        # a reserve: most of a cache is never written, and more than the memory may be asked for
+        """Reserve pages. ``what`` is their purpose and ``remedy`` the advice in errors."""
+        # Private, because the system retains pages of shared mappings despite advice. Without a
+        # reserve, because most of a cache is never written, and its size may exceed the memory.
         kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
         try:
             self._mapping = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=kind)
@@ -48,13 +48,13 @@ class _Pages:
         self.address = int(self.bytes.ctypes.data)
 
     def floats(self, start: int, shape: tuple[int, ...]) -> np.ndarray:
-        """The float32 tensor that begins at a byte."""
+        """Return the float32 tensor at a byte offset."""
         part = self.bytes[start : start + math.prod(shape) * _ITEM]
         found: np.ndarray = part.view(np.float32).reshape(shape)
         return found
 
     def clear(self, start: int, size: int) -> None:
-        """Zeros again: whole pages are given back."""
+        """Set bytes to zero. Whole pages return to the system."""
         first = start + -start % mmap.PAGESIZE
         last = max(first, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE)
         if not (hasattr(self._mapping, "madvise") and hasattr(mmap, "MADV_DONTNEED")):
@@ -66,10 +66,11 @@ class _Pages:
 
 
 class SlotCaches:
-    """Keys and values ``[num_slots, G, L, D]`` float32 of every layer, in one anonymous mapping.
+    """Keys and values ``[num_slots, G, L, D]`` float32 for every layer, in a single anonymous
+    mapping.
 
-    ``length`` is L: one position more than the longest sequence, since a row of a window that is
-    not stepped still has a write, just behind its last position.
+    ``length`` is L, the longest sequence plus 1: idle rows in a window write after their last
+    position.
     """
 
     def __init__(self, specs: Sequence[CacheSpec], num_slots: int, length: int) -> None:
@@ -87,7 +88,9 @@ class SlotCaches:
         self._pages = _Pages(total, wanted, "sequences or positions")
 
     def bindings(self, first: int, last: int) -> list[Binding]:
-        """Name, shape and address of every cache tensor for slots ``first`` to ``last - 1``."""
+        """Return name, shape and address of every cache tensor for slots ``first`` to ``last -
+        1``.
+        """
         bound: list[Binding] = []
         for spec, size, offsets in zip(self.specs, self._slot_bytes, self._offsets, strict=True):
             shape = (last - first, spec.num_kv_heads, self.length, spec.head_dim)
@@ -97,13 +100,13 @@ class SlotCaches:
         return bound
 
     def release(self, slot: int) -> None:
-        """Give the pages of a slot back; it reads as zeros afterwards."""
+        """Free a slot's pages. Afterwards it reads as zeros."""
         for size, offsets in zip(self._slot_bytes, self._offsets, strict=True):
             for offset in offsets:
                 self._pages.clear(offset + slot * size, size)
 
     def copy(self, source: int, target: int, num_positions: int) -> None:
-        """Copy the first positions of one slot to another."""
+        """Copy a slot's first positions to another slot."""
         for spec, size, offsets in zip(self.specs, self._slot_bytes, self._offsets, strict=True):
             shape = (spec.num_kv_heads, self.length, spec.head_dim)
             for offset in offsets:
@@ -113,15 +116,16 @@ class SlotCaches:
                 new[:, :num_positions] = old[:, :num_positions]
 
     def num_bytes(self, num_positions: int) -> int:
-        """Bytes that hold this many positions, of whatever sequences."""
+        """Return the bytes for ``num_positions``, independent of sequences."""
         return sum(2 * s.num_kv_heads * s.head_dim * _ITEM * num_positions for s in self.specs)
 
 
 class SlotStates:
-    """State that does not grow, ``[num_slots, *shape]`` float32 a piece, in one anonymous mapping.
+    """Constant-size state, float32 ``[num_slots, *shape]`` per tensor, in a single anonymous
+    mapping.
 
-    A row of a window that is not stepped is written as the others are: :meth:`read` it before and
-    :meth:`write` it back.
+    Idle rows in a window are also written. :meth:`read` their state before a step and :meth:`write`
+    it back.
     """
 
     def __init__(self, specs: Sequence[SequenceState], num_slots: int) -> None:
@@ -138,11 +142,11 @@ class SlotStates:
 
     @property
     def slot_bytes(self) -> int:
-        """The bytes of state that one sequence takes."""
+        """Return the state bytes per sequence."""
         return sum(self._sizes)
 
     def bindings(self, first: int, last: int) -> list[Binding]:
-        """Name, shape and address of every piece for slots ``first`` to ``last - 1``."""
+        """Return name, shape and address of every tensor for slots ``first`` to ``last - 1``."""
         return [
             (
                 f"{spec.name}{STATE_SUFFIX}",
@@ -153,21 +157,21 @@ class SlotStates:
         ]
 
     def release(self, slot: int) -> None:
-        """A slot reads as zeros afterwards; whole pages of it go back."""
+        """Clear a slot. Whole pages return to the system."""
         for size, offset in zip(self._sizes, self._offsets, strict=True):
             self._pages.clear(offset + slot * size, size)
 
     def read(self, slot: int) -> list[np.ndarray]:
-        """Copy all pieces of a slot."""
+        """Return copies of a slot's tensors."""
         return [view.copy() for view in self._views(slot)]
 
     def write(self, slot: int, pieces: Sequence[np.ndarray]) -> None:
-        """Put into a slot what :meth:`read` gave."""
+        """Write tensors from :meth:`read` to a slot."""
         for view, piece in zip(self._views(slot), pieces, strict=True):
             view[:] = piece
 
     def copy(self, source: int, target: int) -> None:
-        """Copy all state of one slot to another."""
+        """Copy a slot's state to another slot."""
         self.write(target, self._views(source))
 
     def _views(self, slot: int) -> list[np.ndarray]:
@@ -178,9 +182,9 @@ class SlotStates:
 
 
 def padded_length(specs: Sequence[CacheSpec], max_context: int) -> int:
-    """The smallest L above ``max_context`` for which every layer's slot is whole pages.
+    """Return the smallest L above ``max_context`` with whole pages per slot in every layer.
 
-    So a slot can be given back without its neighbours, and windows of slots stay contiguous.
+    A slot can then be freed separately, and windows of slots stay contiguous.
     """
     length = max_context + 1
     while any(s.num_kv_heads * length * s.head_dim * _ITEM % mmap.PAGESIZE for s in specs):

@@ -1,7 +1,7 @@
-"""Weights in blocks as the codes that MatMulNBits and QMoE read: the same values, bit for bit.
+"""Block weights as codes for MatMulNBits and QMoE, with bit-identical values.
 
-A block becomes unsigned codes with zero point 128 or 8 and a float scale, for bfp8 and bfp4 (16
-codes, a power of two) and for q80 and q40 (32 codes, a float16).
+A block becomes unsigned codes with a zero point (128 or 8) and a float scale. bfp8 and bfp4 have 16
+codes and a power of two. q80 and q40 have 32 codes and a float16.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ from tilewright.compiler.targets.cpu.onnxruntime.numerics import (
 
 @dataclass(frozen=True, slots=True)
 class SignedCodes:
-    """A weight in a native format: int8 ``codes [out, in]`` around zero, and the float32 ``scales
-    [out, ceil(in / block)]``; value = code * scale.
+    """A weight in a native format. A value is code * scale.
+
+    Attributes:
+        codes: int8 ``[out, in]`` around zero.
+        scales: float32 ``[out, ceil(in / block)]``.
+        block: Block size.
     """
 
     codes: Tensor
@@ -39,7 +43,7 @@ class SignedCodes:
 
 
 def signed_codes(dense: Tensor, format_name: str) -> SignedCodes:
-    """A dense ``[out, in]`` weight, quantised to a native format."""
+    """Quantize a dense ``[out, in]`` weight to a native format."""
     number_format = get_format(format_name)
     encoded = number_format.quantise(dense, axis=-1)
     if isinstance(encoded, ScaledEncoded):
@@ -51,7 +55,7 @@ def signed_codes(dense: Tensor, format_name: str) -> SignedCodes:
 
 
 def stored_codes(data: Tensor, shape: tuple[int, int], format_name: str) -> SignedCodes:
-    """A weight of ``shape`` from the very bytes that a checkpoint has it in."""
+    """Return a weight with ``shape`` from a checkpoint's stored bytes."""
     number_format = get_format(format_name)
     assert isinstance(number_format, GgmlFormat)
     return _around_zero(number_format.read(data.reshape(-1), shape), number_format)
@@ -64,9 +68,9 @@ def _around_zero(encoded: ScaledEncoded, number_format: GgmlFormat) -> SignedCod
 
 
 def block_codes(signed: SignedCodes, format_name: str) -> tuple[np.ndarray, np.ndarray]:
-    """MatMulNBits' codes and scales of an ``[out, in]`` weight in a native format.
+    """Return MatMulNBits codes and scales for an ``[out, in]`` weight in a native format.
 
-    The last block of a row is padded with zeros when ``in`` is no multiple of the block.
+    Zeros pad the last block in a row.
     """
     layout = block_layout(tuple(signed.codes.shape), format_name)
     width = layout.num_blocks * layout.block
@@ -78,10 +82,10 @@ def block_codes(signed: SignedCodes, format_name: str) -> tuple[np.ndarray, np.n
 def expert_codes(
     signed: SignedCodes, layout: ExpertLayout, *, num_experts: int, num_rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """QMoE's codes ``[E, num_rows, C * bits / 8]`` and scales ``[E, num_rows, C / block]`` of the
-    ``[E * O, C]`` weight of all experts, whose values they have exactly.
+    """Return QMoE codes ``[E, num_rows, C * bits / 8]`` and scales ``[E, num_rows, C / block]``.
 
-    C is padded to whole blocks, rows up to ``num_rows``, with zeros.
+    The input is the ``[E * O, C]`` weight over all experts. Values are exact. Zeros pad C to whole
+    blocks and rows to ``num_rows``.
     """
     num_columns = signed.codes.shape[-1]
     width = layout.padded(num_columns)
@@ -96,7 +100,7 @@ def expert_codes(
 
 
 def _unsigned(signed: Tensor, bits: int, shape: tuple[int, int]) -> np.ndarray:
-    """Codes around the zero point of so many bits; the last columns are zeros."""
+    """Return codes around the zero point for ``bits``. Padding columns are zeros."""
     codes: np.ndarray = np.full(shape, 1 << (bits - 1), dtype=np.uint8)
     codes[:, : signed.shape[1]] += signed.numpy().view(np.uint8)  # modulo 256: two's complement
     return codes[:, 0::2] | (codes[:, 1::2] << 4) if bits == 4 else codes

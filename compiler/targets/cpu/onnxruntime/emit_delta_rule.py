@@ -1,8 +1,7 @@
-"""Gated DeltaNet's two ops with state, on ONNX Runtime's own operators for them.
+"""Emitters for Gated DeltaNet's two stateful ops, with ONNX Runtime's own operators.
 
-Legend: B windows of S tokens, C channels, W width of the convolution, H value heads, G key heads,
-K size of a key, V size of a value. A window's first token may be at position 0 of its sequence:
-then the state before it counts for nothing.
+Legend: B windows with S tokens, C channels, W convolution width, H value heads, G key heads, K key
+size, V value size. If a window starts at position 0, the previous state is ignored.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from tilewright.compiler.ir.info import info
 from tilewright.compiler.targets.cpu.onnxruntime.emitter import CONTRIB, Emitter
 
 _UNIT_EPS = 1e-6
-"""What is added to the sum of squares of a query or key, as in the op's reference."""
+"""Epsilon for the sum of squares of queries and keys, as in the op's reference."""
 
 
 def _emit_first_positions(emitter: Emitter, result: str) -> None:
-    """The position of each window's first token: ``[B]`` int64."""
+    """Emit the position of each window's first token: ``[B]`` int64."""
     one = emitter.integers(1)
     emitter.add("Cast", ["last_positions"], [f"{result}_last"], to=TensorProto.INT64)
     emitter.add("Shape", ["tokens"], [f"{result}_length"], start=1, end=2)
@@ -32,15 +31,16 @@ def _emit_first_positions(emitter: Emitter, result: str) -> None:
 
 
 def _emit_is_fresh(emitter: Emitter, result: str) -> None:
-    """Whether each window begins its sequence: ``[B, 1, 1]`` bool."""
+    """Emit whether each window begins its sequence: ``[B, 1, 1]`` bool."""
     first = emitter.once("first_positions", _emit_first_positions)
     emitter.add("Equal", [first, emitter.integers(0)], [f"{result}_flat"])
     emitter.add("Unsqueeze", [f"{result}_flat", emitter.integers(1, 2)], [result])
 
 
 def _emit_forgetting(emitter: Emitter, result: str) -> None:
-    """What is added to the logarithm of what a state keeps: minus infinity at position 0, else
-    nothing, ``[B, S, 1]``. So a state need not be copied to be cleared.
+    """Emit an addend ``[B, S, 1]`` for the log decay: minus infinity at position 0, else 0.
+
+    This clears a state without a copy.
     """
     first = emitter.once("first_positions", _emit_first_positions)
     zero = emitter.constant("index_0", np.array(0, dtype=np.int64))
@@ -88,7 +88,7 @@ def _emit_delta_rule(emitter: Emitter, node: Node) -> None:
     q, k, v = _heads(emitter, node, num_key_heads, key_dim, num_heads * value_dim)
     decay, beta = _decay(emitter, node), f"{node.name}_beta"
     emitter.add("Sigmoid", [b.name], [beta])
-    # its kernel copies the state to where it comes out and goes on there: both may be one memory
+    # The kernel copies the state to its output and updates it there. Both may share memory.
     emitter.add(
         "LinearAttention",
         [q, k, v, held, decay, beta],
@@ -105,7 +105,7 @@ def _emit_delta_rule(emitter: Emitter, node: Node) -> None:
 def _heads(
     emitter: Emitter, node: Node, num_key_heads: int, key_dim: int, value_width: int
 ) -> list[str]:
-    """Queries and keys ``[B, S, G K]`` whose heads have length 1, and values ``[B, S, H V]``."""
+    """Emit queries and keys ``[B, S, G K]`` with normalized heads, and values ``[B, S, H V]``."""
     qkv = node.args[0]
     assert isinstance(qkv, Node)
     width, name = num_key_heads * key_dim, node.name
@@ -114,7 +114,7 @@ def _heads(
         "Split", [qkv.name, emitter.integers(2 * width, value_width)], [parts, values], axis=-1
     )
     emitter.reshape(parts, [2 * num_key_heads, key_dim], f"{both}_heads")
-    # a norm by the mean of squares, turned into one by their sum
+    # Converts a norm by the mean of squares to a norm by their sum.
     scale = emitter.constant(f"unit_{key_dim}", np.full(key_dim, key_dim**-0.5, dtype=np.float32))
     emitter.add(
         "SimplifiedLayerNormalization",
@@ -132,7 +132,7 @@ def _heads(
 
 
 def _decay(emitter: Emitter, node: Node) -> str:
-    """The logarithm of what the state keeps at each token, ``[B, S, H]``."""
+    """Emit the log decay per token, ``[B, S, H]``."""
     a, a_log, dt_bias = node.args[1], node.args[3], node.args[4]
     assert isinstance(a, Node) and isinstance(a_log, Node) and isinstance(dt_bias, Node)
     name = f"{node.name}_decay"
@@ -150,4 +150,4 @@ DELTA_EMITTERS: dict[Any, Callable[[Emitter, Node], None]] = {
     ops.causal_conv1d_step.overload: _emit_convolution,
     ops.gated_delta_rule_step.overload: _emit_delta_rule,
 }
-"""What emits each operator."""
+"""Emitter by operator."""

@@ -1,6 +1,6 @@
-"""A block of experts as one operator: MoE on float32 weights, QMoE on blocks.
+"""Emission of an expert block as a single operator: MoE for float32 weights, QMoE for blocks.
 
-Legend: B windows of S tokens, E experts, C channels, I inner channels.
+Legend: B windows with S tokens, E experts, C channels, I inner channels.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from tilewright.compiler.targets.cpu.onnxruntime.weights import ExpertWeights
 from tilewright.errors import CompileError
 
 _INTERLEAVED = 1
-"""The order of gate's and up's rows that both operators take: one of each in turn."""
+"""Row order of gate and up in both operators: alternating."""
 
 _UNPACKED = 0
 
 
 def emit_experts(emitter: Emitter, node: Node) -> None:
-    """Both choose experts themselves, of the logits. What a token gets is what it gets alone, to
-    the last bits of float sums. Of equal logits they take the later ones, and a router the earlier:
-    so the experts stand in reverse.
+    """Emit an expert block. Both operators select experts from the logits themselves.
+
+    A token's result is independent of the batch, up to the last bits of float sums. For equal
+    logits the operators select later experts, but a router selects earlier experts. Therefore
+    experts are stored in reverse order.
 
     Raises:
-        CompileError: for channels that are not whole blocks, where there are blocks.
+        CompileError: Channels are not whole blocks in a block format.
     """
     x, logits, gate, up, down, top_k, renormalise = node.args
     weights = [each for each in (gate, up, down) if isinstance(each, Node)]
@@ -41,8 +43,8 @@ def emit_experts(emitter: Emitter, node: Node) -> None:
     num_experts, _, num_channels = recipes[0].shape
     _check(node, num_channels, layout)
     held = emitter.weights.experts(recipes[0], recipes[1], recipes[2], layout)
-    # apart from the windows' shape: in one of equal shape MoE's result may take x's own memory,
-    # which it writes to before it has read all of it
+    # Separate from the windows' shape. With equal shapes, MoE's result may share x's memory, and
+    # MoE writes before it has read all of x.
     flat = f"{node.name}_x"
     emitter.add("Reshape", [x.name, emitter.integers(-1, num_channels)], [flat])
     given, rows = f"{node.name}_given", f"{node.name}_logits"
@@ -65,7 +67,9 @@ def _add_block(
     k: int,
     share: bool,
 ) -> None:
-    """The operator; ``names``: of its input, its logits and its result, all with a row a token."""
+    """Emit the operator. ``names`` are its input, logits and result, with tokens on the first
+    axis.
+    """
     x, logits, result = names
     attributes = {
         "k": k,
@@ -80,7 +84,7 @@ def _add_block(
             "MoE", [x, logits, held.into, "", held.out, ""], [result], CONTRIB, **attributes
         )
         return
-    # without them QMoE takes probabilities over the chosen experts alone
+    # Without them QMoE computes probabilities over the selected experts only.
     shares = f"{result}_shares"
     emitter.add("Softmax", [logits], [shares], axis=-1)
     parts = [held.into, held.into_scales, "", held.out, held.out_scales]

@@ -1,7 +1,7 @@
-"""What the emitters of ops write to: one ONNX model's nodes, constants, caches and states.
+"""The target of all emitters: an ONNX model's nodes, constants, caches and states.
 
-It knows no op of the graph. Tokens ``[T]`` of the graph are ``[B, S]`` here: B windows of S tokens
-each.
+It is independent of the graph's ops. The graph's tokens ``[T]`` are ``[B, S]`` here: B windows with
+S tokens.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.targets.cpu.onnxruntime.weights import WeightFile
 
 CONTRIB = "com.microsoft"
-"""The domain of ONNX Runtime's own operators."""
+"""Domain of ONNX Runtime's own operators."""
 
 HIDDEN = "hidden"
-"""The output of the final hidden states of all tokens, which a call may leave out."""
+"""Output with final hidden states of all tokens. A call may omit it."""
 KEY_SUFFIX, VALUE_SUFFIX, STATE_SUFFIX = ".key", ".value", ".state"
 _OPSET, _CONTRIB_OPSET, _IR_VERSION = 21, 1, 10
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """One layer's cache as the session sees it: ``[B, G, L, D]`` twice, bound by pointer."""
+    """A layer's cache in the session: ``[B, G, L, D]`` twice, bound by pointer."""
 
     name: str
     num_kv_heads: int
@@ -39,8 +39,8 @@ class CacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """One piece of state that does not grow, as the session sees it: ``[B, *shape]``, bound by
-    pointer; what comes out takes the place of what went in.
+    """A constant-size state in the session: ``[B, *shape]``, bound by pointer. Outputs replace
+    inputs.
     """
 
     name: str
@@ -48,7 +48,7 @@ class SequenceState:
 
 
 class Emitter:
-    """Collects ONNX nodes; values keep the names of the graph's nodes."""
+    """Collects ONNX nodes. Values have the names of the graph's nodes."""
 
     def __init__(
         self,
@@ -78,30 +78,30 @@ class Emitter:
         domain: str = "",
         **attributes: Any,
     ) -> None:
-        """Append one ONNX node."""
+        """Append an ONNX node."""
         name = f"{op_type}_{len(self._nodes)}"
         self._nodes.append(
             helper.make_node(op_type, inputs, outputs, name, domain=domain, **attributes)
         )
 
     def constant(self, name: str, array: np.ndarray) -> str:
-        """A small initializer inside the model; equal names are equal constants."""
+        """Return a small initializer inside the model. Equal names are equal constants."""
         if name not in self._constants:
             self._constants[name] = numpy_helper.from_array(array, name)
         return name
 
     def integers(self, *values: int) -> str:
-        """A small initializer of integers: axes, sizes or a shape."""
+        """Return a small integer initializer: axes, sizes or a shape."""
         name = "integers_" + "_".join(map(str, values))
         return self.constant(name, np.array(values, dtype=np.int64))
 
     def reshape(self, x: str, sizes: list[int], result: str) -> None:
-        """Another shape for what each token of ``[B, S, ...]`` has."""
+        """Reshape each token's data in ``[B, S, ...]``."""
         self.add("Reshape", [x, self.integers(0, 0, *sizes)], [result])
 
     def state(self, node: Node, shape: tuple[int, ...]) -> str:
-        """The input that holds a sequence's state, in this shape; ``.out`` is added to its name
-        where it comes out.
+        """Return the input for a sequence's state with this shape. The output's name has the suffix
+        ``.out``.
         """
         facts = info(node)
         assert facts.role == STATE and facts.state is not None
@@ -109,22 +109,23 @@ class Emitter:
         return f"{facts.state.name}{STATE_SUFFIX}"
 
     def once(self, name: str, emit: Callable[[Emitter, str], None]) -> str:
-        """A value that several nodes read: emitted where it is asked for first."""
+        """Emit a shared value on first use. Return its name."""
         if name not in self._emitted:
             self._emitted.add(name)
             emit(self, name)
         return name
 
     def recipe(self, node: Node) -> WeightRecipe:
-        """The recipe of a weight or constant input."""
+        """Return the recipe of a weight or constant input."""
         facts = info(node)
         assert facts.role in (WEIGHT, CONSTANT) and facts.recipe is not None
         return facts.recipe
 
     def rotary_tables(self, inv_freq: WeightRecipe, factor: float) -> tuple[str, str]:
-        """cos and sin of every position times ``factor``, ``[max_context + 1, R]``, from float64.
+        """Return cos and sin times ``factor`` for every position, ``[max_context + 1, R]``, from
+        float64.
 
-        The last is that of a row that is not stepped, behind a sequence that fills the context.
+        The last row is for idle rows after a full context.
         """
         key = inv_freq, factor
         if key not in self._rotary:
@@ -139,9 +140,7 @@ class Emitter:
         return self._rotary[key]
 
     def model(self, logits: str) -> onnx.ModelProto:
-        """All nodes as one model whose result is the value called ``logits``; weights are outside,
-        in the file they were streamed to.
-        """
+        """Return all nodes as a model with the result ``logits``. Weights are in their own file."""
         inputs = [
             helper.make_tensor_value_info("tokens", TensorProto.INT64, ["B", "S"]),
             helper.make_tensor_value_info("last_positions", TensorProto.INT32, ["B"]),

@@ -1,8 +1,7 @@
-"""Runs steps on one ONNX Runtime session over contiguous cache slots.
+"""Executable for an ONNX Runtime session over contiguous cache slots.
 
-Decode rows run as windows of neighbouring slots; a slot inside a window that is not stepped gets a
-dummy row, whose write behind its last position is overwritten by its next real token; state that
-does not grow is put back.
+Decode rows run in windows of adjacent slots. An idle slot inside a window gets a dummy row. Its
+write after the last position is overwritten by the next token. Constant-size state is restored.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from tilewright.compiler.targets.interface.base import (
 from tilewright.compiler.targets.interface.step import Snapshot
 
 _MAX_GAP = 4
-"""Idle slots a decode window may span: beyond that a second run costs less than dummy rows."""
+"""Maximum consecutive idle slots in a decode window. Beyond this, a second run is cheaper."""
 _MAX_BINDINGS = 16
 _NUM_SNAPSHOTS = 64
 
 
 @dataclass(slots=True)
 class Window:
-    """A prepared call: ``num_rows`` slots from ``first``, ``length`` tokens each."""
+    """A prepared call: ``num_rows`` slots from ``first``, with ``length`` tokens each."""
 
     binding: ort.IOBinding
     tokens: np.ndarray
@@ -47,14 +46,14 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class LastDecode:
-    """A decode step whose seats filled one window, in order."""
+    """A decode step with slots that fill a single window in order."""
 
     seats: tuple[Seat, ...]
     window: Window
 
 
 class CpuExecutable(HostExecutable):
-    """A compiled model on ONNX Runtime: one session and one graph for both phases."""
+    """A compiled model on ONNX Runtime: a session and a graph for both phases."""
 
     def __init__(
         self, model: OpenModel, options: CompileOptions, contract: NumericContract
@@ -96,10 +95,9 @@ class CpuExecutable(HostExecutable):
         return self._window(seat, seat + 1, len(batch.tokens), 0, len(batch.tokens)).hidden
 
     def _continue(self, batch: Batch) -> np.ndarray | None:
-        """The next decode step of the same seats in the same window; None for any other.
+        """Run the next decode step of the same slots in the same window. Return None otherwise.
 
-        A step reads its weights through every cache, so what the host does between two is slow:
-        here it does as little as it can.
+        Weights flow through every cache, so host work between steps is slow. Here it is minimal.
         """
         last = self._last
         if last is None or last.seats is not batch.seats or not batch.decodes:
@@ -143,14 +141,14 @@ class CpuExecutable(HostExecutable):
         return logits
 
     def _idle_states(self, first: int, rows: list[int | None]) -> dict[int, list[np.ndarray]]:
-        """What the sequences of a window's dummy rows keep that does not grow, by slot."""
+        """Return the constant-size state of a window's dummy rows, by slot."""
         if not self._states.specs:
             return {}
         idle = (first + at for at, row in enumerate(rows) if row is None)
         return {slot: self._states.read(slot) for slot in idle if self._lengths[slot]}
 
     def _run(self, window: Window) -> np.ndarray:
-        """Run a prepared call; its logits are overwritten when the window runs again."""
+        """Run a prepared call. The window's next run overwrites the logits."""
         window.total_length[...] = window.last_positions.max() + 1
         self._session.run_with_iobinding(window.binding)
         return window.logits
@@ -158,7 +156,7 @@ class CpuExecutable(HostExecutable):
     def _window(
         self, first: int, last: int, length: int, num_logits: int, num_hidden: int = 0
     ) -> Window:
-        """A prepared call; decode reuses the last few, so a step binds nothing anew."""
+        """Return a prepared call. The last few calls are cached, so decode binds nothing again."""
         key = (first, last, length, num_logits, num_hidden)
         if key in self._windows:
             self._windows.move_to_end(key)
@@ -226,7 +224,9 @@ class CpuExecutable(HostExecutable):
 
 
 def plan_windows(slots: list[int], max_gap: int) -> list[tuple[int, int]]:
-    """Half-open ranges over the sorted ``slots``, none with more than ``max_gap`` idle in a row."""
+    """Return half-open ranges over sorted ``slots`` with at most ``max_gap`` consecutive idle
+    slots.
+    """
     windows: list[tuple[int, int]] = []
     for slot in slots:
         if windows and slot - windows[-1][1] <= max_gap:

@@ -1,17 +1,23 @@
-"""Greedy text from the model.onnx beside this file, with onnxruntime, numpy and tokenizers.
+"""Greedy text from the model.onnx in this directory, with onnxruntime, numpy and tokenizers.
 
     python generate.py "Why is the sky blue?" --tokens 64
 
-The prompt is a user's message where the tokenizer has a chat template, which takes jinja2; with
-``--raw``, or without a template, the model goes on from the text as it stands.
+If the tokenizer has a chat template, the prompt is a user's message. The template needs jinja2.
+With ``--raw``, or without a template, the model continues the text unchanged.
 
-Inputs of the model: ``tokens [B, S]`` int64, the new tokens of B sequences; ``last_positions [B]``
-int32, the position of each one's last token; ``total_length`` int32, the largest of them plus one;
-``logit_rows [R]`` int64, which of the B * S rows want logits; per layer ``*.key`` and ``*.value
-[B, heads, L, D]`` float32, the cache of L positions, which comes back as ``*.key.out`` and
-``*.value.out``, and ``*.state [B, ...]`` float32, state that does not grow, which comes back as
-``*.state.out``; zeros before the first token. The results are ``logits [R, vocabulary]`` and
-``hidden [B * S, width]``, the final hidden states of all tokens.
+Inputs of the model:
+
+- ``tokens [B, S]`` int64: new tokens of B sequences.
+- ``last_positions [B]`` int32: position of each sequence's last token.
+- ``total_length`` int32: the largest last position plus 1.
+- ``logit_rows [R]`` int64: indices of rows with logits, among B * S rows.
+- ``*.key`` and ``*.value [B, heads, L, D]`` float32 per layer: the cache with L positions. The
+  updated cache is ``*.key.out`` and ``*.value.out``.
+- ``*.state [B, ...]`` float32: constant-size state, updated in ``*.state.out``. It starts with
+  zeros.
+
+The results are ``logits [R, vocabulary]`` and ``hidden [B * S, width]``, the final hidden states
+for all tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def generate(session: onnxruntime.InferenceSession, prompt: list[int], count: int) -> Iterator[int]:
-    """The likeliest token after everything before it, ``count`` times."""
+    """Return ``count`` greedy tokens after the prompt."""
     length = len(prompt) + count
     caches = {
         each.name: np.zeros((1, *(length if n == "L" else n for n in each.shape[1:])), np.float32)
@@ -55,14 +61,16 @@ def generate(session: onnxruntime.InferenceSession, prompt: list[int], count: in
 
 
 def chat(template: str, question: str, special: dict[str, str]) -> str:
-    """The text of a chat of one message, up to where the answer begins; templates are sandboxed."""
+    """Return the text of a chat with a single message, up to the answer. Templates run in a
+    sandbox.
+    """
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """A block that marks answers for training, and is its body."""
+        """A block that marks answers for training. Only its body is rendered."""
 
         tags = {"generation"}  # noqa: RUF012 (jinja2 reads it from the class)
 
@@ -89,8 +97,10 @@ def chat(template: str, question: str, special: dict[str, str]) -> str:
 
 
 def encode(tokenizer: tokenizers.Tokenizer, text: str, *, raw: bool) -> list[int]:
-    """The prompt's tokens. A chat template writes special tokens itself; else there are those that
-    tokenizer_config.json asks for, or where it says nothing those that tokenizer.json adds.
+    """Return the prompt's tokens.
+
+    A chat template contains special tokens itself. Otherwise tokenizer_config.json selects them, or
+    else tokenizer.json.
     """
     path = FOLDER / "tokenizer" / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -131,7 +141,7 @@ def main() -> None:
         if token in ends:
             break
         found.append(token)
-    # The answer continues the prompt: decoded on its own, it may lose its first space.
+    # The answer continues the prompt: decoded separately, it may lose its first space.
     print(tokenizer.decode([*prompt, *found])[len(tokenizer.decode(prompt)) :])
 
 

@@ -1,6 +1,6 @@
-"""A cpu program on disk: one ONNX model, its weights beside it, and the session that runs both.
+"""An ONNX Runtime program on disk: an ONNX model, its weight file, and the session for both.
 
-The file says all that a session needs to be used; it knows no batches, slots or steps.
+The model file has all data for a session. It is independent of batches, slots and steps.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from tilewright.errors import CheckpointError, CompileError, NoRoomError, one_li
 
 MODEL, WEIGHTS = "model.onnx", "weights.bin"
 _SPIN_US = 2000
-"""How long threads wait awake for the next step: longer than the host takes between two steps, and
-far shorter than ONNX Runtime's own 20 ms or more, which other work on the cores pays for."""
+"""Spin time of idle threads in microseconds. It exceeds the host's time between two steps, and is
+far below ONNX Runtime's default, which slows other work on the cores.
+"""
 _WEIGHT_BYTES, _MAX_CONTEXT = "tilewright.weight_bytes", "tilewright.max_context"
 
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """A session over a program, and what its file says of it."""
+    """A session over a program, with metadata from its file."""
 
     session: ort.InferenceSession
     caches: tuple[CacheSpec, ...]
@@ -56,10 +57,10 @@ def write_model(
     options: CompileOptions,
     progress: Progress,
 ) -> None:
-    """Stream the weights into ``folder`` and write the model that reads them.
+    """Stream the weights into ``folder`` and write the model.
 
     Raises:
-        CompileError: for a graph ONNX Runtime has no operators for, or a folder without room.
+        CompileError: ONNX Runtime has no operators for the graph, or the disk is full.
     """
     weights = WeightFile(folder / WEIGHTS, get_weight)
     emitter = Emitter(
@@ -87,11 +88,11 @@ def write_model(
 
 
 def open_model(folder: Path, options: CompileOptions) -> OpenModel:
-    """A session over the program in ``folder``.
+    """Return a session over the program in ``folder``.
 
     Raises:
-        CheckpointError: for files that are not such a program.
-        CompileError: for a context longer than it was built for.
+        CheckpointError: The files are not a program.
+        CompileError: The context exceeds the program's limit.
     """
     path = folder / MODEL
     settings = ort.SessionOptions()
@@ -118,7 +119,7 @@ def open_model(folder: Path, options: CompileOptions) -> OpenModel:
         weight_bytes, max_context = int(facts[_WEIGHT_BYTES]), int(facts[_MAX_CONTEXT])
         assert all(f"{cache.name}{VALUE_SUFFIX}" in shape_of for cache in caches)
         assert all(f"{state.name}{STATE_SUFFIX}.out" in shape_out for state in states)
-    except Exception as error:  # the library has exceptions of its own for every kind of damage
+    except Exception as error:  # the library has a separate exception for every kind of damage
         raise CheckpointError(
             f"{path}: not a program of the cpu target: {one_line(error)}"
         ) from None

@@ -1,6 +1,4 @@
-"""What ONNX Runtime's CPU operators make of formats and fidelities: the cpu numeric contract, and
-how weights are held for it.
-"""
+"""The numeric contract for ONNX Runtime's CPU operators, and their weight storage."""
 
 from __future__ import annotations
 
@@ -27,27 +25,27 @@ from tilewright.compiler.targets.interface.base import Holding
 from tilewright.errors import CompileError
 
 NATIVE_BITS = {"bfp8": 8, "bfp4": 4, "q80": 8, "q40": 4}
-"""Formats that MatMulNBits holds in blocks, exactly, with the bits of a code.
+"""Formats stored exactly as MatMulNBits blocks, with the bits per code.
 
-Not q41: a float zero point of -minimum / scale rounds, which gives other values in 96 % of the
-default model's blocks and in every tensor of it; nor is such a product made of int8 activations.
+q41 is excluded. A float zero point of -minimum / scale rounds, so values differ in most blocks, and
+this matmul does not use int8 activations.
 """
 
 EMBEDDING = "embedding"
-"""The tensor group whose weights are looked up, not multiplied."""
+"""Tensor group for lookups instead of matmuls."""
 
 EXPERTS_IN = "experts_ff1_3"
-"""The tensor group of experts' weights that have a row for each inner channel."""
+"""Tensor group for expert weights with a row per inner channel."""
 
 INT8_LEVEL = 4
-"""MatMulNBits accuracy level that rounds activations to int8 by block."""
+"""MatMulNBits accuracy level with int8 activations per block."""
 
 
 def is_native(format_name: str, block_axis: str, fidelity: str, *, exact: bool) -> bool:
-    """Whether a product keeps its weight in blocks, with int8 activations.
+    """Return whether a matmul stores its weight in blocks, with int8 activations.
 
-    Everything else is held as float32 values: so are block formats when three phases or more, or
-    ``exact``, ask for float arithmetic, since MatMulNBits dequantises anew at every such call.
+    All other weights are float32 values. With three or more phases, or ``exact``, block formats
+    also become float32: MatMulNBits would dequantize again at every call.
     """
     if exact or FIDELITIES[fidelity].num_phases >= 3:
         return False
@@ -55,16 +53,20 @@ def is_native(format_name: str, block_axis: str, fidelity: str, *, exact: bool) 
 
 
 def is_bfloat16_table(format_name: str) -> bool:
-    """Whether an embedding table is kept in two bytes an entry: whatever ``compute``, since rows
-    are only looked up. Every other table is held as float32 values.
+    """Return whether an embedding table is stored as bfloat16, for any ``compute``: rows are only
+    read.
+
+    All other tables are float32.
     """
     return format_name == "bf16"
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """MatMulNBits' layout of a ``[num_rows, columns]`` weight: ``num_blocks`` a row, the last one
-    padded, of ``block`` codes in ``block_bytes`` bytes, with a float32 scale each.
+    """MatMulNBits layout for a ``[num_rows, columns]`` weight.
+
+    A row has ``num_blocks`` blocks, the last padded. A block has ``block`` codes in ``block_bytes``
+    bytes, and a float32 scale.
     """
 
     num_rows: int
@@ -74,12 +76,12 @@ class BlockLayout:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that all codes and scales take."""
+        """Return the bytes for all codes and scales."""
         return self.num_rows * self.num_blocks * (self.block_bytes + 4)
 
 
 def block_layout(shape: tuple[int, ...], format_name: str) -> BlockLayout:
-    """The layout of a weight ``[out, in]`` in a native format."""
+    """Return the layout for a weight ``[out, in]`` in a native format."""
     return _blocks(shape, NATIVE_BITS[format_name], get_format(format_name).block)
 
 
@@ -95,23 +97,24 @@ def _blocks(shape: tuple[int, ...], bits: int, block: int) -> BlockLayout:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """What QMoE holds a block of experts in: codes of one width, one block size, for all three of
-    its weights; so inner channels are padded to whole blocks.
+    """QMoE storage for an expert block: a common code width and block size for its three weights.
+
+    Inner channels are padded to whole blocks.
     """
 
     bits: int
     block: int
 
     def padded(self, size: int) -> int:
-        """The number of channels that ``size`` of them fill whole blocks with."""
+        """Return ``size`` channels rounded up to whole blocks."""
         return -(-size // self.block) * self.block
 
 
 def expert_layout(weights: Sequence[NodeInfo], *, exact: bool) -> ExpertLayout | None:
-    """How the weights of one block of experts are held; None for float32 values.
+    """Return the storage for an expert block's weights. None: float32 values.
 
-    A narrower format's codes are widened and longer blocks cut, which changes no value. Where one
-    of the products needs float arithmetic, all three have it: no operator mixes the two.
+    Narrow codes are widened and long blocks are split, without changing values. If a matmul needs
+    float arithmetic, all three use float: no operator mixes both.
     """
     products = []
     for weight in weights:
@@ -129,18 +132,20 @@ def expert_layout(weights: Sequence[NodeInfo], *, exact: bool) -> ExpertLayout |
 def phases_differ(
     format_name: str, block_axis: str, fidelities: tuple[str, str], *, exact: bool
 ) -> bool:
-    """Whether prefill and decode ask for different arithmetic, which one session cannot hold."""
+    """Return whether prefill and decode request different arithmetic. A session supports only
+    one.
+    """
     native = {is_native(format_name, block_axis, each, exact=exact) for each in fidelities}
     return len(native) > 1
 
 
 def check_fidelities(graph_module: GraphModule, *, exact: bool) -> None:
-    """One session holds one copy of a product, so both phases must come to the same arithmetic.
+    """Check that both phases have equal arithmetic: a session has a single copy of a weight.
 
-    They always do when ``exact`` asks for float arithmetic everywhere.
+    ``exact`` always has equal arithmetic.
 
     Raises:
-        CompileError: naming the product whose phases differ.
+        CompileError: The phases of a matmul differ.
     """
     for facts, recipe in _products(graph_module):
         assert facts.compute is not None and recipe is not None and recipe.format is not None
@@ -150,7 +155,7 @@ def check_fidelities(graph_module: GraphModule, *, exact: bool) -> None:
 
 
 def _products(graph_module: GraphModule) -> Iterator[tuple[NodeInfo, WeightRecipe | None]]:
-    """What is known of every product, and its weight."""
+    """Yield the metadata and weight of every matmul."""
     for node in find_calls(graph_module.graph, ops.linear, ops.experts):
         weights = node.args[1:2] if node.target is ops.linear.overload else node.args[2:5]
         for weight in weights:
@@ -173,13 +178,13 @@ def holding(
     exact: bool,
     block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
 ) -> Holding:
-    """What the emitter makes of a weight: blocks, a table in bfloat16, or float32 values.
+    """Return a weight's storage: blocks, a bfloat16 table, or float32 values.
 
-    ``block``: the other weights of a block of experts, which are held alike; without them as if
-    all three were as this one.
+    ``block`` has the other weights of the expert block, with common storage. Without it, all three
+    are assumed to equal this weight.
 
     Raises:
-        CompileError: where the phases' fidelities ask for different arithmetic.
+        CompileError: The phases' fidelities differ in arithmetic.
     """
     group, name, num_elements = facts.tensor_group, recipe.format, math.prod(recipe.shape)
     assert name is not None
@@ -202,7 +207,9 @@ def holding(
 
 
 def _held_shape(shape: tuple[int, ...], layout: ExpertLayout, group: str) -> tuple[int, int]:
-    """Rows and columns of a product's weight; experts' inner channels fill whole blocks."""
+    """Return the stored rows and columns of a weight. Experts' inner channels are padded to whole
+    blocks.
+    """
     *experts, num_rows, num_columns = shape
     if group == EXPERTS_IN:
         num_rows = layout.padded(num_rows)
@@ -210,7 +217,7 @@ def _held_shape(shape: tuple[int, ...], layout: ExpertLayout, group: str) -> tup
 
 
 def meanings(exact: bool) -> Meanings:
-    """Make the target's answers to the numeric contract; ``exact`` is ``--compute exact``."""
+    """Return the target's answers for the numeric contract. ``exact`` is ``--compute exact``."""
 
     def weight(name: str, axis: str) -> Meaning:
         return Meaning(HONOURED, name if axis == "in" else f"{name} blocks along out")
@@ -231,5 +238,5 @@ def meanings(exact: bool) -> Meanings:
 
 
 def _of_experts(answers: Sequence[Meaning]) -> Meaning:
-    """One operator makes all products of a block of experts: in float where one of them is."""
+    """Combine answers: an expert block uses float arithmetic if any of its matmuls does."""
     return next((each for each in answers if each.status == NOT_HONOURED), answers[0])

@@ -1,4 +1,4 @@
-"""Weights as ONNX Runtime's operators read them, streamed into one external-data file."""
+"""Weights for ONNX Runtime's operators, streamed into an external-data file."""
 
 from __future__ import annotations
 
@@ -38,16 +38,18 @@ from tilewright.compiler.targets.cpu.onnxruntime.numerics import (
 )
 from tilewright.errors import NoRoomError
 
-_MAX_NAMES = 8  # experts may have a tensor each
+_MAX_NAMES = 8  # experts may each have a tensor
 _CHUNK_VALUES = 1 << 23  # of a table read by rows: 32 MB, and some times that while it is packed
-_ROW_MULTIPLE = 32  # no block along the rows is cut
+_ROW_MULTIPLE = 32  # no split of blocks along rows
 _ALIGNMENT = 4096  # external data is mapped into memory page by page
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Initializer names of a block of experts: ``into [E, 2 I, C]`` has each expert's rows of gate
-    and up in turn, ``out [E, C, I]`` is down; with the scales of their blocks, where they have any.
+    """Initializer names for an expert block.
+
+    ``into [E, 2 I, C]`` has alternating gate and up rows per expert. ``out [E, C, I]`` is down.
+    Block formats also have scales.
     """
 
     into: str
@@ -58,7 +60,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """Initializer names of a MatMulNBits weight."""
+    """Initializer names for a MatMulNBits weight."""
 
     codes: str
     scales: str
@@ -69,7 +71,7 @@ class BlockWeight:
 
 
 class WeightFile:
-    """Writes tensors one after another and remembers where; equal recipes are written once."""
+    """Writes tensors sequentially and records offsets. Equal recipes are written once."""
 
     def __init__(self, path: Path, get_weight: Callable[[str], Tensor]) -> None:
         self.path = path
@@ -80,16 +82,16 @@ class WeightFile:
         self._written: dict[tuple[WeightRecipe, str], str | BlockWeight] = {}
 
     def close(self) -> None:
-        """Write what is left and close the file.
+        """Write remaining data and close the file.
 
         Raises:
-            NoRoomError: when it cannot be.
+            NoRoomError: The file cannot be written.
         """
         with self._no_room():
             self._file.close()
 
     def dense(self, recipe: WeightRecipe, *, transposed: bool = False) -> str:
-        """The name of the recipe's values as float32, ``[out, in]`` or ``[in, out]``."""
+        """Return the name of a recipe's float32 values, ``[out, in]`` or ``[in, out]``."""
         kind = "transposed" if transposed else "dense"
         if (recipe, kind) not in self._written:
             shape, chunks = recipe.shape, (rows.numpy() for rows in self._value_rows(recipe))
@@ -104,7 +106,7 @@ class WeightFile:
         return found
 
     def bfloat16(self, recipe: WeightRecipe) -> str:
-        """The values of a bf16 recipe in two bytes each: the initializer's name."""
+        """Return the name of a bf16 recipe's values in bfloat16."""
         if (recipe, "bfloat16") not in self._written:
             values = self._value_rows(recipe)
             chunks = (rows.bfloat16().view(torch.int16).numpy() for rows in values)
@@ -116,7 +118,9 @@ class WeightFile:
         return found
 
     def blocks(self, recipe: WeightRecipe) -> BlockWeight:
-        """A recipe in a native format: codes ``[out, in / block, block * bits / 8]``, scales."""
+        """Return the names for a native format: codes ``[out, in / block, block * bits / 8]`` and
+        scales.
+        """
         if (recipe, "blocks") not in self._written:
             assert recipe.format is not None and recipe.block_axis == "in"
             layout = block_layout(recipe.shape, recipe.format)
@@ -137,9 +141,9 @@ class WeightFile:
     def experts(
         self, gate: WeightRecipe, up: WeightRecipe, down: WeightRecipe, layout: ExpertLayout | None
     ) -> ExpertWeights:
-        """A block of experts, in blocks of ``layout`` or, without one, as float32 values.
+        """Return the names for an expert block, in ``layout`` blocks or as float32 values.
 
-        The last expert comes first: see ``emit_experts``.
+        The last expert is first: see ``emit_experts``.
         """
         real = onnx.TensorProto.FLOAT
         if layout is None:
@@ -173,16 +177,16 @@ class WeightFile:
         return expert_codes(signed, layout, num_experts=recipe.shape[0], num_rows=num_rows)
 
     def table(self, name: str, array: np.ndarray) -> str:
-        """A float32 constant that is no weight, kept outside the model for its size: its name."""
+        """Write a large float32 constant outside the model. Return its name."""
         self._write(name, [array], array.shape, onnx.TensorProto.FLOAT, is_weight=False)
         return name
 
     def values(self, recipe: WeightRecipe) -> Tensor:
-        """The float32 values of a recipe in its format."""
+        """Return a recipe's float32 values in its format."""
         return load_values(recipe, self._get_weight)
 
     def _dense_rows(self, recipe: WeightRecipe) -> Iterator[Tensor]:
-        """All rows of a recipe as float32, some at a time where its tensors can be read so."""
+        """Yield all rows of a recipe as float32, in chunks if its tensors support this."""
         shape, get = recipe.shape, self._get_weight
         step = _row_step(shape[-1])
         if len(shape) != 2 or shape[0] <= step or not isinstance(get, ReadsRows):
@@ -192,12 +196,12 @@ class WeightFile:
             yield load_rows(recipe, get, first, min(first + step, shape[0]))
 
     def _value_rows(self, recipe: WeightRecipe) -> Iterator[Tensor]:
-        """The values that its format has, the same way."""
+        """Yield the rows after rounding to the recipe's format."""
         for rows in self._dense_rows(recipe):
             yield values_of(rows, recipe)
 
     def _code_rows(self, recipe: WeightRecipe, scales: list[np.ndarray]) -> Iterator[np.ndarray]:
-        """Read the codes of rows; the scales of their blocks are added to ``scales``."""
+        """Yield the rows' codes. Append their block scales to ``scales``."""
         assert recipe.format is not None
         for signed in self._signed_rows(recipe):
             codes, of_rows = block_codes(signed, recipe.format)
@@ -205,7 +209,7 @@ class WeightFile:
             yield codes
 
     def _signed_rows(self, recipe: WeightRecipe) -> Iterator[SignedCodes]:
-        """Read the codes of rows around zero: those of the checkpoint where they are stored."""
+        """Yield the rows' codes around zero. Stored codes are copied from the checkpoint."""
         assert recipe.format is not None
         if not recipe.is_stored:
             for rows in self._dense_rows(recipe):
@@ -226,7 +230,7 @@ class WeightFile:
         return name
 
     def _new_name(self, recipe: WeightRecipe, kind: str) -> str:
-        # numbered: other rows of the same tensor, or blocks along out, have the same names
+        # The number distinguishes rows of the same tensor, or blocks along out, with equal names.
         number = len(self.initializers)
         names = recipe.names if len(recipe.names) <= _MAX_NAMES else (recipe.names[0], "others")
         return f"{'+'.join(names)}.{recipe.format}.{kind}.{number}"
@@ -240,7 +244,7 @@ class WeightFile:
         *,
         is_weight: bool = True,
     ) -> None:
-        """A tensor of which ``chunks`` are the rows, from the first to the last."""
+        """Write a tensor with ``chunks`` as consecutive rows."""
         offset = self._begin()
         for chunk in chunks:
             with self._no_room():
@@ -250,7 +254,7 @@ class WeightFile:
     def _write_columns(
         self, name: str, chunks: Iterable[np.ndarray], shape: tuple[int, int], data_type: int
     ) -> None:
-        """A tensor of which ``chunks``, turned, are the columns."""
+        """Write a tensor with transposed ``chunks`` as consecutive columns."""
         num_columns, offset, done = shape[1], self._begin(), 0
         for chunk in chunks:
             turned = np.ascontiguousarray(chunk.T)
@@ -263,7 +267,7 @@ class WeightFile:
         self._end(name, offset, shape, data_type, is_weight=True)
 
     def _begin(self) -> int:
-        """Pad the file up to where the next tensor begins: its offset."""
+        """Pad the file to the next tensor's alignment. Return the offset."""
         position = self._file.tell()
         with self._no_room():
             self._file.write(bytes(-position % _ALIGNMENT))
@@ -296,17 +300,17 @@ class WeightFile:
 
 
 def _row_step(num_columns: int) -> int:
-    """How many rows are read and packed at a time."""
+    """Return the number of rows per chunk."""
     return max(1, _CHUNK_VALUES // num_columns // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
 def _in_turn(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Rows of ``gate [E, I, ...]`` and of ``up`` one after the other: ``[E, 2 I, ...]``."""
+    """Interleave rows of ``gate [E, I, ...]`` and ``up``: ``[E, 2 I, ...]``."""
     num_experts, num_rows, *rest = gate.shape
     return np.stack((gate, up), axis=2).reshape(num_experts, 2 * num_rows, *rest)
 
 
 def _last_first(array: np.ndarray) -> np.ndarray:
-    """The first axis the other way round."""
+    """Reverse the first axis."""
     found: np.ndarray = np.ascontiguousarray(array[::-1])
     return found

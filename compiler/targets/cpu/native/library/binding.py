@@ -1,4 +1,4 @@
-"""The library's plain C interface through ctypes: its structures, checked by size and version."""
+"""The library's C interface through ctypes. Sizes and the version of its structures are checked."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ RESIDUAL, PAIRED, INTERLEAVED, RENORMALISE, ROUNDED, NORM_ROUNDED = 1, 2, 4, 8, 
 
 
 class TwPlace(Structure):
-    """Columns of a buffer; buffer -1 stands for no place."""
+    """Columns of a buffer. Buffer -1: none."""
 
     _fields_ = (("buffer", c_int32), ("first", c_int32), ("width", c_int32))
 
 
 class TwInstruction(Structure):
-    """An instruction as the library reads it (TwInstruction of source/interface.h)."""
+    """An instruction (TwInstruction in source/interface.h)."""
 
     _fields_ = (
         ("op", c_int32),
@@ -97,7 +97,7 @@ class TwTensor(Structure):
 
 
 class TwState(Structure):
-    """The C structure of a layer's keys and values, or of what a sequence keeps besides."""
+    """A layer's keys and values, or per-sequence state."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -110,7 +110,7 @@ class TwState(Structure):
 
 
 class TwProgram(Structure):
-    """All that an engine is opened with."""
+    """Arguments for opening an engine."""
 
     _fields_ = (
         ("size", c_uint32),
@@ -136,13 +136,13 @@ class TwProgram(Structure):
 
 
 class TwBest(Structure):
-    """The likeliest token of a row, and its logit."""
+    """A row's argmax token with its logit."""
 
     _fields_ = (("value", c_float), ("token", c_int32))
 
 
 class TwPeers(Structure):
-    """The other ranks, as the library is told of them."""
+    """The ranks of a group."""
 
     _fields_ = (
         ("rank", c_int32),
@@ -157,7 +157,7 @@ class TwPeers(Structure):
 
 
 class TwExchanged(Structure):
-    """What was exchanged with other ranks until now."""
+    """Statistics about collectives."""
 
     _fields_ = (
         ("number", c_int64),
@@ -168,7 +168,7 @@ class TwExchanged(Structure):
 
 
 class TwStep(Structure):
-    """Tokens of sequences, and where their logits go."""
+    """Tokens of sequences, and the destination of their logits."""
 
     _fields_ = (
         ("num_tokens", c_int32),
@@ -189,10 +189,10 @@ class TwStep(Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Load the library, which is built now where it was not.
+    """Load the library. Build it if necessary.
 
     Raises:
-        CompileError: where it cannot be built, loaded, or is of another version.
+        CompileError: It cannot be built or loaded, or has another version.
     """
     path = library_path()
     try:
@@ -230,10 +230,10 @@ def library() -> ctypes.CDLL:
 
 
 def open_engine(program: TwProgram) -> int:
-    """Open an engine; the program's arrays are copied, its tensors' data are not.
+    """Open an engine. The program's arrays are copied, tensor data are not.
 
     Raises:
-        CompileError: for a program that does not fit together, or for which there is no memory.
+        CompileError: The program is inconsistent, or memory is insufficient.
     """
     said = ctypes.create_string_buffer(_ERROR_BYTES)
     engine = library().tw_open(ctypes.byref(program), said, _ERROR_BYTES)

@@ -1,6 +1,7 @@
-"""The library of kernels: compiled with the machine's own C++ compiler when it is first needed, and
-kept in the cache (or in the folder that ``TILEWRIGHT_NATIVE`` names) under the hash of its sources
-and of how they were compiled.
+"""Building of the kernel library with the machine's C++ compiler on first use.
+
+It is stored in the cache (or in the directory ``TILEWRIGHT_NATIVE``) under a hash of sources,
+compiler and flags.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ _MOST_SECONDS = 300
 
 
 def find_compiler() -> list[str] | None:
-    """The C++ compiler that ``CXX`` names, in one word or several (``ccache g++``), else the first
-    of those usually there; None where it is not found.
+    """Return the C++ compiler in ``CXX`` (possibly several words: ``ccache g++``), else the first
+    found.
+
+    Return None without a compiler.
 
     Raises:
-        ConfigError: for a ``CXX`` that is no words of a shell.
+        ConfigError: ``CXX`` is not valid shell text.
     """
     named = compiler_words("CXX")
     for first, *others in [named] if named else [[each] for each in _COMPILERS]:
@@ -46,12 +49,12 @@ def is_built() -> bool:
 
 
 def packaged_library() -> Path:
-    """Return the path of the library in the wheel, for these sources and this processor."""
+    """Return the path of the wheel's library for these sources and this processor."""
     return Path(__file__).parent / packaged_name()
 
 
 def _cached_library(compiler: Sequence[str]) -> Path:
-    """Return the path of the library in the cache, built or not."""
+    """Return the path of the cached library, built or not."""
     named = os.environ.get("TILEWRIGHT_NATIVE")
     folder = Path(named) if named else cache_dir() / "native"
     return folder / f"{_key(compiler)}.so"
@@ -59,11 +62,11 @@ def _cached_library(compiler: Sequence[str]) -> Path:
 
 @functools.cache
 def library_path() -> Path:
-    """The shared library: what came with the package, where it is of these sources, else what the
-    cache has, else compiled now.
+    """Return the shared library: from the package if its sources match, else from the cache, else
+    built.
 
     Raises:
-        CompileError: where there is no compiler, or it refuses.
+        CompileError: There is no compiler, or compilation fails.
     """
     packaged = packaged_library()
     if packaged.exists() and not compiler_words("CXXFLAGS"):
@@ -94,10 +97,10 @@ def library_path() -> Path:
 
 
 def compile_library(compiler: Sequence[str], folder: Path) -> Path:
-    """Compile all units, side by side, and link them in ``folder``.
+    """Compile all units in parallel and link them in ``folder``.
 
     Raises:
-        CompileError: with what the compiler said first.
+        CompileError: Compilation fails. The message has the compiler's first output.
     """
     library = folder / "library.so"
     *objects, link = commands(compiler, folder, library)
@@ -130,7 +133,7 @@ def _finish(process: subprocess.Popen[bytes]) -> None:
 
 
 def _key(compiler: Sequence[str]) -> str:
-    """What the library depends on: the sources, the compiler, the flags."""
+    """Return a hash over sources, compiler and flags."""
     said = _version_of(tuple(compiler), os.stat(compiler[0]).st_mtime_ns)
     named = " ".join((*compiler, *compiler_words("CXXFLAGS")))
     return digest(said + named.encode())[:32]

@@ -1,7 +1,6 @@
-"""How the library of kernels is compiled: units, flags, commands, what tells one from another, and
-what the environment says of it.
+"""Build rules of the kernel library: units, flags, commands, hash, and environment variables.
 
-Nothing of the package is imported: setup.py reads this file too, for wheels that carry the library.
+No package module is imported: setup.py also reads this file, for wheels with the library.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "source"
 _FLAGS = (
     *("-std=c++20", "-fPIC", "-fvisibility=hidden", "-pthread"),
-    *("-ffp-contract=off", "-fno-math-errno"),  # a sum has the same bits on every instruction set
+    *("-ffp-contract=off", "-fno-math-errno"),  # equal bits for sums on every instruction set
 )
 _ISA_FLAGS = {
     "isa_avx512": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
@@ -35,7 +34,7 @@ _OF_MACHINES = {
 
 
 def units(machine: str | None = None) -> list[Path]:
-    """The translation units that a machine's processors have instructions for; None: this one's."""
+    """Return the translation units for a machine's processors. None: this machine."""
     own = _OF_MACHINES.get(machine or platform.machine(), ())
     return [
         each
@@ -45,16 +44,18 @@ def units(machine: str | None = None) -> list[Path]:
 
 
 def flags_of(unit: Path) -> tuple[str, ...]:
-    """How a unit is compiled. The scalar one is for machines without vectors: small, not fast."""
+    """Return a unit's compiler flags. The scalar unit is compiled for size: it is only a
+    fallback.
+    """
     level = "-O1" if unit.stem == "isa_scalar" else "-O2"
     return (*_FLAGS, level, *_ISA_FLAGS.get(unit.stem, ()))
 
 
 def switch(name: str, default: bool, environ: Mapping[str, str] = os.environ) -> bool:
-    """What a variable of the environment that is 1 or 0 says; without it, or empty: ``default``.
+    """Return a boolean environment variable (1 or 0), or ``default`` if unset or empty.
 
     Raises:
-        ValueError: for any other value, in one line.
+        ValueError: The value is neither. The message is a single line.
     """
     text = environ.get(name, "")
     if text not in ("", "0", "1"):
@@ -63,11 +64,11 @@ def switch(name: str, default: bool, environ: Mapping[str, str] = os.environ) ->
 
 
 def words(name: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The words of a variable such as ``CXX`` or ``CXXFLAGS``, split as a shell does.
+    """Split a variable like ``CXX`` or ``CXXFLAGS`` as a shell does.
 
     Raises:
-        ValueError: for quotes that do not end, or flags with which sums have other bits on one
-            instruction set than on another, in one line.
+        ValueError: A quote is not closed, or a flag reorders sums, which changes bits between
+            instruction sets. The message is a single line.
     """
     text = environ.get(name, "")
     try:
@@ -81,12 +82,12 @@ def words(name: str, environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def commands(compiler: Sequence[str], folder: Path, library: Path) -> list[list[str]]:
-    """The commands that compile each unit into ``folder``, in any order, and the one that links.
+    """Return the compile commands for all units into ``folder``, then the link command.
 
-    ``compiler``: its words. What ``CXXFLAGS`` says comes before our own flags, which win.
+    ``compiler`` has its words. ``CXXFLAGS`` precede the library's own flags, so the latter win.
 
     Raises:
-        ValueError: as :func:`words`.
+        ValueError: See :func:`words`.
     """
     given = [*compiler, *words("CXXFLAGS")]
     objects = [(unit, str(folder / f"{unit.stem}.o")) for unit in units()]
@@ -98,7 +99,7 @@ def commands(compiler: Sequence[str], folder: Path, library: Path) -> list[list[
 
 
 def digest(compiler: bytes = b"") -> str:
-    """What tells a library from others: its sources, flags, processor, and the ``compiler``."""
+    """Return a hash over sources, flags, processor and ``compiler``."""
     found = hashlib.sha256(compiler + platform.machine().encode())
     for unit in units():
         found.update(repr(flags_of(unit)).encode())
@@ -109,5 +110,5 @@ def digest(compiler: bytes = b"") -> str:
 
 
 def packaged_name() -> str:
-    """What the file of a library that comes with the package is called, beside this one."""
+    """Return the file name of the packaged library in this directory."""
     return f"kernels-{digest()[:16]}.so"

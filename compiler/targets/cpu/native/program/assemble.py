@@ -1,4 +1,4 @@
-"""A plan becomes what the library runs: tensors it wants, instructions that name them by number."""
+"""Conversion of a kernel program to the library's instructions and numbered tensors."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from tilewright.errors import CompileError
 
 
 def assemble(plan: Plan, *, exact: bool, rounded: Collection[str] = ()) -> Assembly:
-    """What the library is to run for a plan.
+    """Return the library's program for a plan.
 
-    ``rounded``: the names of the products around which values become bfloat16 (see
+    ``rounded`` has the names of matmuls with bfloat16 rounding around them (see
     :func:`_roundings`).
 
     Raises:
-        CompileError: for a number that is divided by values.
+        CompileError: A number is divided by a value.
     """
     assembly = Assembly(exact)
     for each, flags in zip(plan.instructions, _roundings(plan, rounded), strict=True):
@@ -56,7 +56,7 @@ def assemble(plan: Plan, *, exact: bool, rounded: Collection[str] = ()) -> Assem
         (_MAKERS | MIXERS)[type(each)](assembly, each)
         for made in assembly.instructions[first:]:
             made.flags |= flags
-    if plan.dealt:  # a buffer behind the plan's, for the logits of all ranks
+    if plan.dealt:  # an additional buffer for all ranks' logits
         whole, own = Place(len(plan.buffers), plan.vocab_size), plan.instructions[-1]
         assert not isinstance(own, Route)
         assembly.append("gather_logits", whole, x=place_of(own.out))
@@ -64,17 +64,17 @@ def assemble(plan: Plan, *, exact: bool, rounded: Collection[str] = ()) -> Assem
 
 
 def rounded_products(graph_module: GraphModule) -> set[str]:
-    """The names of a graph's products around which ``activation`` asks for bfloat16."""
+    """Return the names of matmuls with a bfloat16 ``activation``."""
     facts = [info(node) for node in graph_module.graph.nodes]
     return {each.fqn for each in facts if each.formats and each.formats.in0 == ROUNDED}
 
 
 def _roundings(plan: Plan, rounded: Collection[str]) -> list[int]:
-    """The flags of each instruction that round what it writes.
+    """Return the rounding flags of each instruction.
 
-    A product rounds its result, its sum with the residual, and what it norms for itself; whatever
-    else makes values does so as the next product that reads them. Logits stay float, and so do a
-    router's and the gates' of linear attention, which decide more than they cost.
+    A matmul rounds its result, its residual sum and its fused norm. Other instructions follow the
+    next matmul that reads their result. Logits, routers and linear attention gates stay float:
+    their cost is small and their effect is large.
     """
     flags, rounds = list[int](), False
     logits = _widths(plan)[1]
@@ -90,7 +90,7 @@ def _roundings(plan: Plan, rounded: Collection[str]) -> list[int]:
 
 
 def pack(plan: Plan, assembly: Assembly) -> Packed:
-    """The program of a plan and of what was assembled of it."""
+    """Return the program for a plan and its assembly."""
     tensors = [
         PackedTensor(
             wanted.kind,
@@ -114,7 +114,7 @@ def pack(plan: Plan, assembly: Assembly) -> Packed:
 
 
 def _widths(plan: Plan) -> tuple[list[int], int]:
-    """The widths of all buffers, and the number of the one that the logits are given in."""
+    """Return all buffer widths, and the number of the logits buffer."""
     widths = [buffer.width for buffer in plan.buffers]
     if plan.dealt:
         return [*widths, plan.vocab_size], len(widths)
@@ -181,7 +181,7 @@ def _norm(assembly: Assembly, each: Norm) -> None:
 
 
 def _elementwise(assembly: Assembly, each: Elementwise) -> None:
-    """A number may come first only where the order does not count."""
+    """Emit an elementwise instruction. A number may be first only if the order has no effect."""
     places = [given for given in each.inputs if isinstance(given, Place)]
     numbers = [given for given in each.inputs if isinstance(given, int | float)]
     function = "gelu_tanh" if "tanh" in each.inputs else each.function

@@ -1,4 +1,4 @@
-"""What a plan's makers fill: instructions for the library, and the tensors and states they name."""
+"""The library's instructions under construction, with their tensors and states."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from tilewright.compiler.targets.program.instructions import Place
 
 @dataclass(slots=True)
 class Assembly:
-    """Instructions for the library, and the tensors and states that they name by number."""
+    """Instructions with numbered tensors and states."""
 
     exact: bool
     wanted: dict[Wanted, int] = field(default_factory=dict)
     states: list[lib.TwState] = field(default_factory=list)
     instructions: list[lib.TwInstruction] = field(default_factory=list)
-    num_experts: int = 0  # of the router whose choice holds
+    num_experts: int = 0  # of the current router
     top_k: int = 0
 
     def tensor(self, wanted: Wanted) -> int:
-        """The number of a tensor; a new one gets the next."""
+        """Return a tensor's number. A new tensor gets the next number."""
         return self.wanted.setdefault(wanted, len(self.wanted))
 
     def weight(self, recipe: WeightRecipe, *, paired: bool = False) -> int:
-        """The number of a weight in panels."""
+        """Return the number of a weight in panels."""
         return self.tensor(Wanted(recipe, held_kind(recipe), paired))
 
     def vector(self, recipe: WeightRecipe) -> int:
-        """The number of a norm or a constant."""
+        """Return the number of a norm or constant."""
         return self.tensor(Wanted(recipe, VECTOR))
 
     def state(self, state: lib.TwState) -> int:
-        """The number of a new state."""
+        """Add a state and return its number."""
         self.states.append(state)
         return len(self.states) - 1
 
     def bias(self, recipe: WeightRecipe | None, num_rows: int, *, paired: bool) -> int:
-        """The number of a product's bias, -1 where it has none."""
+        """Return the number of a matmul's bias, or -1."""
         if recipe is None:
             return -1
         lanes = num_panels(num_rows, paired=paired) * LANES
         return self.tensor(Wanted(recipe, VECTOR, paired, lanes))
 
     def append(self, op: str, out: Place | None, **fields: Any) -> None:
-        """Append an instruction; the fields that are not named are unused."""
+        """Append an instruction. Unnamed fields are unused."""
         unused = dict.fromkeys(("weight", "norm", "bias", "other", "state"), -1)
         places = {name: place_of(None) for name in ("x", "y", "z", "gate")} | {"factor": 1.0}
         each = lib.TwInstruction(
@@ -62,13 +62,13 @@ class Assembly:
 
 
 def place_of(place: Place | None) -> lib.TwPlace:
-    """Columns as the library names them; None is no place."""
+    """Convert columns to the library's form. None: no columns."""
     if place is None:
         return lib.TwPlace(-1, 0, 0)
     return lib.TwPlace(place.buffer, place.first, place.width)
 
 
 def arithmetics_of(kind: str, compute: Compute, *, exact: bool) -> ctypes.Array[ctypes.c_int32]:
-    """The arithmetic of prefill and of decode."""
+    """Return the arithmetic for prefill and decode."""
     found = (arithmetic(kind, each, exact=exact) for each in (compute.prefill, compute.decode))
     return (ctypes.c_int32 * 2)(*map(lib.ARITHMETICS.index, found))

@@ -1,5 +1,6 @@
-"""A packed program: all that the library is opened with but what is chosen when it is loaded, and
-the file it is kept in. Knows neither graphs nor torch.
+"""A native program and its file: all arguments for the library, except load-time options.
+
+Imports neither graphs nor torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tilewright.utils.files import read_regular
 
 PROGRAM = "program.json"
 MAX_TOKENS = 512
-"""Tokens that the library computes at a time; more are cut, which changes no bit."""
+"""Maximum tokens per library call. Larger batches are split without changing bits."""
 
 _VERSION = 1
 
@@ -30,8 +31,14 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class PackedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of a program: its ``kind`` (`library.KINDS`), its shape as held, its bytes in the
-    file, and the name of the first parameter it was made of.
+    """A tensor of a program.
+
+    Attributes:
+        kind: Storage in `library.KINDS`.
+        rows: Rows in storage.
+        columns: Columns in storage.
+        num_bytes: Bytes in the file.
+        name: Name of its first parameter.
     """
 
     kind: str
@@ -43,10 +50,15 @@ class PackedTensor(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A program that the library can run, with all but its weights.
+    """A program for the library, without weights.
 
-    ``widths``: of all buffers; ``logits`` is the number of the one that the logits are given in.
-    ``dealt``: of ranks' logits, the columns of each; empty where every rank has all of them.
+    Attributes:
+        tensors: Tensors in file order.
+        instructions: Instructions in order.
+        states: States by number.
+        widths: Buffer widths.
+        logits: Number of the logits buffer.
+        dealt: Logit columns per rank. Empty: every rank has all columns.
     """
 
     tensors: tuple[PackedTensor, ...]
@@ -58,12 +70,12 @@ class Packed:
 
     @property
     def vocab_size(self) -> int:
-        """Logits of a row, of all ranks together."""
+        """Return the logits per row over all ranks."""
         return self.widths[self.logits]
 
     @property
     def hidden_size(self) -> int:
-        """Columns of the product that makes the logits of gathered rows; 0 if there is none."""
+        """Return the output layer's input columns for gathered rows. 0: none."""
         gather, linear = lib.OPS.index("gather"), lib.OPS.index("linear")
         ops = [each.op for each in self.instructions]
         behind = self.instructions[ops.index(gather) :] if gather in ops else ()
@@ -71,12 +83,12 @@ class Packed:
 
     @property
     def has_sequence_state(self) -> bool:
-        """Whether a sequence keeps anything besides keys and values."""
+        """Return whether a sequence has state besides keys and values."""
         return any(lib.STATES[each.kind] != "keys_values" for each in self.states)
 
     @property
     def reductions(self) -> list[tuple[int, str]]:
-        """The columns of each sum over the ranks, and the format that it travels in."""
+        """Return the columns and the link format of all sums over ranks."""
         op = lib.OPS.index("all_reduce")
         found = (each for each in self.instructions if each.op == op)
         return [(each.x.width, lib.WIRES[each.function]) for each in found]
@@ -103,7 +115,7 @@ _SIZES = ctypes.sizeof(lib.TwInstruction), ctypes.sizeof(lib.TwState)
 
 
 def encode(packed: Packed) -> bytes:
-    """The program as its file has it; what its weights' file names by a hash."""
+    """Encode the program for its file. The hash of this text identifies the weights."""
     file = _File(
         interface=lib.VERSION,
         sizes=_SIZES,
@@ -118,7 +130,7 @@ def encode(packed: Packed) -> bytes:
 
 
 def digest_of(packed: Packed) -> bytes:
-    """The SHA-256 of a program."""
+    """Return a program's SHA-256."""
     return hashlib.sha256(encode(packed)).digest()
 
 
@@ -126,7 +138,7 @@ def write_packed(packed: Packed, folder: Path) -> None:
     """Write a program into ``folder``.
 
     Raises:
-        NoRoomError: where the file cannot be written.
+        NoRoomError: The file cannot be written.
     """
     try:
         (folder / PROGRAM).write_bytes(encode(packed))
@@ -138,10 +150,10 @@ def write_packed(packed: Packed, folder: Path) -> None:
 
 
 def read_packed(folder: Path) -> Packed:
-    """Read what :func:`write_packed` wrote; the library checks every number when it is opened.
+    """Read a program from :func:`write_packed`. The library checks every number on opening.
 
     Raises:
-        CheckpointError: for a file that is missing, no program, or of another version.
+        CheckpointError: The file is missing, invalid or has another version.
     """
     path = folder / PROGRAM
     try:
@@ -190,10 +202,14 @@ def program_of(
     isa: int = -1,
     large_pages: bool = False,
 ) -> lib.TwProgram:
-    """The structure that an engine is opened with.
+    """Return the structure for opening an engine.
 
-    ``isa``: of `library.ISA_NAMES`, -1 the best. ``large_pages``: whether the engine copies its
-    weights onto large pages; it does not need what is mapped then.
+    Args:
+        packed: The program.
+        mapped: Its weights.
+        options: Compile options.
+        isa: Index in `library.ISA_NAMES`. -1: best.
+        large_pages: Copy weights to large pages. The engine then does not need the mapping.
     """
     tensors = [
         lib.TwTensor(

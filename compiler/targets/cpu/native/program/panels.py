@@ -1,6 +1,6 @@
-"""Weights as the kernels read them: panels of 16 rows, laid out as source/panels.h says.
+"""Weights in the kernels' layout: panels of 16 rows (see source/panels.h).
 
-Torch operations alone; it knows no recipes and no files.
+Only torch operations are used. Recipes and files are handled elsewhere.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from tilewright.errors import CheckpointError
 BLOCK = 32
 SUPER_BLOCK = 256
 _ALIGNMENT = 64
-_CODE_BITS = {"q80": 8, "bfp8": 8, "q6_k": 6, "q50": 5, "q51": 5, "q5_k": 5}  # 4 of the others
+_CODE_BITS = {"q80": 8, "bfp8": 8, "q6_k": 6, "q50": 5, "q51": 5, "q5_k": 5}  # other kinds have 4
 _OF_POWERS = ("bfp8", "bfp4")
 
 
 def num_panels(num_rows: int, *, paired: bool) -> int:
-    """Panels of a weight: an even number; of gate and up (``paired``) as many for each."""
+    """Return a weight's number of panels, which is even. Paired gate and up have equal numbers."""
     if paired:
         return 2 * (whole(num_rows // 2, LANES) // LANES)
     return whole(num_rows, 2 * LANES) // LANES
 
 
 def panel_bytes(kind: str, num_columns: int) -> int:
-    """Bytes of one panel of a kind."""
+    """Return the bytes per panel."""
     wide = whole(num_columns, BLOCK)
     if kind in (FP32, BF16, FP16):
         return wide * LANES * (4 if kind == FP32 else 2)
@@ -44,7 +44,7 @@ def panel_bytes(kind: str, num_columns: int) -> int:
 
 
 def _scale_bytes(kind: str, wide: int) -> int:
-    """Bytes of a panel's scales and minimums."""
+    """Return the bytes for a panel's scales and minimums."""
     num_supers = whole(wide, SUPER_BLOCK) // SUPER_BLOCK
     if kind == "q6_k":
         return 32 * num_supers + wide
@@ -54,12 +54,12 @@ def _scale_bytes(kind: str, wide: int) -> int:
 
 
 def padded(values: Tensor, missing: tuple[int, ...]) -> Tensor:
-    """``values`` with so many zeros more, as torch's ``pad`` counts them; copied only for some."""
+    """Append zeros to ``values`` like torch's ``pad``. Copy only if necessary."""
     return pad(values, missing) if any(missing) else values.contiguous()
 
 
 def value_panels(values: Tensor, kind: str) -> Tensor:
-    """uint8 ``[panels, bytes]`` of float rows ``[16 panels, in]`` in float32, bfloat16 or
+    """Convert float rows ``[16 panels, in]`` to uint8 ``[panels, bytes]`` in float32, bfloat16 or
     float16.
     """
     wide = padded(values, (0, whole(values.shape[1], BLOCK) - values.shape[1]))
@@ -72,12 +72,12 @@ def value_panels(values: Tensor, kind: str) -> Tensor:
 def code_panels(
     signed: SignedCodes, kind: str, name: str, *, minimums: Tensor | None = None
 ) -> Tensor:
-    """uint8 ``[panels, bytes]`` of rows ``[16 panels, in]`` in blocks; ``name`` is for errors.
+    """Convert block rows ``[16 panels, in]`` to uint8 ``[panels, bytes]``. ``name`` is for errors.
 
-    ``minimums``: of each block, as the scales; the codes then begin at 0.
+    ``minimums`` have a value per block, like scales. The codes then start at 0.
 
     Raises:
-        CheckpointError: for a block whose scale is too small to be a normal number.
+        CheckpointError: A block's scale is too small for a normal number.
     """
     num_columns = signed.codes.shape[1]
     wide = whole(num_columns, BLOCK)
@@ -92,8 +92,9 @@ def code_panels(
 
 
 def super_panels(blocks: SuperBlocks, kind: str, num_columns: int) -> Tensor:
-    """uint8 ``[panels, bytes]`` of rows ``[16 panels, in]`` in ggml's blocks of 256, of which the
-    last may end outside the row.
+    """Convert K-quant rows ``[16 panels, in]`` to uint8 ``[panels, bytes]``.
+
+    The last block may extend beyond the row.
     """
     wide = whole(num_columns, BLOCK)
     codes = _codes(blocks.codes[:, :wide], _CODE_BITS.get(kind, 4))
@@ -110,18 +111,20 @@ def super_panels(blocks: SuperBlocks, kind: str, num_columns: int) -> Tensor:
 
 
 def _lanes(values: Tensor, width: int) -> Tensor:
-    """Rows ``[16 panels, n * width]`` as ``[panels, n, 16, width]``."""
+    """Convert rows ``[16 panels, n * width]`` to ``[panels, n, 16, width]``."""
     return values.reshape(-1, LANES, values.shape[1] // width, width).transpose(1, 2)
 
 
 def _codes(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 ``[16 panels, whole blocks]`` as panels have them, ``[panels, bytes]``."""
+    """Convert uint8 codes ``[16 panels, whole blocks]`` to the panels' order, ``[panels,
+    bytes]``.
+    """
     fours = _lanes(codes, 4).reshape(-1, codes.shape[1] // BLOCK, 8, LANES, 4)
     if bits == 8:
         return fours.flatten(1)
     low = fours & 15
     parts = [low[:, :, 0::2] | low[:, :, 1::2] << 4]
-    if bits > 4:  # a bit, or two, of each of these columns a byte
+    if bits > 4:  # one or two bits per column in a byte
         rest, num_words = fours >> 4, bits - 4
         rest = rest.view(*rest.shape[:2], num_words, -1, LANES, 4)
         shifts = torch.arange(rest.shape[3], dtype=torch.uint8) * num_words
@@ -135,14 +138,14 @@ def _joined(parts: list[Tensor], kind: str, num_columns: int) -> Tensor:
 
 
 def _scales(signed: SignedCodes, kind: str, wide: int, name: str) -> Tensor:
-    """uint8 ``[panels, bytes]``, of all blocks of a panel, the padding's included."""
+    """Return scales uint8 ``[panels, bytes]``, with padding blocks."""
     missing = wide // signed.block - signed.scales.shape[1]
     scales = padded(signed.scales, (0, missing)).view(-1, LANES, wide // signed.block)
     lanes = scales.transpose(1, 2).contiguous()
     if kind not in _OF_POWERS:
         return lanes.half().view(torch.uint8).view(lanes.shape[0], -1)
     exponents = lanes.view(torch.int32) >> 23
-    if bool(((exponents == 0) & (lanes != 0)).any()):  # blocks of zeros have such a scale
+    if bool(((exponents == 0) & (lanes != 0)).any()):  # blocks with zeros have such scales
         codes = padded(signed.codes, (0, wide - signed.codes.shape[1]))
         has_codes = (codes.view(*scales.shape, signed.block) != 0).any(-1).transpose(1, 2)
         if bool(((exponents == 0) & has_codes).any()):

@@ -1,4 +1,4 @@
-"""A program's weights: what a plan wants, streamed from recipes into one file (`mapping`)."""
+"""Streaming of a program's weights from recipes into a file (`mapping`)."""
 
 from __future__ import annotations
 
@@ -55,16 +55,21 @@ from tilewright.compiler.targets.interface.base import Progress
 from tilewright.errors import NoRoomError
 
 _CHUNK_VALUES = 1 << 22
-"""Values that are read and packed at a time; their temporaries take about 25 bytes each."""
+"""Number of values per packing chunk. Temporaries need about 25 bytes per value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One tensor of a plan: ``kind`` of panels, or ``vector`` for norms, biases and constants.
+    """A requested tensor.
 
-    ``is_paired``: rows are gate then up, and lie in turns of a panel; a vector with ``num_lanes``
-    is a bias, padded to the panels of its product, one with ``num_taps`` a convolution's weight,
-    held tap by tap. The panels of experts follow one another, whole ones for each.
+    Experts' panels follow each other, with whole panels per expert.
+
+    Attributes:
+        recipe: Source of the values.
+        kind: Panel storage, or ``vector`` for norms, biases and constants.
+        is_paired: Rows are gate then up. Their panels alternate.
+        num_lanes: Padded length of a bias. 0: not a bias.
+        num_taps: Taps of a convolution weight, stored tap by tap. 0: not a convolution.
     """
 
     recipe: WeightRecipe
@@ -75,22 +80,22 @@ class Wanted:
 
     @property
     def num_experts(self) -> int:
-        """Experts whose weights these are; else 1."""
+        """Return the weight's number of experts, else 1."""
         return self.recipe.shape[0] if self.kind != VECTOR and len(self.recipe.shape) > 2 else 1
 
     @property
     def rows(self) -> int:
-        """Rows of the weight, or values of the vector, as held."""
+        """Return the weight's rows, or the vector's values, in storage."""
         return self.num_lanes or self.recipe.num_rows * (self.num_taps or 1)
 
     @property
     def columns(self) -> int:
-        """Columns of the weight; 1 of a vector."""
+        """Return the weight's columns. A vector has 1."""
         return 1 if self.kind == VECTOR else self.recipe.shape[-1]
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the tensor as it is held."""
+        """Return the bytes in storage."""
         if self.kind == VECTOR:
             return 4 * self.rows
         panels = num_panels(self.rows // self.num_experts, paired=self.is_paired)
@@ -105,11 +110,11 @@ def write_weights(
     *,
     digest: bytes,
 ) -> None:
-    """Stream all tensors into ``folder``, the file that of the program ``digest``.
+    """Stream all tensors into the weight file of the program ``digest`` in ``folder``.
 
     Raises:
-        CheckpointError: for a tensor that is missing, of another shape, or not finite.
-        NoRoomError: where the file cannot be written.
+        CheckpointError: A tensor is missing, has the wrong shape, or is not finite.
+        NoRoomError: The file cannot be written.
     """
     sizes = [each.num_bytes for each in wanted]
     offsets = offsets_of(sizes)
@@ -129,7 +134,7 @@ def write_weights(
 
 
 def _parts(wanted: Wanted, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
-    """uint8 pieces of a tensor, in order."""
+    """Yield a tensor's bytes as uint8 arrays in order."""
     if wanted.kind == VECTOR:
         dense = load_dense(wanted.recipe, get)
         if wanted.num_taps:
@@ -147,7 +152,7 @@ def _parts(wanted: Wanted, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
 
 
 def _experts(recipe: WeightRecipe) -> Iterator[WeightRecipe]:
-    """``[out, in]`` of one expert after another."""
+    """Yield the recipe ``[out, in]`` of each expert."""
     num_experts, num_rows, num_columns = recipe.shape
     for index in range(num_experts):
         segments = cut(recipe, index * num_rows, (index + 1) * num_rows)
@@ -155,7 +160,7 @@ def _experts(recipe: WeightRecipe) -> Iterator[WeightRecipe]:
 
 
 class _Kept:
-    """A source of whole tensors that keeps the last two: all experts may be rows of them."""
+    """A tensor source with a cache for the last two tensors: all experts may share them."""
 
     def __init__(self, get: Callable[[str], Tensor]) -> None:
         self._get = get
@@ -170,7 +175,7 @@ class _Kept:
 
 
 def _panels(wanted: Wanted, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
-    """The panels of a weight, or of one expert's."""
+    """Yield a weight's or an expert's panels."""
     read = (_super_reader if wanted.kind in K_KINDS else _reader)(wanted, get)
     half = wanted.rows // 2 if wanted.is_paired else wanted.rows
     step = max(1, _CHUNK_VALUES // wanted.columns // (2 * LANES)) * 2 * LANES
@@ -186,7 +191,7 @@ def _panels(wanted: Wanted, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
 
 
 def _reader(wanted: Wanted, get: Callable[[str], Tensor]) -> Callable[[int, int, int], Tensor]:
-    """Panels of rows ``[first, last)`` of a weight, padded with rows of zeros to a number."""
+    """Return a function for the panels of rows ``[first, last)``, padded with zero rows."""
     recipe, kind = wanted.recipe, wanted.kind
     assert recipe.format is not None
     is_whole = recipe.block_axis == "out" or not isinstance(get, ReadsRows) or recipe.pad_rows
@@ -202,7 +207,7 @@ def _reader(wanted: Wanted, get: Callable[[str], Tensor]) -> Callable[[int, int,
         return load_rows(recipe, get, first, last)
 
     def codes_of(first: int, last: int) -> tuple[SignedCodes, Tensor | None]:
-        """Codes and scales, and the minimums of a format that has them."""
+        """Return codes, scales, and minimums if the format has them."""
         number_format, shape = get_format(kind), (last - first, wanted.columns)
         stored = None
         if recipe.is_stored:
@@ -238,7 +243,7 @@ def _reader(wanted: Wanted, get: Callable[[str], Tensor]) -> Callable[[int, int,
 def _super_reader(
     wanted: Wanted, get: Callable[[str], Tensor]
 ) -> Callable[[int, int, int], Tensor]:
-    """A reader of a weight in a file's blocks of 256, as :func:`_reader` gives others."""
+    """Return a reader for K-quant weights, like :func:`_reader`."""
     found, kind = get_format(wanted.kind), wanted.kind
     assert isinstance(found, GgmlFileFormat) and isinstance(get, ReadsStored)
 
@@ -251,7 +256,7 @@ def _super_reader(
 
 
 def _bias(dense: Tensor, wanted: Wanted) -> Tensor:
-    """A bias in the order of its product's panels."""
+    """Return a bias in the order of its matmul's panels."""
     if not wanted.is_paired:
         return padded(dense, (0, wanted.num_lanes - len(dense)))
     half = len(dense) // 2
@@ -260,7 +265,7 @@ def _bias(dense: Tensor, wanted: Wanted) -> Tensor:
 
 
 def tensor_bytes(recipe: WeightRecipe, kind: str) -> int:
-    """What a weight takes as held; padding that only its product's form asks for is not counted."""
+    """Return a weight's bytes in storage, without padding required by its matmul."""
     if kind == VECTOR:
         return 4 * math.prod(recipe.shape)
     return Wanted(recipe, kind).num_bytes
