@@ -14,7 +14,8 @@ from tilewright.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The group of ranks, its machines, and this process's rank if a parent process started it.
+    """The group of ranks, the machines, and this process's rank if a parent process has started
+    this rank.
 
     ``workers`` are waiting machines to call.
     """

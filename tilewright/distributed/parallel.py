@@ -104,8 +104,7 @@ def _listed(numbers: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The axes of a group. ``count`` is the number of ranks, ``expert`` the number of expert
-    groups.
+    """The axes of a group: ``count`` ranks in ``expert`` expert groups.
 
     Within an expert group, ``count / expert`` ranks share every expert.
     """
