@@ -224,7 +224,7 @@ class CpuExecutable(HostExecutable):
 
 
 def plan_windows(slots: list[int], max_gap: int) -> list[tuple[int, int]]:
-    """Return half-open ranges over sorted ``slots`` with at most ``max_gap`` consecutive idle
+    """Return half-open ranges over sorted ``slots`` with up to ``max_gap`` consecutive idle
     slots.
     """
     windows: list[tuple[int, int]] = []

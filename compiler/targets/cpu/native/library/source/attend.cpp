@@ -1,4 +1,4 @@
-// Attention of a step: q and k turn, k and v go into the cache, then every head attends.
+// Attention in a step: rotate q and k, write k and v to the cache, then attend with every head.
 
 #include <algorithm>
 #include <cmath>
@@ -22,18 +22,19 @@ struct Layer {
 
     int64_t query_bytes() const { return dim * (layout.is_float() ? 4 : 2); }
 
-    // The first position that a token with `end` positions, its own the last, sees.
+    // First visible position of a token. `end` is the number of positions up to and including its
+    // own.
     int32_t begin_of(int32_t end) const { return each.window > 0 && end > each.window ? end - each.window : 0; }
 };
 
-// Cosines, then sines, of every pair of channels, token by token.
+// Cosines, then sines, for every pair of channels, token by token.
 struct Angles {
     const Kernels& kernels;
     const float* all;
     int64_t num_pairs;
     bool interleaved;
 
-    // Turns one head's channels in place.
+    // Rotate a head's channels in place.
     void turn(float* x, int64_t token) const {
         const float *cosines = all + token * num_pairs * 2, *sines = cosines + num_pairs;
         if (!interleaved) return kernels.turn(x, cosines, sines, num_pairs);
@@ -45,7 +46,7 @@ struct Angles {
     }
 };
 
-// A position's channels in blocks, among those of a chunk of keys or of values.
+// Write a position's block channels into a key or value chunk.
 void put_key_blocks(const Layer& layer, uint8_t* keys, int64_t position, const uint32_t* codes, const uint8_t* exponents) {
     const int64_t lane = position % 16, group = position % kPositions / 16;
     uint32_t* block = (uint32_t*)keys + group * layer.dim / 4 * 16;
@@ -64,18 +65,18 @@ void put_value_blocks(const Layer& layer, uint8_t* values, int64_t position, con
         for (int64_t part = 0; part < layer.dim / 16; part++) powers[part * kPositions + 1] = 0;
 }
 
-// `x`: channels up to whole 16; as many bfloat16 behind them are free.
+// `x` has channels padded to whole 16, followed by the same number of free bfloat16 values.
 void put_key(const Layer& layer, const Kernels& kernels, uint8_t* keys, int64_t position, float* x) {
     const int64_t lane = position % 16;
     uint32_t* block = (uint32_t*)(keys + position % kPositions / 16 * (layer.layout.chunk_bytes / 4));
-    uint32_t* values = (uint32_t*)x;  // a channel, or a pair of them, each
+    uint32_t* values = (uint32_t*)x;  // a channel or a pair each
     if (!layer.layout.is_float()) kernels.halves(x, layer.dim, (uint16_t*)(values += layer.dim));
     const int64_t count = layer.layout.is_float() ? layer.dim : layer.dim / 2;
     for (int64_t d = 0; d < count; d++) block[d * 16 + lane] = values[d];
 }
 
-// `is_last`: no later position is written in this step; its neighbour in a pair is made 0, so that
-// what was there before weighs nothing, whatever it was.
+// `is_last`: this step writes no later position. Its neighbor in a pair is set to 0, so that old
+// contents have no effect.
 void put_value(const Layer& layer, const Kernels& kernels, uint8_t* values, int64_t position, const float* x, bool is_last) {
     if (layer.layout.is_float()) {
         std::memcpy((float*)values + position % kPositions * layer.dim, x, layer.state.head_dim * 4);
@@ -89,7 +90,7 @@ void put_value(const Layer& layer, const Kernels& kernels, uint8_t* values, int6
         for (int64_t d = 0; d < layer.dim; d++) to[d * 2 + 1] = 0;
 }
 
-// Turns a query head of a token, as attention reads it; `x` is room for its channels.
+// Rotate a token's query head to attention's operand type. `x` is scratch for its channels.
 void take_query(const Worker& worker, const Layer& layer, int64_t token, int64_t query, const Angles& angles, float* x, uint8_t* to) {
     const int64_t head_dim = layer.state.head_dim;
     for (int64_t d = head_dim; d < layer.dim; d++) x[d] = 0.0f;
@@ -100,7 +101,7 @@ void take_query(const Worker& worker, const Layer& layer, int64_t token, int64_t
     else worker.kernels().halves(x, layer.dim, (uint16_t*)to);
 }
 
-// Turns the key of a token for one head, which goes into its seat's cache with the value.
+// Rotate a token's key for a head, and write it to its slot's cache with the value.
 void take_key_value(const Worker& worker, const Layer& layer, int64_t token, int64_t sequence, int64_t head, const Angles& angles) {
     const TwStep& step = worker.step;
     const int64_t head_dim = layer.state.head_dim, bits = layer.state.mantissa_bits;
@@ -133,7 +134,7 @@ void take_key_value(const Worker& worker, const Layer& layer, int64_t token, int
     }
 }
 
-// Consecutive tokens of a sequence, and the segments of its cache that they see.
+// Consecutive tokens of a sequence, and their visible cache segments.
 struct Block {
     int64_t sequence, first, last;
     int32_t begin, end;  // multiples of kSegment
@@ -141,16 +142,16 @@ struct Block {
     int64_t num_segments() const { return (end - begin) / kSegment; }
 };
 
-// A block with one key/value head; of one that is split, one of its segments, and where its sums are.
+// A block with a key/value head. A split block has a single segment and a partial result.
 struct Work {
     Block block;
     int64_t head, segment, slot;
     bool is_split;
 };
 
-// What is to be done of a layer, piece by piece, in an order that all threads know: blocks that see
-// the most come first. A block of so many segments that a thread would be busy with it for more
-// than a quarter of its share is split; so few can be that, that each gets a slot.
+// The work of a layer, in an order common to all threads: the longest blocks are first. A block is
+// split if its segments would keep a thread busy for more than a quarter of its share. The number
+// of these blocks is bounded, so each has a slot.
 class Agenda {
   public:
     Agenda(const Worker& worker, const Layer& layer) : step_(worker.step), layer_(layer), num_threads_(worker.engine.pool->size()) {
@@ -163,7 +164,7 @@ class Agenda {
 
     int64_t count() const { return count_; }
 
-    // Piece `index`, not before the one asked for last.
+    // Return the work at `index`. Indices must not decrease between calls.
     Work find(int64_t index) {
         Block found = block(at_);
         for (; index >= first_ + pieces_of(found); found = block(++at_)) {
@@ -177,7 +178,7 @@ class Agenda {
   private:
     int64_t num_blocks() const { return num_parts_ * step_.num_sequences; }
 
-    // With no segments where a sequence has no such part.
+    // A block without segments means that a sequence has no block there.
     Block block(int64_t index) const {
         const int64_t sequence = index % step_.num_sequences, part = num_parts_ - 1 - index / step_.num_sequences;
         const int64_t end = step_.bounds[sequence + 1], first = step_.bounds[sequence] + part * kQueryTokens;
@@ -201,13 +202,13 @@ class Agenda {
     const Layer& layer_;
     const int64_t num_threads_;
     int64_t num_parts_ = 0, num_segments_ = 0, count_ = 0;
-    int64_t at_ = 0, first_ = 0, slot_ = 0;  // of the block that `find` is at
+    int64_t at_ = 0, first_ = 0, slot_ = 0;  // of the current block
 };
 
-// What a thread needs to attend with the tokens of one piece of work.
+// A thread's scratch for attention.
 struct AttendScratch {
-    float *largest, *sum, *values;      // of a segment
-    float *all_largest, *all_sum, *all; // of the segments so far
+    float *largest, *sum, *values;      // segment
+    float *all_largest, *all_sum, *all; // merged segments
     int32_t *begins, *ends;
     uint8_t *q, *unpacked;
 
@@ -223,7 +224,7 @@ struct AttendScratch {
     }
 };
 
-// Merges a segment's sums of a row into those before it.
+// Merge a segment's sums for a row into the previous sums.
 void merge(const Kernels& kernels, const Partial& from, AttendScratch& to, int64_t row, int64_t dim) {
     float before = to.all_largest[row], own = from.largest[row];
     if (own == -INFINITY) return;
@@ -234,7 +235,7 @@ void merge(const Kernels& kernels, const Partial& from, AttendScratch& to, int64
     to.all_largest[row] = most;
 }
 
-// Rows of a piece of work on one key/value head: tokens by the query heads that share it.
+// Rows for a key/value head: tokens times the query heads sharing it.
 struct Rows {
     Worker& worker;
     const Layer& layer;
@@ -249,7 +250,7 @@ struct Rows {
     int64_t token(int64_t row) const { return work.block.first + row / layer.group; }
     int64_t query(int64_t row) const { return work.head * layer.group + row % layer.group; }
 
-    // Queries come from `angles`, or with none from where all threads put theirs.
+    // Read queries with `angles`, or from the common queries without angles.
     void make_ready(const Angles* angles) {
         const int64_t width = layer.query_bytes();
         for (int64_t row = 0; row < count; row++) {
@@ -285,15 +286,15 @@ struct Rows {
     }
 };
 
-// Where a segment's sums of a split block wait for the others'.
+// Partial result of a split block's segment.
 Partial place_of(const Engine& engine, const Rows& rows, int64_t segment) {
     float* values = (float*)(engine.partials.data() + (rows.work.slot * engine.num_segments + segment) * engine.partial_bytes);
     float* largest = values + rows.count * rows.dim;
     return {largest, largest + rows.count, values};
 }
 
-// Sums of one row over its segments are merged in the order of positions, whoever made them: the
-// last to come merges what all have left.
+// A row's segment sums are merged in order of positions, independent of threads: the last thread to
+// finish merges all of them.
 void attend_rows(Worker& worker, const Layer& layer, const Work& work, const Angles* angles) {
     Rows rows(worker, layer, work);
     rows.make_ready(angles);
@@ -313,7 +314,7 @@ void attend_rows(Worker& worker, const Layer& layer, const Work& work, const Ang
     rows.finish();
 }
 
-// The first keys that a piece of work will see, while its rows are made ready.
+// Prefetch the first keys while rows are prepared.
 void ask_for_keys(const Worker& worker, const Layer& layer, const Work& work) {
     const int32_t first = std::max(layer.begin_of(worker.step.positions[work.block.first] + 1), work.block.begin + (int32_t)work.segment * kSegment);
     const uint8_t* keys = worker.engine.cache_of(layer.each.state, worker.step.seats[work.block.sequence], work.head, first);
@@ -331,7 +332,7 @@ int64_t sequence_of(const TwStep& step, int64_t token) {
 
 }  // namespace
 
-// Cosines and sines of every token, once a step.
+// Compute all tokens' cosines and sines, once per step.
 void make_angles(Worker& worker) {
     Engine& engine = worker.engine;
     for (size_t table = 0; table < engine.angle_makers.size(); table++) {
@@ -356,7 +357,8 @@ void run_attend(Worker& worker, const TwInstruction& each, int32_t index) {
     const float* turns = (const float*)engine.angles[engine.angles_of[index]].data();
     const Angles angles{worker.kernels(), turns, engine.tensors[each.other].rows, (each.flags & TW_INTERLEAVED) != 0};
     Agenda agenda(worker, layer);
-    if (step.num_tokens == step.num_sequences) {  // one token each: its own segment alone has its key
+    // With a token per sequence, only its own segment has its key.
+    if (step.num_tokens == step.num_sequences) {
         worker.share(agenda.count(), [&](int64_t i) {
             const Work work = agenda.find(i);
             ask_for_keys(worker, layer, work);

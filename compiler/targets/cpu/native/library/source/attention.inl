@@ -1,7 +1,7 @@
-// Attention of a few query rows over a segment of one head's cache.
+// Attention for a few query rows over a segment of a head's cache.
 //
-// Keys and values are read 64 positions at a time, beginning at multiples of 64, so that a row's
-// sums have one order, whoever attends beside it and however a prompt was cut.
+// Keys and values are read in chunks of 64 positions, aligned to 64. A row's sums therefore have a
+// fixed order, independent of concurrent rows and prompt splits.
 
 namespace {
 
@@ -12,7 +12,7 @@ constexpr int kChunk = 64;
 struct AttendScratch {
     float scores[kTile][kChunk];
     alignas(64) uint8_t weights[kTile][kChunk * 4];
-    const uint8_t *keys, *values;  // of the present 64 positions
+    const uint8_t *keys, *values;  // current chunk
 };
 
 template <int M>
@@ -26,7 +26,7 @@ template <int M> struct Running {
     vf sum[M];
 };
 
-// The scores of 64 positions from `at`, masked, in `scores`.
+// Compute masked scores for a chunk from `at`.
 template <int M>
 inline void score(const HeadCache& cache, const Queries& rows, int64_t row, int32_t at, AttendScratch& scratch) {
     const int64_t dim = cache.head_dim, width = cache.is_bf16 ? 2 : 4, per_column = cache.is_bf16 ? 2 : 1;
@@ -53,7 +53,7 @@ inline void score(const HeadCache& cache, const Queries& rows, int64_t row, int3
     }
 }
 
-// Exponentials of the scores, as the next products read them; returns what is kept of the past.
+// Compute the scores' exponentials as matmul operands. Return the factor for earlier sums.
 template <int M>
 inline void weigh(const HeadCache& cache, Running<M>& running, AttendScratch& scratch, float* kept) {
     for (int m = 0; m < M; m++) {
@@ -61,7 +61,7 @@ inline void weigh(const HeadCache& cache, Running<M>& running, AttendScratch& sc
         for (int i = 0; i < 4; i++) s[i] = load(scratch.scores[m] + 16 * i);
         float most = largest_of(larger(larger(s[0], s[1]), larger(s[2], s[3])));
         most = most > running.largest[m] ? most : running.largest[m];
-        // nothing to see yet: any finite number will do, since every exponential is 0
+        // no visible position yet: any finite shift works, because all exponentials are 0
         vf shift = spread(most == -__builtin_inff() ? 0.0f : most);
         kept[m] = 1.0f;
         if (most != running.largest[m]) {
@@ -81,7 +81,7 @@ inline void weigh(const HeadCache& cache, Running<M>& running, AttendScratch& sc
     }
 }
 
-// values = values * kept + weights x the cache's values of `count` positions from `at`.
+// values = values * kept + weights x cached values, for `count` positions from `at`
 template <int M>
 inline void gather_values(const HeadCache& cache, const Partial& partial, int64_t row, int32_t count, const AttendScratch& scratch, const float* kept) {
     const int64_t dim = cache.head_dim;
@@ -105,14 +105,14 @@ inline void gather_values(const HeadCache& cache, const Partial& partial, int64_
     }
 }
 
-// The powers of two that codes of an exponent are multiples of.
+// Powers of two for code exponents.
 inline vf powers(const uint8_t* exponents) {
     return mul(of_bits(imax(left<23>(widened(exponents)), ispread(1 << 22))), spread(0x1p-6f));
 }
 
 template <int J> inline vf signed_code(vi four) { return to_float(right_signed<24>(left<24 - 8 * J>(four))); }
 
-// 64 positions of keys in blocks, as bfloat16 has them; no value is rounded.
+// Convert a block key chunk to bfloat16. The conversion is exact.
 inline void unpack_keys(const uint8_t* keys, int64_t dim, uint8_t* to) {
     const uint8_t* exponents = keys + kChunk * dim;
     for (int64_t part = 0; part < kChunk / 16 * (dim / 16); part++) {
@@ -125,7 +125,7 @@ inline void unpack_keys(const uint8_t* keys, int64_t dim, uint8_t* to) {
     }
 }
 
-// The first `count` of 64 positions of values, in whole fours.
+// Convert the first `count` positions in a block value chunk, in whole fours.
 inline void unpack_values(const uint8_t* values, int64_t dim, int32_t count, uint8_t* to) {
     const uint8_t* exponents = values + kChunk * dim;
     for (int64_t part = 0; part < dim / 16; part++) {
@@ -151,9 +151,9 @@ struct Attend {
     int32_t begin, end;
     const Partial& partial;
     AttendScratch& scratch;
-    int32_t unpacked = begin;  // positions before it are, of those in blocks
+    int32_t unpacked = begin;  // positions before are unpacked
 
-    // Those that one tile of rows reads take one place, which stays in the nearest cache.
+    // Blocks for a single tile share memory, which stays in the nearest cache.
     void take(int32_t at) {
         scratch.keys = cache.keys + at / kChunk * cache.step;
         scratch.values = cache.values + at / kChunk * cache.step;
@@ -162,7 +162,8 @@ struct Attend {
         uint8_t* to = cache.unpacked + (queries.num_rows <= kTile ? 0 : (at - begin) / kChunk * 2 * bytes);
         if (at >= unpacked) {
             unpack_keys(scratch.keys, cache.head_dim, to);
-            const int32_t count = queries.ends[queries.num_rows - 1] - at;  // no row sees more
+            // The last row sees the most positions.
+            const int32_t count = queries.ends[queries.num_rows - 1] - at;
             unpack_values(scratch.values, cache.head_dim, count < kChunk ? count : kChunk, to + bytes);
             unpacked = at + kChunk;
         }

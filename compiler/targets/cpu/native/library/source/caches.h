@@ -1,26 +1,29 @@
-// Keys and values of sequences, in the order in which attention reads them: seat by seat, of a seat
-// 64 positions after another, of these layer by layer, and of a layer its heads, keys then values.
-// So what a seat takes grows from its beginning, and large pages are filled. Layers of another window
-// lie behind, in the same order, so that what they do not see any more can be given back.
+// Cache layout of keys and values, in attention's reading order. A slot has chunks of 64 positions.
+// A chunk has layers, a layer has heads, and a head has keys then values. A slot's used memory
+// therefore grows from its beginning and fills large pages. Layers with another window follow in
+// the same order, so that invisible positions can be freed.
 //
-// Of 64 positions, bfloat16: keys [4][dim / 2][16][2], values [32][dim][2]; a pair is two
-// neighbouring channels of a key, or one channel of two neighbouring positions. float: keys
-// [4][dim][16], values [64][dim]. BFP8: signed codes of keys [4][dim / 4][16][4] and of values
-// [16][dim][4], fours as pairs; behind them exponents of 16 channels each, of keys [4][dim / 16][16],
-// of values [dim / 16][64]. Channels are padded with zeros to whole 16.
+// Layout of a chunk:
+// - bfloat16: keys [4][dim / 2][16][2], values [32][dim][2]. A pair is two neighboring channels of
+//   a key, or a channel at two neighboring positions.
+// - float: keys [4][dim][16], values [64][dim].
+// - BFP8: signed codes for keys [4][dim / 4][16][4] and values [16][dim][4], with fours like pairs.
+//   Exponents per 16 channels follow: keys [4][dim / 16][16], values [dim / 16][64].
+//
+// Zeros pad channels to whole 16.
 #pragma once
 
 #include "panels.h"
 
 namespace tw {
 
-constexpr int kPositions = 64;   // a cache's positions are whole such chunks
-constexpr int kSegment = 512;    // positions that are attended to on their own, then merged
-constexpr int kReachBack = 1024; // positions that a sequence whose caches were given back can be cut back
+constexpr int kPositions = 64;   // positions per chunk
+constexpr int kSegment = 512;    // positions per attention segment
+constexpr int kReachBack = 1024; // maximum truncation after freeing positions
 
 struct CacheLayout {
-    int64_t dim = 0, chunk_bytes = 0;  // of 64 positions of a head's keys, or of its values
-    int64_t offset = 0, step = 0;      // where a seat has the first 64 positions; from these to the next
+    int64_t dim = 0, chunk_bytes = 0;  // per chunk: keys or values of a head
+    int64_t offset = 0, step = 0;      // of the first chunk in a slot; distance to the next
     int32_t cache = TW_CACHE_FP32;
 
     explicit CacheLayout(const TwState& state) {
@@ -33,11 +36,11 @@ struct CacheLayout {
 
     bool is_float() const { return cache == TW_CACHE_FP32; }
     bool is_blocks() const { return cache == TW_CACHE_BFP8; }
-    int64_t unpacked_bytes() const { return is_blocks() ? 2 * kSegment * dim * 2 : 0; }  // of a segment
+    int64_t unpacked_bytes() const { return is_blocks() ? 2 * kSegment * dim * 2 : 0; }  // per segment
 };
 
-// Floats that a seat keeps of a state whatever its length: a window is [positions][channels], a
-// head's matrix [key][value], channels and values padded with zeros to whole 16.
+// Number of floats in a slot's constant-size state. A window is [positions][channels]. A head's
+// matrix is [key][value]. Zeros pad channels and values to whole 16.
 inline int64_t num_kept(const TwState& state) {
     if (state.kind == TW_WINDOW) return state.head_dim * rounded(state.num_heads, kLanes);
     if (state.kind == TW_MATRIX) return (int64_t)state.num_heads * state.head_dim * rounded(state.value_dim, kLanes);

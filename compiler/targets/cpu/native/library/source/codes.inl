@@ -1,5 +1,5 @@
-// Panels in blocks as numbers: scales, minimums and codes, sixteen rows at a time; included once a
-// translation unit, behind its simd_*.h.
+// Decoding of block panels for sixteen rows: scales, minimums and codes. Included once per
+// translation unit, after its simd_*.h.
 
 namespace {
 
@@ -7,10 +7,10 @@ using namespace tw;
 
 constexpr bool is_wide(int kind) { return code_bits(kind) == 8; }
 
-// Of a block of 32 columns, words of 16 rows.
+// Words with 16 rows per block.
 constexpr int block_words(int kind) { return code_bits(kind); }
 
-// Scales lie behind a panel's codes; `index` counts them along a row.
+// Scales follow a panel's codes. `index` counts along a row.
 template <int KIND> inline vf block_scales(const uint8_t* scales, int64_t wide, int64_t index) {
     if constexpr (KIND == TW_BFP8 || KIND == TW_BFP4) return of_bits(left<23>(widened(scales + index * 16)));
     const int64_t supers = rounded(wide, kSuper) / kSuper;
@@ -25,7 +25,7 @@ template <int KIND> inline vf block_scales(const uint8_t* scales, int64_t wide, 
     return float16s(scales + index * 32);
 }
 
-// What is added to every value of a block.
+// The addend for every value in a block.
 template <int KIND> inline vf block_minimums(const uint8_t* scales, int64_t wide, int64_t index) {
     if constexpr (KIND == TW_Q4_K || KIND == TW_Q5_K) {
         const uint8_t* at = scales + rounded(wide, kSuper) / kSuper * 64 + index / 2 * 48;
@@ -37,7 +37,7 @@ template <int KIND> inline vf block_minimums(const uint8_t* scales, int64_t wide
     return float16s(scales + wide + index * 32);
 }
 
-// The codes of four columns, `group` of the eight of a block, whose words begin at `block`.
+// Codes for four columns. `group` is their index in a block. The block's words begin at `block`.
 template <int KIND, int GROUP> inline vi four_codes(const uint8_t* block) {
     if constexpr (is_wide(KIND)) return iload(block + GROUP * 64);
     vi two = iload(block + GROUP / 2 * 64);
@@ -65,7 +65,7 @@ template <int KIND, int GROUP, class Put> inline void put_four(const uint8_t* bl
     put(column + 4 * GROUP, code_of<KIND, 0>(four), code_of<KIND, 1>(four), code_of<KIND, 2>(four), code_of<KIND, 3>(four));
 }
 
-// Calls `put(column, four values)` for every four columns of a panel of codes.
+// Call `put(column, four values)` for every four columns of a panel.
 template <int KIND, class Put> inline void each_four(const uint8_t* codes, int64_t wide, Put put) {
     for (int64_t k = 0; k < wide; k += kBlock) {
         const uint8_t* block = codes + k / kBlock * block_words(KIND) * 64;
@@ -114,7 +114,7 @@ inline void bf16_to_fp32(const uint8_t* panel, int64_t wide, float* out) {
     }
 }
 
-// A packed panel, read block by block from its first on.
+// A packed panel, read block by block from the start.
 struct Packed {
     vi table;
     const uint8_t* groups;
@@ -125,7 +125,7 @@ struct Packed {
         : table(repeated(panel + kPackedTable)), groups(panel + kPackedHead),
           next((const Exception*)(panel + panel_size(kPacked, columns).codes)), end(next + *(const uint32_t*)panel) {}
 
-    // Four pairs of columns, 16 rows of two bfloat16 each.
+    // Four pairs of columns, with 16 rows of two bfloat16 each.
     void four_pairs(int64_t group, vi (&pairs)[4]) const {
         const uint8_t* at = groups + group * kPackedGroup;
         const vi first = iload(at), second = iload(at + 64), places = iload(at + 128);
@@ -139,7 +139,7 @@ struct Packed {
 
     bool is_plain(int64_t block) const { return next == end || next->index >= (block + 1) * kBlock * kLanes; }
 
-    // All of a block, as a panel of BF16 has it, with its exceptions.
+    // Unpack a block to BF16 panel layout, with its exceptions.
     void unpack(int64_t block, uint8_t* out) {
         for (int64_t group = 0; group < 4; group++) {
             vi pairs[4];
@@ -164,7 +164,7 @@ inline void packed_to_fp32(const uint8_t* panel, int64_t columns, float* out) {
     }
 }
 
-// Calls `make.template kind<KIND>()` for a kind in blocks.
+// Call `make.template kind<KIND>()` for a block kind.
 template <class Make> inline void by_kind(int kind, Make make) {
     switch (kind) {
         case TW_Q80: return make.template kind<TW_Q80>();

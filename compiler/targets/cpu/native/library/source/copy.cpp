@@ -1,5 +1,5 @@
-// Weights are copied onto large pages, and those of bfloat16 into fewer bits: upper bytes, a sign and
-// most of an exponent, are few different ones in a panel.
+// Copying of weights to large pages. bfloat16 is also compressed: a panel has only a few different
+// upper bytes (sign and high exponent bits).
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -15,9 +15,9 @@ namespace {
 
 constexpr int64_t kLargePage = 2 << 20, kPlaces = 16, kNoPlace = 255;
 
-// The places of upper bytes among those that a panel has most; others have none.
+// Map the panel's most frequent upper bytes to indices. Other bytes have none.
 void find_places(const uint8_t* panel, int64_t wide, uint8_t* table, uint8_t (&places)[256]) {
-    const int64_t step = wide < 512 ? 1 : 4;  // pairs of columns
+    const int64_t step = wide < 512 ? 1 : 4;  // column pairs
     int32_t seen[256] = {}, order[256];
     for (int64_t pair = 0; pair < wide / 2; pair += step)
         for (int64_t i = 1; i < 64; i += 2) seen[panel[pair * 64 + i]]++;
@@ -30,7 +30,7 @@ void find_places(const uint8_t* panel, int64_t wide, uint8_t* table, uint8_t (&p
     }
 }
 
-// Whether a panel of BF16 can be packed; `to` has its bytes then.
+// Compress a BF16 panel into `to`, if possible.
 bool pack(const uint8_t* panel, int64_t columns, uint8_t* to) {
     const int64_t wide = rounded(columns, kBlock);
     uint8_t places[256];
@@ -42,7 +42,7 @@ bool pack(const uint8_t* panel, int64_t columns, uint8_t* to) {
         const uint8_t* from = panel + group * 256;
         uint8_t* out = to + kPackedHead + group * kPackedGroup;
         uint8_t all = 0;
-        for (int64_t i = 0; i < 64; i++) {  // of the first pair or the second, and of the third or the fourth
+        for (int64_t i = 0; i < 64; i++) {  // from pairs 1 and 2, and from pairs 3 and 4
             const int64_t at = i % 16 / 8 * 64 + (i / 16 * 8 + i % 8) * 2;
             const uint8_t low = places[from[at + 1]], high = places[from[at + 129]];
             out[i] = from[at];
@@ -63,22 +63,22 @@ bool pack(const uint8_t* panel, int64_t columns, uint8_t* to) {
     return true;
 }
 
-// What is copied in one go; `packs`: those of bfloat16, until a panel cannot be.
+// A copy operation. `packs`: bfloat16 tensors without an incompressible panel so far.
 struct Copy {
     Engine& engine;
     bool may_pack;
-    std::vector<uint8_t*> to;               // of tensors, or null
-    std::vector<std::atomic<bool>> packs;   // of tensors
+    std::vector<uint8_t*> to;               // per tensor, or null
+    std::vector<std::atomic<bool>> packs;   // per tensor
 };
 
-// The whole pages in between, which the file still has.
+// Release whole pages in a range. The file still has the contents.
 void let_go(const uint8_t* begin, const uint8_t* end) {
     const int64_t page = sysconf(_SC_PAGESIZE), first = rounded((int64_t)begin, page), last = (int64_t)end / page * page;
     if (first < last) madvise((void*)first, last - first, MADV_DONTNEED);
 }
 
-// Pairs of panels [first, last) of a tensor, a large page's bytes at a time; what the file gave is let
-// go meanwhile, and read again where a tensor proves not to be packed.
+// Copy panel pairs [first, last), in chunks with a large page's size. File pages
+// are released meanwhile, and read again if the tensor is incompressible.
 void copy_pairs(Copy& copy, size_t index, int64_t first, int64_t last, int64_t unit) {
     const TwTensor& each = copy.engine.tensors[index];
     const uint8_t* from = (const uint8_t*)each.data;
@@ -91,7 +91,7 @@ void copy_pairs(Copy& copy, size_t index, int64_t first, int64_t last, int64_t u
             const int64_t done = panel + 1 - 2 * first;
             if (lets_go && done % some == 0) let_go(from + (panel + 1 - some) * wide, from + (panel + 1) * wide);
         }
-        if (lets_go) let_go(from + first * unit, from + last * unit);  // whole, pages between two of these too
+        if (lets_go) let_go(from + first * unit, from + last * unit);  // includes pages between two pairs
         return;
     }
     for (int64_t at = first * unit; at < last * unit; at += kLargePage) {
@@ -101,7 +101,7 @@ void copy_pairs(Copy& copy, size_t index, int64_t first, int64_t last, int64_t u
     }
 }
 
-// A thread takes its own panels first, so that they lie in the memory that is nearest to it.
+// A thread copies its own panels first, so that they are in its nearest memory.
 void copy_own(void* given, int thread) {
     Copy& copy = *(Copy*)given;
     const int64_t num_threads = copy.engine.pool->size();
@@ -118,7 +118,7 @@ int64_t packed_bytes(const TwTensor& each) {
     return (int64_t)each.num_bytes / panel_size(TW_BF16, each.columns).total * panel_size(kPacked, each.columns).total;
 }
 
-// Tensors that `to` marks get places in `memory`, one after another, and are copied there.
+// Allocate the tensors marked in `to` consecutively in `memory`, and copy them.
 void copy_into(Memory& memory, Copy& copy) {
     std::vector<int64_t> offsets;
     int64_t total = 0;
@@ -138,7 +138,7 @@ void copy_into(Memory& memory, Copy& copy) {
 
 }  // namespace
 
-// Where one of a tensor's panels cannot be packed, the tensor is copied as it is, behind the others.
+// A tensor with an incompressible panel is copied unchanged, after all other tensors.
 void copy_weights(Engine& engine) {
     const size_t count = engine.tensors.size();
     Copy first{engine, true, std::vector<uint8_t*>(count, kNowhere), std::vector<std::atomic<bool>>(count)};

@@ -1,7 +1,7 @@
 // Linear attention: a causal convolution, and the gated delta rule with its norm and gate.
 //
-// Prompts go through the recurrence as decode does, with the state in the nearest cache: so a row's
-// bits do not depend on how its prompt was cut, which chunks that solve a system would not give.
+// Prefill runs the recurrence like decode, with the state in the nearest cache. A row's bits are
+// then independent of prompt splits. Chunks with a triangular system would not guarantee this.
 
 #include <algorithm>
 #include <cmath>

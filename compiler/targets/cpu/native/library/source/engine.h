@@ -14,7 +14,7 @@
 
 namespace tw {
 
-// Bytes of zeros at a multiple of 64, from the system; touched only where they are used.
+// Zeroed system memory, aligned to 64 bytes. Pages are allocated on first use.
 class Memory {
   public:
     explicit Memory(int64_t num_bytes = 0);
@@ -31,21 +31,21 @@ class Memory {
     int64_t num_bytes_ = 0;
 };
 
-// Which experts each token goes to, and the same sorted by expert: an entry is a token's `k`-th
-// choice, at token * top_k + k.
+// Selected experts per token, also sorted by expert. An entry is a token's `k`-th selection, with
+// index token * top_k + k.
 struct Routing {
-    std::vector<int32_t> experts;            // of entries
-    std::vector<float> weights;              // of entries
-    std::vector<int32_t> entries, slots;     // in order of experts; of entries: where in that order
-    std::vector<int32_t> chosen, firsts;     // experts that have entries; where theirs begin, and the end
+    std::vector<int32_t> experts;            // per entry
+    std::vector<float> weights;              // per entry
+    std::vector<int32_t> entries, slots;     // by expert; per entry: index in this order
+    std::vector<int32_t> chosen, firsts;     // used experts; start of their entries, and the end
     int32_t num_chosen = 0, top_k = 0;
 };
 
-// How many of a thread's own pieces of work are taken, of the turn that all threads are in.
+// Number of taken work items in a thread's share, for the current turn of all threads.
 struct alignas(64) Pieces {
     std::atomic<uint64_t> word{0};  // the turn, then a count
 
-    // The next of so many pieces; -1 where all are taken.
+    // Return the next of `count` work items, or -1.
     int64_t take(uint32_t turn, int64_t count) {
         uint64_t found = word.load(std::memory_order_relaxed);
         for (;;) {
@@ -56,10 +56,10 @@ struct alignas(64) Pieces {
     }
 };
 
-// Layers of one window. `given_back`: of seats, the positions before it that are held no more.
+// Layers with a common window. `given_back`: per slot, the number of freed positions.
 struct CacheGroup {
-    int32_t window = 0;                      // 0: every position is seen
-    int64_t step = 0, offset = 0;            // of 64 positions; of the group in a seat
+    int32_t window = 0;                      // 0: no window
+    int64_t step = 0, offset = 0;            // bytes per 64 positions; start in a slot
     std::vector<int32_t> given_back;
 };
 
@@ -70,40 +70,40 @@ struct Engine {
     std::vector<TwTensor> tensors;
     std::vector<TwState> states;
     std::vector<int32_t> program_widths;
-    std::vector<int64_t> widths;             // of buffers, rounded to whole lanes
+    std::vector<int64_t> widths;             // per buffer, rounded up to lanes
     std::vector<Memory> buffers;
     std::vector<CacheLayout> layouts;
     std::vector<CacheGroup> groups;
-    int64_t seat_bytes = 0;                  // of all positions
+    int64_t seat_bytes = 0;                  // for all positions
     Memory cache;
-    std::vector<int64_t> kept_offsets;       // of states, in bytes of what a seat keeps
-    int64_t kept_bytes = 0;                  // of a seat
+    std::vector<int64_t> kept_offsets;       // per state, in bytes within a slot
+    int64_t kept_bytes = 0;                  // per slot
     Memory kept;
     Routing routing;
-    std::vector<int32_t> angles_of;          // of instructions: which table of angles, or -1
-    std::vector<int32_t> angle_makers;       // of tables: an instruction that reads it
-    std::vector<Memory> angles;              // [tokens][cosines, sines][frequencies], by its factor
-    Memory operand;                          // of many rows, for all threads
-    std::vector<Memory> scratch;             // of threads
-    Memory queries;                          // of all tokens and heads
-    Memory partials;                         // of split blocks: [slots][num_segments], partial_bytes each
+    std::vector<int32_t> angles_of;          // per instruction: table index, or -1
+    std::vector<int32_t> angle_makers;       // per table: an instruction with it
+    std::vector<Memory> angles;              // [tokens][cosines, sines][frequencies], scaled
+    Memory operand;                          // rows common to all threads
+    std::vector<Memory> scratch;             // per thread
+    Memory queries;                          // all tokens and heads
+    Memory partials;                         // split blocks: [slots][num_segments], partial_bytes each
     int64_t num_segments = 0, partial_bytes = 0;
-    std::vector<std::atomic<int32_t>> arrived;  // of slots: segments that are done
+    std::vector<std::atomic<int32_t>> arrived;  // per slot: finished segments
     int64_t max_wide = 0, max_query = 0, scratch_bytes = 0;
     std::unique_ptr<Pool> pool;
     std::vector<std::atomic<int32_t>> counters;
-    std::vector<Pieces> pieces;              // of threads
-    uint32_t turns = 0;                      // of even sharing, before the present step
-    int64_t* times = nullptr;                // of instructions; see tw_times
-    std::vector<int32_t> next_products;      // of instructions: the next product, or this one
-    int32_t head = -1;                       // the product that makes the logits of gathered rows, or -1
-    Memory weights, unpacked;                // where they are held on large pages
-    std::unique_ptr<Exchange> exchange;      // with other ranks
-    std::vector<int32_t> logit_widths;       // of ranks
+    std::vector<Pieces> pieces;              // per thread
+    uint32_t turns = 0;                      // even distributions before this step
+    int64_t* times = nullptr;                // per instruction; see tw_times
+    std::vector<int32_t> next_products;      // per instruction: the next matmul, or itself
+    int32_t head = -1;                       // the output layer, or -1
+    Memory weights, unpacked;                // on large pages
+    std::unique_ptr<Exchange> exchange;      // with the ranks
+    std::vector<int32_t> logit_widths;       // per rank
     bool needs_peers = false;
-    int64_t max_blocks = 0;                  // of an exchange
+    int64_t max_blocks = 0;                  // per collective
 
-    // The keys of a head in 64 positions; its values follow.
+    // Return the keys of a chunk for a head. The values follow.
     uint8_t* cache_of(int state, int64_t seat, int64_t head, int64_t position) const {
         const CacheLayout& layout = layouts[state];
         return cache.data() + seat * seat_bytes + layout.offset + position / kPositions * layout.step + 2 * head * layout.chunk_bytes;
@@ -111,13 +111,13 @@ struct Engine {
     float* kept_of(int state, int seat) const { return (float*)(kept.data() + seat * kept_bytes + kept_offsets[state]); }
 };
 
-// Of one thread in one step.
+// A thread in a step.
 struct Worker {
     Engine& engine;
     const TwStep& step;
     int thread;
-    int32_t num_rows;      // of the present instruction
-    uint32_t turns = 0;    // of even sharing, since the program was opened
+    int32_t num_rows;      // in this instruction
+    uint32_t turns = 0;    // even distributions since the start
     int region = 0;
 
     const Kernels& kernels() const { return *engine.kernels; }
@@ -135,9 +135,9 @@ struct Worker {
 
     void meet() { engine.pool->meet(thread); }
 
-    // Share `count` pieces of work so that a thread makes the same ones in every step, one after
-    // another, and then what others have not begun. All threads meet before it and after it.
-    // `make(piece, is_last)`: the last of a thread's own.
+    // Distribute `count` work items so that a thread gets the same consecutive items in every step,
+    // and then items not yet started by other threads. All threads meet before and after.
+    // `make(item, is_last)`: is_last marks the last of a thread's own items.
     template <class Make> void share_evenly(int64_t count, Make make) {
         const int threads = engine.pool->size();
         const uint32_t turn = ++turns;
@@ -150,7 +150,7 @@ struct Worker {
     }
     int64_t first_of(int64_t whose, int64_t count) const { return whose * count / engine.pool->size(); }
 
-    // Share `count` pieces of work among the threads; ends without waiting for the others.
+    // Distribute `count` work items among the threads, without a final barrier.
     template <class Make> void share(int64_t count, Make make) {
         std::atomic<int32_t>& next = engine.counters[region++];
         int64_t grain = count / (8 * engine.pool->size());
@@ -160,11 +160,11 @@ struct Worker {
     }
 };
 
-constexpr int kQueryTokens = 16;  // of a prompt, that attend as one block
-constexpr int kShares = 4;        // of a thread: attention of a larger part is split; 4 times the threads are slots
-constexpr int kRegions = 4;  // at most, of an instruction
+constexpr int kQueryTokens = 16;  // prompt tokens per attention block
+constexpr int kShares = 4;        // attention blocks above 1 / kShares per thread are split
+constexpr int kRegions = 4;  // maximum per instruction
 
-// After a step: what lies so far before a seat's end that no token will see it.
+// Free positions invisible to all later tokens, after a step.
 void give_back(Engine& engine, int32_t seat, int32_t end);
 
 void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& following);
@@ -177,9 +177,9 @@ void run_experts(Worker& worker, const TwInstruction& each);
 void run_convolve(Worker& worker, const TwInstruction& each);
 void run_delta_rule(Worker& worker, const TwInstruction& each);
 
-inline uint8_t* const kNowhere = (uint8_t*)64;  // to lay out what is only to be measured
+inline uint8_t* const kNowhere = (uint8_t*)64;  // a base address to measure a layout
 
-// Bytes that an instruction needs of a thread's scratch, and for rows that all threads read.
+// Scratch bytes of an instruction, per thread and for rows common to all threads.
 int64_t experts_scratch(const TwTensor& weight, const TwInstruction& each, int64_t num_tokens);
 int64_t experts_operand(const TwTensor& weight, const TwInstruction& each, int64_t num_tokens);
 int64_t delta_scratch(const TwState& state);

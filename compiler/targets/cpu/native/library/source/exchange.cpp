@@ -1,4 +1,4 @@
-// Sockets are read and written by one thread of a step; rounding and adding is shared by all.
+// A single thread per step reads and writes sockets. All threads share rounding and adding.
 
 #include "exchange.h"
 
@@ -52,7 +52,7 @@ float from_half(uint16_t half) {
     return sign ? -found : found;
 }
 
-// Bits of magnitudes are ordered as magnitudes are; whole numbers of them need no library call.
+// The bits of magnitudes order like the magnitudes. Rounding them needs no library call.
 void to_q80(const float* x, uint8_t* out) {
     int32_t most_bits = 0, held[kWireBlock];
     std::memcpy(held, x, sizeof held);
@@ -268,8 +268,8 @@ bool Exchange::spread_sums(int64_t num_blocks, int32_t wire) {
     return move(out, in);
 }
 
-// The walk of all threads through a sum. `share(count, make)` deals groups of blocks to them; where
-// they meet, all that was shared is done; `is_first` is true of the one that moves it.
+// All threads' steps through a sum. `share(count, make)` distributes groups of blocks. At `meet`,
+// all shared work is complete. `is_first` is true for the thread with the sockets.
 template <class Read, class Write, class Share, class Meet>
 void Exchange::reduce(int64_t rows, int64_t width, int32_t wire, bool is_first, Read read, Write write, Share share, Meet meet) {
     const int64_t row_blocks = rounded(width, kWireBlock) / kWireBlock, bytes = wire_block_bytes(wire), num_blocks = rows * row_blocks;
@@ -339,7 +339,7 @@ void run_all_reduce(Worker& worker, const TwInstruction& each) {
 
 namespace {
 
-// The best of a rank's own logits of a row, the first of equal ones; no number beats all others.
+// The best of a rank's own logits in a row. The first wins a tie, and NaN beats all numbers.
 TwBest best_of(const float* logits, int64_t count, int32_t first) {
     TwBest found{-INFINITY, -1};
     for (int64_t i = 0; i < count; i++) {

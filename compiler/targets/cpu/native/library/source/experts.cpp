@@ -1,5 +1,5 @@
-// Experts: each token's are chosen, tokens are sorted by them, and every expert's weights are read
-// once for all of its tokens.
+// Experts: select experts per token, sort tokens by expert, and read every expert's weights once
+// for all its tokens.
 
 #include <algorithm>
 #include <cmath>
@@ -10,10 +10,10 @@
 namespace tw {
 namespace {
 
-constexpr int kFewSlots = 8;  // so few rows are prepared by every thread for itself, without waiting
-constexpr int kFewTokens = 2; // so few are routed by one thread
+constexpr int kFewSlots = 8;  // up to this size, every thread prepares its own rows
+constexpr int kFewTokens = 2; // up to this size, a single thread routes
 
-// The likeliest experts of a token, of equal ones the first.
+// Select a token's most probable experts. The first wins a tie.
 void choose(Worker& worker, const TwInstruction& each, int64_t token) {
     Routing& routing = worker.engine.routing;
     float* likely = (float*)worker.scratch();
@@ -46,7 +46,7 @@ void sort(Worker& worker, const TwInstruction& each) {
     for (int64_t i = 0; i < num_entries; i++) firsts[routing.experts[i] + 1]++;
     for (int32_t expert = 0; expert < each.num_experts; expert++) firsts[expert + 1] += firsts[expert];
     for (int64_t i = 0; i < num_entries; i++) {
-        int32_t slot = firsts[routing.experts[i]]++;  // ends where the next expert's begin
+        int32_t slot = firsts[routing.experts[i]]++;  // ends at the next expert's start
         routing.entries[slot] = (int32_t)i;
         routing.slots[i] = slot;
     }
@@ -55,14 +55,14 @@ void sort(Worker& worker, const TwInstruction& each) {
         int32_t end = firsts[expert];
         if (end == begin) continue;
         routing.chosen[count] = expert;
-        firsts[count++] = begin;  // behind it all is read already
+        firsts[count++] = begin;  // all later entries are already read
         begin = end;
     }
     firsts[count] = begin;
     routing.num_chosen = count;
 }
 
-// How the rows of a product with experts lie: `own`, one for each entry, else one a token.
+// Rows of an expert matmul: `own` has a row per entry, otherwise a row per token.
 struct Rows {
     int64_t num_tokens, num_slots, columns, wide;
     int32_t top_k;
@@ -71,14 +71,14 @@ struct Rows {
     Rows(const TwTensor& weight, const TwInstruction& each, int64_t num_tokens)
         : num_tokens(num_tokens), columns(weight.columns), wide(rounded(weight.columns, kBlock)), top_k(each.top_k) {
         own = each.x.width != columns;
-        single = !own && num_tokens == 1;  // one row for all of its experts
+        single = !own && num_tokens == 1;  // a common row for all experts
         num_slots = single ? 1 : num_tokens * top_k;
     }
 
     bool few() const { return num_slots <= kFewSlots; }
 };
 
-// Rows in the order of experts.
+// Prepare rows in expert order.
 void prepare_token(Worker& worker, const TwInstruction& each, const Rows& rows, const Prepared& to, int32_t arithmetic, int64_t token) {
     const int32_t* slots = worker.engine.routing.slots.data() + token * rows.top_k;
     const float* x = worker.at(each.x, token);
@@ -101,7 +101,7 @@ Operand rows_of(const Prepared& rows, int64_t slot) {
             rows.sums + slot * rows.num_blocks * 2, rows.num_blocks};
 }
 
-// A thread's scratch: rows that it prepared, what products need, where rows go, products to weigh.
+// A thread's scratch: prepared rows, matmul scratch, row offsets, and results to weight.
 struct Scratch {
     uint8_t *rows, *product;
     int64_t* offsets;
@@ -117,7 +117,7 @@ struct Scratch {
     }
 };
 
-// The products of a group's tokens with one pair of its expert's panels.
+// Matmuls for a group's tokens with a pair of its expert's panels.
 struct Product {
     Worker& worker;
     const TwInstruction& each;
@@ -128,7 +128,7 @@ struct Product {
     int32_t arithmetic;
     int64_t num_pairs;
 
-    // `offset_of(entry)`: where the results of an entry go, in floats from result.first.
+    // `offset_of(entry)`: offset of an entry's results in floats from result.first.
     template <class Offset> void make(int64_t group, int64_t pair, Result result, Offset offset_of) const {
         const Routing& routing = worker.engine.routing;
         const PanelSize size = panel_size(weight.kind, weight.columns);
@@ -155,7 +155,7 @@ Result result_of(const TwInstruction& each, float* out, int64_t pair, int64_t wi
     return result;
 }
 
-// Every entry's products, side by side in its token's row.
+// Compute all entries' matmuls, adjacent in their token's row.
 void share_products(Worker& worker, const Product& product) {
     const TwInstruction& each = product.each;
     const int64_t width = each.out.width / each.top_k, stride = worker.stride(each.out);
@@ -168,7 +168,7 @@ void share_products(Worker& worker, const Product& product) {
     });
 }
 
-// The weighted sum of every token's products, 32 columns at a time.
+// Compute each token's weighted sum, 32 columns at a time.
 void share_sums(Worker& worker, const Product& product) {
     const TwInstruction& each = product.each;
     const Routing& routing = worker.engine.routing;

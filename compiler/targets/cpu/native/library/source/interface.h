@@ -1,7 +1,7 @@
-// What the library is told, as plain C: a program of instructions over buffers, then steps of it.
+// The library's C interface: a program of instructions over buffers, and steps of a program.
 //
-// Structures are checked by size and version when a program is opened, and so is every number in
-// them: an index or a width that does not fit is refused, and nothing of the program runs.
+// Opening a program checks the structures by size and version, and checks every number in them. A
+// program with an invalid index or width is rejected.
 #pragma once
 
 #include <cstdint>
@@ -17,23 +17,23 @@ enum TwOp : int32_t {
     TW_ALL_REDUCE, TW_GATHER_LOGITS, TW_NUM_OPS
 };
 
-// ROUNDED: what it writes becomes bfloat16, kept in float; NORM_ROUNDED: what a product norms for itself.
+// ROUNDED: round outputs to bfloat16, stored in float. NORM_ROUNDED: round a matmul's fused norm.
 enum TwFlag : int32_t {
     TW_RESIDUAL = 1, TW_PAIRED = 2, TW_INTERLEAVED = 4, TW_RENORMALISE = 8, TW_ROUNDED = 16, TW_NORM_ROUNDED = 32
 };
 
-// How weights are held: see panels.h. FP32 is also what norms, biases and constants are.
+// Weight storage: see panels.h. FP32 is also used for norms, biases and constants.
 enum TwKind : int32_t {
     TW_FP32, TW_BF16, TW_FP16, TW_Q80, TW_Q40, TW_BFP8, TW_BFP4, TW_Q41, TW_Q50, TW_Q51, TW_Q4_K, TW_Q5_K,
     TW_Q6_K, TW_VECTOR, TW_NUM_KINDS
 };
 
-// The arithmetic of a product: operands, sums in fp32 in any case.
+// Operand types for matmuls. Sums are always fp32.
 enum TwArithmetic : int32_t { TW_AS_FP32, TW_AS_BF16, TW_AS_INT8, TW_NUM_ARITHMETICS };
 
 enum TwFunction : int32_t { TW_ADD, TW_MUL, TW_DIV, TW_TANH, TW_GELU, TW_GELU_TANH, TW_NUM_FUNCTIONS };
 
-// How partial sums travel between ranks: the `function` of an all-reduce.
+// Link formats for partial sums: the `function` of an all-reduce.
 enum TwWire : int32_t { TW_WIRE_FP32, TW_WIRE_BF16, TW_WIRE_Q80, TW_NUM_WIRES };
 
 // Columns [first, first + width) of a buffer's rows.
@@ -41,17 +41,17 @@ struct TwPlace {
     int32_t buffer, first, width;
 };
 
-// Unused indices of tensors are -1, unused places have buffer -1.
+// Unused tensor indices are -1. Unused columns have buffer -1.
 struct TwInstruction {
     int32_t op, flags;
-    int32_t arithmetic[2];                    // of prefill, of decode
+    int32_t arithmetic[2];                    // prefill, decode
     TwPlace out, x, y, z, gate;
-    int32_t weight, norm, bias, other, state; // of tensors; of states
+    int32_t weight, norm, bias, other, state; // tensor and state indices
     int32_t num_heads, window, function, num_key_heads, num_experts, top_k;
     float eps, scale, soft_cap, factor, number;
 };
 
-// A product's weight has whole panels; a vector has `rows` values and one column.
+// A matmul weight has whole panels. A vector has `rows` values and a single column.
 struct TwTensor {
     int32_t kind, rows, columns;
     const void* data;
@@ -60,13 +60,12 @@ struct TwTensor {
 
 enum TwStateKind : int32_t { TW_KEYS_VALUES, TW_WINDOW, TW_MATRIX, TW_NUM_STATE_KINDS };
 
-// How keys and values are held; BFP8: in codes of 8 bits and a power of two for 16 of a position's.
+// Key and value storage. BFP8: 8-bit codes with a power of two per 16 channels of a position.
 enum TwCache : int32_t { TW_CACHE_FP32, TW_CACHE_BF16, TW_CACHE_BFP8, TW_NUM_CACHES };
 
-// Keys and values of a layer; or, in float, what a sequence keeps whatever its length: the last
-// `head_dim` values of `num_heads` channels of a convolution, or the matrix [head_dim][value_dim] of
-// each of a delta rule's heads. `mantissa_bits`: of block floats that keys and values are rounded
-// to, or 0; 7 of those that are held in BFP8.
+// Keys and values of a layer, or constant-size state in float: the last `head_dim` values of
+// `num_heads` convolution channels, or the matrix [head_dim][value_dim] per delta rule head.
+// `mantissa_bits`: block float rounding of keys and values. 0: none. BFP8 has 7.
 struct TwState {
     int32_t kind, cache, num_heads, head_dim, value_dim, mantissa_bits;
 };
@@ -76,19 +75,19 @@ struct TwProgram {
     int32_t num_threads, isa;                 // isa: -1 for the best that runs here
     int32_t max_seats, max_context, max_tokens;
     int32_t num_instructions, num_tensors, num_buffers, num_states;
-    int32_t logits;                           // the buffer that is the caller's
+    int32_t logits;                           // the caller's buffer
     int32_t large_pages;                      // 1: tensors are copied onto large pages, and not read
                                               // again; 2: and are of a mapped file, which is let go
     const TwInstruction* instructions;
     const TwTensor* tensors;
-    const int32_t* widths;                    // of buffers, in floats
+    const int32_t* widths;                    // per buffer, in floats
     const TwState* states;
 };
 
-// Tokens of sequences, one after another; `bounds` cuts them, `rows` wants logits.
+// Tokens of sequences, consecutive. `bounds` splits them. `rows` selects rows for logits.
 //
-// Of a program of several ranks only rank 0 has logits. With `best` it is given no logits but the
-// likeliest of the first `num_choosable` tokens of each row; all ranks say so of the same steps.
+// For several ranks, only rank 0 has logits. With `best` it gets only the argmax over the first
+// `num_choosable` tokens per row. All ranks set it for the same steps.
 struct TwBest {
     float value;
     int32_t token;
@@ -97,23 +96,22 @@ struct TwBest {
 struct TwStep {
     int32_t num_tokens, num_sequences, num_rows, decodes;
     const int32_t *tokens, *positions, *bounds, *seats, *rows;
-    float* logits;                            // [num_rows, width of the logits' buffer]
+    float* logits;                            // [num_rows, logits width]
     TwBest* best;                             // [num_rows], or null
     float* hidden;                            // [num_rows, columns of the head]: its input, normed, instead
                                               // of logits; or null
     int32_t num_choosable;
 };
 
-// The other ranks of a program: a socket to each (this one's own means nothing), how long one may
-// take, how often a socket is looked at before a thread sleeps, how many of the logits each rank
-// makes, and from how many bytes on sums are made in two hops.
+// The ranks of a program: sockets by rank (its own entry is unused), timeout, socket polls before
+// sleeping, logits per rank, and the size in bytes from which sums use two hops.
 struct TwPeers {
     int32_t rank, count, limit_ms, looks, most_looks;
     const int32_t *sockets, *logit_widths;
     int64_t two_hops_from;
 };
 
-// Since ranks were joined: exchanges, bytes sent, nanoseconds in them; the rank that failed, or -1.
+// Since joining: number of collectives, bytes sent, nanoseconds spent, and the failed rank or -1.
 struct TwExchanged {
     int64_t number, num_bytes, nanoseconds, failed;
 };
@@ -121,19 +119,19 @@ struct TwExchanged {
 int32_t tw_version();
 int32_t tw_best_isa();                        // 0 scalar; 1 AVX2, 2 AVX-512 with VNNI and BF16; on ARM 1 NEON with dot products
 void* tw_open(const TwProgram* program, char* error, int32_t error_size);
-int32_t tw_step(void* engine, const TwStep* step);  // 0, 1 for a step that does not fit, 2 for a rank that failed
-int32_t tw_join(void* engine, const TwPeers* peers);  // before the first step of several ranks; 0, or 1 where it does not fit
+int32_t tw_step(void* engine, const TwStep* step);  // 0; 1: invalid step; 2: failed rank
+int32_t tw_join(void* engine, const TwPeers* peers);  // before the first step; 0, or 1 if invalid
 void tw_set_hops(void* engine, int64_t two_hops_from);
 void tw_exchanged(void* engine, TwExchanged* found);
-// The sum of [rows, width] over all ranks, in place, as steps make it; 0, or 2 for a rank that failed.
+// Sum [rows, width] over all ranks, in place, as in steps. Return 0, or 2 after a rank's failure.
 int32_t tw_all_reduce(void* engine, float* values, int32_t rows, int32_t width, int32_t wire);
 void tw_clear(void* engine, int32_t seat);
 void tw_copy(void* engine, int32_t source, int32_t target, int32_t num_positions);
 int64_t tw_seat_bytes(void* engine, int32_t num_positions);
-int64_t tw_sequence_bytes(void* engine);      // of what a seat keeps whatever its length
+int64_t tw_sequence_bytes(void* engine);      // constant-size state per slot
 void tw_save(void* engine, int32_t seat, void* to);
 void tw_load(void* engine, int32_t seat, const void* from);
-void tw_times(void* engine, int64_t* times);  // nanoseconds are added to each instruction's from now on; or null
+void tw_times(void* engine, int64_t* times);  // add nanoseconds per instruction; null stops
 void tw_close(void* engine);
 }
 #pragma GCC visibility pop

@@ -1,34 +1,34 @@
-// What an instruction set offers: one table of functions, filled by a translation unit each.
+// The function table of an instruction set. Each translation unit fills a table.
 //
-// All of them do the same sums in the same order, so a result has the same bits on each.
+// All tables use equal sums in equal order, so results have equal bits.
 #pragma once
 
 #include <cstdint>
 
 namespace tw {
 
-// The rows that products read, prepared: `row_bytes` from one to the next.
+// Prepared matmul rows, `row_bytes` apart.
 struct Operand {
-    const void* values;   // int8, bfloat16 or float, `columns` of them, whole blocks
+    const void* values;   // int8, bfloat16 or float, whole blocks
     int64_t row_bytes;
-    const float* scales;  // of int8: one a block of 16; of weights in blocks of 32 two neighbours are equal
-    const int32_t* sums;  // of int8: one a block of 16
-    int64_t num_blocks;   // of 32
+    const float* scales;  // int8 only, per 16 values; equal pairs for blocks of 32
+    const int32_t* sums;  // int8 only, per 16 values
+    int64_t num_blocks;   // with 32 columns
 };
 
-// Where a pair of panels' results go: row m, lanes of the first panel then of the second.
+// Destination of a panel pair's results: in row m, lanes of the first panel, then of the second.
 struct Result {
     float* first;
     float* second;        // unused after SwiGLU
     int64_t stride;       // floats from row to row
-    int32_t num_first, num_second;  // lanes that are written
-    const float* bias;    // of the rows of the first panel, then of the second; or null
+    int32_t num_first, num_second;  // written lanes
+    const float* bias;    // first panel, then second panel; or null
     bool adds, swiglu, rounds;
-    const int64_t* offsets;  // of rows, in floats, where they do not follow each other; or null
+    const int64_t* offsets;  // per row in floats, for scattered rows; or null
 };
 
-// Two neighbouring panels of a weight, and the two that are read next: they are fetched meanwhile;
-// where the second of these lies behind the first, only that is named.
+// Two neighboring weight panels, and the next two panels to prefetch. If the latter are
+// adjacent, only the first is set.
 struct PanelPair {
     int32_t kind, columns;
     const uint8_t* first;
@@ -36,9 +36,8 @@ struct PanelPair {
     const uint8_t* ahead[2];
 };
 
-// Keys and values of one head of one sequence; `step` bytes from 64 positions to the next, of which
-// its keys are `chunk_bytes`; see caches.h. `unpacked`: room for a segment in bfloat16, where they are
-// held in blocks.
+// Keys and values for a head of a sequence. Chunks are `step` bytes apart, and their keys take
+// `chunk_bytes`. See caches.h. `unpacked`: bfloat16 scratch for a segment of block storage.
 struct HeadCache {
     const uint8_t* keys;
     const uint8_t* values;
@@ -47,7 +46,7 @@ struct HeadCache {
     uint8_t* unpacked;
 };
 
-// Query rows over one segment of a cache. Row r sees positions [begins[r], ends[r]).
+// Query rows over a cache segment. Row r sees positions [begins[r], ends[r]).
 struct Queries {
     int32_t num_rows;
     const void* q;        // bfloat16 or float, [rows][head_dim]
@@ -55,21 +54,21 @@ struct Queries {
     float scale, soft_cap;
 };
 
-// Of each row: the largest score, the sum of exponentials, and values weighted by them.
+// Per row: largest score, sum of exponentials, and weighted values.
 struct Partial {
     float *largest, *sum, *values;  // [rows], [rows], [rows][head_dim]
 };
 
-// Some channels of a sequence's tokens; rows are `strides` of floats apart. `window` holds the
-// `num_taps` - 1 values before the first token, and then those before the next.
+// Channels of a sequence's tokens. `strides` are row distances in floats. `window` has the
+// `num_taps` - 1 values before the first token, and afterwards the values before the next token.
 struct Convolution {
-    const float *x, *taps;  // taps [num_taps][channels of the layer]
+    const float *x, *taps;  // taps [num_taps][layer channels]
     float *out, *window;
     int64_t x_stride, taps_stride, out_stride, window_stride, num_tokens, num_taps;
 };
 
-// One head of the delta rule over a sequence's tokens: keys and queries [tokens][key_dim] of length
-// 1, what the state [key_dim][whole 16 of value_dim] keeps, and how far it is corrected.
+// A delta rule head over a sequence's tokens: keys and queries [tokens][key_dim] with length 1,
+// decay of the state [key_dim][value_dim padded to 16], and correction steps.
 struct DeltaHead {
     int64_t num_tokens, key_dim, value_dim, v_stride, out_stride;
     const float *q, *k, *v, *keeps, *corrects;
@@ -77,7 +76,7 @@ struct DeltaHead {
 };
 
 struct Kernels {
-    int32_t isa, tile;    // rows that products take best at a time
+    int32_t isa, tile;    // preferred number of rows per matmul tile
     void (*quantise)(const float* x, int64_t columns, int32_t length, int8_t* q, float* scales, int32_t* sums);
     void (*to_bf16)(const float* x, int64_t count, uint16_t* out);
     void (*round_bf16)(float* x, int64_t count);

@@ -1,4 +1,4 @@
-// Products: rows are normed and prepared once, then pairs of panels are shared among the threads.
+// Matmuls: rows are normalized and prepared once, then threads share the pairs of panels.
 
 #include <cstring>
 
@@ -7,7 +7,7 @@
 namespace tw {
 namespace {
 
-constexpr int kFewRows = 4;  // so few are prepared by every thread for itself, without waiting
+constexpr int kFewRows = 4;  // up to this size, every thread prepares its own rows
 
 Result result_of(Worker& worker, const TwInstruction& each, int64_t pair) {
     const bool swiglu = each.flags & TW_PAIRED;
@@ -28,7 +28,7 @@ Result result_of(Worker& worker, const TwInstruction& each, int64_t pair) {
 
 constexpr int64_t kMostAhead = 1 << 18, kNear = 16384;
 
-// Where a thread's own panels of a product begin.
+// Start of a thread's own panels in a matmul.
 struct Panels {
     PanelSize size;
     int64_t num_pairs;
@@ -43,8 +43,9 @@ struct Panels {
     const uint8_t* pair(int64_t index) const { return data + index * 2 * size.total; }
 };
 
-// What is fetched while a pair is multiplied: the thread's next pair, behind its last the first of
-// the next product; of panels of which a pair would fill that cache, what is near, in both.
+// Panels to prefetch during a multiplication: the thread's next pair, or after its last pair the
+// first pair of the next matmul. If a pair would fill that cache, prefetch nearby columns of both
+// panels.
 PanelPair pair_of(Worker& worker, const TwTensor& weight, const Panels& panels, const Panels& next, int64_t index, bool is_last) {
     const uint8_t* first = panels.pair(index);
     PanelPair pair{weight.kind, weight.columns, first, first + panels.size.total, {}};
@@ -66,7 +67,7 @@ void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& 
     const int32_t arithmetic = each.arithmetic[worker.step.decodes ? 1 : 0];
     const int64_t wide = rounded(weight.columns, kBlock), num_rows = worker.num_rows;
     const bool few = num_rows <= kFewRows;
-    // its own scratch: prepared rows, one normed row, then what products need
+    // scratch: prepared rows, a normalized row, then the matmul's scratch
     uint8_t* own = worker.scratch();
     uint8_t* normed = own + rounded(kFewRows * wide * 4, 64) + rounded(kFewRows * wide, 64);
     uint8_t* scratch = normed + rounded(wide * 4, 64);
@@ -89,7 +90,7 @@ void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& 
     });
 }
 
-// Writes the rows that the head reads, as it norms them, to the caller.
+// Write the normalized input rows of the output layer to the caller.
 void run_hidden(Worker& worker, const TwInstruction& head) {
     const int64_t width = head.x.width;
     worker.share(worker.num_rows, [&](int64_t row) {

@@ -1,10 +1,10 @@
-// Elementwise arithmetic and norms over the lanes of a simd_*.h, in one order on all of them.
+// Elementwise arithmetic and norms over simd_*.h lanes, with equal order on all instruction sets.
 
 namespace {
 
 using namespace tw;
 
-// e ** x within 2 units in the last place; 0 below -87; NaN stays NaN.
+// e ** x within 2 units in the last place. 0 below -87. NaN stays NaN.
 inline vf exponential(vf x) {
     vf held = if_less(spread(88.0f), x, spread(88.0f), larger(spread(-87.5f), x));
     vi n = nearest(mul(held, spread(1.44269504f)));
@@ -50,7 +50,7 @@ inline float largest_of(vf x) {
     return most;
 }
 
-// Calls `make(at, lanes)` for sixteen values at a time; the last ones may be fewer.
+// Call `make(at, lanes)` for sixteen values at a time. The last call may have fewer.
 template <class Make> inline void by_lanes(int64_t count, Make make) {
     int64_t at = 0;
     for (; at + kLanes <= count; at += kLanes) make(at, kLanes);
@@ -73,7 +73,7 @@ void norm(const float* x, const float* weight, float eps, int64_t count, float* 
     });
 }
 
-// The largest of magnitudes of floats, which have their order as integers, and NaN is the largest.
+// Maximum magnitude as integer bits, which order like floats. NaN is the largest.
 inline float most_of(vi magnitudes) {
     int32_t lanes[16], largest = 0;
     istore(lanes, magnitudes);
@@ -83,8 +83,8 @@ inline float most_of(vi magnitudes) {
     return most;
 }
 
-// int8 in blocks of 16, or of 32 (`length`): scale = largest magnitude / 127, halves to even. What is
-// not finite makes its block's scale so. A scale for every 16 is written.
+// int8 in blocks of 16 or 32 (`length`): scale = largest magnitude / 127, ties to even. A value
+// that is not finite makes the block's scale not finite. A scale per 16 values is written.
 void quantise(const float* x, int64_t columns, int32_t length, int8_t* q, float* scales, int32_t* sums) {
     const vi magnitude = ispread(0x7fffffff);
     for (int64_t block = 0; block * kBlock < columns; block++) {
@@ -119,7 +119,7 @@ void round_bf16(float* x, int64_t count) {
     by_lanes(count, [=](int64_t at, int lanes) { store_some(x + at, load_some(x + at, lanes), lanes, false, true); });
 }
 
-// Up to whole blocks of 32, the rest zeros.
+// Pad with zeros to whole blocks of 32.
 void to_bf16(const float* x, int64_t count, uint16_t* out) {
     for (int64_t at = 0; at < rounded(count, kBlock); at += kLanes) {
         int lanes = (int)(count - at < 0 ? 0 : count - at < 16 ? count - at : 16);
@@ -135,7 +135,7 @@ void halves(const float* x, int64_t count, uint16_t* out) {
     });
 }
 
-// Pairs of channels, `num_pairs` apart, by their angles; in place.
+// Rotate channel pairs, `num_pairs` apart, in place.
 void turn(float* x, const float* cosines, const float* sines, int64_t num_pairs) {
     by_lanes(num_pairs, [=](int64_t at, int lanes) {
         vf a = load_some(x + at, lanes), b = load_some(x + num_pairs + at, lanes);
@@ -145,7 +145,7 @@ void turn(float* x, const float* cosines, const float* sines, int64_t num_pairs)
     });
 }
 
-// + 0: a negative zero would tell a row that stood beside others
+// + 0: a negative zero would depend on concurrent rows
 void divide(const float* x, float by, int64_t count, float* out) {
     by_lanes(count, [=](int64_t at, int lanes) {
         store_some(out + at, add(div(load_some(x + at, lanes), spread(by)), zeros()), lanes, false);
@@ -177,7 +177,7 @@ inline vf gelu_tanh(vf x) {
     return mul(mul(spread(0.5f), x), add(spread(1.0f), tangent(inner)));
 }
 
-// `y` may be null: `number` is the second operand then.
+// If `y` is null, `number` is the second operand.
 void function(int32_t which, const float* x, const float* y, float number, int64_t count, float* out) {
     by_lanes(count, [=](int64_t at, int lanes) {
         vf a = load_some(x + at, lanes), b = y ? load_some(y + at, lanes) : spread(number), r = a;
@@ -201,7 +201,7 @@ void blend(float old, float own, const float* values, int64_t count, float* into
     });
 }
 
-// A block of tiny values, whose powers of two are no normal floats.
+// Round a block of tiny values: its powers of two are not normal floats.
 inline void round_tiny(float* x, int count, int shared, int bits) {
     const double most = (1 << bits) - 1;
     for (int i = 0; i < count; i++) {
@@ -212,8 +212,9 @@ inline void round_tiny(float* x, int count, int shared, int bits) {
     }
 }
 
-// To block floats of a shared exponent a 16, as formats quantise on the host: what is shifted out
-// is lost, then to nearest, halves to even, at most all ones. What is not finite stays.
+// Round to block floats with an exponent per 16 values, like the formats on the host: drop shifted
+// bits, then round to nearest, ties to even, with saturation. Values that are not finite are
+// unchanged.
 void round_blocks(float* x, int64_t count, int32_t num_bits) {
     const vf most = spread((float)((1 << num_bits) - 1));
     by_lanes(count, [=](int64_t at, int lanes) {
@@ -231,8 +232,8 @@ void round_blocks(float* x, int64_t count, int32_t num_bits) {
     });
 }
 
-// Values that are so rounded, to 7 bits, as signed codes and the exponent of each 16, which it keeps;
-// where one is not finite its block is not: codes of 0 become NaN then, others infinite.
+// Convert values rounded to 7 bits to signed codes and exponents per 16. In a block with a value
+// that is not finite, codes of 0 become NaN and other codes infinite.
 void to_blocks(float* x, int64_t count, int8_t* codes, uint8_t* exponents) {
     for (int64_t at = 0; at < count; at += kLanes) {
         const vf v = load(x + at);

@@ -1,10 +1,11 @@
-// Arithmetic of experts and of linear attention, over lanes; behind math.inl and products.inl.
+// Arithmetic for experts and linear attention, over lanes. Included after math.inl and
+// products.inl.
 
 namespace {
 
 using namespace tw;
 
-// What is not a number makes all of them so.
+// A NaN makes all results NaN.
 void softmax(const float* x, int64_t count, float* out) {
     float most = x[0];
     for (int64_t i = 1; i < count; i++) most = x[i] > most ? x[i] : most;
@@ -20,7 +21,7 @@ void softmax(const float* x, int64_t count, float* out) {
     by_lanes(count, [&](int64_t at, int lanes) { store_some(out + at, div(load_some(out + at, lanes), sum), lanes, false); });
 }
 
-// out = the sum of values, `stride` apart, by their weights, in order.
+// out = the weighted sum of values with a distance of `stride`, in order.
 void weigh(const float* values, const float* weights, int64_t num_values, int64_t stride, int64_t count, float* out) {
     by_lanes(count, [=](int64_t at, int lanes) {
         vf sum = zeros();
@@ -30,7 +31,7 @@ void weigh(const float* values, const float* weights, int64_t num_values, int64_
     });
 }
 
-// A vector of length `factor` (the epsilon is the model's).
+// Scale a vector to length `factor`. The epsilon is part of the model.
 void unit(const float* x, int64_t count, float factor, float* out) {
     vf squares = zeros();
     by_lanes(count, [&](int64_t at, int lanes) {
@@ -43,7 +44,7 @@ void unit(const float* x, int64_t count, float factor, float* out) {
 
 void convolve(const Convolution& given, int64_t count) {
     const int64_t past = given.num_taps - 1;
-    auto value = [&](int64_t token, int64_t at, int lanes) {  // of a token, or of one before the first
+    auto value = [&](int64_t token, int64_t at, int lanes) {  // current or earlier tokens
         const float* from = token >= 0 ? given.x + token * given.x_stride : given.window + (past + token) * given.window_stride;
         return load_some(from + at, lanes);
     };
@@ -54,17 +55,17 @@ void convolve(const Convolution& given, int64_t count) {
                 sum = fma(value(token - past + tap, at, lanes), load_some(given.taps + tap * given.taps_stride + at, lanes), sum);
             store_some(given.out + token * given.out_stride + at, silu_times(sum, spread(1.0f)), lanes, false);
         });
-    by_lanes(count, [&](int64_t at, int lanes) {  // oldest first: what is read lies behind what is written
+    by_lanes(count, [&](int64_t at, int lanes) {  // oldest first: reads are ahead of writes
         for (int64_t i = 0; i < past; i++)
             store_some(given.window + i * given.window_stride + at, value(given.num_tokens - past + i, at, lanes), lanes, false);
     });
 }
 
-constexpr int kDeltaParts = kTile > 4 ? 4 : 2;  // registers of values that go over the keys together
+constexpr int kDeltaParts = kTile > 4 ? 4 : 2;  // value registers per sweep over the keys
 
-// Values [first, first + 16 N) of a head: every value has its own column of the state, so how many
-// go together changes no bit. A sweep over the keys makes the state after a token, its output, and
-// what the next token's key finds there.
+// Values [first, first + 16 N) of a head. Every value has its own column in the state, so N does
+// not change bits. A sweep over the keys computes the state after a token, its output, and the
+// product with the next key.
 template <int N> inline void delta_part(const DeltaHead& head, int64_t first) {
     const int64_t row = rounded(head.value_dim, kLanes);
     float* state = head.state + first;

@@ -55,7 +55,7 @@ constexpr bool has_minimums(int kind) {
 
 constexpr int zero_of(int kind) { return has_minimums(kind) ? 0 : 1 << (code_bits(kind) - 1); }
 
-// Columns that have a scale of their own.
+// Columns per scale.
 constexpr int scale_length(int kind) { return kind == TW_BFP8 || kind == TW_BFP4 || kind == TW_Q6_K ? 16 : 32; }
 
 constexpr int64_t scale_bytes(int kind, int64_t wide) {
@@ -68,18 +68,18 @@ constexpr int64_t scale_bytes(int kind, int64_t wide) {
     }
 }
 
-// No kind that a program has.
+// Engine-internal kind, invalid in a program.
 constexpr int kPacked = TW_NUM_KINDS;
 constexpr int64_t kPackedHead = 64, kPackedTable = 16, kPackedGroup = 192, kPackedBlock = 4 * kPackedGroup;
 
-// A value of a packed panel, at `index` of [columns / 2][16][2].
+// A value in a packed panel, at `index` in [columns / 2][16][2].
 struct Exception {
     uint32_t index, value;
 };
 
 constexpr int64_t most_exceptions(int64_t wide) { return wide / 4; }
 
-// What a panel of a kind takes.
+// Size of a panel.
 struct PanelSize {
     int64_t codes, total;
 };
@@ -96,7 +96,7 @@ constexpr PanelSize panel_size(int kind, int64_t columns) {
     return {codes, rounded(codes + scale_bytes(kind, wide), 64)};
 }
 
-// Panels of so many rows; `paired`: half of them gate, half up.
+// Number of panels for these rows. `paired`: half are gate rows, half up rows.
 inline int64_t num_panels(int64_t rows, bool paired) {
     if (paired) return 2 * (rounded(rows / 2, kLanes) / kLanes);
     return rounded(rows, 2 * kLanes) / kLanes;

@@ -1,7 +1,7 @@
-// Threads that run one function together, and wait for each other inside it.
+// A pool of threads that run a common function with barriers.
 //
-// Waiting is awake for a moment, then asleep: on a busy machine a thread that waits must not keep
-// the one it waits for from running.
+// A waiting thread spins briefly and then sleeps: on a busy machine it must not block the thread it
+// waits for.
 #pragma once
 
 #include <atomic>
@@ -25,7 +25,7 @@ inline void pause() {
 #endif
 }
 
-// A number that threads wait for to change.
+// A number with waiting for its change.
 class Signal {
   public:
     uint32_t value() const { return value_.load(std::memory_order_acquire); }
@@ -35,8 +35,8 @@ class Signal {
         if (num_asleep_.load(std::memory_order_seq_cst)) wake();
     }
 
-    // `patience`: how long this thread looks before it sleeps. It grows where looking was enough
-    // and shrinks where it was in vain, as it is while others use the cores.
+    // `patience`: number of polls before this thread sleeps. It grows after successful polling and
+    // shrinks after vain polling, for example on busy cores.
     void wait(uint32_t old, int& patience) {
         for (int i = 0; i < patience; i++) {
             if (value() != old) {
@@ -87,11 +87,11 @@ class Pool {
 
     int size() const { return num_threads_; }
 
-    // Looks before a thread sleeps, at least: while one waits for another rank, waking the others
-    // would take longer than the wait.
+    // Minimum polls before a thread sleeps. While a thread waits for another rank, waking the
+    // threads would take longer than the wait.
     int least_looks = 0;
 
-    // Run on all threads, this one being the first; returns when all are done.
+    // Run a function on all threads, including this thread. Return when all are done.
     void run(Function function, void* context) {
         function_ = function;
         context_ = context;
@@ -100,7 +100,7 @@ class Pool {
         meet(0);
     }
 
-    // Called by all threads inside run: none goes on before all have come.
+    // Barrier for all threads inside run.
     void meet(int thread) {
         if (num_threads_ == 1) return;
         uint32_t old = met_.value();

@@ -1,13 +1,13 @@
-// Products of prepared rows with a pair of panels, in every arithmetic; included once a translation
-// unit, behind its simd_*.h and math.inl.
+// Matmuls between prepared rows and a panel pair, in every arithmetic. Included once per
+// translation unit, after its simd_*.h and math.inl.
 //
-// A row's sum goes over its columns in one order, whatever rows stand beside it.
+// A row's sum has a fixed column order, independent of concurrent rows.
 
 namespace {
 
 using namespace tw;
 
-// Results of M rows and one pair of panels.
+// Results for M rows and a pair of panels.
 template <int M> struct Tile {
     vf at[M][2];
 };
@@ -53,11 +53,11 @@ template <int M> inline void finish(Tile<M>& tile, const Result& result, int64_t
     }
 }
 
-// Asks for bytes [from, from + count) of the panels that are read next, into the second cache: what
-// a processor fetches by itself ends with a page, and a panel is a few pages long. Always inlined: to a
-// compiler a function that only prefetches does nothing, and its calls may go.
+// Prefetch bytes [from, from + count) of the next panels into the second cache. Hardware
+// prefetching stops at a page boundary, and a panel has only a few pages. Always inlined: compilers
+// may drop calls to a function that only prefetches.
 __attribute__((always_inline)) inline void fetch(const PanelPair& pair, int64_t from, int64_t count) {
-    if (!pair.ahead[1]) {  // one after the other
+    if (!pair.ahead[1]) {  // consecutive panels
         for (int64_t at = 2 * from; at < 2 * (from + count); at += 64) __builtin_prefetch(pair.ahead[0] + at, 0, 1);
         return;
     }
@@ -67,7 +67,7 @@ __attribute__((always_inline)) inline void fetch(const PanelPair& pair, int64_t 
     }
 }
 
-// int8 rows: sums of a block are integers, and so exact.
+// int8 rows: sums within a block are exact integers.
 template <int KIND, int M> struct Int8Tile {
     static constexpr int kParts = kBlock / scale_length(KIND), kGroups = 8 / kParts;
     const uint8_t* codes[2];
@@ -75,7 +75,7 @@ template <int KIND, int M> struct Int8Tile {
     const int32_t* rows[M];
     const float* own[M];
     const int32_t* sums[M];
-    int64_t num_blocks, fetched;  // fetched: bytes of the next panels a block
+    int64_t num_blocks, fetched;  // fetched: prefetch bytes per block
 
     Int8Tile(const PanelPair& pair, const Operand& x, int64_t row)
         : codes{pair.first, pair.second}, num_blocks(x.num_blocks) {
@@ -140,7 +140,7 @@ TW_UNROLL
         }
     }
 
-    // The codes of a few blocks on, from the second cache, where they were fetched to, into the first.
+    // Prefetch the codes a few blocks ahead from the second cache into the first.
     __attribute__((always_inline)) void ask_for_codes(int64_t block) const {
         const int64_t at = (block + 4) * block_words(KIND) * 64;
         for (int64_t i = 0; i < block_words(KIND); i++) {
@@ -159,7 +159,7 @@ TW_UNROLL
     }
 };
 
-// Pairs of bfloat16, `step` bytes from one pair of columns (or positions) to the next.
+// Pairs of bfloat16. Pairs of columns (or positions) are `step` bytes apart.
 struct Columns {
     const uint8_t* first;
     const uint8_t* second;
@@ -179,7 +179,7 @@ TW_UNROLL
     }
 }
 
-// Of packed panels; `fetches` what is read next.
+// Packed panels. `fetches` enables prefetching.
 template <int M>
 inline void tile_packed(const PanelPair& pair, const int32_t* x, int64_t x_row, bool fetches, Tile<M>& tile) {
     Packed first(pair.first, pair.columns), second(pair.second, pair.columns);
@@ -226,7 +226,7 @@ TW_UNROLL
     }
 }
 
-// Codes as bfloat16 in `codes`: the sum of a block is scaled, then added.
+// Codes as bfloat16 in `codes`. A block's sum is scaled, then added.
 template <int KIND, int M>
 inline void tile_scaled(const PanelPair& pair, const uint8_t* codes, const int32_t* x, int64_t x_row, Tile<M>& tile) {
     constexpr int kPairs = scale_length(KIND) / 2;
@@ -246,7 +246,7 @@ TW_UNROLL
     }
 }
 
-// Calls `make.template rows<M>(row)` for all rows, as many at a time as registers hold.
+// Call `make.template rows<M>(row)` for all rows, in groups that fit in registers.
 template <class Make> inline void by_tiles(int64_t num_rows, Make make) {
     int64_t row = 0;
     for (; row + kTile <= num_rows; row += kTile) make.template rows<kTile>(row);
@@ -310,7 +310,7 @@ struct ScaledBf16 {
     const Result& result;
     uint8_t* codes;
     template <int KIND> void kind() {
-        if constexpr (!has_minimums(KIND)) {  // which are no codes
+        if constexpr (!has_minimums(KIND)) {  // minimums are not codes
             const int64_t wide = rounded(pair.columns, kBlock);
             codes_to_bf16<KIND>(pair.first, wide, codes);
             codes_to_bf16<KIND>(pair.second, wide, codes + wide * 32);
@@ -321,8 +321,8 @@ struct ScaledBf16 {
 
 constexpr int kFewTiles = 6;
 
-// Unpacked in registers for every tile of rows, which costs less than storing it; with many rows,
-// whole panels are unpacked first.
+// Unpack in registers for every tile of rows, which is cheaper than a store. For large numbers of
+// rows, unpack whole panels first.
 void product_packed(const PanelPair& pair, const Operand& x, int64_t num_rows, const Result& result, uint8_t* values) {
     if (num_rows <= kFewTiles * kTile) return by_tiles(num_rows, MakeBf16<kPacked>{pair, x, result, nullptr});
     const int64_t bytes = panel_size(TW_BF16, pair.columns).total;
@@ -351,7 +351,7 @@ struct MakeFp32 {
     }
 };
 
-// Widened in registers, a block at a time.
+// Widen in registers, a block at a time.
 struct MakeFp16 {
     const PanelPair& pair;
     const Operand& x;
