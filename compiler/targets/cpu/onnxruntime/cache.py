@@ -38,7 +38,8 @@ class _Pages:
     def __init__(self, num_bytes: int, what: str, remedy: str) -> None:
         """Reserve pages. ``what`` is their purpose and ``remedy`` the advice in errors."""
         # Private, because the system retains pages of shared mappings despite advice. Without a
-        # reserve, because large parts of a cache are never written, and its size may exceed the memory.
+        # reserve, because large parts of a cache are never written, and its size may exceed the
+        # memory.
         kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
         try:
             self._mapping = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=kind)

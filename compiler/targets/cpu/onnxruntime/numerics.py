@@ -27,8 +27,8 @@ from tilewright.errors import CompileError
 NATIVE_BITS = {"bfp8": 8, "bfp4": 4, "q80": 8, "q40": 4}
 """Formats stored exactly as MatMulNBits blocks, with the bits per code.
 
-q41 is excluded. A float zero point of -minimum / scale rounds, so values differ in nearly all blocks, and
-this matmul does not use int8 activations.
+q41 is excluded. A float zero point of -minimum / scale rounds, so values differ in nearly all
+blocks, and this matmul does not use int8 activations.
 """
 
 EMBEDDING = "embedding"

@@ -31,7 +31,7 @@ void weigh(const float* values, const float* weights, int64_t num_values, int64_
     });
 }
 
-// Scale a vector to length `factor`. The epsilon is part of the model.
+// Scale a vector to length `factor`. The model defines the epsilon.
 void unit(const float* x, int64_t count, float factor, float* out) {
     vf squares = zeros();
     by_lanes(count, [&](int64_t at, int lanes) {
