@@ -1,7 +1,7 @@
-"""Grammars compiled for a vocabulary, by llguidance: what an answer may go on with.
+"""Grammars compiled for a vocabulary with llguidance: the allowed next tokens of an output.
 
-Whatever a user writes ends as an error here, never as a fault: the library's limits are set, its
-recursion has room (:func:`roomy_threads`), and a grammar is tried before it is accepted.
+Invalid user input raises an error here and never crashes. The library's limits are set, its
+recursion has enough stack (:func:`roomy_threads`), and a grammar is tried before acceptance.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_BYTES = 256 << 10
-"""The most bytes of a schema, an expression or a grammar."""
+"""Maximum size of a schema, expression or grammar in bytes."""
 
 _MAX_LARK_LINES = 4096
-_STACK_BYTES = 256 << 20  # the library recurses as deep as rules follow each other
+_STACK_BYTES = 256 << 20  # the library recurses with the depth of rules
 _NUM_KEPT = 16
-_NUM_TRIED = 3  # tokens; what is too large to be run shows with the first
+_NUM_TRIED = 3  # tokens; oversized grammars fail on the first
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 1_000_000,
@@ -40,12 +40,13 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-_SPACE = r"\x20|\x0D?\x0A[\x20\x09]{0,20}"  # as people write; else a model may never end
+# Whitespace as in common JSON. Unlimited whitespace could prevent an end.
+_SPACE = r"\x20|\x0D?\x0A[\x20\x09]{0,20}"
 _KINDS = (JSON_SCHEMA, REGEX, CHOICE, LARK)
 
 
 def roomy_threads(count: int, name: str) -> ThreadPoolExecutor:
-    """Threads in which compiled grammars are made and asked: their stacks are deep enough."""
+    """Return threads with large stacks for compiling and using grammars."""
     before = threading.stack_size(_STACK_BYTES)
     try:
         pool = ThreadPoolExecutor(count, thread_name_prefix=name)
@@ -59,12 +60,12 @@ def roomy_threads(count: int, name: str) -> ThreadPoolExecutor:
 
 
 class Grammars:
-    """Makes matchers for one tokenizer, which is read when the first is wanted.
+    """Makes matchers for a tokenizer, which is loaded on first use.
 
     Args:
-        read: gives the tokenizer as JSON text of the tokenizers library.
-        end_tokens: the model's own.
-        vocab_size: logits a row.
+        read: Returns the tokenizer as JSON for the tokenizers library.
+        end_tokens: The model's end tokens.
+        vocab_size: Width of the logits.
     """
 
     def __init__(
@@ -77,10 +78,10 @@ class Grammars:
         self._made: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
 
     def load(self) -> LLTokenizer:
-        """The vocabulary as the library wants it; takes up to seconds, once.
+        """Return the vocabulary in the library's form. The first call takes up to seconds.
 
         Raises:
-            ConfigError: where the library is not installed or refuses the tokenizer.
+            ConfigError: The library is missing or rejects the tokenizer.
         """
         with self._lock:
             if self._tokens is None:
@@ -89,7 +90,7 @@ class Grammars:
                 except ImportError:
                     said = "grammars need llguidance; allowed: installed with tilewright[serve]"
                     raise ConfigError(said) from None
-                ends = list(self._ends) or None  # the library must have one, and takes any
+                ends = list(self._ends) or None  # the library needs an end token and accepts any
                 try:
                     self._tokens = LLTokenizer(
                         self._read(), n_vocab=self.vocab_size, eos_token=ends
@@ -99,17 +100,16 @@ class Grammars:
             return self._tokens
 
     def prepare(self) -> None:
-        """Load the vocabulary while nobody waits, if the library is installed: it holds Python's
-        lock, so that nothing else of this process runs meanwhile.
+        """Load the vocabulary early, if the library is installed.
+
+        Loading holds Python's lock, so it should happen before requests arrive.
         """
-        with suppress(ConfigError):  # it is raised again where a grammar is asked for
+        with suppress(ConfigError):  # raised again on first use of a grammar
             self.load()
 
     def check(self, spec: GrammarSpec) -> None:
-        """Refuse a grammar that cannot be compiled or run.
-
-        Raises:
-            RequestError: with the library's words.
+        """Raise RequestError for a grammar that cannot be compiled or run, with the library's
+        message.
         """
         tried = self._compiled(spec).deep_copy()
         is_empty = True
@@ -127,10 +127,10 @@ class Grammars:
             raise RequestError(f"{spec.kind}: only an answer without text obeys it; allowed: some")
 
     def matcher(self, spec: GrammarSpec, end_tokens: Sequence[int]) -> Matcher:
-        """Where an answer stands that has no token yet; ``end_tokens``: what may end it.
+        """Return a matcher for an empty output. ``end_tokens`` may finish the output.
 
         Raises:
-            RequestError: as :meth:`check`.
+            RequestError: See :meth:`check`.
         """
         return Matcher(spec, self._compiled(spec).deep_copy(), self.load(), end_tokens=end_tokens)
 
@@ -141,7 +141,7 @@ class Grammars:
                 self._made.move_to_end(key)
                 return self._made[key]
         made = self._compile(spec)
-        made.compute_bitmask()  # the first is the slowest, and its work is kept for every answer
+        made.compute_bitmask()  # the first mask is slow, and its work is reused
         with self._lock:
             self._made[key] = made
             while len(self._made) > _NUM_KEPT:
@@ -160,7 +160,9 @@ class Grammars:
 
 
 def grammars_of(folder: Path, end_tokens: Sequence[int], vocab_size: int) -> Grammars:
-    """Make the grammars of the tokenizer that is saved in a folder; it is read when needed."""
+    """Return the grammars for a tokenizer saved in a directory. The first use reads the
+    tokenizer.
+    """
 
     def read() -> str:
         return (folder / "tokenizer.json").read_text(encoding="utf-8")
@@ -169,11 +171,11 @@ def grammars_of(folder: Path, end_tokens: Sequence[int], vocab_size: int) -> Gra
 
 
 class Matcher:
-    """Where one answer stands in its grammar. One thread at a time.
+    """The state of an output in its grammar. Only one thread may use it at a time.
 
     Attributes:
-        end_tokens: what may end the answer once the grammar is met.
-        error: why it can say no more, empty while it can.
+        end_tokens: Tokens that may finish the output after the grammar is met.
+        error: Reason for a failed matcher, else empty.
     """
 
     def __init__(
@@ -194,38 +196,35 @@ class Matcher:
 
     @property
     def opener(self) -> int | None:
-        """A token that may be chosen first instead of what the grammar allows; None: there is none,
-        or not any more.
-        """
+        """Return a token allowed at the first position in addition to the grammar, or None."""
         return self._opener if not self._num_followed and not self._is_free else None
 
     @property
     def is_free(self) -> bool:
-        """Whether the grammar has not begun yet."""
+        """Return whether the grammar has not begun."""
         return self._is_free
 
     @property
     def is_met(self) -> bool:
-        """Whether the grammar is satisfied, so that the answer may end here."""
+        """Return whether the grammar is satisfied, so that the output may end here."""
         return not self._is_free and not self.error and self._matcher.is_accepting()
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing but an end token may follow."""
+        """Return whether only an end token may follow."""
         return self.is_met and self._matcher.is_stopped()
 
     def follow(self, output: Sequence[int]) -> None:
-        """Take the tokens of an answer that have not been taken yet: of all of ``output``, in
-        order, an end token being the last.
-        """
+        """Consume the new tokens in ``output``. An end token must be last."""
         for token in output[self._num_followed :]:
             if not self.error:
                 self._take(token)
             self._num_followed += 1
 
     def write_bits(self, words: np.ndarray) -> None:
-        """A bit for each token of the vocabulary that may follow, into a row of `Allowed`; ends of
-        the model are among them where the grammar is met. Others may run meanwhile.
+        """Write a bit for each allowed next token into a row of `Allowed`.
+
+        If the grammar is met, end tokens are included. Other threads may run concurrently.
         """
         assert words.dtype == np.uint32 and words.flags.c_contiguous
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -240,7 +239,7 @@ class Matcher:
             self._note_error()
 
     def _hear(self, token: int) -> None:
-        """A token of the text before the grammar; it may be the last, and have more behind it."""
+        """Consume a token before the grammar. It may complete the mark and contain further text."""
         heard = self._heard + self._tokens.decode_bytes([token])
         at = heard.find(self._mark)
         if at < 0:
@@ -257,10 +256,10 @@ class Matcher:
 
 
 def _source(spec: GrammarSpec) -> str:
-    """A grammar as the library reads it.
+    """Return a grammar in the library's form.
 
     Raises:
-        RequestError: for one that need not be shown to it.
+        RequestError: The grammar is rejected without the library.
     """
     from llguidance import LLMatcher
 
@@ -297,6 +296,6 @@ def _refuse_error(matcher: LLMatcher) -> None:
 
 
 def _last(bits: bytes) -> int:
-    """The highest token that is allowed."""
+    """Return the highest allowed token."""
     at = max(index for index, byte in enumerate(bits) if byte)
     return 8 * at + bits[at].bit_length() - 1

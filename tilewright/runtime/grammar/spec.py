@@ -1,6 +1,6 @@
-"""What the text of an answer must be: how a request says it, before anything is compiled.
+"""Output grammars as requested, before compilation.
 
-Imports neither torch nor the library that enforces it.
+Imports neither torch nor the grammar library.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ JSON_SCHEMA, REGEX, CHOICE, LARK = "json_schema", "regex", "choice", "lark"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarSpec:
-    """A grammar that every token of an answer obeys, from a place in the answer on.
+    """A grammar for all tokens of an output, starting at a defined point.
 
     Attributes:
         kind: ``json_schema``, ``regex``, ``choice`` or ``lark``.
-        text: the schema as JSON text, the regular expression, a JSON list of the texts to choose
-            from, or the grammar in llguidance's Lark.
-        behind: text of the answer behind which the grammar begins, as ``</think>``; empty: with
-            the first token.
-        opener: a token that may be chosen first instead of what the grammar allows; the grammar
-            then begins behind ``behind``. None: where ``behind`` is not empty, it is waited for.
+        text: The schema as JSON text, the regular expression, a JSON list of texts, or the grammar
+            in llguidance's Lark.
+        behind: Text in the output after which the grammar begins, for example ``</think>``. Empty:
+            the grammar begins with the first token.
+        opener: A token allowed at the first position in addition to the grammar. The grammar then
+            begins after ``behind``. None: if ``behind`` is not empty, wait for this text.
     """
 
     kind: str

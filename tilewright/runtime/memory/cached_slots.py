@@ -1,7 +1,7 @@
-"""Seats whose sequences have ended but whose state is kept, for prompts that begin as they did.
+"""Slots of finished sequences with retained state, for prompts with a common prefix.
 
-For executables without pages, where a seat's state lies in one piece. Knows tokens and numbers of
-seats alone; the bytes are the executable's.
+They serve executables without pages, with contiguous state per slot. Only tokens and slot numbers
+are stored here. The executable owns the bytes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ from tilewright.compiler.targets.interface.step import Seat
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The tokens that a kept seat has read, the most positions that it has had, and the salt of
-    those who may know of them.
+    """A cached slot.
+
+    Attributes:
+        tokens: Tokens in the state.
+        reached: Maximum number of positions the state ever had.
+        salt: Cache salt. Only requests with the same salt may use the slot.
+        num_bytes: Size of the state in bytes.
     """
 
     tokens: tuple[int, ...]
@@ -26,9 +31,11 @@ class Kept:
 
 
 class KeptSeats:
-    """The tokens that each kept seat has computed; there are never more of them than seats.
+    """The cached slots by last use.
 
-    ``size_of``: bytes of the state of so many positions; ``most``: of all kept seats together.
+    Args:
+        size_of: Returns the state bytes for a number of positions.
+        most: Maximum total bytes.
     """
 
     def __init__(self, size_of: Callable[[int], int], most: int) -> None:
@@ -40,12 +47,14 @@ class KeptSeats:
         return len(self._kept)
 
     def __iter__(self) -> Iterator[tuple[Seat, Kept]]:
-        """Seats, the least recently used first."""
+        """Yield slots, least recently used first."""
         return iter(self._kept.items())
 
     def keep(self, seat: Seat, tokens: tuple[int, ...], salt: str, *, reached: int) -> list[Seat]:
-        """The sequence on a seat, which has read ``tokens``, has ended. Returns the seats that
-        are kept no more, so that all fit: the least recently used, perhaps this very one.
+        """Add the slot of a finished sequence with ``tokens``. Return evicted slots, least recently
+        used first.
+
+        The new slot may itself be evicted.
         """
         kept = Kept(tokens, reached, salt, self._size_of(len(tokens)))
         self._kept[seat] = kept
@@ -56,16 +65,16 @@ class KeptSeats:
         return left
 
     def touch(self, seat: Seat) -> None:
-        """Note that a kept seat was of use: it is now the last to be given up."""
+        """Mark a slot as most recently used."""
         self._kept.move_to_end(seat)
 
     def take(self, seat: Seat) -> Seat:
-        """Take a seat out of those kept, for another use."""
+        """Remove a slot from the cache."""
         self._num_bytes -= self._kept.pop(seat).num_bytes
         return seat
 
     def take_oldest(self, *, besides: Seat | None = None) -> Seat:
-        """The least recently used seat has another use; ``besides`` is taken only if alone."""
+        """Remove the least recently used slot. ``besides`` is taken only if it is the last slot."""
         seats = iter(self._kept)
         seat = next(seats)
         if seat == besides:
@@ -73,7 +82,7 @@ class KeptSeats:
         return self.take(seat)
 
     def forget(self) -> list[Seat]:
-        """Keep no seat any more; returns those that were kept."""
+        """Remove and return all slots."""
         seats = list(self._kept)
         self._kept.clear()
         self._num_bytes = 0
@@ -81,7 +90,7 @@ class KeptSeats:
 
 
 def common_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many first tokens two sequences share."""
+    """Return the length of two sequences' common prefix."""
     low, high = 0, min(len(one), len(other))
     step = 32
     while low < high:

@@ -1,6 +1,6 @@
-"""Whose page is whose: a pool with counts, and the prefix cache, a chain of hashes over full pages.
+"""The page pool with reference counts, and the prefix cache: a hash chain over full pages.
 
-Knows numbers of pages alone; the bytes are the executable's. Nothing here needs a device.
+Only page numbers are stored here. The executable owns the bytes. No device is needed.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from collections.abc import Iterable, Sequence
 
 _DIGEST_BYTES = 16
 _PROCESS_KEY = secrets.token_bytes(16)
-"""A secret of this process, so that nobody outside can make two prompts meet in one key."""
+"""A process secret, so that users cannot construct two prompts with a common hash."""
 
 
 def pages_of(num_positions: int, page_size: int) -> int:
-    """Count the pages that ``num_positions`` positions take, the last perhaps in part."""
+    """Return the number of pages for ``num_positions``. The last page may be partial."""
     return -(-num_positions // page_size)
 
 
 def chain_keys(
     tokens: Sequence[int], page_size: int, salt: str = "", made: Sequence[bytes] = ()
 ) -> list[bytes]:
-    """A key for each full page of ``tokens``, which names the page and all that stands before it.
+    """Return a hash for each full page of ``tokens``. A hash identifies the page and its whole
+    prefix.
 
-    ``salt`` keeps those apart who must not learn from each other's hits. ``made``: the keys of a
-    sequence, made so, of which one begins with the other: they are not made again.
+    ``salt`` separates users without a common cache. ``made`` has known hashes for a prefix, to
+    avoid computing them again.
     """
     keys = [*made[: len(tokens) // page_size]]
     last = keys[-1] if keys else salt.encode()
@@ -42,7 +43,9 @@ def chain_keys(
 
 
 class PagePool:
-    """Pages that are free, held by so many, or cached: named by a key and held by nobody."""
+    """Pages in three states: free, in use with a reference count, or cached with a hash and no
+    reference.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -51,22 +54,24 @@ class PagePool:
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._variant: set[int] = set()  # named pages whose bits depend on other requests
+        self._variant: set[int] = set()  # hashed pages with bits that depend on concurrent requests
 
     @property
     def num_available(self) -> int:
-        """Pages that :meth:`take` could give: the free ones, and cached ones that nobody holds."""
+        """Return the number of pages for :meth:`take`: free pages, and cached pages without
+        references.
+        """
         return len(self._free) + len(self._idle)
 
     @property
     def num_held(self) -> int:
-        """The number of pages that some request holds."""
+        """Return the number of pages in use."""
         return self.num_pages - self.num_available
 
     def take(self, count: int) -> list[int]:
-        """``count`` pages for one holder; cached ones leave the cache, least recently used first.
+        """Allocate ``count`` pages. Cached pages are evicted, least recently used first.
 
-        There must be so many: see :attr:`num_available`.
+        ``count`` must not exceed :attr:`num_available`.
         """
         assert count <= self.num_available, f"{count} pages of {self.num_available} are taken"
         taken = []
@@ -81,16 +86,16 @@ class PagePool:
         return taken
 
     def hold(self, pages: Sequence[int]) -> None:
-        """Add a holder to each of these pages, which are cached or held."""
+        """Add a reference to pages that are cached or in use."""
         for page in pages:
             assert self._counts[page] or page in self._idle, f"page {page} is free"
             self._idle.pop(page, None)
             self._counts[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give up pages; what nobody holds now is free, or stays cached until others need it.
+        """Remove a reference from pages. Unused pages become free, or stay cached until needed.
 
-        The last page of a chain goes first, for without it the others are still of use.
+        The last page in a chain is evicted first, because its prefix remains useful.
         """
         for page in reversed(pages):
             assert self._counts[page] > 0, f"page {page} is held by nobody"
@@ -102,10 +107,10 @@ class PagePool:
                     self._free.append(page)
 
     def name(self, page: int, key: bytes, *, is_invariant: bool = True) -> None:
-        """A held page is full of what ``key`` stands for, and is not written any more.
+        """Store the hash of a full page in use. The page must not be written afterwards.
 
-        ``is_invariant``: the page's bits depend on ``key`` only. Such a page takes the key of a
-        page without this property.
+        ``is_invariant``: the page's bits depend on ``key`` only. The page then replaces a page
+        without this property.
         """
         assert self._counts[page] > 0, f"page {page} is held by nobody"
         if page in self._key_of:
@@ -127,8 +132,8 @@ class PagePool:
         self._variant.discard(page)
 
     def find(self, keys: Sequence[bytes], *, is_invariant: bool = False) -> list[int]:
-        """The pages of the longest beginning of a chain that is cached; ``is_invariant``: only
-        pages that were named so.
+        """Return the pages for the longest cached prefix of a chain. ``is_invariant``: only
+        invariant pages.
         """
         found = []
         for key in keys:
@@ -139,15 +144,15 @@ class PagePool:
         return found
 
     def are_invariant(self, pages: Iterable[int]) -> bool:
-        """Return whether the bits of all named ``pages`` depend on their keys only."""
+        """Return whether the bits of all hashed ``pages`` depend on their hashes only."""
         return self._variant.isdisjoint(pages)
 
     def count(self, page: int) -> int:
-        """How many requests hold a page."""
+        """Return a page's reference count."""
         return self._counts[page]
 
     def forget(self) -> None:
-        """Empty the prefix cache; what is held stays held, without a name."""
+        """Clear the prefix cache. Pages in use remain in use, without a hash."""
         self._free.extend(self._idle)
         self._idle.clear()
         self._page_of.clear()

@@ -1,6 +1,6 @@
-"""Snapshots of per-sequence state: which prefix each is of, and where in a prompt one is of use.
+"""Snapshots of per-sequence state: their prefixes, and the positions worth a snapshot in a prompt.
 
-For sequences whose state cannot be cut back to a position. Knows keys and numbers alone.
+They serve state without truncation. Only hashes and numbers are stored here.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from collections.abc import Collection, Iterable, Sequence
 from tilewright.compiler.targets.interface.step import Snapshot
 
 GRAIN = 64
-"""Positions between places for snapshots, where an executable has no pages."""
+"""Distance between snapshot positions for executables without pages."""
 _EVERY = 4096
 _FIRST_TURNS, _LAST_TURNS = 2, 4
 
 
 class Snapshots:
-    """A pool of snapshots, each named by the key of the prefix that it is the state behind; those
-    of answers that go on are borrowed, and get their names when these end.
+    """A pool of snapshots, identified by their prefix hash.
+
+    Snapshots of running outputs are borrowed. They get their hash when the output is finished.
     """
 
     def __init__(self, count: int) -> None:
@@ -36,12 +37,14 @@ class Snapshots:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no place for any."""
+        """Return whether the pool has size 0."""
         return not self._free and not self._of_key
 
     def find(self, keys: Sequence[bytes], most: int) -> tuple[int, Snapshot] | None:
-        """Find the longest beginning of a chain, of up to ``most`` keys, that has a snapshot: how
-        many keys it has, and the snapshot, which is the most recently used then.
+        """Return the longest prefix with a snapshot: number of hashes and snapshot. Mark it as
+        recently used.
+
+        Only the first ``most`` hashes are considered.
         """
         for count in range(min(most, len(keys)), 0, -1):
             found = self._of_key.get(keys[count - 1])
@@ -51,12 +54,13 @@ class Snapshots:
         return None
 
     def use(self, key: bytes, count: int = 1) -> None:
-        """Note that sequences go on from a prefix of which there is a snapshot."""
+        """Record that sequences continue from a prefix."""
         self._uses[key] += count
 
     def take(self, key: bytes) -> Snapshot | None:
-        """A place for the state behind a prefix, the least recently used where none is free; None
-        where there is one of it already, or no place at all.
+        """Allocate a snapshot for a prefix. Evict the least recently used if none is free.
+
+        Return None if the prefix already has a snapshot, or if no snapshot is available.
         """
         if key in self._of_key:
             self._of_key.move_to_end(key)
@@ -67,25 +71,28 @@ class Snapshots:
         return place
 
     def fill(self, keys: Iterable[bytes]) -> None:
-        """Note that a piece of a prompt in the step being planned fills these, in whatever order
-        the pieces of a step run: their places are no other piece's before :meth:`end_step`.
+        """Protect the snapshots written by the current step from eviction until :meth:`end_step`.
+
+        The chunks of a step run in any order.
         """
         self._filling.update(keys)
 
     def end_step(self) -> None:
-        """Note that a step is planned; what the next one fills is filled behind it."""
+        """End the protection: later steps write after this step."""
         self._filling.clear()
 
     def supersede(self, key: bytes) -> None:
-        """Note that a sequence that goes on from a prefix has a snapshot further on: the one of
-        the prefix is the first to go, unless others have gone on from it, too.
+        """Record that a sequence from this prefix has a later snapshot.
+
+        The prefix's snapshot is evicted first, unless several sequences continue from it.
         """
         if key in self._of_key and self._uses[key] <= 1:
             self._of_key.move_to_end(key, last=False)
 
     def borrow(self) -> Snapshot | None:
-        """A place for state behind what nobody knows the name of yet; None where half of all are
-        lent, so that answers that go on leave some to prompts.
+        """Allocate a snapshot without a hash. Return None if half of the pool is borrowed.
+
+        The limit leaves snapshots for prompts.
         """
         if self._num_borrowed >= self._most_borrowed or (place := self._place()) is None:
             return None
@@ -93,7 +100,7 @@ class Snapshots:
         return place
 
     def give_back(self, place: Snapshot, key: bytes | None) -> None:
-        """A borrowed place is of the state behind a prefix now; None: of nothing of use."""
+        """Return a borrowed snapshot with its prefix hash. None discards its contents."""
         self._num_borrowed -= 1
         if key is None or key in self._of_key:
             self._free.append(place)
@@ -101,7 +108,7 @@ class Snapshots:
             self._of_key[key] = place
 
     def forget(self) -> None:
-        """Forget all snapshots but those that are lent: what they hold is worth nothing now."""
+        """Discard all snapshots except borrowed snapshots."""
         self._free.extend(self._of_key.values())
         self._of_key.clear()
         self._uses.clear()
@@ -117,21 +124,20 @@ class Snapshots:
 
 
 def spacing(grain: int) -> int:
-    """Positions between places where a prompt may be left for no reason that it shows: about 4,096,
-    a multiple of ``grain``.
-    """
+    """Return the regular distance between snapshots: about 4,096, a multiple of ``grain``."""
     return _EVERY - _EVERY % grain
 
 
 def places_worth(
     prompt: Sequence[int], grain: int, ends: Collection[int], *, known: int, junction: int
 ) -> set[int]:
-    """Positions of a prompt, multiples of ``grain`` behind its first ``known`` ones, at which a
-    later prompt is likely to leave it.
+    """Return positions where later prompts probably diverge, as multiples of ``grain`` after
+    ``known``:
 
-    They are the last one before its end, the last one before the end of a turn (one of the tokens
-    ``ends``) for the first two and the last four turns, ``junction``, where it itself left another
-    prompt, and one every `spacing` positions.
+    - the last position before the prompt's end,
+    - the ends of the first two and the last four turns (a token in ``ends``),
+    - the ``junction`` with an earlier prompt,
+    - a position every `spacing` tokens.
     """
     last = (len(prompt) - 1) // grain * grain
     found = {last, junction, *range(spacing(grain), last, spacing(grain))}

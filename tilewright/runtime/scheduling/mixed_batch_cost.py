@@ -1,4 +1,4 @@
-"""What a pass takes that prompts' tokens and rows that decode share: medians of those measured."""
+"""A time model for mixed batches, from medians of measured times."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import statistics
 from collections import deque
 
 _KEPT = 9
-"""Recent passes of about one size: a hiccup among them is not heard of."""
+"""Recent measurements per size. The median ignores a hiccup."""
 _IN_OCTAVE = 2
-"""Sizes that are told apart between a number and twice as many."""
+"""Number of size classes per doubling."""
 
 
 class _Size:
-    """Passes of about so many rows and tokens."""
+    """Mixed batches with similar rows and tokens."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=_KEPT)
@@ -26,30 +26,32 @@ class _Size:
 
     @property
     def count(self) -> float:
-        """Rows and tokens together."""
+        """Return the sum of rows and tokens."""
         return self.rows + self.tokens
 
 
 class PassCost:
-    """Milliseconds of passes by their rows and by the weight of their tokens of prompts."""
+    """Milliseconds of mixed batches by decode rows and weighted prefill tokens."""
 
     def __init__(self) -> None:
         self._sizes: dict[tuple[int, int], _Size] = {}
 
     def measure(self, num_rows: int, num_tokens: float, ms: float) -> None:
-        """A pass of so many rows and tokens, of both at least one, took ``ms``."""
+        """Add the time ``ms`` of a mixed batch with at least a decode token and a prefill token."""
         key = _about(num_rows), _about(num_tokens)
         self._sizes.setdefault(key, _Size()).add(num_rows, num_tokens, ms)
 
     def at(
         self, num_rows: int, num_tokens: float, *, a_row: float = 0.0, a_token: float = 0.0
     ) -> float | None:
-        """What a pass is expected to take; None where none was measured. Of a size that nobody has
-        tried: what the nearest takes, and ``a_row`` and ``a_token`` more for each more of them;
-        where ``a_token`` is not known (0), in proportion, but no less than the nearest.
+        """Return the predicted milliseconds, or None without measurements.
 
-        No more than a larger one, nor than a smaller one in proportion: so one that took long for
-        once, and that nobody tries again, is not believed against others.
+        An unmeasured size costs the nearest measured time, plus ``a_row`` and ``a_token`` per
+        additional row and token. If ``a_token`` is 0 (unknown), the time is proportional, but never
+        below the nearest.
+
+        The prediction is limited by larger measured sizes, and by smaller sizes in proportion. An
+        outlier that prevents further use is therefore corrected.
         """
         if not self._sizes:
             return None

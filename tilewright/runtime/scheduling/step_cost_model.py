@@ -1,27 +1,30 @@
-"""What a step takes, learnt from the steps that were measured. Knows counts and times alone."""
+"""A model for step times, fitted to measured steps. Inputs are counts and times only."""
 
 from __future__ import annotations
 
 from tilewright.runtime.scheduling.mixed_batch_cost import PassCost
 
 _KEPT = 0.98
-"""What is left of a measurement's weight after the next one of its kind."""
+"""Weight factor of a measurement after each later measurement."""
 _MOST = 2.0
-"""Times what was expected that a measurement counts at most: a hiccup is soon forgotten, and a
-step that has become slower is believed after a few."""
+"""Maximum ratio to the expected time for a measurement. A hiccup has little effect, and a lasting
+slowdown is learned after a few steps.
+"""
 _LEAST_SLOPE = 0.5
-"""Of the mean of what a count took, that each more takes at the least where a line is careful: what
-the host was slow to launch takes as long for any count, and says nothing of larger ones.
+"""Minimum slope of a careful line, relative to the mean time per count. Launch overhead is constant
+and does not predict larger counts.
 """
 _WARM = 3
 
 
 class _Line:
-    """``ms = first + each * count``, fitted to measurements of which the recent ones weigh more."""
+    """A linear fit ``ms = first + each * count`` with larger weights for recent measurements."""
 
     def __init__(self, *, is_careful: bool) -> None:
-        """``is_careful``: while all counts were alike, others cost in proportion, else the same;
-        and the line is never flat.
+        """Create a fit. If ``is_careful``, the line is never flat, and equal counts imply
+        proportional cost.
+
+        Otherwise equal counts imply a constant cost.
         """
         self._is_careful = is_careful
         self.num_measured = 0
@@ -29,11 +32,11 @@ class _Line:
         self.first = self.each = 0.0
 
     def at(self, count: float) -> float:
-        """Milliseconds; 0 where nothing was measured."""
+        """Return milliseconds. 0 without measurements."""
         return self.first + self.each * count
 
     def measure(self, count: float, ms: float) -> None:
-        """One measurement of a part that was there: ``count`` is above 0."""
+        """Add a measurement. ``count`` is positive."""
         if self.num_measured >= _WARM:
             ms = min(ms, _MOST * self.at(count))
         self.num_measured += 1
@@ -55,38 +58,38 @@ class _Line:
 
 
 class StepCost:
-    """Milliseconds of the two parts of a step: rows that decode, and tokens of prompts.
+    """Predicted milliseconds for the two parts of a step: decode rows and prefill tokens.
 
-    ``passes``: of steps in which both share one pass over the weights.
+    ``passes`` predicts mixed batches.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Forget all measured step times."""
+        """Discard all measured step times."""
         self._decode, self._prompts = _Line(is_careful=False), _Line(is_careful=True)
         self.passes = PassCost()
 
     def decode(self, num_rows: int) -> float:
-        """Milliseconds of so many decode rows; 0 where none were measured yet."""
+        """Return milliseconds for ``num_rows`` decode rows. 0 without measurements."""
         return self._decode.at(num_rows) if num_rows else 0.0
 
     def prompts(self, num_tokens: float) -> float:
-        """Milliseconds of so many tokens of prompts; 0 where none were measured yet."""
+        """Return milliseconds for ``num_tokens`` prefill tokens. 0 without measurements."""
         return self._prompts.at(num_tokens) if num_tokens else 0.0
 
     def shared(self, num_rows: int, num_tokens: float) -> float | None:
-        """Milliseconds of a pass that so many rows and tokens share; None where none was measured.
+        """Return milliseconds for a mixed batch, or None without measurements.
 
-        One larger than those that were tried takes as much more as tokens alone do: in proportion
-        to a small pass, most of whose time is the weights', it would never be tried.
+        Beyond measured sizes, only the cost per token is added. A proportional prediction from a
+        small batch would include its weight reads, and larger batches would never be tried.
         """
         a_row, a_token = self._decode.each, self._prompts.each
         return self.passes.at(num_rows, num_tokens, a_row=a_row, a_token=a_token)
 
     def tokens_within(self, ms: float) -> int | None:
-        """How many tokens of prompts take no longer than ``ms``; None where that is not known."""
+        """Return the number of prefill tokens within ``ms``, or None if unknown."""
         line = self._prompts
         if not line.num_measured or line.each <= 0.0:
             return None
@@ -95,7 +98,7 @@ class StepCost:
     def measure(
         self, num_rows: int, num_tokens: float, ms: float, *, is_mixed: bool = False
     ) -> None:
-        """A step of so many rows and tokens, in one pass if ``is_mixed``, took ``ms``."""
+        """Add a step's time ``ms``. ``is_mixed``: rows and tokens were a mixed batch."""
         if is_mixed and num_rows:
             self.passes.measure(num_rows, num_tokens, ms)
         elif num_tokens:
@@ -107,11 +110,10 @@ class StepCost:
 
 
 class StepMeter:
-    """Tells a :class:`StepCost` how long steps take, from when they are given and read.
+    """Measures steps for a :class:`StepCost`, from their launch and read times.
 
-    Where the executable runs ahead, the time between two readings is that of what was waited for
-    between them: the rows of the later step, and the tokens of prompts behind the rows that were
-    read before.
+    With async scheduling, the time between two reads belongs to the work waited for between them:
+    rows of the later step, and prefill tokens launched after the previously read rows.
     """
 
     def __init__(self, cost: StepCost) -> None:
@@ -120,7 +122,7 @@ class StepMeter:
         self._num_behind = 0.0
 
     def begin(self, now: float) -> None:
-        """A step is given while none is under way."""
+        """Record a launch without a step in flight."""
         self._began, self._num_behind = now, 0.0
 
     def read(
@@ -133,8 +135,15 @@ class StepMeter:
         is_read: bool,
         is_mixed: bool = False,
     ) -> None:
-        """A step was read. ``is_read``: anything of it was waited for; ``are_prompts_read``:
-        its prompts too; ``is_mixed``: they were one pass with its rows.
+        """Record a read step.
+
+        Args:
+            num_rows: Decode rows.
+            num_tokens: Prefill tokens.
+            now: Time in seconds.
+            are_prompts_read: Prefill results were also read.
+            is_read: Any result was read.
+            is_mixed: Rows and tokens were a mixed batch.
         """
         tokens = self._num_behind + (num_tokens if are_prompts_read else 0)
         self._num_behind = 0 if are_prompts_read else num_tokens + (0 if is_read else tokens)
