@@ -1,31 +1,37 @@
-// How weights lie in memory: panels of 16 rows (outputs), an even number of them.
+// Memory layout of weights: an even number of panels with 16 rows (outputs) each.
 //
-// Every kind but a vector begins with codes and, of block formats, ends with scales, panel by panel:
-//   FP32  [columns][16] float
-//   BF16  [columns / 2][16][2] bfloat16: two neighbours of a row are a pair
-//   FP16  [columns][16] float16
-//   codes of 8 bits  [columns / 4][16][4] uint8, code + 128
-//   codes of 4 bits  [columns / 8][16][4] uint8: of 8 columns the first four in the low halves, the
-//              next four in the high ones
-//   codes of 5 and 6 bits  for every 32 columns, 4 bits of each as above, then the rest of each: 32
-//              bits of a row a word, [16] words, bit 8 * j + i being of column 4 * i + j; or two bits
-//              of each, [2][16] words of 16 columns, bit 8 * j + 2 * i on being of column 4 * i + j
-// Codes are unsigned: `zero_of` is the code of 0, or the block's minimum is added.
-// scales, of S = columns / 32 and T = columns / 256, rounded up:
-//   Q80, Q40, Q50  [S][16] float16; Q41, Q51  then as many minimums
-//   BFP8, BFP4     [columns / 16][16] uint8 e, the scale being 2 ** (e - 127), or 0 where e is 0
-//   Q6_K           [T][16] float16, then [columns / 16][16] int8: a scale is their product
-//   Q4_K, Q5_K     [T][2][16] float16, of scales and of minimums, then for every two blocks of 32
-//              [3][16] uint8: the first's scale and 2 low bits of its minimum, the second's, and
-//              both minimums' 4 high bits
-//   kPacked  what an engine makes of BF16 as it copies weights: the same values in 12 bits. 64 bytes:
-//              the number of exceptions (uint32), at byte 16 the 16 upper bytes that values have most.
-//              [columns / 8][3][64] uint8: of 8 columns the lower bytes, two pairs and two pairs, then
-//              4 bits each of the places of their upper bytes among the 16, the first two pairs' low.
-//              Of two pairs' 64 bytes, every 16 are 8 of the first and 8 of the second. Then
-//              [columns / 4] exceptions, in the order of columns: a value whose upper byte is another.
-// Columns are padded with zeros to whole 32. A paired weight has a panel of gate and the panel of its
-// up in turns.
+// A panel begins with codes. Block formats end with scales, panel by panel. Zeros pad columns to whole
+// blocks of 32. A paired weight alternates gate panels and up panels.
+//
+// Codes:
+// - FP32: `[columns][16]` float.
+// - BF16: `[columns / 2][16][2]` bfloat16. Two neighbors in a row are a pair.
+// - FP16: `[columns][16]` float16.
+// - 8-bit codes: `[columns / 4][16][4]` uint8, `code + 128`.
+// - 4-bit codes: `[columns / 8][16][4]` uint8. The first four of 8 columns are in the low nibbles, the
+//   next four in the high nibbles.
+// - 5-bit codes: per block, 4 bits as above, then a fifth bit per column in `[16]` words. Bit
+//   `8 * j + i` of a row's word is for column `4 * i + j`.
+// - 6-bit codes: per block, 4 bits as above, then two bits per column in `[2][16]` words with 16 columns
+//   each. Bits from `8 * j + 2 * i` are for column `4 * i + j`.
+//
+// Codes are unsigned. Either `zero_of` is the code for 0, or a block minimum is added.
+//
+// Scales, with `S = columns / 32` and `T = columns / 256`, rounded up:
+// - Q80, Q40, Q50: `[S][16]` float16. Q41 and Q51 then have the same number of minimums.
+// - BFP8, BFP4: `[columns / 16][16]` uint8 exponents e. The scale is `2 ** (e - 127)`, or 0 for e = 0.
+// - Q6_K: `[T][16]` float16, then `[columns / 16][16]` int8. A scale is their product.
+// - Q4_K, Q5_K: `[T][2][16]` float16 for scales and minimums. Two blocks then share `[3][16]` uint8:
+//   the first scale with 2 low bits of its minimum, the same for the second, and the high 4 bits of
+//   both minimums.
+//
+// kPacked is an engine's compressed BF16 copy. It has equal values in 12 bits:
+// - A header of 64 bytes: the number of exceptions (uint32), and from byte `16` the 16 most frequent upper
+//   bytes.
+// - `[columns / 8][3][64]` uint8: the lower bytes for two pairs and two pairs, then 4-bit indices of
+//   upper bytes with the first two pairs in the low nibbles. For two pairs, every 16 bytes alternate 8
+//   bytes from the first pair and 8 bytes from the second.
+// - `[columns / 4]` exceptions in column order, for values with another upper byte.
 #pragma once
 
 #include "interface.h"
