@@ -28,9 +28,18 @@ MAX_ALIGNMENT = 1 << 20
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SETTLED_NS = 3_000_000_000
 _SCALARS: Mapping[int, str] = {
-    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4",
-    6: "<f4", _BOOL: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
-}  # fmt: skip
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    _BOOL: "<u1",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 _VALUE_TYPES = (*_SCALARS, _STRING, _ARRAY)
 
 # name -> (type id, elements per block, bytes per block); ggml's block layouts.
@@ -65,8 +74,15 @@ TENSOR_TYPES: Mapping[str, tuple[int, int, int]] = {
 _TYPE_NAMES = {entry[0]: name for name, entry in TENSOR_TYPES.items()}
 # ggml's unsupported types, for error messages.
 _REFUSED = {
-    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0",
-}  # fmt: skip
+    9: "Q8_1",
+    15: "Q8_K",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    41: "Q1_0",
+}
 
 
 @dataclass(frozen=True, slots=True)
