@@ -58,8 +58,7 @@ are rejected unless the architecture reads the key.
 
 
 def config_of_hf(values: Mapping[str, object], *, where: Path | str) -> ModelConfig:
-    """Return the configuration in ``values``, read from a Hugging Face ``config.json`` at
-    ``where``.
+    """Return the configuration in ``values``, the contents of ``config.json`` at ``where``.
 
     Raises:
         CheckpointError: A key is missing, out of range or unsupported.
