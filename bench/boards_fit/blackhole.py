@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.boards_fit import fitting
-from bench.boards_fit.blackhole_rows import BlackholeRow, read_blackhole_rows
+from bench.boards_fit.blackhole_rows import BlackholeSample, read_blackhole_samples
 from tilewright.compiler.targets.tenstorrent.perf.blackhole import (
     BLACKHOLE_START,
     SOFTWARE,
@@ -24,10 +24,10 @@ _BAR = 90
 
 @dataclass(frozen=True, slots=True)
 class BlackholeStudy:
-    """Rows, fitted constants, and the error of each row with constants fitted without the row."""
+    """Rows, fitted constants, and left-out errors: the sample is not in its fit."""
 
-    steps: tuple[BlackholeRow, ...]
-    prompts: tuple[BlackholeRow, ...]
+    steps: tuple[BlackholeSample, ...]
+    prompts: tuple[BlackholeSample, ...]
     constants: BlackholeConstants
     step_errors: tuple[float, ...]
     prompt_errors: tuple[float, ...]
@@ -38,12 +38,14 @@ class BlackholeStudy:
 
 
 def study_blackhole() -> BlackholeStudy:
-    """Fit all rows, and fit again without each row."""
-    rows = read_blackhole_rows()
-    steps = [row for row in rows if row.is_decode]
-    counts = Counter(row.software for row in steps)
-    judged = [row for row in steps if counts[row.software] > 1]  # a single row is not left out
-    prompts = [row for row in rows if not row.is_decode]
+    """Fit all rows, and fit again without each sample."""
+    rows = read_blackhole_samples()
+    steps = [sample for sample in rows if sample.is_decode]
+    counts = Counter(sample.software for sample in steps)
+    judged = [
+        sample for sample in steps if counts[sample.software] > 1
+    ]  # a single sample is not left out
+    prompts = [sample for sample in rows if not sample.is_decode]
     constants = fitting.fit(steps, STEP_NAMES, BLACKHOLE_START)
     constants = fitting.fit(prompts, PROMPT_NAMES, constants)
     return BlackholeStudy(
@@ -55,14 +57,14 @@ def study_blackhole() -> BlackholeStudy:
     )
 
 
-def _left_out(steps: list[BlackholeRow], judged: list[BlackholeRow]) -> list[float]:
+def _left_out(steps: list[BlackholeSample], judged: list[BlackholeSample]) -> list[float]:
     errors = fitting.held_out(steps, STEP_NAMES, _identity, BLACKHOLE_START)
-    ids = {row.id for row in judged}
-    return [error for row, error in zip(steps, errors, strict=True) if row.id in ids]
+    ids = {sample.id for sample in judged}
+    return [error for sample, error in zip(steps, errors, strict=True) if sample.id in ids]
 
 
-def _identity(row: BlackholeRow) -> int:
-    return row.id
+def _identity(sample: BlackholeSample) -> int:
+    return sample.id
 
 
 def _bar(errors: tuple[float, ...]) -> float:
@@ -77,14 +79,14 @@ def blackhole_report(study: BlackholeStudy) -> str:
         cells = f"{np.median(sizes):.1f}", f"{np.max(sizes):.1f}"
         summary.append((name, str(len(errors)), *cells))
     rows = []
-    for found, errors in ((study.steps, study.step_errors), (study.prompts, study.prompt_errors)):
-        for row, error in zip(found, errors, strict=True):
-            what = "step" if row.is_decode else "prompt"
-            place = f"{row.batch} x {row.context:,}"
-            times = f"{1e3 * row.seconds:.2f}", f"{1e3 * row.predict(study.constants):.2f}"
-            software = row.software if row.is_decode else ""
-            details = (what, place, row.date, software, *times, f"{100 * error:+.1f}")
-            rows.append((row.model, row.board, *details))
+    for samples, errors in ((study.steps, study.step_errors), (study.prompts, study.prompt_errors)):
+        for sample, error in zip(samples, errors, strict=True):
+            what = "step" if sample.is_decode else "prompt"
+            size = f"{sample.batch} x {sample.context:,}"
+            times = f"{1e3 * sample.seconds:.2f}", f"{1e3 * sample.predict(study.constants):.2f}"
+            software = sample.software if sample.is_decode else ""
+            details = (what, size, sample.date, software, *times, f"{100 * error:+.1f}")
+            rows.append((sample.model, sample.board, *details))
     columns = ("model", "board", "", "users x positions", "date", "software", "published (ms)")
     return "\n\n".join(
         [

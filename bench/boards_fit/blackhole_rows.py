@@ -78,7 +78,7 @@ DEVICES = {"p150x2": "p300", "p150x4": "qb2", "p300x2": "qb2", "p150x8": "loudbo
 
 
 @dataclass(frozen=True, slots=True)
-class BlackholeRow:
+class BlackholeSample:
     """A published decode step or first token: ``seconds``, software, and work with its counts."""
 
     id: int
@@ -108,57 +108,57 @@ class BlackholeRow:
         return self.predict(constants) / self.seconds - 1
 
 
-def read_blackhole_rows(path: Path = ROWS) -> list[BlackholeRow]:
-    """Return the rows of the data file: decode steps, then first tokens, each with its work."""
+def read_blackhole_samples(path: Path = ROWS) -> list[BlackholeSample]:
+    """Return the rows of the data file: decode steps, then first tokens, all with their work."""
     graphs: dict[tuple[str, str], Any] = {}
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    steps = [_row(each, graphs, is_decode=True) for each in rows]
-    prompts = [each for each in rows if "first_token_ms" in each]
-    return [*steps, *(_row(each, graphs, is_decode=False) for each in prompts)]
+    steps = [_sample(item, graphs, is_decode=True) for item in rows]
+    prompts = [item for item in rows if "first_token_ms" in item]
+    return [*steps, *(_sample(item, graphs, is_decode=False) for item in prompts)]
 
 
-def _row(
-    row: Mapping[str, Any], graphs: dict[tuple[str, str], Any], *, is_decode: bool
-) -> BlackholeRow:
-    model = _ALIASES.get(row["model"], row["model"])
-    board = DEVICES.get(row["board"], row["board"])
-    precision = load_precision(row["precision"])
+def _sample(
+    sample: Mapping[str, Any], graphs: dict[tuple[str, str], Any], *, is_decode: bool
+) -> BlackholeSample:
+    model = _ALIASES.get(sample["model"], sample["model"])
+    board = DEVICES.get(sample["board"], sample["board"])
+    precision = load_precision(sample["precision"])
     config = config_of_hf(dict(MODELS[model]), where=model)
     key = model, precision.resolve(config.num_layers, model).id
     if key not in graphs:
         graphs[key] = _graph(config, precision, model)
     graph, pattern = graphs[key]
-    mesh = Mesh(row.get("chips", get_device(board).num_chips))
-    context = row["isl"] + (row.get("osl", 200) // 2 if is_decode else 0)
+    mesh = Mesh(sample.get("chips", get_device(board).num_chips))
+    context = sample["isl"] + (sample.get("osl", 200) // 2 if is_decode else 0)
     program = lower_program(
         copy.deepcopy(graph),
         device=board,
         mesh=mesh,
         phase="decode" if is_decode else "prefill",
-        batch=row["batch"] if is_decode else 1,
-        length=1 if is_decode else row["isl"],
+        batch=sample["batch"] if is_decode else 1,
+        length=1 if is_decode else sample["isl"],
         context=context,
     )
     repeats = config.num_layers / pattern
     counts: Counter[Work] = Counter()
-    for each, work in zip(program.instructions, program_work(program), strict=True):
-        counts[work] += 1 if each.layer is None else repeats  # type: ignore[assignment]
-    return BlackholeRow(
-        id=row["id"],
-        model=row["model"],
-        board=row["board"],
-        batch=row["batch"],
+    for item, work in zip(program.instructions, program_work(program), strict=True):
+        counts[work] += 1 if item.layer is None else repeats  # type: ignore[assignment]
+    return BlackholeSample(
+        id=sample["id"],
+        model=sample["model"],
+        board=sample["board"],
+        batch=sample["batch"],
         context=context,
-        date=row["date"],
-        software=row["software"],
-        seconds=row["step_ms" if is_decode else "first_token_ms"] / 1e3,
+        date=sample["date"],
+        software=sample["software"],
+        seconds=sample["step_ms" if is_decode else "first_token_ms"] / 1e3,
         is_decode=is_decode,
         work=tuple(counts.items()),
     )
 
 
 def _graph(config: Any, precision: Any, model: str) -> tuple[Any, int]:
-    """Return the passes' graph of one period of layers, and the number of its layers."""
+    """Return the passes' graph of shallow period of layers, and the number of its layers."""
     import torch
 
     kinds = getattr(config, "linear_layers", ()) or config.windows or (0,)
@@ -168,9 +168,9 @@ def _graph(config: Any, precision: Any, model: str) -> tuple[Any, int]:
         if getattr(config, name, ()):
             changes[name] = getattr(config, name)[:pattern]
     rope = RopeConfig(theta=config.rope.theta, num_rotated=config.rope.num_rotated)
-    one = dataclasses.replace(config, rope=rope, **changes)
+    shallow = dataclasses.replace(config, rope=rope, **changes)
     with torch.device("meta"):
-        module: Any = architecture_of(config.model_type).model(one)
+        module: Any = architecture_of(config.model_type).model(shallow)
         graph = trace(module)
     resolved = precision.resolve(pattern, model)
     for stage in get_target("p150").stages():

@@ -66,16 +66,16 @@ class Study:
 
     def rank(self) -> float:
         """Spearman's, of predicted and published speeds of the precision rows."""
-        found = [row.decode for row in self.rows if row.kind == "precision" and row.decode]
-        predicted = [1 / sample.predict(self.constants) for sample in found]
-        return fitting.rank_correlation(predicted, [1 / sample.seconds for sample in found])
+        matches = [case.decode for case in self.rows if case.kind == "precision" and case.decode]
+        predicted = [1 / sample.predict(self.constants) for sample in matches]
+        return fitting.rank_correlation(predicted, [1 / sample.seconds for sample in matches])
 
 
 def study_rows(reading: str, rows: Sequence[PublishedRow]) -> Study:
     """Fit, and fit again without every model, family and board."""
-    steps = [row.decode for row in rows if row.is_judged and row.decode]
-    large = [row.decode for row in rows if row.is_galaxy and row.decode]
-    prompts = [row.prefill for row in rows if row.is_judged and row.prefill]
+    steps = [case.decode for case in rows if case.is_judged and case.decode]
+    large = [case.decode for case in rows if case.is_galaxy and case.decode]
+    prompts = [case.prefill for case in rows if case.is_judged and case.prefill]
     decode = fitting.fit([*steps, *large], fitting.DECODE_NAMES, START)
     constants = fitting.fit(prompts, fitting.PREFILL_NAMES, decode)
     residuals = _residuals([*steps, *large], fitting.DECODE_NAMES, constants)
@@ -127,19 +127,19 @@ def study_report(studies: Sequence[Study]) -> str:
         "### Decode steps, one user, short prompts",
         _residual_table([*used.decode, *used.galaxy]),
         "### Precision rows",
-        _predicted(used, "t/s/u", lambda row: row.kind == "precision", titled=True),
+        _predicted(used, "t/s/u", lambda case: case.kind == "precision", titled=True),
         "### Prompts of 128 tokens",
         _residual_table(used.prefill),
         "### Decode steps the fit has not seen",
-        _predicted(used, "t/s/u", lambda row: not _is_fitted(row) and row.kind != "precision"),
+        _predicted(used, "t/s/u", lambda case: not _is_fitted(case) and case.kind != "precision"),
         "### Prompts the fit has not seen",
-        _predicted(used, "ms", lambda row: not row.is_judged),
+        _predicted(used, "ms", lambda case: not case.is_judged),
     ]
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
-def _is_fitted(row: PublishedRow) -> bool:
-    return row.is_judged or row.is_galaxy
+def _is_fitted(case: PublishedRow) -> bool:
+    return case.is_judged or case.is_galaxy
 
 
 def _summary(study: Study) -> str:
@@ -162,13 +162,13 @@ def _summary(study: Study) -> str:
         for what, of in (("decode", "step"), ("prefill", "prompt")):
             add(f"{name}: {of}", "never fitted", _unseen_errors(study, what, kinds, dp))
     columns = ("figure", "left out", "rows", "median (%)", "worst (%)")
-    table = Table.of(columns, rows).markdown()
+    text = Table.of(columns, rows).markdown()
     rank = f"Rank correlation of the precision rows' speeds: {study.rank():.3f}."
     bars = "; ".join(
         f"{name} {percent(step, 0)} % of t/s/u, {percent(prompt, 0)} % of TTFT"
         for name, (step, prompt) in study.bars().items()
     )
-    return f"{table}\n{rank}\nError bars of predictions: {bars}."
+    return f"{text}\n{rank}\nError bars of predictions: {bars}."
 
 
 _LEFT_OUT = {
@@ -187,12 +187,12 @@ _UNSEEN = (
 def _unseen_errors(
     study: Study, what: str, kinds: tuple[str, ...], has_replicas: bool
 ) -> list[float]:
-    found = [
-        getattr(row, what)
-        for row in study.rows
-        if row.kind in kinds and (row.row.dp > 1) == has_replicas
+    matches = [
+        getattr(case, what)
+        for case in study.rows
+        if case.kind in kinds and (case.row.dp > 1) == has_replicas
     ]
-    return [sample.error(study.constants) for sample in found if sample is not None]
+    return [sample.error(study.constants) for sample in matches if sample is not None]
 
 
 def _readings(studies: Sequence[Study]) -> str:
@@ -235,15 +235,15 @@ def _predicted(
 ) -> str:
     is_decode = unit == "t/s/u"
     rows = []
-    for row in study.rows:
-        sample = row.decode if is_decode else row.prefill
-        if sample is None or not chosen(row):
+    for case in study.rows:
+        sample = case.decode if is_decode else case.prefill
+        if sample is None or not chosen(case):
             continue
         times = (sample.seconds, sample.predict(study.constants))
         cells = [f"{1 / t:.1f}" if is_decode else f"{1e3 * t:,.0f}" for t in times]
-        what = _short_title(row.title) if titled or row.kind == "precision" else row.title
+        what = _short_title(case.title) if titled or case.kind == "precision" else case.title
         error = _percent(sample.error(study.constants))
-        rows.append((sample.model, row.device, what, *cells, error))
+        rows.append((sample.model, case.device, what, *cells, error))
     columns = ("model", "board", "section", f"published ({unit})", f"predicted ({unit})")
     return Table.of((*columns, "error of time (%)"), rows).markdown()
 

@@ -6,9 +6,9 @@ The file has no fidelity, cache or activation. A later key wins.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from statistics import mode
 from typing import TYPE_CHECKING
 
 from tilewright.compiler.precision.fragment import Fragment, LayerRule, read_rule
@@ -69,24 +69,24 @@ def _rules(key: str, format_: str, *, source: str) -> list[LayerRule]:
     path = key.removeprefix("model.") if key.startswith("model.model.") else key
     pattern = re.sub(r"layers\.\d+", "layers.0", path)
     names = [name for name in _GROUPS if fnmatchcase(name, pattern)]
-    # A wide glob means the dense weights, unless the glob names experts or DeltaNet.
+    # A broad glob means the dense weights, unless the glob names experts or DeltaNet.
     dense = [name for name in names if ".experts." not in name and "linear_attn" not in name]
     names = dense or names
     if not names:
         raise ConfigError(f"{source}: {key[:80]!r} matches no weight; allowed: {_allowed()}")
     layer = re.search(r"layers\.(\d+|\*|\?|\[[^]]*\])", path)
     index = layer[1] if layer else "*"
-    found = {}
+    result = {}
     for name in names:
         module = name.removesuffix(".weight").replace("layers.0", f"layers.{index}")
         modules = [module]
         if module.endswith("gate_up_proj"):
             stem = module.removesuffix("gate_up_proj")
             modules = [f"{stem}gate_proj", f"{stem}up_proj"]
-        for each in modules:
+        for item in modules:
             entry = {"precision": {_GROUPS[name]: format_}}
-            found[each] = read_rule(each, entry, where=source)
-    return list(found.values())
+            result[item] = read_rule(item, entry, where=source)
+    return list(result.values())
 
 
 def _allowed() -> str:
@@ -103,7 +103,7 @@ def weight_overrides(
         ConfigError: for a weight format without a vendor dtype.
     """
     dtypes = {format_: dtype for dtype, format_ in DTYPES.items()}
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     groups = set(_GROUPS.values())
     for module in modules:
         if module.group not in groups:
@@ -113,11 +113,11 @@ def weight_overrides(
             raise ConfigError(f"{module.fqn}: {format_} has no dtype there; {allowed(DTYPES)}")
         suffix = "" if ".experts." in module.fqn else ".weight"
         name = re.sub(r"experts\.(gate|up)_proj$", "experts.gate_up_proj", module.fqn)
-        found[f"{name}{suffix}"] = dtypes[format_]
-    default = Counter(found.values()).most_common(1)[0][0]
+        result[f"{name}{suffix}"] = dtypes[format_]
+    default = mode(result.values())
     entries = {DEFAULT: default}
     families: dict[str, dict[str, str]] = {}
-    for name, dtype in found.items():
+    for name, dtype in result.items():
         families.setdefault(re.sub(r"layers\.\d+", "layers.*", name), {})[name] = dtype
     for family, members in families.items():
         if set(members.values()) == {default} and family.endswith(".weight"):

@@ -33,7 +33,7 @@ def test_plan_of_large_shapes_names_boards_with_and_without_room(run: Run) -> No
     boards = "n150,p150,qb2"
     rows = json.loads(run("plan", "shape:qwen3-30b-a3b", "--boards", boards, "--json"))
     by_board = {row["board"]: row for row in rows if row["precision"] == "performance"}
-    assert "too many by" in by_board["n150"]["refused"]
+    assert "exceeded by" in by_board["n150"]["refused"]
     assert by_board["qb2"]["tsu"] > by_board["p150"]["tsu"] > 0
     assert by_board["qb2"]["tsu_error"] is None, "no published row of experts is fitted"
 
@@ -61,7 +61,7 @@ def test_plan_without_room_says_by_how_many_bytes(capfd: pytest.CaptureFixture[s
     argv = ["plan", "shape:llama-3.1-70b", "--boards", "n150,n300", "--precision", "performance"]
     assert main(argv) == 2
     error = capfd.readouterr().err
-    assert "n300" in error and "too many by" in error and "bytes; allowed" in error
+    assert "n300" in error and "exceeded by" in error and "bytes; allowed" in error
 
 
 def test_plan_of_random_weights_has_no_accuracy(capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.errors import ConfigError, allowed
-from tilewright.evaluate.board_plan import PlanRow
+from tilewright.evaluate.board_comparison import Candidate
 from tilewright.utils.plain_yaml import parse_yaml
 
 VERSION = "1"
@@ -48,21 +48,21 @@ def read_targets(path: Path) -> list[ModelTarget]:
         raise ConfigError(f"{path}: not read: {error}; allowed: a YAML file") from None
     where = str(path)
     if not isinstance(raw, Mapping) or str(raw.get("version")) != VERSION:
-        found = raw.get("version") if isinstance(raw, Mapping) else None
-        raise ConfigError(f"{where}: version {found!s:.40}; allowed: {VERSION}")
+        result = raw.get("version") if isinstance(raw, Mapping) else None
+        raise ConfigError(f"{where}: version {result!s:.40}; allowed: {VERSION}")
     rows = []
     for model, body in _map(raw.get("targets"), where).items():
         for sku, entry in _map(_map(body, where).get("skus"), f"{where}: {model}").items():
-            place = f"{where}: {model}: {sku}"
+            location = f"{where}: {model}: {sku}"
             if sku not in SKUS:
-                raise ConfigError(f"{place}: unknown board; {allowed(SKUS, sku)}")
-            entries = _map(entry, place).get("entries")
+                raise ConfigError(f"{location}: unknown board; {allowed(SKUS, sku)}")
+            entries = _map(entry, location).get("entries")
             if not isinstance(entries, list):
-                raise ConfigError(f"{place}: no entries; allowed: a list of maps")
+                raise ConfigError(f"{location}: no entries; allowed: a list of maps")
             rows += [
-                found
-                for each in entries
-                if (found := _target(model, sku, _map(each, place), place))
+                result
+                for item in entries
+                if (result := _target(model, sku, _map(item, location), location))
             ]
     return rows
 
@@ -92,7 +92,7 @@ def _number(raw: object, where: str) -> float | None:
         raise ConfigError(f"{where}: {str(raw)[:40]!r} is no number; allowed: a number") from None
 
 
-def targets_text(model: str, rows: Sequence[PlanRow], *, users: int, context: int) -> str:
+def targets_text(model: str, rows: Sequence[Candidate], *, users: int, context: int) -> str:
     """Return the text of a file with the predictions of a plan."""
     sku_of = {board: sku for sku, board in reversed(SKUS.items())}
     lines = [
@@ -104,20 +104,20 @@ def targets_text(model: str, rows: Sequence[PlanRow], *, users: int, context: in
         "    skus:",
     ]
     done = set()
-    for row in (each for each in rows if not each.refused):
-        if row.board in done:
+    for candidate in (item for item in rows if not item.refused):
+        if candidate.board in done:
             continue
-        done.add(row.board)
+        done.add(candidate.board)
         lines += [
-            f"      {sku_of[row.board]}:",
+            f"      {sku_of[candidate.board]}:",
             "        entries:",
             f"          - batch_size: {users}",
             f"            seq_len: {context}",
             "            status: TODO",
             "            perf:",
-            f"              decode_t/s/u: {row.tsu:.2f}",
-            f"              prefill_time_to_first_token: {row.ttft_ms:.1f}",
-            f"              tolerance: {row.tsu_error or _TOLERANCE:.3f}",
-            f"            note: {row.precision}, predicted",
+            f"              decode_t/s/u: {candidate.tsu:.2f}",
+            f"              prefill_time_to_first_token: {candidate.ttft_ms:.1f}",
+            f"              tolerance: {candidate.tsu_error or _TOLERANCE:.3f}",
+            f"            note: {candidate.precision}, predicted",
         ]
     return "\n".join(lines) + "\n"

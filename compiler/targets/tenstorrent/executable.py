@@ -79,7 +79,7 @@ class EmulatedExecutable(HostExecutable):
             first_positions=tuple(batch.positions[list(bounds[:-1])].tolist()),
             logit_rows=torch.from_numpy(batch.logit_rows).to(self._device),
             bounds=bounds,
-            slots=tuple(int(seat) for seat in batch.seats),
+            slots=tuple(int(slot) for slot in batch.seats),
         )
         program = self._decode if batch.decodes else self._prefill
         with torch_threads(self._num_threads):
@@ -87,19 +87,19 @@ class EmulatedExecutable(HostExecutable):
         return logits.float().cpu().numpy()
 
     def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
-        for part in self._parts(self._caches):
-            part[target, :num_positions] = part[source, :num_positions]
-        for part in self._parts(self._states):
-            part[target] = part[source]
+        for tensor in self._parts(self._caches):
+            tensor[target, :num_positions] = tensor[source, :num_positions]
+        for tensor in self._parts(self._states):
+            tensor[target] = tensor[source]
 
-    def save_state(self, seat: Seat, snapshot: Snapshot) -> None:
-        kept = [part[seat].clone() for part in self._parts(self._states)]
-        self._snapshots[snapshot] = self.length(seat), kept
+    def save_state(self, slot: Seat, snapshot: Snapshot) -> None:
+        kept = [tensor[slot].clone() for tensor in self._parts(self._states)]
+        self._snapshots[snapshot] = self.length(slot), kept
 
-    def load_state(self, seat: Seat, snapshot: Snapshot) -> int:
+    def load_state(self, slot: Seat, snapshot: Snapshot) -> int:
         position, kept = self._snapshots[snapshot]
-        for part, values in zip(self._parts(self._states), kept, strict=True):
-            part[seat] = values
+        for tensor, values in zip(self._parts(self._states), kept, strict=True):
+            tensor[slot] = values
         return position
 
     def memory(self) -> MemoryUse:
@@ -123,7 +123,7 @@ class EmulatedExecutable(HostExecutable):
 
     @staticmethod
     def _parts(by_name: Mapping[str, Parts]) -> list[Tensor]:
-        return [part for dealt in by_name.values() for part in dealt.parts().values()]
+        return [tensor for dealt in by_name.values() for tensor in dealt.parts().values()]
 
 
 def emulation_device() -> torch.device:

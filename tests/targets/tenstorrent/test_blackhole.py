@@ -57,5 +57,5 @@ def test_a_model_without_room_is_refused_by_bytes() -> None:
         for each in large.instructions
     )
     assert cache.num_bytes < get_device("p100").dram_bytes
-    with pytest.raises(CompileError, match=r"too many by \d+ bytes; allowed: \d+ positions"):
+    with pytest.raises(CompileError, match=r"exceeded by \d+ bytes; allowed: \d+ positions"):
         check_memory(replace(large, instructions=instructions))

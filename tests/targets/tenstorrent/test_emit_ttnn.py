@@ -236,8 +236,8 @@ def test_norms_of_heads_move_to_interleaved_memory_in_a_decode_step() -> None:
     for name in ("q", "k"):
         norm = step.index(f"{name} = ttnn.rms_norm(")
         assert f"{name} = ttnn.to_memory_config({name}, L1)" in step[:norm]
-        assert f"{name} = ttnn.to_memory_config({name}, place)" in step[norm:]
-    assert "to_memory_config(q, place)" not in functions(source, "prefill_layer")
+        assert f"{name} = ttnn.to_memory_config({name}, memory)" in step[norm:]
+    assert "to_memory_config(q, memory)" not in functions(source, "prefill_layer")
     assert "NUM_BANKS = 8" in source
 
 

@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     check_header(found)
     if options.prompt > options.context:
         raise ConfigError(f"--prompt {options.prompt}; allowed: up to --context {options.context}")
-    from tilewright.evaluate.board_plan import read_boards
+    from tilewright.evaluate.board_comparison import read_boards
     from tilewright.evaluate.model_targets import read_targets
 
     boards = read_boards(options.boards)
@@ -70,33 +70,44 @@ def main(argv: list[str]) -> int:
         if path is not None:
             check_writable(Path(path))
     names = dict.fromkeys(name.strip() for name in options.precision.split(","))
-    precisions = {(each := load_precision(name)).name: each for name in names}
+    precisions = {(item := load_precision(name)).name: item for name in names}
     warnings.filterwarnings("ignore", module="torch")
 
-    from tilewright.cli.terminal.console import compile_progress, err, note, out
-    from tilewright.evaluate.board_plan import PlanSize, plan_boards, plan_table, with_accuracy
+    from tilewright.cli.terminal.console import compile_progress, err
+    from tilewright.evaluate.board_comparison import Workload, compare_boards, with_accuracy
     from tilewright.evaluate.cases.prompts import accuracy_text
     from tilewright.models import load_model
 
     model = load_model(found)
     if options.accuracy and model.weights == "random":
         raise ConfigError(f"--accuracy of {model.name}: random weights; allowed: a checkpoint")
-    size = PlanSize(users=options.users, context=options.context, prompt=options.prompt)
+    size = Workload(users=options.users, context=options.context, prompt=options.prompt)
     with compile_progress(err()) as progress:
-        rows = plan_boards(model, list(precisions.values()), boards, size, progress)
+        rows = compare_boards(model, list(precisions.values()), boards, size, progress)
         if options.accuracy:
             tokens = model.tokenizer.encode(accuracy_text("accuracy").content)[: options.accuracy]
             rows = with_accuracy(rows, model, precisions, tokens, options.layers, progress)
     _write_files(options, model, precisions, rows)
     if options.as_json:
-        print(json.dumps([dataclasses.asdict(row) for row in rows]))
-        return 0
-    out().print(plan_table(rows).markdown().rstrip("\n"), soft_wrap=True, markup=False)
-    note(err(), "speed is predicted, accuracy is emulated on a single chip; prices are left out")
-    if any(row.accuracy and row.accuracy.layers < row.accuracy.all_layers for row in rows):
-        note(err(), "top-1 is an estimate from a shallow copy: the whole model has less")
-    _print_targets(targets, rows, options.users)
+        print(json.dumps([dataclasses.asdict(candidate) for candidate in rows]))
+    else:
+        _print(rows, targets, options.users)
     return 0
+
+
+def _print(rows: Any, targets: Any, users: int) -> None:
+    """Print the candidates, their notes, and the CI targets."""
+    from tilewright.cli.terminal.console import err, note, out
+    from tilewright.evaluate.board_comparison import markdown_of
+
+    out().print(markdown_of(rows), soft_wrap=True, markup=False)
+    note(err(), "speed is predicted, accuracy is emulated on a single chip; prices are left out")
+    if any(
+        candidate.accuracy and candidate.accuracy.layers < candidate.accuracy.all_layers
+        for candidate in rows
+    ):
+        note(err(), "top-1 is an estimate from a shallow copy: the whole model has less")
+    _print_targets(targets, rows, users)
 
 
 def _write_files(options: _Options, model: Any, precisions: Any, rows: Any) -> None:
@@ -125,12 +136,16 @@ def _print_targets(targets: Any, rows: Any, users: int) -> None:
 
     if not targets:
         return
-    predicted = {row.board: row for row in reversed(rows) if not row.refused}
+    predicted = {
+        candidate.board: candidate for candidate in reversed(rows) if not candidate.refused
+    }
     cells = []
     for target in targets:
-        row = predicted.get(target.board)
-        if row is not None and target.users == users and target.tsu is not None:
+        candidate = predicted.get(target.board)
+        if candidate is not None and target.users == users and target.tsu is not None:
             share = f"{100 * target.tolerance:.0f}"
-            cells.append((target.model, target.board, f"{target.tsu:.1f}", share, f"{row.tsu:.1f}"))
+            cells.append(
+                (target.model, target.board, f"{target.tsu:.1f}", share, f"{candidate.tsu:.1f}")
+            )
     columns = ("model", "board", "CI target (t/s/u)", "tolerance (%)", "predicted (t/s/u)")
     print_table(out(), "CI targets, not measurements", Table.of(columns, cells), numbers=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from statistics import mode
 
 import torch
 from torch import Tensor
@@ -80,8 +80,8 @@ def restored_settings(
     for layer, name in exceptional_layers(model, precision):
         value, settings = _RESTORED[name]
         kl, right = score(restored(precision, settings, str(layer)), model)
-        place, gain = f"layer {layer}", base_kl - kl
-        rows.append(TraceRow(place, name, value, kl_gain=gain, flips=right - base_right))
+        label, gain = f"layer {layer}", base_kl - kl
+        rows.append(TraceRow(label, name, value, kl_gain=gain, flips=right - base_right))
     return tuple(sorted(rows, key=_rank, reverse=True))
 
 
@@ -93,10 +93,10 @@ def _rank(row: TraceRow) -> float:
 def exceptional_layers(
     model: CompilableModel, precision: PrecisionConfig
 ) -> tuple[tuple[int, str], ...]:
-    """Return the layers whose KV format or fidelity differs from most layers, with the setting."""
+    """Return the layers whose KV format or fidelity is unusual, with the setting."""
     resolved = resolve_precision(model, precision)
     layers = range(model.config.num_layers)
-    found = []
+    exceptions = []
     for name in ("kv_cache", "fidelity"):
         values: list[tuple[str, ...]] = []
         for layer in layers:
@@ -106,9 +106,9 @@ def exceptional_layers(
                 groups = _RESTORED[name][1]
                 ops = (group.removesuffix("_prefill") for group in groups)
                 values.append(tuple(resolved.fidelity(op, "prefill", layer=layer) for op in ops))
-        usual = Counter(values).most_common(1)[0][0]
-        found += [(layer, name) for layer in layers if values[layer] != usual]
-    return tuple(found)
+        usual = mode(values)
+        exceptions += [(layer, name) for layer in layers if values[layer] != usual]
+    return tuple(exceptions)
 
 
 def prefill_logits(executable: Executable, tokens: list[int]) -> Tensor:

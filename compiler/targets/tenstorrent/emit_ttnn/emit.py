@@ -29,8 +29,8 @@ from tilewright.compiler.targets.tenstorrent.emit_ttnn.weights import (
     constants,
     fidelities,
     header,
+    kinds_text,
     owned_weights,
-    table_text,
     weight_tables,
 )
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
@@ -66,7 +66,7 @@ def emit_ttnn(prefill: DeviceProgram, decode: DeviceProgram, *, title: str = "")
         fidelities(prefill, decode),
         WEIGHT_CLASS,
         outside,
-        table_text(tables.rows, num_layers),
+        kinds_text(tables.rows, num_layers),
         layers,
         WEIGHTS,
         STEPS,
@@ -241,12 +241,12 @@ def _functions(program: DeviceProgram, tables: _Tables) -> str:
             (after if layers else before).extend(text)
     body = tables.merge([each[0] for each in layers], [each[1] for each in layers])
     step = "DecodeStep" if program.phase == DECODE else "PromptStep"
-    table = ["t = TABLE[layer]"] if any("t[" in line for line in body) else []
+    prologue = ["t = TABLE[layer]"] if any("t[" in line for line in body) else []
     name = program.phase
     whose = "the next tokens of all users" if name == DECODE else "LENGTH tokens of one user"
     return (
         f"def {name}_layer(layer: int, w: dict, caches: dict, x: ttnn.Tensor, step: {step}):\n"
-        + _indented([f'"""One layer over {whose}."""', *table, *body, "return x"], 1)
+        + _indented([f'"""One layer over {whose}."""', *prologue, *body, "return x"], 1)
         + f"\n\ndef {name}(model: Model, step: {step}) -> ttnn.Tensor:\n"
         + _indented(
             [

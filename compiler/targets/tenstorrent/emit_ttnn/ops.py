@@ -90,7 +90,7 @@ class InstructionLines(Lines):
         x = self._names[each.x]
         name = self._bind(each.out, x, self._places[each.x])
         if self.is_decode:
-            self._call("place", f"{x}.memory_config")
+            self._call("memory", f"{x}.memory_config")
             self._call(name, "ttnn.to_memory_config", x, "L1")
         self._call(
             name, "ttnn.rms_norm", name, epsilon=repr(each.eps), weight=self._weight(each.weight),
@@ -98,7 +98,7 @@ class InstructionLines(Lines):
             compute_kernel_config=self._fidelity(each, each.compute),
         )  # fmt: skip
         if self.is_decode:
-            self._call(name, "ttnn.to_memory_config", name, "place")
+            self._call(name, "ttnn.to_memory_config", name, "memory")
 
     def _norm(self, each: RmsNorm) -> None:
         if each.num_heads:
@@ -110,22 +110,22 @@ class InstructionLines(Lines):
                 f"{each.fqn}: {each.width} columns over {count} chips; allowed in a ttnn file: "
                 f"multiples of {TILE * count}"
             )
-        place = self._home(each.out)
-        x = self._at(each.x, place)
+        memory = self._home(each.out)
+        x = self._at(each.x, memory)
         named = {"compute_kernel_config": self._fidelity(each, each.compute)}
         if each.out.memory.layout == WIDTH_SHARDED:
             blocks = f"norm_blocks({each.x.columns}, {each.out.memory.cores})"
             named = {"program_config": blocks, **named}
         scale = {"epsilon": repr(each.eps), "weight": self._weight(each.weight)}
-        name = self._bind(each.out, "normed", place)
+        name = self._bind(each.out, "normed", memory)
         if not each.x.over:
-            self._call(name, "ttnn.rms_norm", x, **scale, memory_config=place, **named)
+            self._call(name, "ttnn.rms_norm", x, **scale, memory_config=memory, **named)
         else:
             sums = f"columns({TILE * count}, 1)" if self.is_decode else "DRAM"
             self._call("sums", "ttnn.rms_norm_pre_all_gather", x, dtype="ttnn.bfloat16", **named)
             gather = {"dim": "3", "cluster_axis": _axis(each.x.over), "memory_config": sums}
             self._call("sums", "ttnn.all_gather", "sums", **gather)
-            post = {**scale, "memory_config": place, **named}
+            post = {**scale, "memory_config": memory, **named}
             self._call(name, "ttnn.rms_norm_post_all_gather", x, "sums", **post)
         self._cast(each, name, each.x.format, each.out)
 
@@ -164,8 +164,8 @@ class InstructionLines(Lines):
                 "not fit L1; allowed: a larger mesh, or a narrower format"
             )
         n_tiles = -(-each.weight.columns // TILE)
-        place = f"the product's: {n_tiles} over {blocks.cores}"
-        name = self._bind(each.out, _product_name(each), place)
+        memory = f"the product's: {n_tiles} over {blocks.cores}"
+        name = self._bind(each.out, _product_name(each), memory)
         config = f"step_blocks({blocks.k_block}, {-(-n_tiles // blocks.cores)})"
         where = {"program_config": config, "memory_config": "ttnn.L1_WIDTH_SHARDED_MEMORY_CONFIG"}
         self._call(name, "ttnn.linear", x, self._weight(each.weight), **named, **where)
@@ -183,12 +183,12 @@ class InstructionLines(Lines):
     def _create_heads(self, each: CreateHeads) -> None:
         x = self._at(each.x, self._open())
         named = {"num_heads": str(each.num_heads), "num_kv_heads": str(each.num_kv_heads)}
-        place = HEADS if self.is_decode else "DRAM"
+        memory = HEADS if self.is_decode else "DRAM"
         if self.is_decode:
             shape = f"(1, 1, BATCH, {each.x.columns})", f"(1, 1, {TILE}, {each.x.columns})"
             self._call(x, "ttnn.reshape", x, *shape)
         targets = [
-            self._bind(value, name, place)
+            self._bind(value, name, memory)
             for value, name in ((each.out, "q"), (each.k, "k"), (each.v, "v"))
         ]
         if self.is_decode:
@@ -278,9 +278,9 @@ class InstructionLines(Lines):
         )  # fmt: skip
 
     def _gated(self, each: Gated) -> None:
-        place = self._places[each.gate]
-        gate, x = self._names[each.gate], self._at(each.x, place)
-        name = self._bind(each.out, "hidden", place)
+        memory = self._places[each.gate]
+        gate, x = self._names[each.gate], self._at(each.x, memory)
+        name = self._bind(each.out, "hidden", memory)
         function = {"gelu_tanh": "GELU", "sigmoid": "SIGMOID"}[each.activation]
         self._call(
             name, "ttnn.mul", gate, x,
@@ -300,10 +300,10 @@ class InstructionLines(Lines):
         self._call(name, "ttnn.tanh", x)
 
     def _add(self, each: Add) -> None:
-        place = self._home(each.out)
-        x, y = self._at(each.x, place), self._at(each.y, place)
-        name = self._bind(each.out, "x", place)
-        self._call(name, "ttnn.add", x, y, dtype=self._dtype(each, each.out), memory_config=place)
+        memory = self._home(each.out)
+        x, y = self._at(each.x, memory), self._at(each.y, memory)
+        name = self._bind(each.out, "x", memory)
+        self._call(name, "ttnn.add", x, y, dtype=self._dtype(each, each.out), memory_config=memory)
 
     def _select_rows(self, each: SelectRows) -> None:
         if self.is_decode:  # a row a user already
@@ -327,11 +327,11 @@ class InstructionLines(Lines):
             self._call(name, "ttnn.all_reduce", x, **named, topology="TOPOLOGY")
 
     def _gather(self, each: AllGather) -> None:
-        place = "DRAM" if self._last_use.get(each.out) is None else self._open()
-        x = self._at(each.x, place)
+        memory = "DRAM" if self._last_use.get(each.out) is None else self._open()
+        x = self._at(each.x, memory)
         self._cast(each, x, each.x.format, each.out)
-        name = self._bind(each.out, x, place)
-        named = {"dim": "3", "cluster_axis": _axis(each.axis), "memory_config": place}
+        name = self._bind(each.out, x, memory)
+        named = {"dim": "3", "cluster_axis": _axis(each.axis), "memory_config": memory}
         self._call(name, "ttnn.all_gather", x, **named)
 
 

@@ -146,7 +146,7 @@ def weight_tables(
     return text, _layer_functions(body, cached)
 
 
-def table_text(rows: dict[int, dict[str, str]], num_layers: int) -> str:
+def kinds_text(rows: dict[int, dict[str, str]], num_layers: int) -> str:
     """Write ``TABLE``: what differs between layers, each kind of layer once."""
     if not rows:
         return ""
@@ -168,15 +168,15 @@ def table_text(rows: dict[int, dict[str, str]], num_layers: int) -> str:
 
 
 def _layer_functions(body: list[str], cached: list[str]) -> str:
-    table = "    t = TABLE[layer]\n"
+    prologue = "    t = TABLE[layer]\n"
     weights = "\n".join(f"    {line}" for line in body)
     caches = f'    return {{"k": {cached[0]}, "v": {cached[1]}}}[kind]\n'
     return (
         "def layer_weights(layer: int) -> dict[str, Weight]:\n"
-        + (table if "t[" in weights else "")
+        + (prologue if "t[" in weights else "")
         + f"    return {{\n{weights}\n    }}\n\n\n"
         + "def cache_dtype(layer: int, kind: str):\n"
-        + (table if "t[" in caches else "")
+        + (prologue if "t[" in caches else "")
         + caches
     )
 

@@ -104,7 +104,7 @@ def attend(
     chunk = attention.k_chunk
 
     def settings(depth: int) -> MatmulSettings:
-        return _one_block(attention, depth, sign_error=sign_error)
+        return _single_block(attention, depth, sign_error=sign_error)
 
     # [G, group * T, D]: the rows of all queries of a key head.
     q = q_THD.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
@@ -133,7 +133,7 @@ def attend(
     return pack(out.reshape(num_rows, num_heads, head_dim), attention.out.format)
 
 
-def _one_block(attention: Attention, depth: int, *, sign_error: bool) -> MatmulSettings:
+def _single_block(attention: Attention, depth: int, *, sign_error: bool) -> MatmulSettings:
     """Return the settings of a product whose K is one block. Dst is packed to bfloat16."""
     k_block = -(-depth // TILE) * TILE
     found = MatmulSettings.of(attention.compute.name, k_block=k_block, out_format="bf16")

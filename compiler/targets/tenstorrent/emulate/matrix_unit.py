@@ -110,7 +110,7 @@ def run_setting(act_MK: Tensor, weight_KN: Tensor, name: str, *, sign_error: boo
     ``sign_error``: False for Blackhole, see `MatmulSettings`.
     """
     setting = Setting.parse(name)
-    act, weight = _held(act_MK, setting.act_format), _held(weight_KN, setting.weight_format)
+    act, weight = _rounded(act_MK, setting.act_format), _rounded(weight_KN, setting.weight_format)
     return matmul(act, weight, replace(setting.matmul, sign_error=sign_error))
 
 
@@ -211,7 +211,7 @@ def packed(dst: Tensor, name: str) -> Tensor:
     return ((dst.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
 
 
-def _held(x: Tensor, name: str) -> Tensor:
+def _rounded(x: Tensor, name: str) -> Tensor:
     return get_format(name).round_trip(x).bfloat16()
 
 

@@ -59,7 +59,7 @@ def _cached() -> dict[str, Any]:
 
 @functools.cache
 def _kernel(num_phases: int, fp32: int) -> Any:
-    """The matmul for one fidelity and one kind of Dst. Other settings are arguments."""
+    """The matmul for one fidelity and one type of Dst. Other settings are arguments."""
     least = np.int32(LEAST_EXPONENT + PHASE_EXPONENTS[num_phases - 1])
 
     def run(operands, sizes, steps, block_tiles, reload, first, step):

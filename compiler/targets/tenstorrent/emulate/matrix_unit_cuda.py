@@ -179,7 +179,7 @@ def accumulate(
     reload: bool,
 ) -> None:
     """Write Dst after all of K to ``out`` as `matrix_unit_cpu.accumulate` does, on a GPU."""
-    kind = (2 if sign_error else 1) if fp32_dst else 0
+    dst_type = (2 if sign_error else 1) if fp32_dst else 0
     num_batches, num_rows, num_k = act.shape
     num_n, num_tiles = out.shape[-1], -(-num_k // 32)
     last_block = (num_tiles - 1) // block_tiles * block_tiles
@@ -189,6 +189,6 @@ def accumulate(
         out.view(torch.int32), act.view(torch.int16), weight.bits, weight.offsets.to(act.device),
         num_rows, num_k, num_n, weight.step_k, weight.step_n,
         num_tiles, block_tiles, last_block,
-        PHASES=num_phases, FP32=kind, RELOAD=reload, ROWS=rows, COLUMNS=COLUMNS,
+        PHASES=num_phases, FP32=dst_type, RELOAD=reload, ROWS=rows, COLUMNS=COLUMNS,
         num_warps=min(rows, 4),
     )  # fmt: skip

@@ -32,7 +32,7 @@ LEAST_OPERAND, LARGEST_OPERAND = 8, 253  # low bits are no denormals, the bias n
 _FAR = 30  # an alignment by as much leaves nothing
 
 BF16_DST, FP32_DST, FP32_DST_SIGN_ERROR = 0, 1, 2
-"""Kinds of Dst. The last kind is Wormhole's: its leading-sign count takes -1 for 28 places."""
+"""Kinds of Dst. The last is Wormhole's: its leading-sign count takes -1 for 28 places."""
 
 _ONE = np.float32(1)
 _ACT_HIGH, _W_HIGH = np.int32(-0x20000), np.int32(-0x80000)  # 7 and 5 bits of a significand

@@ -31,13 +31,13 @@ def route(logits: Tensor, instruction: Route) -> tuple[Tensor, Tensor]:
 
     Equal logits keep the order by index.
     """
-    wide = logits.float()
-    order = torch.sort(wide, stable=True, dim=-1, descending=True)
+    logits_fp32 = logits.float()
+    order = torch.sort(logits_fp32, stable=True, dim=-1, descending=True)
     values, experts = order.values[:, : instruction.top_k], order.indices[:, : instruction.top_k]
     if instruction.renormalize:
         weights = values.softmax(-1)
     else:
-        weights = wide.softmax(-1).gather(1, experts)
+        weights = logits_fp32.softmax(-1).gather(1, experts)
     return pack(weights, instruction.out.format), experts
 
 
@@ -46,7 +46,7 @@ def expert_products(
     weight_ECN: Tensor,
     experts_TK: Tensor,
     weights_TK: Tensor | None,
-    each: ExpertMatmul,
+    item: ExpertMatmul,
     *,
     first: int,
     sign_error: bool,
@@ -56,30 +56,30 @@ def expert_products(
     With weights, a product is rounded to bfloat16, weighted, rounded, and added in expert order.
     """
     num_rows, top_k = experts_TK.shape
-    rows = x.view(num_rows, top_k, -1) if each.is_wide else x.unsqueeze(1).expand(-1, top_k, -1)
+    rows = x.view(num_rows, top_k, -1) if item.is_expanded else x.unsqueeze(1).expand(-1, top_k, -1)
     k_block = -(-rows.shape[-1] // TILE) * TILE
     settings = MatmulSettings.of(
-        each.compute.name, k_block=k_block, out_format="bf16", sign_error=sign_error
+        item.compute.name, k_block=k_block, out_format="bf16", sign_error=sign_error
     )
     columns = weight_ECN.shape[-1]
-    found = x.new_zeros((num_rows, top_k, columns), dtype=torch.bfloat16)
+    result = x.new_zeros((num_rows, top_k, columns), dtype=torch.bfloat16)
     for expert in experts_TK.unique().tolist():
         if first <= expert < first + len(weight_ECN):
             chosen = experts_TK == expert
             product = matmul(rows[chosen].contiguous(), weight_ECN[expert - first], settings)
-            found[chosen] = product.bfloat16()
+            result[chosen] = product.bfloat16()
     if weights_TK is None:
-        return pack(found.flatten(1), each.out.format)
-    scaled = pack(found.float() * weights_TK.float().unsqueeze(-1), "bf16")
+        return pack(result.flatten(1), item.out.format)
+    scaled = pack(result.float() * weights_TK.float().unsqueeze(-1), "bf16")
     order = experts_TK.argsort(dim=1).unsqueeze(-1).expand_as(scaled)
     scaled = scaled.gather(1, order)
     total = scaled[:, 0]
     for index in range(1, top_k):
         total = pack(total.float() + scaled[:, index].float(), "bf16")
-    return pack(total, each.out.format)
+    return pack(total, item.out.format)
 
 
-def convolve(x: Tensor, weight_WC: Tensor, window: Tensor, each: CausalConv) -> Tensor:
+def convolve(x: Tensor, weight_WC: Tensor, window: Tensor, item: CausalConv) -> Tensor:
     """Return SiLU after the convolution: rows ``[T, C]``, previous rows ``window [C, W - 1]``.
 
     ``window`` is updated in place.
@@ -90,15 +90,15 @@ def convolve(x: Tensor, weight_WC: Tensor, window: Tensor, each: CausalConv) -> 
     for tap in range(taps):
         total += padded[:, tap : tap + length] * weight_WC[tap].float().unsqueeze(1)
     window.copy_(padded[:, padded.shape[1] - window.shape[1] :])
-    return pack(torch.nn.functional.silu(total.T), each.out.format)
+    return pack(torch.nn.functional.silu(total.T), item.out.format)
 
 
 def delta_rule(
-    x: Tensor, a: Tensor, b: Tensor, vectors: tuple[Tensor, Tensor], memory: Tensor, each: DeltaRule
+    x: Tensor, a: Tensor, b: Tensor, vectors: tuple[Tensor, Tensor], memory: Tensor, item: DeltaRule
 ) -> Tensor:
     """Return the outputs ``[T, H * V]`` for a sequence. ``memory [H, K, V]`` is updated."""
-    heads = split_heads(x, each.num_key_heads, each.key_dim, each.num_value_heads)
+    heads = split_heads(x, item.num_key_heads, item.key_dim, item.num_value_heads)
     rule = recurrent_delta_rule if len(x) == 1 else chunked_delta_rule
     out, after = rule(*heads, *gates(a, b, *vectors), memory)
     memory.copy_(after)
-    return pack(out.flatten(1), each.out.format)
+    return pack(out.flatten(1), item.out.format)

@@ -68,7 +68,7 @@ class Work:
 
 
 class Emulator:
-    """Weights and caches of a mesh; runs one program after another on them."""
+    """Weights and caches of a mesh; runs programs on them."""
 
     def __init__(self, weights: Mapping[str, Parts], caches: Mapping[str, Parts]) -> None:
         """Both by name; a cache is a tensor ``[slots, positions, heads, head_dim]`` a chip."""
@@ -107,202 +107,202 @@ class Emulator:
             self._run_of[type(instruction)](instruction, step)
         return step.get(last, (0, 0))[:, : program.vocab_size].float()
 
-    def _embedding(self, each: Embedding, step: _Step) -> None:
-        table = self._weight(each.table)
-        for chip in step.chips(each.out):
-            step.put(each.out, chip, table[chip][step.work.tokens])
+    def _embedding(self, op: Embedding, step: _Step) -> None:
+        lookup = self._weight(op.table)
+        for chip in step.chips(op.out):
+            step.put(op.out, chip, lookup[chip][step.work.tokens])
 
-    def _norm(self, each: RmsNorm, step: _Step) -> None:
-        weight = self._weight(each.weight)
-        if each.num_heads:
-            self._norm_heads(each, weight, step)
+    def _norm(self, op: RmsNorm, step: _Step) -> None:
+        weight = self._weight(op.weight)
+        if op.num_heads:
+            self._norm_heads(op, weight, step)
             return
-        for chip in step.chips(each.out):
-            line = along(step.mesh, each.x.over, chip) if each.x.over else [chip]
-            parts = [arithmetic.sum_of_squares(step.get(each.x, other)) for other in line]
-            if len(parts) > 1:  # what chips tell each other is bfloat16
+        for chip in step.chips(op.out):
+            line = along(step.mesh, op.x.over, chip) if op.x.over else [chip]
+            parts = [arithmetic.sum_of_squares(step.get(op.x, other)) for other in line]
+            if len(parts) > 1:  # chips send bfloat16
                 parts = [part.bfloat16().float() for part in parts]
-            mean_square = torch.stack(parts).sum(0) / each.width
-            x, out = step.get(each.x, chip), each.out
-            normed = arithmetic.rms_norm(x, weight[chip], mean_square, each.eps, out.format)
+            mean_square = torch.stack(parts).sum(0) / op.width
+            x, out = step.get(op.x, chip), op.out
+            normed = arithmetic.rms_norm(x, weight[chip], mean_square, op.eps, out.format)
             step.put(out, chip, normed)
 
-    def _norm_heads(self, each: RmsNorm, weight: Parts, step: _Step) -> None:
-        for chip in step.chips(each.out):
-            x = step.get(each.x, chip).unflatten(-1, (each.num_heads, -1))
-            mean_square = arithmetic.sum_of_squares(x) / each.width
-            format_ = each.out.format
-            normed = arithmetic.rms_norm(x, weight[chip], mean_square, each.eps, "bf16").flatten(-2)
-            step.put(each.out, chip, normed if format_ == "bf16" else pack(normed, format_))
+    def _norm_heads(self, op: RmsNorm, weight: Parts, step: _Step) -> None:
+        for chip in step.chips(op.out):
+            x = step.get(op.x, chip).unflatten(-1, (op.num_heads, -1))
+            mean_square = arithmetic.sum_of_squares(x) / op.width
+            format_ = op.out.format
+            normed = arithmetic.rms_norm(x, weight[chip], mean_square, op.eps, "bf16").flatten(-2)
+            step.put(op.out, chip, normed if format_ == "bf16" else pack(normed, format_))
 
-    def _matmul(self, each: Matmul, step: _Step) -> None:
-        weight, out = self._weight(each.weight), each.out
+    def _matmul(self, op: Matmul, step: _Step) -> None:
+        weight, out = self._weight(op.weight), op.out
         format_ = out.format
-        if each.bias is not None:  # added before the result is packed
-            format_ = "fp32" if each.compute.fp32_dst else "bf16"
+        if op.bias is not None:  # added before the result is packed
+            format_ = "fp32" if op.compute.fp32_dst else "bf16"
         settings = MatmulSettings.of(
-            each.compute.name,
-            k_block=each.k_block * TILE,
+            op.compute.name,
+            k_block=op.k_block * TILE,
             out_format=format_,
             sign_error=step.sign_error,
         )
         for chip in step.chips(out):
-            product = matmul(step.get(each.x, chip), weight[chip], settings)
-            if each.bias is not None:
-                product = product + self._weight(each.bias)[chip].float()
+            product = matmul(step.get(op.x, chip), weight[chip], settings)
+            if op.bias is not None:
+                product = product + self._weight(op.bias)[chip].float()
             step.put(out, chip, _written(product, out.format, settings.out_format))
 
-    def _create_heads(self, each: CreateHeads, step: _Step) -> None:
-        sizes = [count * each.head_dim for count in (each.num_heads, *[each.num_kv_heads] * 2)]
-        for chip in step.chips(each.out):
-            parts = step.get(each.x, chip).split(sizes, dim=-1)
-            for value, part in zip((each.out, each.k, each.v), parts, strict=True):
+    def _create_heads(self, op: CreateHeads, step: _Step) -> None:
+        sizes = [count * op.head_dim for count in (op.num_heads, *[op.num_kv_heads] * 2)]
+        for chip in step.chips(op.out):
+            parts = step.get(op.x, chip).split(sizes, dim=-1)
+            for value, part in zip((op.out, op.k, op.v), parts, strict=True):
                 step.put(value, chip, part)
 
-    def _rotate(self, each: Rotate, step: _Step) -> None:
-        frequencies = self._weight(each.frequencies)
-        for chip in step.chips(each.out):
-            x = step.get(each.x, chip).unflatten(-1, (each.num_heads, each.head_dim))
+    def _rotate(self, op: Rotate, step: _Step) -> None:
+        frequencies = self._weight(op.frequencies)
+        for chip in step.chips(op.out):
+            x = step.get(op.x, chip).unflatten(-1, (op.num_heads, op.head_dim))
             turned = arithmetic.rotate(
                 x,
                 step.work.positions,
                 frequencies[chip],
-                interleaved=each.interleaved,
-                format_=each.out.format,
+                interleaved=op.interleaved,
+                format_=op.out.format,
             )
-            step.put(each.out, chip, turned.flatten(-2))
+            step.put(op.out, chip, turned.flatten(-2))
 
-    def _update_cache(self, each: UpdateCache, step: _Step) -> None:
-        cache, sizes = self._caches[each.cache.name], (each.cache.num_heads, each.cache.head_dim)
-        for chip in step.chips(each.x):
-            rows = pack(step.get(each.x, chip).unflatten(-1, sizes).float(), each.cache.format)
+    def _update_cache(self, op: UpdateCache, step: _Step) -> None:
+        cache, sizes = self._caches[op.cache.name], (op.cache.num_heads, op.cache.head_dim)
+        for chip in step.chips(op.x):
+            rows = pack(step.get(op.x, chip).unflatten(-1, sizes).float(), op.cache.format)
             for slot, start, first, last in step.sequences():
                 cache[chip][slot, start : start + last - first] = rows[first:last]
 
-    def _attention(self, each: Attention, step: _Step) -> None:
-        keys, values = self._caches[each.keys.name], self._caches[each.values.name]
-        sinks = None if each.sinks is None else self._weight(each.sinks)
-        for chip in step.chips(each.out):
-            q = step.get(each.q, chip).unflatten(-1, (each.num_heads, each.head_dim))
+    def _attention(self, op: Attention, step: _Step) -> None:
+        keys, values = self._caches[op.keys.name], self._caches[op.values.name]
+        sinks = None if op.sinks is None else self._weight(op.sinks)
+        for chip in step.chips(op.out):
+            q = step.get(op.q, chip).unflatten(-1, (op.num_heads, op.head_dim))
             parts = []
             for slot, start, first, last in step.sequences():
                 held = (slot, slice(start + last - first))
                 here = q[first:last], keys[chip][held], values[chip][held]
                 of_chip = None if sinks is None else sinks[chip]
                 sign_error = step.sign_error
-                # a few rows are sooner done by one thread than dealt out to several
+                # a few rows run faster on a single thread
                 with single_torch_thread() if last - first < _FEW_ROWS else nullcontext():
                     parts.append(
-                        arithmetic.attend(*here, start, each, sign_error=sign_error, sinks=of_chip)
+                        arithmetic.attend(*here, start, op, sign_error=sign_error, sinks=of_chip)
                     )
-            step.put(each.out, chip, torch.cat(parts).flatten(-2))
+            step.put(op.out, chip, torch.cat(parts).flatten(-2))
 
-    def _concat_heads(self, each: ConcatHeads, step: _Step) -> None:
-        for chip in step.chips(each.out):
-            step.put(each.out, chip, step.get(each.x, chip))
+    def _concat_heads(self, op: ConcatHeads, step: _Step) -> None:
+        for chip in step.chips(op.out):
+            step.put(op.out, chip, step.get(op.x, chip))
 
-    def _swiglu(self, each: SwiGLU, step: _Step) -> None:
-        for chip in step.chips(each.out):
-            gate, up = step.get(each.gate, chip), step.get(each.up, chip)
-            step.put(each.out, chip, arithmetic.swiglu(gate, up, each.out.format))
+    def _swiglu(self, op: SwiGLU, step: _Step) -> None:
+        for chip in step.chips(op.out):
+            gate, up = step.get(op.gate, chip), step.get(op.up, chip)
+            step.put(op.out, chip, arithmetic.swiglu(gate, up, op.out.format))
 
-    def _gated(self, each: Gated, step: _Step) -> None:
-        for chip in step.chips(each.out):
-            gate, x = step.get(each.gate, chip), step.get(each.x, chip)
-            step.put(each.out, chip, arithmetic.gated(gate, x, each.activation, each.out.format))
+    def _gated(self, op: Gated, step: _Step) -> None:
+        for chip in step.chips(op.out):
+            gate, x = step.get(op.gate, chip), step.get(op.x, chip)
+            step.put(op.out, chip, arithmetic.gated(gate, x, op.activation, op.out.format))
 
-    def _scale(self, each: Scale, step: _Step) -> None:
-        for chip in step.chips(each.out):
-            x = step.get(each.x, chip)
-            step.put(each.out, chip, arithmetic.scale(x, each.factor, each.out.format))
+    def _scale(self, op: Scale, step: _Step) -> None:
+        for chip in step.chips(op.out):
+            x = step.get(op.x, chip)
+            step.put(op.out, chip, arithmetic.scale(x, op.factor, op.out.format))
 
-    def _tanh(self, each: Tanh, step: _Step) -> None:
-        for chip in step.chips(each.out):
-            step.put(each.out, chip, pack(step.get(each.x, chip).float().tanh(), each.out.format))
+    def _tanh(self, op: Tanh, step: _Step) -> None:
+        for chip in step.chips(op.out):
+            step.put(op.out, chip, pack(step.get(op.x, chip).float().tanh(), op.out.format))
 
-    def _route(self, each: Route, step: _Step) -> None:
-        for chip in step.chips(each.out):
-            weights, experts = mixers.route(step.get(each.x, chip), each)
-            step.put(each.out, chip, weights)
-            step.put(each.experts, chip, experts)
+    def _route(self, op: Route, step: _Step) -> None:
+        for chip in step.chips(op.out):
+            weights, experts = mixers.route(step.get(op.x, chip), op)
+            step.put(op.out, chip, weights)
+            step.put(op.experts, chip, experts)
 
-    def _expert_matmul(self, each: ExpertMatmul, step: _Step) -> None:
-        weight = self._weight(each.weight)
-        for chip in step.chips(each.out):
-            weights = None if each.weights is None else step.get(each.weights, chip)
-            found = mixers.expert_products(
-                step.get(each.x, chip),
+    def _expert_matmul(self, op: ExpertMatmul, step: _Step) -> None:
+        weight = self._weight(op.weight)
+        for chip in step.chips(op.out):
+            weights = None if op.weights is None else step.get(op.weights, chip)
+            products = mixers.expert_products(
+                step.get(op.x, chip),
                 weight[chip],
-                step.get(each.experts, chip),
+                step.get(op.experts, chip),
                 weights,
-                each,
-                first=chip[0] * each.weight.num_experts if each.weight.expert_over else 0,
+                op,
+                first=chip[0] * op.weight.num_experts if op.weight.expert_over else 0,
                 sign_error=step.sign_error,
             )
-            step.put(each.out, chip, found)
+            step.put(op.out, chip, products)
 
-    def _conv(self, each: CausalConv, step: _Step) -> None:
-        weight, windows = self._weight(each.weight), self._caches[each.window.name]
-        for chip in step.chips(each.out):
-            x, parts = step.get(each.x, chip), []
+    def _conv(self, op: CausalConv, step: _Step) -> None:
+        weight, windows = self._weight(op.weight), self._caches[op.window.name]
+        for chip in step.chips(op.out):
+            x, parts = step.get(op.x, chip), []
             for slot, start, first, last in step.sequences():
                 window = _begin(windows[chip][slot], start)
-                parts.append(mixers.convolve(x[first:last], weight[chip], window, each))
-            step.put(each.out, chip, torch.cat(parts))
+                parts.append(mixers.convolve(x[first:last], weight[chip], window, op))
+            step.put(op.out, chip, torch.cat(parts))
 
-    def _delta_rule(self, each: DeltaRule, step: _Step) -> None:
-        memories = self._caches[each.memory.name]
-        a_log, dt_bias = self._weight(each.a_log), self._weight(each.dt_bias)
-        for chip in step.chips(each.out):
+    def _delta_rule(self, op: DeltaRule, step: _Step) -> None:
+        memories = self._caches[op.memory.name]
+        a_log, dt_bias = self._weight(op.a_log), self._weight(op.dt_bias)
+        for chip in step.chips(op.out):
             parts = []
             for slot, start, first, last in step.sequences():
                 memory = _begin(memories[chip][slot], start)
-                x, a, b = (step.get(value, chip)[first:last] for value in (each.x, each.a, each.b))
+                x, a, b = (step.get(value, chip)[first:last] for value in (op.x, op.a, op.b))
                 vectors = a_log[chip], dt_bias[chip]
-                parts.append(mixers.delta_rule(x, a, b, vectors, memory, each))
-            step.put(each.out, chip, torch.cat(parts))
+                parts.append(mixers.delta_rule(x, a, b, vectors, memory, op))
+            step.put(op.out, chip, torch.cat(parts))
 
-    def _add(self, each: Add, step: _Step) -> None:
-        for chip in step.chips(each.out):
-            total = step.get(each.x, chip).float() + step.get(each.y, chip).float()
-            step.put(each.out, chip, pack(total, each.out.format))
+    def _add(self, op: Add, step: _Step) -> None:
+        for chip in step.chips(op.out):
+            total = step.get(op.x, chip).float() + step.get(op.y, chip).float()
+            step.put(op.out, chip, pack(total, op.out.format))
 
-    def _select_rows(self, each: SelectRows, step: _Step) -> None:
-        for chip in step.chips(each.out):
-            step.put(each.out, chip, step.get(each.x, chip)[step.work.logit_rows])
+    def _select_rows(self, op: SelectRows, step: _Step) -> None:
+        for chip in step.chips(op.out):
+            step.put(op.out, chip, step.get(op.x, chip)[step.work.logit_rows])
 
-    def _reduce(self, each: ReduceScatter | AllReduce, step: _Step) -> None:
-        """A scatter is a reduction of which each chip keeps its share."""
-        out = each.out
-        for chip in step.chips(each.x, without=each.axis):
-            line = along(step.mesh, each.axis, chip)
-            total = arithmetic.ring_sum([step.get(each.x, one) for one in line], out.format)
-            if isinstance(each, AllReduce):
+    def _reduce(self, op: ReduceScatter | AllReduce, step: _Step) -> None:
+        """A scatter is a reduction: a chip keeps its share."""
+        out = op.out
+        for chip in step.chips(op.x, without=op.axis):
+            line = along(step.mesh, op.axis, chip)
+            total = arithmetic.ring_sum([step.get(op.x, peer) for peer in line], out.format)
+            if isinstance(op, AllReduce):
                 step.put(out, chip, total)
                 continue
             assert out.split is not None
-            for rank, one in enumerate(line):
-                step.put(out, one, out.split.take(total, 1, rank))
+            for rank, peer in enumerate(line):
+                step.put(out, peer, out.split.take(total, 1, rank))
 
-    def _gather(self, each: AllGather, step: _Step) -> None:
-        for chip in step.chips(each.out):
-            line = along(step.mesh, each.axis, chip)
-            whole = torch.cat([step.get(each.x, one) for one in line], -1)
-            step.put(each.out, chip, whole[:, : each.out.columns])
+    def _gather(self, op: AllGather, step: _Step) -> None:
+        for chip in step.chips(op.out):
+            line = along(step.mesh, op.axis, chip)
+            whole = torch.cat([step.get(op.x, peer) for peer in line], -1)
+            step.put(op.out, chip, whole[:, : op.out.columns])
 
     def _weight(self, weight: Weight) -> Parts:
         return self._weights[weight.name]
 
 
 class _Step:
-    """The values of one step while it runs; those read for the last time are let go."""
+    """The values of a step while it runs; those read for the last time are let go."""
 
     def __init__(self, program: DeviceProgram, work: Work, sign_error: bool) -> None:
         self.mesh, self.work, self.sign_error = program.mesh, work, sign_error
         self._values: dict[str, Parts] = {}
 
     def chips(self, value: Value, *, without: str = "") -> list[Chip]:
-        """The chips whose parts of ``value`` differ, one of each line along ``without``."""
+        """The chips whose parts of ``value`` differ, a chip for every line along ``without``."""
         axes = axes_of(value).replace(without, "") if without else axes_of(value)
         return list(Parts(self.mesh, axes).chips())
 

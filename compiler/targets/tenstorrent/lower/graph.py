@@ -156,7 +156,7 @@ def _embedding(ctx: LoweringContext, node: Node) -> None:
             "are not; allowed on Tenstorrent boards: bf16"
         )
     place = ctx.place_of(node.args[1])
-    table = Weight(
+    lookup = Weight(
         name=f"{info(node).fqn}.weight",
         recipe=recipe,
         rows=recipe.shape[0],
@@ -167,8 +167,8 @@ def _embedding(ctx: LoweringContext, node: Node) -> None:
         transposed=False,
     )
     rows = ctx.batch * ctx.length
-    out = ctx.value(node, rows, table.columns, "bf16", ctx.places.made[node])
-    ctx.put(node, Embedding(out, *whose(node), ctx.tokens, table))
+    out = ctx.value(node, rows, lookup.columns, "bf16", ctx.places.made[node])
+    ctx.put(node, Embedding(out, *whose(node), ctx.tokens, lookup))
 
 
 def _norm(ctx: LoweringContext, node: Node) -> None:
@@ -262,7 +262,7 @@ _LOWERINGS: Mapping[Any, Callable[[LoweringContext, Node], None]] = {
     ops.causal_conv1d_step.overload: lower_conv,
     ops.gated_delta_rule_step.overload: lower_delta_rule,
 }
-"""The lowering of each operator that few architectures have."""
+"""The lowering of each operator in rare architectures."""
 
 
 def _linear(ctx: LoweringContext, node: Node) -> None:

@@ -67,7 +67,7 @@ def lower_experts(ctx: LoweringContext, node: Node) -> Value:
         compute=ComputeConfig(getattr(facts.compute, ctx.phase)),
         top_k=top_k,
         num_experts=int(recipe_of(args[1]).shape[0]),
-        is_wide=args[0].meta["val"].ndim == 3,
+        is_expanded=args[0].meta["val"].ndim == 3,
         cores=cores,
         group=group,
     )
@@ -76,7 +76,7 @@ def lower_experts(ctx: LoweringContext, node: Node) -> Value:
 
 
 def _expert_weight(ctx: LoweringContext, node: Node, facts: NodeInfo) -> Weight:
-    recipe, place = recipe_of(node.args[1]), ctx.place_of(node.args[1])
+    recipe, location = recipe_of(node.args[1]), ctx.place_of(node.args[1])
     placement.check_weight_format(facts.fqn, recipe.format)
     num_experts, columns, rows = recipe.shape
     return Weight(
@@ -86,15 +86,15 @@ def _expert_weight(ctx: LoweringContext, node: Node, facts: NodeInfo) -> Weight:
         columns=columns,
         format=str(recipe.format),
         memory=Memory(),
-        placement=place,
-        num_experts=share_of(place, EXPERTS, num_experts),
+        placement=location,
+        num_experts=share_of(location, EXPERTS, num_experts),
     )
 
 
 def lower_conv(ctx: LoweringContext, node: Node) -> None:
     """Append a causal convolution and its window."""
     args: Any = node.args
-    x, recipe, place = ctx.value_of(args[0]), recipe_of(args[1]), ctx.place_of(args[1])
+    x, recipe, location = ctx.value_of(args[0]), recipe_of(args[1]), ctx.place_of(args[1])
     weight = Weight(
         name=f"{info(node).fqn}.weight",
         recipe=recipe,
@@ -102,11 +102,11 @@ def lower_conv(ctx: LoweringContext, node: Node) -> None:
         columns=x.columns,
         format="bf16",
         memory=Memory(),
-        placement=place,
+        placement=location,
     )
     state = _state_of(args[2])
     window = SequenceState(
-        state.name, state, (x.columns, state.shape[1]), ctx.batch, place.over(OUT)
+        state.name, state, (x.columns, state.shape[1]), ctx.batch, location.over(OUT)
     )
     out = ctx.like(node, x, ctx.format(node, "causal_conv1d"))
     ctx.put(node, CausalConv(out, *whose(node), x, weight, window, ctx.positions))
@@ -115,14 +115,14 @@ def lower_conv(ctx: LoweringContext, node: Node) -> None:
 def lower_delta_rule(ctx: LoweringContext, node: Node) -> None:
     """Append a gated delta rule and its state."""
     args: Any = node.args
-    x, a, b = (ctx.value_of(each) for each in args[:3])
+    x, a, b = (ctx.value_of(item) for item in args[:3])
     num_key_heads, key_dim, state = int(args[5]), int(args[6]), _state_of(args[7])
     num_chips = ctx.mesh.rows
     num_value_heads, _, value_dim = state.shape
     of_chip = num_value_heads // num_chips
-    place = ctx.place_of(args[7])
+    location = ctx.place_of(args[7])
     memory = SequenceState(
-        state.name, state, (of_chip, key_dim, value_dim), ctx.batch, place.over(OUT)
+        state.name, state, (of_chip, key_dim, value_dim), ctx.batch, location.over(OUT)
     )
     columns = of_chip * value_dim
     format_ = ctx.format(node, "gated_delta_rule")

@@ -134,7 +134,7 @@ BLACKHOLE_BARS = (0.095, 0.638)
 
 def software_of(program: DeviceProgram) -> str:
     """Return the newest generation with published rows for this program."""
-    kinds = {type(each) for each in program.instructions}
+    kinds = {type(item) for item in program.instructions}
     if DeltaRule in kinds:
         return "qwen36_2026_09"
     if ExpertMatmul in kinds:

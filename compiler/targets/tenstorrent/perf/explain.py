@@ -23,17 +23,17 @@ _ONCE = "once a step"
 def explain_rows(
     program: DeviceProgram, constants: Constants | None = None, *, attended: int | None = None
 ) -> list[tuple[str, ...]]:
-    """Cells of `EXPLAIN_COLUMNS` by kind of instruction, the longest first, the step last.
+    """Cells of `EXPLAIN_COLUMNS` by label of instruction, the longest first, the step last.
 
     MB: read from a chip's DRAM, or sent over its links. ``bound``: what most of the time is spent
     on.
     """
     lines: defaultdict[str, list[Priced]] = defaultdict(list)
     for line in price(program, constants, attended=attended):
-        lines[_kind(line)].append(line)
+        lines[_label(line)].append(line)
     whole = sum(line.seconds for found in lines.values() for line in found)
     ordered = sorted(lines.items(), key=lambda item: -sum(line.seconds for line in item[1]))
-    rows = [_cells(kind, found, whole) for kind, found in ordered]
+    rows = [_cells(label, found, whole) for label, found in ordered]
     every = [line for found in lines.values() for line in found]
     return [*rows, _cells("step", every, whole)]
 
@@ -64,13 +64,13 @@ def _in_format(work: Work, name: str, program: DeviceProgram, constants: Constan
     return seconds_by_work(program, constants)(changed)[0]
 
 
-def _kind(line: Priced) -> str:
+def _label(line: Priced) -> str:
     if line.work is None:
         return _ONCE
     return " ".join(part for part in (line.work.name, line.work.group) if part)
 
 
-def _cells(kind: str, lines: list[Priced], whole: float) -> tuple[str, ...]:
+def _cells(label: str, lines: list[Priced], whole: float) -> tuple[str, ...]:
     seconds = sum(line.seconds for line in lines)
     work = [line.work for line in lines if line.work is not None]
     moved = sum(each.bytes_read + each.link_bytes for each in work)
@@ -78,7 +78,7 @@ def _cells(kind: str, lines: list[Priced], whole: float) -> tuple[str, ...]:
     for line in lines:
         bounds[line.bound] += line.seconds
     return (
-        kind,
+        label,
         f"{len(work):,}" if work else "",
         f"{moved / 1e6:,.1f}" if moved else "",
         f"{1e6 * seconds:,.0f}",

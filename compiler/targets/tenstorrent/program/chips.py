@@ -65,8 +65,8 @@ def load_weight(weight: Weight, mesh: Mesh, get: Callable[[str], Tensor]) -> Par
         dense = dense.squeeze(1)  # a convolution
     if weight.transposed:
         dense = dense.mT
-    dealt = Parts(mesh, axes_of(weight))
-    for chip in dealt.chips():
+    parts = Parts(mesh, axes_of(weight))
+    for chip in parts.chips():
         part = dense
         if weight.expert_split is not None:
             part = weight.expert_split.take(part, 0, _rank(weight.expert_over, chip))
@@ -75,8 +75,8 @@ def load_weight(weight: Weight, mesh: Mesh, get: Callable[[str], Tensor]) -> Par
         if weight.out_split is not None:
             part = weight.out_split.take(part, part.ndim - 1, _rank(weight.out_over, chip))
         exact = get_format(weight.format).round_trip(part).contiguous()
-        dealt[chip] = exact if weight.format == "fp32" else exact.bfloat16()
-    return dealt
+        parts[chip] = exact if weight.format == "fp32" else exact.bfloat16()
+    return parts
 
 
 def check_part(weight: Weight, name: str, part: Tensor) -> Tensor:

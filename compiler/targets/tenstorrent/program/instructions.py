@@ -106,12 +106,12 @@ class Weight:
 
     @property
     def expert_over(self) -> str:
-        """The mesh axis over which its experts are dealt, if any."""
+        """The mesh axis of its experts, if any."""
         return self.placement.over(EXPERTS)
 
     @property
     def expert_split(self) -> Split | None:
-        """How the experts are dealt over the mesh."""
+        """The experts of every chip."""
         return self.placement.split(EXPERTS)
 
     @property
@@ -389,9 +389,9 @@ class Route(Instruction):
 class ExpertMatmul(Instruction):
     """Products with the experts of each row, side by side: ``[rows, top_k * columns]``.
 
-    ``x`` has one row for all experts of a token, or (``is_wide``) columns for each. With
-    ``weights`` the products are weighted and summed. K is one block. A chip has whole experts; a
-    product with an expert of another chip is zero.
+    ``x`` has a row for all experts of a token, or (``is_expanded``) columns for each. With
+    ``weights`` the products are weighted and summed. K is a single block. A chip has whole
+    experts; a product with an expert of another chip is zero.
     """
 
     x: Value
@@ -401,7 +401,7 @@ class ExpertMatmul(Instruction):
     compute: ComputeConfig
     top_k: int
     num_experts: int
-    is_wide: bool
+    is_expanded: bool
     cores: int
     group: str
 

@@ -63,51 +63,52 @@ def plan_memory(program: DeviceProgram) -> MemoryPlan:
 
 
 def check_memory(program: DeviceProgram) -> MemoryPlan:
-    """The plan, if the board has room for it.
+    """The usage, if the board has room for it.
 
     Raises:
         CompileError: with the bytes needed, and what would fit.
     """
-    plan, device = plan_memory(program), get_device(program.device)
+    usage, device = plan_memory(program), get_device(program.device)
     assert device.dram_bytes is not None and device.l1_bytes is not None
-    if plan.dram_bytes > device.dram_bytes:
+    if usage.dram_bytes > device.dram_bytes:
         raise CompileError(
-            f"{plan.dram_bytes / 1e9:.2f} GB a chip of {device.name} ({plan.weight_bytes / 1e9:.2f}"
-            f" of weights, {plan.cache_bytes / 1e9:.2f} of caches of {program.batch} x "
-            f"{program.context} positions) of {device.dram_bytes / 1e9:.2f}, too many by "
-            f"{plan.dram_bytes - device.dram_bytes} bytes; allowed: "
-            f"{_what_fits(program, plan, device.dram_bytes)}"
+            f"{usage.dram_bytes / 1e9:.2f} GB a chip of {device.name} ("
+            f"{usage.weight_bytes / 1e9:.2f} of weights, {usage.cache_bytes / 1e9:.2f} of caches "
+            f"of {program.batch} x {program.context} positions) of "
+            f"{device.dram_bytes / 1e9:.2f}, exceeded by "
+            f"{usage.dram_bytes - device.dram_bytes} bytes; allowed: "
+            f"{_what_fits(program, usage, device.dram_bytes)}"
         )
-    if plan.l1_bytes > device.l1_bytes:
+    if usage.l1_bytes > device.l1_bytes:
         raise CompileError(
-            f"{plan.fullest}: {plan.l1_bytes} bytes of L1 on a core of {device.l1_bytes}; "
+            f"{usage.fullest}: {usage.l1_bytes} bytes of L1 on a core of {device.l1_bytes}; "
             "allowed: a larger mesh, or narrower formats"
         )
-    return plan
+    return usage
 
 
-def _what_fits(program: DeviceProgram, plan: MemoryPlan, limit: int) -> str:
+def _what_fits(program: DeviceProgram, usage: MemoryPlan, limit: int) -> str:
     """What the user may change, with figures."""
-    found = []
+    changes = []
     of_bf16 = sum(w.num_bytes for w in program.weights if w.format == "bf16" and w.transposed)
     if of_bf16:
-        in_bfp8 = plan.dram_bytes - of_bf16 * (1 - tile_bytes("bfp8") / tile_bytes("bf16"))
+        in_bfp8 = usage.dram_bytes - of_bf16 * (1 - tile_bytes("bfp8") / tile_bytes("bf16"))
         if in_bfp8 <= limit:
-            found.append(f"products of bf16 in bfp8 ({in_bfp8 / 1e9:.2f} GB)")
-    room = limit - plan.weight_bytes - plan.value_bytes
+            changes.append(f"products of bf16 in bfp8 ({in_bfp8 / 1e9:.2f} GB)")
+    room = limit - usage.weight_bytes - usage.value_bytes
     if room > 0:
-        a_position = plan.cache_bytes / (program.batch * program.context)
-        found.append(f"{int(room / a_position)} positions in all")
+        a_position = usage.cache_bytes / (program.batch * program.context)
+        changes.append(f"{int(room / a_position)} positions in all")
     family = get_device(program.device).architecture
     for name in (each for each in BOARDS if get_device(each).architecture == family):
         chips = get_device(name).num_chips
         if chips <= program.mesh.num_chips:
             continue
-        share = plan.dram_bytes * program.mesh.num_chips / chips
+        share = usage.dram_bytes * program.mesh.num_chips / chips
         if share <= limit:
-            found.append(f"a larger mesh ({name}: about {share / 1e9:.2f} GB a chip)")
+            changes.append(f"a larger mesh ({name}: about {share / 1e9:.2f} GB a chip)")
             break
-    return ", ".join(found) or "fewer layers, or a smaller model"
+    return ", ".join(changes) or "fewer layers, or a smaller model"
 
 
 def bytes_on_a_core(value: Value) -> int:

@@ -60,16 +60,16 @@ def value_heads(places: Places, rule: Node) -> Split:
     return _whole_heads(places, rule, int(rule.meta["val"].shape[-2]))
 
 
-def place_conv(places: Places, node: Node) -> Placement:
+def assign_conv(places: Places, node: Node) -> Placement:
     """Place a convolution and its weight as the input channels."""
     weight, window = node.args[1:3]
     assert isinstance(weight, Node) and isinstance(window, Node)
-    found = places.read(node.args[0])
-    places.weights[weight] = places.weights[window] = found
-    return found
+    result = places.read(node.args[0])
+    places.weights[weight] = places.weights[window] = result
+    return result
 
 
-def place_delta_rule(places: Places, node: Node) -> Placement:
+def assign_delta_rule(places: Places, node: Node) -> Placement:
     """Place the delta rule's value heads, vectors and state."""
     args: Any = node.args
     heads = value_heads(places, node)
@@ -78,7 +78,7 @@ def place_delta_rule(places: Places, node: Node) -> Placement:
     return _columns(places, heads.times(int(node.meta["val"].shape[-1])))
 
 
-def place_experts(places: Places, node: Node) -> Placement:
+def assign_experts(places: Places, node: Node) -> Placement:
     """Place whole experts on each chip. The sum over chips is the product.
 
     Raises:

@@ -82,7 +82,7 @@ class Places:
         if count == 1:
             return WHOLE
         split = deal(size, count)
-        if max_tiles_a_core(split.size) > _MAX_TILES:  # few cores divide the share: pad the share
+        if max_tiles_a_core(split.size) > _MAX_TILES:  # its cores are too busy: pad the share
             split = deal(size, count, unit=TILE * TILE)
         return columns_dealt(axis, split)
 
@@ -210,8 +210,8 @@ _RULES: Mapping[Any, Callable[[Places, Node], Placement]] = {
     aten.tanh.default: _like,
     aten.unflatten.int: _like,
     aten.flatten.using_ints: _like,
-    ops.causal_conv1d_step.overload: mixer_places.place_conv,
-    ops.gated_delta_rule_step.overload: mixer_places.place_delta_rule,
-    ops.expert_linear.overload: mixer_places.place_experts,
+    ops.causal_conv1d_step.overload: mixer_places.assign_conv,
+    ops.gated_delta_rule_step.overload: mixer_places.assign_delta_rule,
+    ops.expert_linear.overload: mixer_places.assign_experts,
 }
 """How each operator's result lies."""

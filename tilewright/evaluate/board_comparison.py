@@ -40,7 +40,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSize:
+class Workload:
     """Requested sizes: concurrent users, positions per user, prompt tokens."""
 
     users: int = 1
@@ -61,7 +61,7 @@ class Accuracy:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanRow:
+class Candidate:
     """A board with a configuration. Errors are shares. ``refused``: the reason, else empty."""
 
     board: str
@@ -76,17 +76,17 @@ class PlanRow:
     refused: str = ""
 
 
-def plan_boards(
+def compare_boards(
     model: CompilableModel,
     precisions: Sequence[PrecisionConfig],
     boards: Sequence[str],
-    size: PlanSize,
+    size: Workload,
     progress: Progress,
-) -> list[PlanRow]:
-    """Return a row for each board and configuration, fastest first, refused rows last.
+) -> list[Candidate]:
+    """Return a candidate for each board and configuration, fastest first, refused rows last.
 
     Raises:
-        CompileError: if no board has room. The message is of the board that lacks the least.
+        CompileError: if no board fits. The message is of the board that lacks the fewest bytes.
     """
     rows = []
     for precision in precisions:
@@ -95,46 +95,46 @@ def plan_boards(
         graph, _ = lower_model(
             model, resolved, target.stages(), progress, block_axis=target.block_axis
         )
-        rows += [_row(graph, board, precision.name, size) for board in boards]
-    if all(row.refused for row in rows):
+        rows += [_candidate(graph, board, precision.name, size) for board in boards]
+    if all(candidate.refused for candidate in rows):
         nearest = min(rows, key=_missing_bytes)
         raise CompileError(f"{model.name}: {nearest.board}: {nearest.refused}")
-    return sorted(rows, key=lambda row: -(row.tsu or 0.0))
+    return sorted(rows, key=lambda candidate: -(candidate.tsu or 0.0))
 
 
-def _missing_bytes(row: PlanRow) -> float:
-    found = re.search(r"too many by (\d+) bytes", row.refused)
-    return float(found[1]) if found else math.inf
+def _missing_bytes(candidate: Candidate) -> float:
+    result = re.search(r"exceeded by (\d+) bytes", candidate.refused)
+    return float(result[1]) if result else math.inf
 
 
-def _row(graph: Any, board: str, precision: str, size: PlanSize) -> PlanRow:
+def _candidate(graph: Any, board: str, precision: str, size: Workload) -> Candidate:
     target, device = get_target(board), get_device(board)
     assert isinstance(target, BoardTarget)
-    row = PlanRow(board, device.num_chips, precision)
+    candidate = Candidate(board, device.num_chips, precision)
     options = CompileOptions(max_batch=size.users, max_context=size.context)
     try:
         prefill, decode = target.programs(graph, options, length=size.prompt)
     except CompileError as error:
-        return dataclasses.replace(row, refused=str(error))
-    found = predict(prefill, decode, num_generated=max(1, size.context - size.prompt))
+        return dataclasses.replace(candidate, refused=str(error))
+    result = predict(prefill, decode, num_generated=max(1, size.context - size.prompt))
     return dataclasses.replace(
-        row,
-        chip_bytes=max(plan_memory(each).dram_bytes for each in (prefill, decode)),
-        tsu=found.decode_tsu,
-        tsu_error=found.decode_error,
-        ttft_ms=found.ttft_ms,
-        ttft_error=found.ttft_error,
+        candidate,
+        chip_bytes=max(plan_memory(item).dram_bytes for item in (prefill, decode)),
+        tsu=result.decode_tsu,
+        tsu_error=result.decode_error,
+        ttft_ms=result.ttft_ms,
+        ttft_error=result.ttft_error,
     )
 
 
 def with_accuracy(
-    rows: Sequence[PlanRow],
+    rows: Sequence[Candidate],
     model: CompilableModel,
     precisions: Mapping[str, PrecisionConfig],
     tokens: Sequence[int],
     layers: int,
     progress: Progress,
-) -> list[PlanRow]:
+) -> list[Candidate]:
     """Add emulated accuracy to the rows, for a copy with the first ``layers`` layers (0: all).
 
     A single chip is emulated once for each architecture and configuration.
@@ -143,17 +143,17 @@ def with_accuracy(
     options = CompileOptions(max_context=len(tokens))
     wanted = _argmax(copy, precisions[rows[0].precision], "reference", tokens, options, progress)
     known: dict[tuple[str, str], Accuracy] = {}
-    found = []
-    for row in rows:
-        key = _OF_ONE_CHIP[get_device(row.board).architecture], row.precision
-        if not row.refused and key not in known:
-            got = _argmax(copy, precisions[row.precision], key[0], tokens, options, progress)
+    result = []
+    for candidate in rows:
+        key = _OF_ONE_CHIP[get_device(candidate.board).architecture], candidate.precision
+        if not candidate.refused and key not in known:
+            got = _argmax(copy, precisions[candidate.precision], key[0], tokens, options, progress)
             share = float((got == wanted).float().mean())
             counts = len(tokens), copy.config.num_layers, model.config.num_layers
             known[key] = Accuracy(share, *counts)
-        accuracy = None if row.refused else known[key]
-        found.append(dataclasses.replace(row, accuracy=accuracy))
-    return found
+        accuracy = None if candidate.refused else known[key]
+        result.append(dataclasses.replace(candidate, accuracy=accuracy))
+    return result
 
 
 def _argmax(
@@ -174,7 +174,7 @@ def _argmax(
 
 
 def shallow_copy(model: CompilableModel, layers: int) -> Any:
-    """Return the model with its first ``layers`` layers; 0 or too many: all layers."""
+    """Return the model with its first ``layers`` layers; 0: all layers."""
     count = model.config.num_layers
     if not 0 < layers < count:
         return model
@@ -183,7 +183,7 @@ def shallow_copy(model: CompilableModel, layers: int) -> Any:
         if getattr(model.config, name, ()):
             changes[name] = getattr(model.config, name)[:layers]
     if dense := getattr(model.config, "dense_layers", ()):
-        changes["dense_layers"] = tuple(each for each in dense if each < layers)
+        changes["dense_layers"] = tuple(item for item in dense if item < layers)
     config = dataclasses.replace(model.config, **changes)
     with torch.device("meta"):
         module = type(model.module)(config)
@@ -207,19 +207,22 @@ def read_boards(text: str | None) -> tuple[str, ...]:
     return names
 
 
-def plan_table(rows: Sequence[PlanRow]) -> Table:
-    """Return the rows as text cells."""
+def markdown_of(rows: Sequence[Candidate]) -> str:
+    """Return the rows as Markdown."""
     cells = []
-    for row in rows:
-        memory = "" if row.chip_bytes is None else f"{row.chip_bytes / 1e9:.2f}"
-        speeds = _value(row.tsu, row.tsu_error, 1), _value(row.ttft_ms, row.ttft_error, 0)
+    for candidate in rows:
+        memory = "" if candidate.chip_bytes is None else f"{candidate.chip_bytes / 1e9:.2f}"
+        speeds = (
+            _value(candidate.tsu, candidate.tsu_error, 1),
+            _value(candidate.ttft_ms, candidate.ttft_error, 0),
+        )
         cells.append(
             (
-                *(row.board, str(row.chips), row.precision, memory, *speeds),
-                *(_accuracy(row.accuracy), row.refused.partition(";")[0]),
+                *(candidate.board, str(candidate.chips), candidate.precision, memory, *speeds),
+                *(_accuracy(candidate.accuracy), candidate.refused.partition(";")[0]),
             )
         )
-    return Table.of(COLUMNS, cells)
+    return Table.of(COLUMNS, cells).markdown().rstrip("\n")
 
 
 def _value(value: float | None, error: float | None, digits: int) -> str:
@@ -229,10 +232,12 @@ def _value(value: float | None, error: float | None, digits: int) -> str:
     return f"{value:,.{digits}f}{bar}"
 
 
-def _accuracy(found: Accuracy | None) -> str:
-    if found is None:
+def _accuracy(result: Accuracy | None) -> str:
+    if result is None:
         return ""
-    part = (
-        "" if found.layers == found.all_layers else f", {found.layers} of {found.all_layers} layers"
+    suffix = (
+        ""
+        if result.layers == result.all_layers
+        else f", {result.layers} of {result.all_layers} layers"
     )
-    return f"{100 * found.top1:.1f} ({found.positions} positions{part})"
+    return f"{100 * result.top1:.1f} ({result.positions} positions{suffix})"
