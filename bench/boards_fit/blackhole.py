@@ -106,4 +106,5 @@ def blackhole_source(study: BlackholeStudy) -> str:
     )
     steps, prompts = study.bars()
     bars = f"BLACKHOLE_BARS = ({steps:.3f}, {prompts:.3f})"
-    return f"BLACKHOLE = BlackholeConstants(\n{lines})\n{bars}\n"
+    # ruff writes exponents without a plus sign
+    return f"BLACKHOLE = BlackholeConstants(\n{lines})\n{bars}\n".replace("e+", "e")
