@@ -104,13 +104,13 @@ def measured() -> dict[str, Accuracy]:
 
 def measure(model_path: str, target: str, precision: PrecisionConfig) -> Accuracy:
     """Top-1 and top-5 against the versioned reference."""
+    from tilewright.api import load
     from tilewright.cli.measure.measure import subject_of
     from tilewright.compiler.driver import compile_model
     from tilewright.compiler.targets.interface.base import CompileOptions
-    from tilewright.loading.source import open_source
     from tilewright.models import find_model
 
-    source = open_source(find_model(model_path))
+    source = load(find_model(model_path))
     reference = load_reference(reference_path(source.name), subject_of(source)[0])
     options = CompileOptions(max_context=ACCURACY_CONTEXT)
     compiled = compile_model(source.checkpoint_model(), precision, target=target, options=options)

@@ -10,18 +10,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tilewright.api import compile_model
+    from tilewright.api import compile, load
     from tilewright.llm import LLM
-    from tilewright.models import load_model
+    from tilewright.options.engine_config import EngineConfig
     from tilewright.runtime.engine import Engine
 
-__all__ = ["LLM", "Engine", "compile_model", "load_model"]
+__all__ = ["LLM", "Engine", "EngineConfig", "compile", "load"]
 
 _HOMES = {
     "LLM": "tilewright.llm",
     "Engine": "tilewright.runtime.engine",
-    "compile_model": "tilewright.api",
-    "load_model": "tilewright.models",
+    "EngineConfig": "tilewright.options.engine_config",
+    "compile": "tilewright.api",
+    "load": "tilewright.api",
 }
 
 

@@ -1,47 +1,81 @@
-"""What `tilewright.compile_model` is: the driver's, with targets as users name them."""
+"""The two calls of the library: open a model, compile it. `LLM` and the commands use them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from tilewright.compiler.driver import CompilableModel
-from tilewright.compiler.driver import compile_model as compile_full
-from tilewright.compiler.precision import PrecisionConfig
-from tilewright.compiler.targets.cpu.backend import full_name
-from tilewright.compiler.targets.interface.base import CompileOptions, Progress
+from tilewright.compiler.artifacts.paths import is_compiled
+from tilewright.compiler.artifacts.start import MAX_BYTES, DamagedStartError
+from tilewright.compiler.targets.interface.base import Progress
 from tilewright.compiler.targets.interface.compiled import Compiled, silent
+from tilewright.errors import CheckpointError
+from tilewright.loading.program import compile_program
+from tilewright.loading.source import Source, open_compiled, open_started, source_of
+from tilewright.loading.start import find_start
+from tilewright.models import FoundModel, find_model_or_shape, load_model
+from tilewright.options.engine_config import EngineConfig
+from tilewright.options.resolve import ResolvedConfig, resolve
 
 
-def compile_model(
-    model: CompilableModel,
-    precision: PrecisionConfig,
+def load(
+    path: FoundModel | str | None = None,
     *,
-    target: str = "cpu",
-    options: CompileOptions | None = None,
-    progress: Progress | None = None,
-    dump_dir: Path | None = None,
-) -> Compiled:
-    """Trace, rewrite, lower and build ``model`` for a target; nothing is kept.
+    rank: int = 0,
+    use_cache: bool = True,
+    progress: Progress = silent,
+) -> Source:
+    """Open a checkpoint, a shape or a compiled directory. Weights are read later.
+
+    A model of the start index is built when its weights are needed.
 
     Args:
-        model: what `load_model` returns.
-        precision: what `load_precision` returns.
-        target: ``cpu`` (the native kernels where they are built or can be, else ONNX Runtime; the
-            result's ``target`` says which), ``cpu-native``, ``cpu-onnxruntime``, ``cuda``, a board
-            (``n150``, ``n300``, ``t3k``, ``tg``), ``reference`` or ``null``.
-        options: batch, context and arithmetic; None: one sequence of 2,048 positions.
-        progress: is told ``(what, done, total)`` meanwhile.
-        dump_dir: receives the graph after every pass.
+        path: a path, a name on the Hugging Face hub, or ``shape:NAME``. None: the default model.
+        rank: Number of the program in a compiled directory of several ranks.
+        use_cache: Whether to read the start index.
+        progress: Receives ``(what, done, total)`` if a model is built.
 
     Raises:
-        CompileError: where model, precision and target do not fit together.
-        CheckpointError: where a tensor is missing or of another shape.
+        CheckpointError: for a path without a model, or a damaged model.
     """
-    return compile_full(
-        model,
-        precision,
-        target=full_name(target, progress or silent),
-        options=options,
-        progress=progress,
-        dump_dir=dump_dir,
-    )
+    if isinstance(path, str) and is_compiled(path):
+        path = Path(path).expanduser()
+    found = find_model_or_shape(path) if path is None or isinstance(path, str) else path
+    if isinstance(found, Path) and is_compiled(found):
+        return open_compiled(found, rank)
+    notes: tuple[str, ...] = ()
+    if use_cache:
+        try:
+            start = find_start(found, max_bytes=MAX_BYTES)
+            if start is not None:
+                return open_started(found, start)
+        except (DamagedStartError, CheckpointError) as error:
+            notes = (str(error),)
+    progress("opening the model", 0, 1)
+    return replace(source_of(load_model(found), found), notes=notes)
+
+
+def compile(
+    model: Source | str | Path,
+    config: EngineConfig | ResolvedConfig | None = None,
+    *,
+    progress: Progress = silent,
+    ends_process: bool = False,
+) -> Compiled:
+    """Return the executable of a model, from its directory, the cache or the compiler.
+
+    Args:
+        model: an opened model, or a path for `load`.
+        config: the configuration. Its ``model`` is ignored. None: the default configuration.
+        progress: Receives ``(what, done, total)``.
+        ends_process: See `compile_program`.
+
+    Raises:
+        TilewrightError: for parts that do not fit together or do not fit this machine.
+    """
+    if not isinstance(config, ResolvedConfig):
+        named = model.path if isinstance(model, Source) else model
+        config = resolve(replace(config or EngineConfig(), model=str(named)))
+    source = model if isinstance(model, Source) else load(config.path)
+    options = config.config.compile_options(config.target, source.max_positions)
+    return compile_program(source, config, options, progress, ends_process=ends_process)

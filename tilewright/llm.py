@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast, overload
 
+from tilewright.api import compile, load
 from tilewright.compiler.sampling.params import sampling_of
-from tilewright.compiler.targets.interface.base import CompileOptions, Progress
+from tilewright.compiler.targets.interface.base import Progress
 from tilewright.compiler.targets.interface.compiled import Compiled, silent
-from tilewright.errors import ConfigError, RequestError, allowed
-from tilewright.loading.source import Source, compile_source, open_source
+from tilewright.errors import RequestError, allowed
+from tilewright.loading.source import Source
 from tilewright.models.tokenizer.chat_template import Message
 from tilewright.models.tokenizer.tokenizer import Tokenizer
-from tilewright.options.arguments import (
-    CHECKPOINT_PRECISION,
-    read_model_options,
-)
+from tilewright.options.config_file import read_config_file
+from tilewright.options.engine_config import LOCAL, EngineConfig
+from tilewright.options.resolve import resolve
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.pooling import MEAN, POOLINGS, Pooling, normalized
 from tilewright.runtime.request import FAILED
@@ -31,9 +30,6 @@ from tilewright.runtime.scheduling.request_state import RequestState
 
 if TYPE_CHECKING:
     import numpy as np
-
-MAX_CONTEXT = 4096
-"""Positions that are reserved for a sequence unless more are asked for."""
 
 MAX_TOKENS = 512
 """Tokens of an answer unless more are asked for, where the context has room for as many."""
@@ -118,21 +114,12 @@ class LLM:
     for.
 
     Args:
-        model: a folder, a file, a name on the Hugging Face hub, ``shape:NAME``, or a folder that
-            ``tilewright compile`` wrote; None for the default model.
-        target: cpu (the default), cuda, reference, null or a board; of a compiled folder its own.
-        backend: of target cpu: ``native``, ``onnxruntime`` or ``auto`` (the default), which is
-            native where it can be built.
-        precision: a name, a file or a heading; of a compiled folder its own.
-        compute: ``exact`` for float arithmetic everywhere; else ``fast``.
-        max_seats: sequences that run at a time; more wait.
-        max_context: positions of a sequence, prompt and answer; None for the model's, 4,096 at
-            the most.
-        num_threads: of the CPU, of each rank; None for all cores.
-        tensor_parallel: ranks over which the model is spread, each a process: GPUs of target cuda.
-        devices: the ranks' GPUs, or the one of one rank; empty: from 0 on.
-        use_cache: whether compiled programs are taken from and kept in the cache.
-        progress: is told ``(what, done, total)`` while the model is compiled.
+        model: a directory, a file, a name on the Hugging Face hub, ``shape:NAME``, or a directory
+            of ``tilewright compile``. None: the default model.
+        config: a YAML file of options, or an `EngineConfig`. A keyword replaces its value.
+        progress: receives ``(what, done, total)`` during compilation.
+        options: fields of `EngineConfig`, for example ``target``, ``precision``, ``max_num_seqs``
+            (default: 8), ``max_model_len`` and ``tensor_parallel_size``.
 
     Raises:
         TilewrightError: for a model that is not found or not read, or for choices that do not fit
@@ -143,53 +130,34 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
-        target: str | None = None,
-        backend: str | None = None,
-        precision: str | None = None,
-        compute: str | None = None,
-        max_seats: int = 8,
-        max_context: int | None = None,
-        num_threads: int | None = None,
-        tensor_parallel: int | None = None,
-        devices: Sequence[int] = (),
-        use_cache: bool = True,
+        config: str | Path | EngineConfig | None = None,
         progress: Progress = silent,
+        **options: Any,
     ) -> None:
-        asked = Namespace(
-            model=None if model is None else str(model),
-            target=target,
-            backend=backend,
-            precision=precision,
-            compute=compute,
-            dump=None,
-            tensor_parallel=tensor_parallel,
-            devices=tuple(devices),
-        )
-        options = read_model_options(asked, CHECKPOINT_PRECISION)
-        source = open_source(options.path, use_cache=use_cache, progress=progress)
+        given = options if model is None else {"model": model, **options}
+        if isinstance(config, EngineConfig):
+            made = EngineConfig.of(given, asdict(config))
+        else:
+            values = {} if config is None else read_config_file(config)
+            made = EngineConfig.of(given, {**LOCAL, **values})
+        resolved = resolve(made)
+        source = load(resolved.path, use_cache=made.use_cache, progress=progress)
         for note in source.notes:
             warnings.warn(note, stacklevel=2)
-        if max_seats < 1:
-            raise ConfigError(f"max_seats {max_seats}; allowed: 1 or more")
-        choices = CompileOptions(
-            max_batch=max_seats,
-            max_context=context_of(source, max_context),
-            compute=options.compute,
-            num_threads=num_threads,
-        )
-        self._begin(source, compile_source(source, options, choices, progress, use_cache=use_cache))
+        self._begin(source, compile(source, resolved, progress=progress), made)
 
     @classmethod
-    def of_compiled(cls, source: Source, compiled: Compiled) -> Self:
-        """Make an LLM of a model that is open and compiled already."""
+    def of_compiled(cls, source: Source, compiled: Compiled, config: EngineConfig) -> Self:
+        """Make an LLM of a compiled model."""
         made = cls.__new__(cls)
-        made._begin(source, compiled)
+        made._begin(source, compiled, config)
         return made
 
-    def _begin(self, source: Source, compiled: Compiled) -> None:
+    def _begin(self, source: Source, compiled: Compiled, config: EngineConfig) -> None:
         self.source, self.compiled = source, compiled
         self.tokenizer = source.tokenizer
-        self._loop = EngineLoop(compiled.executable)
+        policy = config.scheduler_config(cache_output=False)
+        self._loop = EngineLoop(compiled.executable, policy=policy)
         self._numbers = itertools.count()
 
     @property
@@ -331,21 +299,6 @@ class LLM:
         finally:
             if request.finish_reason is None:
                 self._loop.cancel(request)
-
-
-def context_of(source: Source, wanted: int | None) -> int:
-    """The positions of a sequence: those wanted, else the model's, but not above `MAX_CONTEXT`.
-
-    Raises:
-        ConfigError: for none, or more than the model has.
-    """
-    if wanted is None:
-        return min(MAX_CONTEXT, source.max_positions)
-    if not 1 <= wanted <= source.max_positions:
-        raise ConfigError(
-            f"a context of {wanted}; allowed by this model: 1 to {source.max_positions}"
-        )
-    return wanted
 
 
 def _answer(request: RequestState, tokenizer: Tokenizer) -> Answer:

@@ -24,6 +24,7 @@ from bench.cuda.rows import (
     TTFT,
     BenchRow,
 )
+from tilewright.api import load
 from tilewright.cli.arguments.bench import RunOptions, read_options
 from tilewright.cli.measure import measure
 from tilewright.cli.terminal.console import RANDOM_NOTE
@@ -35,7 +36,8 @@ from tilewright.evaluate.cases.cases import CASES, TABLE_PROMPT_LENGTH
 from tilewright.evaluate.measure.roofline import Work, decode_work, limit_seconds, prefill_work
 from tilewright.evaluate.measure.timing import Job, Run, time_jobs
 from tilewright.evaluate.results.record import RANDOM_WEIGHTS, Ceilings, Result
-from tilewright.loading.source import Source, compile_source, open_source
+from tilewright.loading.program import compile_program
+from tilewright.loading.source import Source
 from tilewright.runtime.engine import Engine
 from tilewright.utils.child_process import PYTHON, Child
 
@@ -92,12 +94,10 @@ class Bench:
         self._target, self._repeats, self._num_ranks = target, repeats, num_ranks
         self._context = rows[0].program[-1]
         model = self._options_of(rows[0]).model
-        self.source: Source = open_source(model.path)
+        self.source: Source = load(model.path)
         batch = max(row.batch for row in rows)
         self.options = CompileOptions(max_batch=batch, max_context=self._context)
-        self.compiled: Compiled = compile_source(
-            self.source, model, self.options, progress, use_cache=False
-        )
+        self.compiled: Compiled = compile_program(self.source, model, self.options, progress)
         self.seconds_to_compile = time.perf_counter() - started
         self._measured: dict[tuple[int, int, int], tuple[Sequence[Run], Result]] = {}
 
@@ -242,7 +242,7 @@ def measure_start(row: BenchRow, *, target: str, repeats: int) -> Figures:
         CompileError: if the demo fails.
     """
     assert row.metric == START
-    name = open_source(run_options(row, target=target, repeats=1).model.path).name
+    name = load(run_options(row, target=target, repeats=1).model.path).name
     argv = [*PYTHON, str(_DEMO), "--model", f"shape:{row.shape}", "--target", target]
     argv += ["--precision", row.precision, "--prompt", _START_PROMPT, "--no-results"]
     argv += ["--max-generated-tokens", "16", "--repeat-batches", "1"]

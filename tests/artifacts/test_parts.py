@@ -23,9 +23,11 @@ from tilewright.compiler.targets.interface.compiled import Compiled, silent
 from tilewright.distributed.grouping import Grouping
 from tilewright.distributed.parallel import Parallel
 from tilewright.errors import CheckpointError, TilewrightError
-from tilewright.loading import source as source_module
-from tilewright.loading.source import Source, compile_source
-from tilewright.options.arguments import ModelOptions
+from tilewright.loading import program as source_module
+from tilewright.loading.program import compile_program
+from tilewright.loading.source import Source
+from tilewright.options.engine_config import EngineConfig
+from tilewright.options.resolve import ResolvedConfig
 
 BFP8 = precision_of("bfp8", "hifi2", embedding="bf16")
 TWO = Parallel(2, wire="bf16")
@@ -122,9 +124,12 @@ def test_a_folder_of_other_sources_or_of_one_device_is_refused_before_a_rank_is_
 ) -> None:
     def refused(folder: Path, manifest: Manifest) -> str:
         source = Source("tiny", "0", 1, 256, model, folder, "checkpoint", manifest=manifest)
-        choices = ModelOptions(folder, "cpu", "fast", None, None, grouping=Grouping(TWO))
+        config, two = EngineConfig(use_cache=False), Grouping(TWO)
+        choices = ResolvedConfig(
+            config=config, path=folder, target="cpu", precision=None, grouping=two
+        )
         with pytest.raises(TilewrightError) as caught:
-            compile_source(source, choices, OPTIONS, silent, use_cache=False)
+            compile_program(source, choices, OPTIONS, silent)
         return str(caught.value)
 
     monkeypatch.setattr(source_module, "compile_ranks", lambda *_: pytest.fail("ranks started"))

@@ -19,7 +19,8 @@ from tilewright.compiler.targets.cpu.native.library import build
 from tilewright.distributed import launch
 from tilewright.errors import ConfigError
 from tilewright.loading import ranks
-from tilewright.options.arguments import ModelOptions
+from tilewright.options.engine_config import EngineConfig
+from tilewright.options.resolve import ResolvedConfig
 from tilewright.utils.child_process import PYTHON
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
@@ -209,7 +210,8 @@ def test_sums_travel_as_named_else_as_the_arithmetic_is(smollm2_path: Path, tmp_
         ("exact", smollm2_path, "f32", "fp32"),
         ("exact", smollm2_path, "q80", "q80"),  # as run --wire q80 --compute exact
     ):
-        options = ModelOptions(path, "cpu", compute, precision=None, dump_dir=None)
+        config = EngineConfig(compute=compute)
+        options = ResolvedConfig(config=config, path=path, target="cpu", precision=None)
         assert nodes._wire(options, named) == wire
 
 

@@ -41,7 +41,7 @@ def test_the_defaults_are_the_default_case(tiny_gguf: Path) -> None:
     assert (found.temperature, found.top_k, found.top_p, found.seed) == (0.0, 0, 1.0, 0)
     assert found.prompts == tuple(sample_prompts("questions.json"))
     assert found.results == Path("results/results.jsonl")
-    assert not found.explain and not found.as_json and found.threads is None
+    assert not found.explain and not found.as_json and found.model.config.num_threads is None
 
 
 def test_the_command_is_kept_without_where_output_goes(tiny_gguf: Path, tmp_path: Path) -> None:

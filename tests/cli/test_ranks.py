@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import tilewright
 from tests.utils.test_child_process import gone
 from tilewright.cli.main import main
 from tilewright.cli.processes.follow import is_follower
@@ -25,17 +26,16 @@ from tilewright.compiler.targets.cpu import backend as choice
 from tilewright.compiler.targets.cuda.collectives import peer_memory as peers
 from tilewright.compiler.targets.cuda.memory_budget import open_device
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
-from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.table import get_target
 from tilewright.distributed.grouping import Grouping, check_devices, read_grouping
 from tilewright.distributed.hello import RanksDifferError
 from tilewright.distributed.parallel import Parallel
 from tilewright.errors import CompileError, ConfigError, RankError
 from tilewright.loading import ranks
-from tilewright.loading.source import compile_source, open_source
 from tilewright.models import ShapeName
-from tilewright.options import arguments
-from tilewright.options.arguments import ModelOptions, read_model_options
+from tilewright.options import resolve as resolving
+from tilewright.options.engine_config import EngineConfig
+from tilewright.options.resolve import ResolvedConfig
 from tilewright.utils.child_process import PYTHON
 
 RUN = (*PYTHON, "-m", "tilewright.cli.main", "run", "--target", "null", "--tensor-parallel")
@@ -63,8 +63,8 @@ def test_what_started_us_says_which_rank_we_are(monkeypatch: pytest.MonkeyPatch)
     assert str(found.place.address) == "tcp:127.0.0.1:29511" and is_follower([])
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # it listens there itself
     assert str(read_grouping(asked()).place.address) == "tcp:127.0.0.1:29512"
-    with pytest.raises(ConfigError, match=r"--tensor-parallel 4 in 2 processes; allowed: 2"):
-        read_grouping(asked(tensor_parallel=4))
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 4 in 2 processes; allowed: 2"):
+        read_grouping(asked(tensor_parallel_size=4))
     with monkeypatch.context() as changed:
         changed.setenv("RANK", "2")
         with pytest.raises(ConfigError, match="RANK=2 of WORLD_SIZE=2; allowed: 0 to 1"):
@@ -78,21 +78,22 @@ def test_what_started_us_says_which_rank_we_are(monkeypatch: pytest.MonkeyPatch)
     lws = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader.svc"}
     for name, value in lws.items():
         monkeypatch.setenv(name, value)
-    found = read_grouping(asked(tensor_parallel=4))
+    found = read_grouping(asked(tensor_parallel_size=4))
     assert (found.machines.count, found.machines.rank, found.machines.host) == (2, 1, "leader.svc")
     assert is_follower([]) and not found.leads
 
 
 def test_ranks_that_do_not_fit_are_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match="2 machines without --master-addr; allowed: the add"):
-        read_grouping(asked(tensor_parallel=2, nnodes=2))
+        read_grouping(asked(tensor_parallel_size=2, nnodes=2))
     with pytest.raises(ConfigError, match=r"3 ranks on 2 machines; allowed: as many on each"):
-        read_grouping(asked(tensor_parallel=3, nnodes=2, master_addr="h"))
+        read_grouping(asked(tensor_parallel_size=3, nnodes=2, master_addr="h"))
     with pytest.raises(ConfigError, match=r"machine 2 of 2; allowed: 0 to 1 \(--node-rank\)"):
-        read_grouping(asked(tensor_parallel=2, nnodes=2, node_rank=2, master_addr="h"))
+        read_grouping(asked(tensor_parallel_size=2, nnodes=2, node_rank=2, master_addr="h"))
     with pytest.raises(ConfigError, match="devices 0,0; allowed: numbers from 0, each once"):
-        read_grouping(asked(tensor_parallel=2, devices=(0, 0)))
-    given = {"shares": (2,), "wire": "bf16", "peer_limit": 3.0, "exchange": "nccl"}
+        read_grouping(asked(tensor_parallel_size=2, devices=(0, 0)))
+    given = {"tensor_split": (2,), "comm_dtype": "bf16", "rank_timeout": 3.0}
+    given |= {"collective_backend": "nccl"}
     for option, value in given.items():
         with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} for one rank; allow"):
             read_grouping(asked(**{option: value}))
@@ -107,13 +108,18 @@ def test_ranks_that_do_not_fit_are_refused_in_one_line() -> None:
 
 def test_ranks_that_cannot_write_into_each_other_s_gpus_exchange_otherwise() -> None:
     for exchange in (None, "nccl"):
-        far = asked(tensor_parallel=4, nnodes=2, master_addr="h", exchange=exchange)
+        words = {"nnodes": 2, "master_addr": "h", "collective_backend": exchange}
+        far = asked(tensor_parallel_size=4, **words)
         check_devices(read_grouping(far), 2)
         check_devices(Grouping(Parallel(tensor=16, exchange=exchange)), 16)
-    far = asked(tensor_parallel=4, nnodes=2, master_addr="h", exchange="peers")
-    with pytest.raises(ConfigError, match="--exchange peers for 4 ranks over several machines: e"):
+    far = asked(tensor_parallel_size=4, nnodes=2, master_addr="h", collective_backend="p2p")
+    with pytest.raises(
+        ConfigError, match="p2p for 4 ranks over several machines: each"
+    ):
         check_devices(read_grouping(far), 2)
-    with pytest.raises(ConfigError, match="--exchange peers for 16 ranks; allowed: up to 8, or --"):
+    with pytest.raises(
+        ConfigError, match="p2p for 16 ranks; allowed: up to 8, or --"
+    ):
         check_devices(Grouping(Parallel(tensor=16, exchange="peers")), 16)
 
 
@@ -135,7 +141,7 @@ def test_devices_of_a_target_that_has_cores_are_refused(capsys: pytest.CaptureFi
     assert said in capsys.readouterr().err
     ranks = ("--tensor-parallel", "2", "--exchange", "nccl", "--prompt", "x")
     assert main(["run", "--target", "reference", *ranks]) == 2
-    said = "--exchange nccl: target reference has one of its own; allowed: --target cuda"
+    said = "--collective-backend nccl: target reference has one of its own; allowed: --target cuda"
     assert said in capsys.readouterr().err
 
 
@@ -190,25 +196,23 @@ def test_onnxruntime_is_refused_ranks_before_anything_is_opened(
 def test_devices_are_those_of_the_target_that_a_folder_is_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arguments, "check_gpu", lambda: None)
-    monkeypatch.setattr(arguments, "num_gpus", lambda: 2)
+    monkeypatch.setattr(resolving, "check_gpu", lambda: None)
+    monkeypatch.setattr(resolving, "num_gpus", lambda: 2)
 
-    def read(target: str, **options: object) -> ModelOptions:
+    def read(target: str, **options: object) -> ResolvedConfig:
         (tmp_path / "manifest.json").write_text(f'{{"target": "{target}"}}')
-        nothing = dict.fromkeys(("target", "backend", "precision", "compute", "dump"))
-        given = asked(**nothing, model=str(tmp_path), **options)
-        return read_model_options(given, "auto")
+        return resolving.resolve(EngineConfig.of({"model": str(tmp_path), **options}))
 
     found = read("cuda", devices=(1,))
     assert found.target == "cuda" and found.grouping.parallel.devices == (1,)
     with pytest.raises(ConfigError, match="device 2: this machine has 2 GPUs"):
         read("cuda", devices=(2,))
     with pytest.raises(ConfigError, match="3 ranks on target cuda: this machine has 2 GPUs"):
-        read("cuda", tensor_parallel=3)
+        read("cuda", tensor_parallel_size=3)
     with pytest.raises(ConfigError, match="--devices 1: target null has cores; allowed: --tar"):
         read("null", devices=(1,))
     with pytest.raises(ConfigError, match="2 ranks of target t3k: a board deals a model over"):
-        read("t3k", tensor_parallel=2)
+        read("t3k", tensor_parallel_size=2)
     assert read('broken"').target == "cpu", "what is wrong is said when it is opened"
 
 
@@ -244,12 +248,9 @@ def test_how_ranks_exchange_is_said_once_they_have_met(monkeypatch: pytest.Monke
     group = SimpleNamespace(leader=leader, token=b"", close=lambda: None)
     monkeypatch.setattr(ranks, "_gather", lambda grouping, target: group)
     monkeypatch.setattr(ranks, "meet", met)
-    given = dict.fromkeys(("backend", "precision", "compute", "dump"))
-    named = asked(**given, model="shape:tiny", target="null", tensor_parallel=2)
-    source = open_source(ShapeName("tiny"))
-    compiled = compile_source(
-        source, read_model_options(named, "bf16"), CompileOptions(), silent, use_cache=False
-    )
+    named = {"model": "shape:tiny", "target": "null", "tensor_parallel_size": 2}
+    config = EngineConfig(**named, precision="bf16", use_cache=False)
+    compiled = tilewright.compile(tilewright.load(ShapeName("tiny")), config)
     assert compiled.notes[-1] == "ranks exchange through NCCL"
     assert len(set(compiled.notes)) == len(compiled.notes)
 

@@ -26,9 +26,9 @@ for verb in [*VERBS, *MOVED, *sorted(MAINTAINERS)]:
 """
 SCRIPT = """
 import models
-from tilewright import LLM, Engine, compile_model, load_model
+from tilewright import LLM, Engine, EngineConfig, compile, load
 from tilewright.models import find_model
-assert models.MINE and LLM and Engine and compile_model and load_model and find_model
+assert models.MINE and LLM and Engine and EngineConfig and compile and load and find_model
 """
 
 

@@ -14,9 +14,10 @@ from tilewright.compiler.precision import choose_precision, load_precision
 from tilewright.compiler.precision.auto import HOLDS_STORED, SMALL, SMALL_BYTES
 from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.table import get_target, target_names
-from tilewright.loading.source import settle_backend
-from tilewright.options.arguments import ModelArguments, read_model_options
+from tilewright.loading.program import settle_backend
 from tilewright.options.default_precision import default_precision
+from tilewright.options.engine_config import EngineConfig
+from tilewright.options.resolve import resolve
 
 QUANTISED = [name for name in STORED_NAMES if get_format(name).block > 1]
 
@@ -65,7 +66,7 @@ def test_a_small_file_has_another_configuration_for_onnxruntime(tmp_path: Path) 
 
 def test_settling_on_onnxruntime_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_llama(tmp_path / "tiny.gguf", dict.fromkeys(SHAPES, "Q4_0"), embedding="Q8_0")
-    options = read_model_options(ModelArguments(model=str(model)), "auto")
+    options = resolve(EngineConfig(model=str(model)))
     monkeypatch.setattr(
         "tilewright.compiler.targets.cpu.backend.choose_backend",
         lambda progress: ("cpu", "backend auto: onnxruntime, for this test"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from tilewright.api import load
 from tilewright.cli.arguments.bench import read_options
 from tilewright.compiler.driver import compile_virtual
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.ranks.sharded import ShardedExecutable
-from tilewright.loading.source import compile_source, open_source
+from tilewright.loading.program import compile_program
 from tilewright.runtime.engine import Engine
 
 PROMPTS = [torch.tensor([5, 300, 17]), torch.tensor([9])]
@@ -28,8 +29,8 @@ def test_processes_give_the_bits_of_ranks_in_one_process() -> None:
     options = read_options([*argv, "--tensor-parallel", "2", "--wire", "bf16"])
     assert options is not None
     limits = CompileOptions(max_batch=2, max_context=32)
-    source = open_source(options.model.path)
-    compiled = compile_source(source, options.model, limits, silent, use_cache=False)
+    source = load(options.model.path)
+    compiled = compile_program(source, options.model, limits, silent)
     try:
         assert isinstance(compiled.executable, ShardedExecutable)
         found = logits_of(compiled.executable)

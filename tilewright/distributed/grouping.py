@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.distributed.channel import Address
-from tilewright.distributed.parallel import ALONE, MOST_GPUS, PEERS, Parallel
+from tilewright.distributed.parallel import (
+    ALONE,
+    COLLECTIVE_BACKENDS,
+    MOST_GPUS,
+    PEERS,
+    Parallel,
+)
 from tilewright.distributed.world import Machines, Place, machines_of, place_of
 from tilewright.errors import ConfigError
 
@@ -49,24 +55,26 @@ def read_grouping(given: Any) -> Grouping:
         port = given.master_port or Machines().port
         machines = Machines(given.nnodes or 1, given.node_rank or 0, given.master_addr or "", port)
     machines = Machines() if place is not None else machines_of(machines)
-    tensor = getattr(given, "tensor_parallel", None)
+    tensor = getattr(given, "tensor_parallel_size", None)
     started = place.size if place is not None else None
     if tensor is None:
         tensor = started or machines.count
     if started is not None and tensor != started:
-        raise ConfigError(f"--tensor-parallel {tensor} in {started} processes; allowed: {started}")
+        raise ConfigError(
+            f"--tensor-parallel-size {tensor} in {started} processes; allowed: {started}"
+        )
     if machines.count > 1:
         machines.address()  # raises without an address
     if tensor % machines.count:
         raise ConfigError(f"{tensor} ranks on {machines.count} machines; allowed: as many on each")
     parallel = Parallel(
         tensor=tensor,
-        expert=getattr(given, "expert_parallel", None),
-        shares=getattr(given, "shares", None) or (),
-        wire=getattr(given, "wire", None),
+        expert=getattr(given, "expert_parallel_size", None),
+        shares=getattr(given, "tensor_split", None) or (),
+        wire=getattr(given, "comm_dtype", None),
         devices=getattr(given, "devices", None) or (),
-        peer_limit=getattr(given, "peer_limit", None) or ALONE.peer_limit,
-        exchange=getattr(given, "exchange", None),
+        peer_limit=getattr(given, "rank_timeout", None) or ALONE.peer_limit,
+        exchange=COLLECTIVE_BACKENDS.get(getattr(given, "collective_backend", None) or ""),
     )
     parallel.check()
     if tensor == 1:
@@ -75,10 +83,10 @@ def read_grouping(given: Any) -> Grouping:
 
 
 def _refuse_of_groups(given: Any) -> None:
-    for name in ("shares", "wire", "peer_limit", "exchange"):
+    for name in ("tensor_split", "comm_dtype", "rank_timeout", "collective_backend"):
         if getattr(given, name, None):
             raise ConfigError(
-                f"--{name.replace('_', '-')} for one rank; allowed: with --tensor-parallel"
+                f"--{name.replace('_', '-')} for one rank; allowed: with --tensor-parallel-size"
             )
 
 
@@ -95,13 +103,14 @@ def check_devices(grouping: Grouping, num_devices: int) -> None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", local))
     if parallel.exchange == PEERS and local < parallel.tensor:
         raise ConfigError(
-            f"--exchange {PEERS} for {parallel.tensor} ranks over several machines: each writes "
-            "into the GPUs of all others; allowed: those of one machine, or --exchange nccl"
+            f"--collective-backend p2p for {parallel.tensor} ranks over several machines: each "
+            "writes into the GPUs of all others; allowed: those of one machine, or "
+            "--collective-backend nccl"
         )
     if parallel.exchange == PEERS and parallel.tensor > MOST_GPUS:
         raise ConfigError(
-            f"--exchange {PEERS} for {parallel.tensor} ranks; allowed: up to {MOST_GPUS}, or "
-            "--exchange nccl"
+            f"--collective-backend p2p for {parallel.tensor} ranks; allowed: up to {MOST_GPUS}, or "
+            "--collective-backend nccl"
         )
     wanted = max((*parallel.devices, local - 1)) + 1
     if wanted > num_devices:

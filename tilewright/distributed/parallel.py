@@ -20,6 +20,9 @@ PEERS, NCCL = "peers", "nccl"
 EXCHANGES = (PEERS, NCCL)
 """Backends for collectives between GPUs: peer memory or NCCL."""
 
+COLLECTIVE_BACKENDS = {"p2p": PEERS, "nccl": NCCL}
+"""Names of the user for `EXCHANGES`."""
+
 MOST_GPUS = 8
 """Maximum number of ranks with peer memory: the size of the kernels' address tables."""
 

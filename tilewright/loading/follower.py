@@ -55,13 +55,15 @@ def _follow(place: Place, path: str | None) -> int:
 
 def _serve(follower: Follower, place: Place, path: str | None) -> None:
     warnings.filterwarnings("ignore", module="torch")
+    from tilewright.api import load
     from tilewright.compiler.artifacts.paths import is_compiled
     from tilewright.compiler.targets.interface.compiled import silent
     from tilewright.compiler.targets.ranks.sharded import meet, serve_steps
+    from tilewright.loading.program import compile_alone, facts_of
     from tilewright.loading.ranks import compare, read_job
-    from tilewright.loading.source import compile_alone, facts_of, open_source
     from tilewright.models import find_model_or_shape
-    from tilewright.options.arguments import ModelOptions
+    from tilewright.options.engine_config import EngineConfig
+    from tilewright.options.resolve import ResolvedConfig
 
     message = follower.receive()
     assert message.kind == JOB, "rank 0 begins with a job"
@@ -69,13 +71,14 @@ def _serve(follower: Follower, place: Place, path: str | None) -> None:
     follower.limit_s = job.options.parallel.peer_limit
     named = path or job.path
     found = Path(named).expanduser() if is_compiled(named) else find_model_or_shape(named)
-    source = open_source(found, follower.rank)
+    source = load(found, rank=follower.rank)
     options = dataclasses.replace(job.options, rank=follower.rank)
-    choices = ModelOptions(
-        source.path, job.target, options.compute, precision=job.precision, dump_dir=None
+    config = EngineConfig(compute=options.compute, use_cache=job.use_cache)
+    resolved = ResolvedConfig(
+        config=config, path=source.path, target=job.target, precision=job.precision
     )
-    compare(follower, facts_of(source, choices), options)
-    compiled = compile_alone(source, choices, options, silent, use_cache=job.use_cache)
+    compare(follower, facts_of(source, resolved), options)
+    compiled = compile_alone(source, resolved, options, silent)
     executable = compiled.executable
     try:
         meet(executable, Peers(follower, place.token, options.parallel.peer_limit))

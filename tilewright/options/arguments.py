@@ -1,39 +1,18 @@
-"""Argument parsing shared by the commands: one-line errors, checked types, options of a model."""
+"""Command line options declared by dataclass fields: one-line errors and checked types."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from tilewright.compiler.artifacts.paths import is_compiled, target_of
-from tilewright.compiler.devices import BOARDS, CPU_BACKENDS, check_gpu, check_ranks, num_gpus
-from tilewright.compiler.passes.dumps import dump_folder
-from tilewright.compiler.precision import AUTO, PrecisionConfig, load_precision
-from tilewright.compiler.targets.interface.modes import COMPUTE_MODES
-from tilewright.distributed.grouping import Grouping, check_devices, read_grouping
 from tilewright.errors import ConfigError, allowed
-from tilewright.models import (
-    FoundModel,
-    calibrated_precision,
-    check_header,
-    find_model_or_shape,
-    quantised_types,
-)
-from tilewright.options.default_precision import ChosenPrecision, default_precision
-from tilewright.options.known_types import known_types
 from tilewright.utils.files import check_fresh
 
-_TARGETS = ("reference", "null", "cpu", "cuda", *BOARDS)
-CHECKPOINT_PRECISION = AUTO
-PRECISION_FORMS = (
-    "a name in precision_cfgs/, a YAML or JSON file, a heading, or auto: stored (weights as the "
-    "file has them) for quantized files, with float prefill under 0.5 GB; accuracy for others"
-)
 _OPTION = "option"
 _T = TypeVar("_T")
 
@@ -87,34 +66,109 @@ def real(least: float, most: float, *, above: bool = False) -> Callable[[str], f
     return parse
 
 
-def option(text: str, *flags: str, default: Any = None, group: str = "", **words: Any) -> Any:
-    """A field of a dataclass that is an option of a command, said once: `parse` makes the option.
+def numbers(text: str) -> tuple[int, ...]:
+    """A type for ``add_argument``: whole numbers separated by commas."""
+    try:
+        return tuple(int(each) for each in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: whole numbers, as 0,1") from None
 
-    ``text``: its help. ``flags``: as they are typed; without them ``--`` and the field's name, and
-    a flag without a dash is a positional argument. ``default``: of the field and the option; False
-    makes a switch, a tuple an option of one or more values. ``group``: the heading in the help.
-    ``words``: what else ``add_argument`` is told.
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """The declaration of a command line option.
+
+    Attributes:
+        text: Help text.
+        flags: Spellings in the help. Empty: ``--`` and the name of the field.
+        group: Heading in the help.
+        aliases: Older spellings. The help omits them.
+        renamed: Older values and their replacements.
+        words: Further arguments of ``add_argument``.
     """
-    return field(default=default, metadata={_OPTION: (text, flags, group, words)})
+
+    text: str
+    flags: tuple[str, ...]
+    group: str
+    aliases: tuple[str, ...]
+    renamed: Mapping[str, str]
+    words: Mapping[str, Any]
+
+    def read(self, text: str) -> Any:
+        """Convert the text of a value.
+
+        Raises:
+            argparse.ArgumentTypeError: for a text that is not allowed.
+        """
+        text = self.renamed.get(text, text)
+        value = self.words.get("type", str)(text)
+        choices = self.words.get("choices")
+        if choices is not None and value not in choices:
+            raise argparse.ArgumentTypeError(f"{text!r}; {allowed(choices, text)}")
+        return value
 
 
-def add_options(parser: argparse.ArgumentParser, *kinds: type, without: Sequence[str] = ()) -> None:
-    """Add the options that the fields of dataclasses declare with `option`, but ``without``."""
+def option(
+    text: str,
+    *flags: str,
+    default: Any = None,
+    group: str = "",
+    aliases: Sequence[str] = (),
+    renamed: Mapping[str, str] | None = None,
+    **words: Any,
+) -> Any:
+    """Declare a dataclass field that is an option of a command. See `Option` for the arguments.
+
+    A flag without a dash is a positional argument. ``default`` is the default of the field and
+    the option. False declares a switch, True a switch with ``--no-``, and a tuple an option of
+    one or more values.
+    """
+    if default is True:
+        words = {"action": OnOff, **words}
+    made = Option(text, flags, group, tuple(aliases), renamed or {}, words)
+    return field(default=default, metadata={_OPTION: made})
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    *kinds: type,
+    without: Sequence[str] = (),
+    only: Sequence[str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Add the options declared by the fields of dataclasses.
+
+    Args:
+        without: Names of fields to omit.
+        only: Names of fields to add. None: all.
+        defaults: Default values that differ from those of the fields.
+    """
     groups: dict[str, Any] = {"": parser}
-    for each in (one for kind in kinds for one in _declared(kind) if one.name not in without):
-        text, flags, group, words = each.metadata[_OPTION]
-        if group not in groups:
-            groups[group] = parser.add_argument_group(group)
-        if each.default is False:
-            words = {"action": "store_true", **words}
-        elif isinstance(each.default, tuple):
-            words = {"nargs": "+", **words}
-        flags = flags or ("--" + each.name.replace("_", "-"),)
+    for name, (made, default) in _declared_of(kinds).items():
+        if name in without or (only is not None and name not in only):
+            continue
+        if made.group not in groups:
+            groups[made.group] = parser.add_argument_group(made.group)
+        words, flags = _words(made, default), made.flags or ("--" + name.replace("_", "-"),)
         if flags[0].startswith("-"):
-            words = {"dest": each.name, **words}
+            words = {"dest": name, **words}
             if words.get("nargs") in ("+", "*"):
                 words = {"action": _Extend, **words}
-        groups[group].add_argument(*flags, default=each.default, help=text, **words)
+        given = (defaults or {}).get(name, default)
+        action = groups[made.group].add_argument(*flags, default=given, help=made.text, **words)
+        for alias in made.aliases:
+            parser._option_string_actions[alias] = action
+
+
+def _words(made: Option, default: Any) -> dict[str, Any]:
+    """Return the arguments of ``add_argument`` for a declaration."""
+    words = dict(made.words)
+    if made.renamed:
+        kind, renamed = words.get("type", str), made.renamed
+        words["type"] = lambda text: kind(renamed.get(text, text))
+    if default is False:
+        return {"action": "store_true", **words}
+    return {"nargs": "+", **words} if isinstance(default, tuple) else words
 
 
 class _Once(argparse.Action):
@@ -160,29 +214,34 @@ class _Extend(argparse.Action):
     ) -> None:
         """Add ``values`` to the earlier ones (called by argparse)."""
         earlier = getattr(namespace, self.dest)
-        known = () if earlier is self.default else earlier
+        known = () if earlier is None or earlier is self.default else earlier
         setattr(namespace, self.dest, [*known, *values])
 
 
 def values_of(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was given for the options of ``kind``, by field; several values are a tuple."""
-    found = {each.name: getattr(arguments, each.name) for each in _declared(kind)}
+    """Return the values of the options of ``kind`` by field. Several values are a tuple."""
+    found = {n: getattr(arguments, n) for n in declared(kind) if hasattr(arguments, n)}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
 
 
 def words_of(kind: type, name: str) -> dict[str, Any]:
-    """What ``add_argument`` is told of an option beside its flags, help and group."""
-    found: dict[str, Any] = next(e.metadata[_OPTION][3] for e in _declared(kind) if e.name == name)
-    return found
+    """Return the arguments of ``add_argument`` of an option, without flags, help and group."""
+    return dict(declared(kind)[name].words)
 
 
-def names_of(kind: type, group: str) -> list[str]:
-    """The options of ``kind`` under a heading of the help."""
-    return [each.name for each in _declared(kind) if each.metadata[_OPTION][2] == group]
+def names_of(kind: type, *groups: str) -> list[str]:
+    """Return the names of the options of ``kind`` under headings of the help."""
+    return [name for name, made in declared(kind).items() if made.group in groups]
 
 
-def _declared(kind: type) -> list[Field[Any]]:
-    return [each for each in fields(kind) if _OPTION in each.metadata]
+def declared(kind: type) -> dict[str, Option]:
+    """Return the options that the fields of ``kind`` declare, by field."""
+    return {name: made for name, (made, _) in _declared_of((kind,)).items()}
+
+
+def _declared_of(kinds: Sequence[type]) -> dict[str, tuple[Option, Any]]:
+    found = [each for kind in kinds for each in fields(kind) if _OPTION in each.metadata]
+    return {each.name: (each.metadata[_OPTION], each.default) for each in found}
 
 
 def parse(kind: type[_T], argv: Sequence[str], *, prog: str, description: str) -> _T:
@@ -237,78 +296,6 @@ def refuse_given(arguments: object, names: Sequence[str], said: str) -> None:
             raise ConfigError(f"--{flag} with {said.format(name=flag)}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelArguments:
-    """Which model, where it runs and how precisely, as asked; None where nothing was said."""
-
-    model: str | None = option(
-        "a Hugging Face folder, a GGUF file, a name on the Hugging Face hub "
-        "(OWNER/NAME[@REVISION][:FILE.gguf]), smollm2, or shape:NAME for random weights of a "
-        "known shape, as shape:llama-3.1-8b (default: smollm2)",
-        group="model",
-        metavar="PATH",
-    )
-    target: str | None = option(
-        "reference, null, cpu, cuda, or an emulated board: n150, n300, t3k, tg (default: cpu)",
-        group="model",
-    )
-    backend: str | None = option(
-        "of target cpu: native (kernels of our own, built with this machine's C++ compiler), "
-        "onnxruntime, or auto, which is native where it can be built, else "
-        "onnxruntime (default: auto)",
-        group="model",
-        choices=(AUTO, *CPU_BACKENDS),
-    )
-    precision: str | None = option(
-        f"{PRECISION_FORMS} (default: the case's)", group="model", metavar="NAME"
-    )
-    compute: str | None = option(
-        "exact: float arithmetic everywhere, no speed claim (default: fast)",
-        group="model",
-        choices=COMPUTE_MODES,
-    )
-    dump: str | None = option("write the graph after every pass here", group="model", metavar="DIR")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PathArguments(ModelArguments):
-    """A model, which may be named without ``--model``."""
-
-    path: str | None = option("the same as --model", "path", nargs="?", metavar="PATH")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointArguments(PathArguments):
-    """A checkpoint, and a folder to write to."""
-
-    precision: str | None = option(
-        f"{PRECISION_FORMS} (default: {CHECKPOINT_PRECISION})", group="model", metavar="NAME"
-    )
-    output: str | None = option("a new or empty folder", "-o", "--output", metavar="DIR")
-
-
-def take_path(arguments: argparse.Namespace) -> None:
-    """Let ``arguments.model`` be what `PathArguments` name.
-
-    Raises:
-        ConfigError: where two are named.
-    """
-    if arguments.path is not None and arguments.model is not None:
-        raise ConfigError("PATH and --model; allowed: one of them")
-    arguments.model = arguments.path or arguments.model
-
-
-def take_checkpoint(arguments: argparse.Namespace) -> None:
-    """Let ``arguments.model`` be what `CheckpointArguments` name.
-
-    Raises:
-        ConfigError: where two are named, or a compiled folder.
-    """
-    take_path(arguments)
-    if arguments.model is not None and is_compiled(arguments.model):
-        raise ConfigError(f"{arguments.model}: is compiled already; allowed: a checkpoint")
-
-
 def output_folder(named: str | None) -> Path:
     """The folder that ``--output`` names. Raises ConfigError where there is none, or it is no new
     or empty one.
@@ -321,129 +308,3 @@ def output_folder(named: str | None) -> Path:
         raise ConfigError(f"{named}: cannot be made ({error})") from None
     check_fresh(path)  # now: what comes next takes seconds
     return path
-
-
-@dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """Checked `ModelArguments`; ``precision`` is None for a compiled folder, which has its own, and
-    ``target`` is the folder's.
-    ``notes``: what was chosen for the user, a line each. ``is_auto``: what runs the target cpu is
-    chosen when the model is open; until then it is ONNX Runtime's. ``grouping``: the ranks.
-    """
-
-    path: FoundModel
-    target: str
-    compute: str
-    precision: PrecisionConfig | None
-    dump_dir: Path | None
-    notes: tuple[str, ...] = ()
-    is_auto: bool = False
-    grouping: Grouping = field(default_factory=Grouping)
-    on_onnxruntime: ChosenPrecision | None = None
-    """The configuration if ONNX Runtime runs the target cpu. None: ``precision``."""
-
-    def check_ranks(self) -> None:
-        """Refuse ranks of a target that has none; of cpu once it is known what runs it.
-
-        Raises:
-            ConfigError: with what there is in their place.
-        """
-        if not self.is_auto:
-            check_ranks(self.target, self.grouping.parallel.tensor)
-
-
-def read_model_options(
-    arguments: ModelArguments | argparse.Namespace, default: str, *, runs: bool = True
-) -> ModelOptions:
-    """Check them with no more of the model than its header; a hub name is fetched.
-
-    Args:
-        default: the precision without ``--precision``.
-        runs: whether this machine is to run what is compiled, and not only to write it.
-
-    Raises:
-        TilewrightError: an unknown target or configuration, a target that this machine cannot
-            run, no model or a damaged one, or choices that a compiled folder has already made.
-    """
-    target = arguments.target or "cpu"
-    if target not in _TARGETS:
-        raise ConfigError(f"unknown target {target!r}; {allowed(_TARGETS, target)}")
-    target = _with_backend(target, arguments.backend)
-    grouping = read_grouping(arguments) if runs else Grouping()
-    if arguments.model is not None and is_compiled(arguments.model):
-        return _of_folder(arguments, Path(arguments.model).expanduser(), grouping)
-    is_auto = target == "cpu" and arguments.backend in (None, AUTO)
-    if runs:
-        _check_devices(target, grouping, is_auto=is_auto)
-    named, notes = arguments.precision or default, tuple[str, ...]()
-    if named != AUTO:
-        load_precision(named)  # a name is checked before a model is fetched
-    dump_dir = dump_folder(None if arguments.dump is None else Path(arguments.dump))
-    found = find_model_or_shape(arguments.model)
-    known = known_types(found)
-    if known is None:
-        check_header(found)
-    on_onnxruntime = None
-    if arguments.precision in (None, AUTO) and (own := calibrated_precision(found)) is not None:
-        named, notes = own, ("precision: of the calibrated folder",)
-    elif named == AUTO:
-        types = known or quantised_types(found)
-        chosen, on_onnxruntime = default_precision(found, types, target, is_auto=is_auto)
-        notes = (chosen.reason,)
-    return ModelOptions(
-        path=found,
-        target=target,
-        compute=arguments.compute or "fast",
-        precision=chosen.precision if named == AUTO else load_precision(named),
-        dump_dir=dump_dir,
-        notes=notes,
-        is_auto=is_auto,
-        grouping=grouping,
-        on_onnxruntime=on_onnxruntime,
-    )
-
-
-def _of_folder(
-    arguments: ModelArguments | argparse.Namespace, path: Path, grouping: Grouping
-) -> ModelOptions:
-    """The options for a compiled folder, whose own target says which devices there may be."""
-    refuse_given(
-        arguments,
-        ("target", "backend", "precision", "compute", "dump"),
-        f"the compiled folder {path}, which was compiled with its own; allowed: without "
-        "--{name}, or compile the checkpoint again",
-    )
-    target = target_of(path)
-    if target is not None:
-        _check_devices(target, grouping)
-    return ModelOptions(
-        path, target or "cpu", "fast", precision=None, dump_dir=None, grouping=grouping
-    )
-
-
-def _check_devices(target: str, grouping: Grouping, *, is_auto: bool = False) -> None:
-    devices, exchange = grouping.parallel.devices, grouping.parallel.exchange
-    if not is_auto:  # else when it is known what runs the target cpu
-        check_ranks(target, grouping.parallel.tensor)
-    if target == "cuda":
-        check_gpu()
-        if not grouping.is_alone or devices:
-            check_devices(grouping, num_gpus())
-    elif devices:
-        listed = ",".join(map(str, devices))
-        raise ConfigError(f"--devices {listed}: target {target} has cores; allowed: --target cuda")
-    elif exchange is not None:
-        raise ConfigError(
-            f"--exchange {exchange}: target {target} has one of its own; allowed: --target cuda"
-        )
-
-
-def _with_backend(target: str, backend: str | None) -> str:
-    """The full name of a target that something of several runs.
-
-    Raises:
-        ConfigError: for a backend of another target.
-    """
-    if backend is not None and target != "cpu":
-        raise ConfigError(f"--backend {backend} with --target {target}; allowed: --target cpu")
-    return target if backend in (None, AUTO) else CPU_BACKENDS[backend]

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 import tilewright
-from tests.tiny import lowered, precision_of, tiny_model
+from tests.tiny import lowered, tiny_model
 from tilewright.compiler.targets.cpu import backend as choice
 from tilewright.compiler.targets.cpu.native.library import binding as library
 from tilewright.compiler.targets.cpu.native.library import build, recipe
 from tilewright.compiler.targets.cpu.native.program.assemble import assemble
-from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.program.instructions import Needs
 from tilewright.compiler.targets.program.plan import make_plan
 from tilewright.errors import CompileError, ConfigError
 from tilewright.models.architectures.table import model_types
+from tilewright.options.engine_config import EngineConfig
 
 has_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
@@ -45,9 +45,9 @@ def test_native_is_chosen_where_it_is_built() -> None:
 
 
 def test_a_compiled_model_is_on_what_the_name_means_here() -> None:
-    model, options = tiny_model(num_layers=1), CompileOptions(max_context=32)
-    for name, full in (("cpu", choice.choose_backend(silent)[0]), ("cpu-onnxruntime", "cpu")):
-        compiled = tilewright.compile_model(model, precision_of(), target=name, options=options)
+    for name, full in (("auto", choice.choose_backend(silent)[0]), ("onnxruntime", "cpu")):
+        config = EngineConfig(backend=name, max_model_len=32, max_num_seqs=1, use_cache=False)
+        compiled = tilewright.compile("shape:tiny", config)
         assert compiled.target == full
         compiled.executable.close()
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from tilewright.api import load
 from tilewright.cli.arguments.bench import read_options
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 from tilewright.compiler.targets.interface.step import Chunk, Step
-from tilewright.loading.source import compile_source, open_source
+from tilewright.loading.program import compile_program
 from tilewright.runtime.engine import Engine, _Sequence
 
 _STEPS, _PIECE = 6, 150
@@ -48,10 +49,9 @@ def main(shape: str, precision: str, seats: str, *more: str) -> int:
     options = CompileOptions(
         max_batch=int(count), max_context=4096, is_strict=not small, strict_rows=int(small or 0)
     )
-    source = open_source(run.model.path)
-    executable = compile_source(
-        source, run.model, options, lambda what, done, total: None, use_cache=False
-    ).executable
+    source = load(run.model.path)
+    compiled = compile_program(source, run.model, options, lambda what, done, total: None)
+    executable = compiled.executable
     print("invariant", executable.capabilities.invariant)
     if executable.capabilities.invariant != "rows":
         return 1

@@ -24,6 +24,7 @@ from tests.targets.cuda.test_invariance import run
 from tests.targets.cuda.test_ragged import check_alike, logits_beside, uncaptured
 from tests.targets.random_operations import random_operations
 from tests.utils.test_child_process import gone
+from tilewright.api import load
 from tilewright.cli.arguments.bench import read_options
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
@@ -32,7 +33,7 @@ from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.ranks.sharded import ShardedExecutable
 from tilewright.distributed.parallel import EXCHANGES
 from tilewright.errors import RankError
-from tilewright.loading.source import compile_source, open_source
+from tilewright.loading.program import compile_program
 from tilewright.models.architectures.table import architecture_of
 from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.shapes import SHAPES
@@ -58,9 +59,9 @@ def engine(*more: str, model: str = "shape:llama-3.2-1b") -> Iterator[Engine]:
     argv = ["--model", model, "--target", "cuda", "--precision", "bf16"]
     options = read_options([*argv, "--no-results", "--no-cache", *more])
     assert options is not None
-    source = open_source(options.model.path)
+    source = load(options.model.path)
     limits = CompileOptions(max_batch=8, max_context=1024, compute=options.model.compute)
-    executable = compile_source(source, options.model, limits, silent, use_cache=False).executable
+    executable = compile_program(source, options.model, limits, silent).executable
     try:
         yield Engine(executable)
     finally:

@@ -19,20 +19,22 @@ from tilewright.cli.arguments.sampling import SamplingOptions
 from tilewright.cli.terminal.notes import only_fallbacks
 from tilewright.models import DEFAULT_MODEL
 from tilewright.options.arguments import (
-    CHECKPOINT_PRECISION,
-    PRECISION_FORMS,
-    ModelOptions,
     Parser,
-    PathArguments,
     add_options,
     check_text,
     integer,
+    names_of,
     option,
-    read_model_options,
-    take_path,
     values_of,
 )
-from tilewright.options.parallel import ParallelArguments
+from tilewright.options.config_file import (
+    ConfigArguments,
+    PathArguments,
+    read_config,
+    with_config,
+)
+from tilewright.options.engine_config import SCHEDULER, SINGLE, EngineConfig
+from tilewright.options.resolve import ResolvedConfig, resolve
 
 if TYPE_CHECKING:
     from tilewright.llm import LLM, Answer
@@ -44,15 +46,10 @@ _NEW_LINE_S, _SAME_LINE_S = 1.0, 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskArguments(PathArguments):
-    """Which model is asked, and what of it besides a prompt."""
+class AskArguments:
+    """Options of ``run`` and ``chat`` without those of the engine."""
 
-    precision: str | None = option(
-        f"{PRECISION_FORMS} (default: {CHECKPOINT_PRECISION})", group="model", metavar="NAME"
-    )
     system: str | None = option("the system message", metavar="TEXT")
-    threads: int | None = option("CPU threads (default: all cores)", type=integer(1, 1024))
-    no_cache: bool = option("compile anew and keep nothing", default=False)
     verbose: bool = option(
         "print the notes of the compiler", "-v", "--verbose", "--explain", default=False
     )
@@ -62,7 +59,7 @@ class AskArguments(PathArguments):
 class Asked:
     """A checked command line: the model, and what is asked of it; ``sampling`` by name."""
 
-    model: ModelOptions
+    model: ResolvedConfig
     arguments: Any
     sampling: Mapping[str, Any]
 
@@ -78,14 +75,16 @@ def read_asked(
         TilewrightError: for anything that can be seen to be wrong without the model.
     """
     parser = Parser(prog=prog, description=description)
-    add_options(parser, kind, ParallelArguments, SamplingOptions)
-    arguments = parser.parse_args(list(argv))
-    take_path(arguments)
-    sign.opening(arguments.model)
+    scheduler = names_of(EngineConfig, SCHEDULER)
+    add_options(parser, PathArguments, ConfigArguments, kind, SamplingOptions)
+    add_options(parser, EngineConfig, without=scheduler, defaults=SINGLE)
+    arguments = parser.parse_args(with_config(parser, argv))
+    config = read_config(arguments, SINGLE)
+    sign.opening(config.model)
     given = values_of(SamplingOptions, arguments)
     check_text(arguments.system or "", "the system message")
     return Asked(
-        model=read_model_options(arguments, CHECKPOINT_PRECISION),
+        model=resolve(config),
         arguments=arguments,
         sampling={name: value for name, value in given.items() if value is not None},
     )
@@ -173,10 +172,10 @@ def open_asked(asked: Asked, sign: Sign) -> Source:
     """The model that is asked, open but not compiled; from here on heavy modules are imported."""
     warnings.filterwarnings("ignore", module="torch")
     with _collected_later():
-        from tilewright.loading.source import open_source
+        from tilewright.api import load
 
-        use_cache = not asked.arguments.no_cache
-        source = open_source(asked.model.path, use_cache=use_cache, progress=sign.progress)
+        use_cache = asked.model.config.use_cache
+        source = load(asked.model.path, use_cache=use_cache, progress=sign.progress)
     for note in source.notes:
         sign.note(note)
     if source.weights == "random":
@@ -199,22 +198,18 @@ def _collected_later() -> Iterator[None]:
         gc.enable()
 
 
-def compile_asked(asked: Asked, source: Source, sign: Sign, *, context: int) -> LLM:
-    """The model that is asked, ready to answer one sequence of so many positions."""
-    from tilewright.compiler.targets.interface.base import CompileOptions
+def compile_asked(asked: Asked, source: Source, sign: Sign, *, context: int | None = None) -> LLM:
+    """The model that is asked, ready for a sequence. None: the configuration's context."""
+    from tilewright.api import compile
     from tilewright.llm import LLM
-    from tilewright.loading.source import compile_source
 
-    choices = CompileOptions(
-        max_context=context, compute=asked.model.compute, num_threads=asked.arguments.threads
-    )
-    model, use_cache = asked.model, not asked.arguments.no_cache
-    compiled = compile_source(
-        source, model, choices, sign.progress, use_cache=use_cache, ends_process=True
-    )
+    resolved = asked.model
+    if context is not None:
+        resolved = resolved.changed(max_model_len=context)
+    compiled = compile(source, resolved, progress=sign.progress, ends_process=True)
     for note in only_fallbacks(compiled.notes, is_verbose=asked.arguments.verbose):
         sign.note(note)
-    return LLM.of_compiled(source, compiled)
+    return LLM.of_compiled(source, compiled, resolved.config)
 
 
 def cost_line(llm: LLM, answer: Answer) -> str:

@@ -9,33 +9,26 @@ from typing import Any
 
 from tilewright.batch.dataset import MAX_TOKENS
 from tilewright.batch.plain_rows import Asking
-from tilewright.cli.arguments.engine import AUTO, FAST, EngineArguments, default_seats
 from tilewright.cli.arguments.sampling import SamplingOptions
 from tilewright.distributed.grouping import Grouping
 from tilewright.errors import ConfigError
 from tilewright.options.arguments import (
-    CHECKPOINT_PRECISION,
-    PRECISION_FORMS,
-    ModelArguments,
-    ModelOptions,
     Parser,
     add_options,
     check_text,
     integer,
     option,
-    read_model_options,
     values_of,
 )
-from tilewright.options.parallel import ParallelArguments
+from tilewright.options.config_file import ConfigArguments, read_config, with_config
+from tilewright.options.engine_config import ALWAYS, AUTO, BATCH, NEVER, EngineConfig
+from tilewright.options.resolve import ResolvedConfig, resolve
 
 RAY = "ray"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked(ModelArguments):
-    precision: str | None = option(
-        f"{PRECISION_FORMS} (default: {CHECKPOINT_PRECISION})", group="model", metavar="NAME"
-    )
+class _Asked:
     tokenizer: str | None = option(
         "another folder's tokenizer (default: the model's)", group="model", metavar="PATH"
     )
@@ -64,14 +57,14 @@ class _Asked(ModelArguments):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchOptions(EngineArguments):
+class BatchOptions:
     """The command line of ``tilewright batch``, checked.
 
     ``argv``: what was typed; ``sampling``: by name, what was said of it.
     """
 
     argv: tuple[str, ...]
-    model: ModelOptions
+    model: ResolvedConfig
     tokenizer: Path | None
     input: Path | None
     output: Path | None
@@ -101,13 +94,7 @@ class BatchOptions(EngineArguments):
     resume: bool = option("go on with a run that was stopped", default=False)
     unordered: bool = option("leave rows in the order in which they ended", default=False)
     as_json: bool = option("print the figures as JSON", "--json", default=False)
-    max_seats: int | None = option(
-        "rows that run at a time (default: 16 on cpu, 256 on cuda)",
-        "--max-seats",
-        "--max-num-seqs",
-        group="engine",
-        type=integer(1, 4096),
-    )
+    verbose: bool = option("log the notes of the compiler", "-v", "--verbose", default=False)
     engine_kind: str = option(
         "local: in this process; ray: Ray Data spreads rows over actors, here or over a cluster",
         "--engine",
@@ -122,12 +109,7 @@ class BatchOptions(EngineArguments):
     @property
     def seats(self) -> int:
         """The number of rows that run at a time."""
-        return self.max_seats or default_seats(self.model.target)
-
-    def arithmetic_of(self, target: str, seats: int) -> str:
-        """Return ``strict`` or ``fast``: rows of a data set run together, seldom a few of them."""
-        found = EngineArguments.arithmetic_of(self, target, seats)
-        return FAST if found == AUTO else found
+        return self.model.config.num_seqs(self.model.target)[0]
 
 
 def read_batch_options(argv: Sequence[str]) -> BatchOptions:
@@ -140,8 +122,10 @@ def read_batch_options(argv: Sequence[str]) -> BatchOptions:
         prog="tilewright batch",
         description="Answer all rows of a data set, by the server's own loop and without a server.",
     )
-    add_options(parser, _Asked, ParallelArguments, SamplingOptions, BatchOptions)
-    arguments = parser.parse_args(list(argv))
+    add_options(parser, _Asked, SamplingOptions, BatchOptions, ConfigArguments)
+    add_options(parser, EngineConfig, defaults=BATCH)
+    argv = with_config(parser, argv)
+    arguments = parser.parse_args(argv)
     given = values_of(BatchOptions, arguments)
     source = _input(arguments, given)
     sampling = values_of(SamplingOptions, arguments)
@@ -150,7 +134,7 @@ def read_batch_options(argv: Sequence[str]) -> BatchOptions:
         check_text(getattr(arguments, name) or "", f"--{name.replace('_', '-')}")
     if arguments.output is None and given["resume"]:
         raise ConfigError("--resume without --output; allowed: that of the run that was stopped")
-    model = read_model_options(arguments, CHECKPOINT_PRECISION)
+    model = _for_batches(resolve(read_config(arguments)))
     if given["engine_kind"] == RAY:
         _check_actors(model.grouping)
     elif given["actors"] != 1:
@@ -175,14 +159,23 @@ def read_batch_options(argv: Sequence[str]) -> BatchOptions:
     )
 
 
+def _for_batches(model: ResolvedConfig) -> ResolvedConfig:
+    """Fix batch size and invariance: many rows run together, or as few as the user allows."""
+    num_seqs, _ = model.config.num_seqs(model.target)
+    invariance = model.config.invariance(model.target, num_seqs)
+    chosen = NEVER if invariance == AUTO else invariance
+    assert chosen in (ALWAYS, NEVER)
+    return model.changed(max_num_seqs=num_seqs, batch_invariant=chosen)
+
+
 def _check_actors(grouping: Grouping) -> None:
     """Refuse to place ranks where Ray places them (ConfigError)."""
     if grouping.parallel.devices:
         raise ConfigError("--devices with --engine ray, which gives each actor GPUs of its own")
     if grouping.machines.count > 1 or grouping.place is not None:
         raise ConfigError(
-            "--engine ray in a group that others start too; allowed: --tensor-parallel, the ranks "
-            "of each actor on one machine"
+            "--engine ray in a group that others start too; allowed: --tensor-parallel-size, the "
+            "ranks of each actor on one machine"
         )
 
 

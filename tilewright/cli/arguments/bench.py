@@ -20,20 +20,24 @@ from tilewright.evaluate.cases.prompts import (
     sample_prompts,
 )
 from tilewright.options.arguments import (
-    ModelOptions,
     OnOff,
     Parser,
-    PathArguments,
     add_options,
     integer,
+    names_of,
     option,
-    read_model_options,
     read_prompt,
     real,
-    take_path,
     values_of,
 )
-from tilewright.options.parallel import ParallelArguments
+from tilewright.options.config_file import (
+    ConfigArguments,
+    PathArguments,
+    read_config,
+    with_config,
+)
+from tilewright.options.engine_config import MODEL, RANKS, SINGLE, EngineConfig
+from tilewright.options.resolve import ResolvedConfig, resolve
 from tilewright.utils.json_lines import check_writable
 
 if TYPE_CHECKING:
@@ -41,6 +45,8 @@ if TYPE_CHECKING:
 
 DEFAULT_RESULTS = Path("results/results.jsonl")
 _MAX_BATCH = 256
+_ENGINE = (*names_of(EngineConfig, MODEL, RANKS), "num_threads", "use_cache")
+"""Fields of the engine that a case does not decide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +65,6 @@ class _Asked:
         metavar="NAME|FILE",
     )
     no_results: bool = option("record nothing", default=False, group="measuring")
-    no_cache: bool = option("compile anew and keep nothing", default=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,18 +106,16 @@ class RunOptions:
 
     case: Case
     is_case_changed: bool
-    model: ModelOptions
+    model: ResolvedConfig
     prompts: tuple[Prompt, ...]
     text: str
     accuracy_text: AccuracyText
-    use_cache: bool
     explain: bool = option(
         "print the effective precision, the numeric contract, bytes by group and every repeat",
         default=False,
     )
     verbose: bool = option("print the notes of the compiler", "-v", "--verbose", default=False)
     explain_time: bool = option("print where a step goes, predicted (boards)", default=False)
-    threads: int | None = option("CPU threads (default: all cores)", type=integer(1, 1024))
     temperature: float = option("0: greedy", default=0.0, group="sampling", type=real(0, 100))
     top_k: int = option("0: off", default=0, group="sampling", type=integer(0, (1 << 31) - 1))
     top_p: float = option("1: off, 0: greedy", default=1.0, group="sampling", type=real(0, 1))
@@ -144,7 +147,8 @@ def parser() -> argparse.ArgumentParser:
         "tilewright bench --url URL --help (load tests of a server), "
         "tilewright bench --nodes --help (those of distributed-llama).",
     )
-    add_options(found, PathArguments, ParallelArguments, _Asked, _CaseChanges, RunOptions)
+    add_options(found, PathArguments, ConfigArguments, _Asked, _CaseChanges, RunOptions)
+    add_options(found, EngineConfig, only=_ENGINE)
     return found
 
 
@@ -155,12 +159,14 @@ def read_options(argv: Sequence[str], sign: Sign | None = None) -> RunOptions | 
     Raises:
         TilewrightError: for anything that can be seen to be wrong without the model.
     """
-    arguments = parser().parse_args(list(argv))
+    found = parser()
+    argv = with_config(found, argv)
+    arguments = found.parse_args(argv)
     if arguments.list:
         return None
-    take_path(arguments)
+    config = read_config(arguments, SINGLE)
     if sign is not None:
-        sign.opening(arguments.model)
+        sign.opening(config.model)
     named = CASES[arguments.case]
     prompts = _user_prompts(arguments)
     case = _changed_case(named, values_of(_CaseChanges, arguments), prompts)
@@ -176,18 +182,20 @@ def read_options(argv: Sequence[str], sign: Sign | None = None) -> RunOptions | 
     return RunOptions(
         case=case,
         is_case_changed=case != named or not accuracy_on.is_standard,
-        model=read_model_options(arguments, named.precision),
+        model=resolve(config, default=named.precision),
         prompts=prompts,
         text=text,
         accuracy_text=accuracy_on,
-        use_cache=not arguments.no_cache,
         command=_command(argv),
         **given,
     )
 
 
+_NOT_RECORDED = ("--json", "--no-results", "--use-cache", "--no-use-cache", "--no-cache")
+
+
 def _command(argv: Sequence[str]) -> str:
-    words = [word for word in argv if word not in ("--json", "--no-results", "--no-cache")]
+    words = [word for word in argv if word not in _NOT_RECORDED]
     for index in range(len(words) - 1, -1, -1):
         if words[index] == "--results":
             del words[index : index + 2]

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright.cli.arguments.engine import MAX_SEATS, EngineArguments, seats_or_auto
 from tilewright.errors import ConfigError
 from tilewright.options.arguments import (
-    CHECKPOINT_PRECISION,
-    CheckpointArguments,
-    ModelOptions,
-    OnOff,
     Parser,
     add_options,
     integer,
     option,
-    read_model_options,
     real,
-    take_path,
     values_of,
 )
-from tilewright.options.parallel import ParallelArguments
+from tilewright.options.config_file import (
+    ConfigArguments,
+    PathArguments,
+    read_config,
+    with_config,
+)
+from tilewright.options.engine_config import EngineConfig
+from tilewright.options.resolve import ResolvedConfig, resolve
 from tilewright.runtime.pooling import MEAN, POOLINGS
 from tilewright.serve.tools.formats.table import FORMATS
 
@@ -67,10 +67,11 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions(EngineArguments):
-    """The command line of ``tilewright serve``, checked."""
+class ServeOptions:
+    """The command line of ``tilewright serve``, checked. ``argv``: with options of its file."""
 
-    model: ModelOptions
+    argv: tuple[str, ...]
+    model: ResolvedConfig
     sampling_defaults: str
     defaults: dict[str, float]
     chat_template: str | None
@@ -86,27 +87,7 @@ class ServeOptions(EngineArguments):
         type=Path,
         metavar="FILE",
     )
-    max_seats: int | None = option(
-        "maximum number of running requests: auto, or 1 to 4096 (default: auto, which is up to "
-        f"{MAX_SEATS['cuda']} on cuda and up to {MAX_SEATS['cpu']} on cpu, as memory allows)",
-        "--max-num-seqs",
-        "--max-seats",
-        group="engine",
-        type=seats_or_auto,
-        metavar="N",
-    )
-    step_ms: float = option(
-        "of prompts beside running answers; 0: no limit",
-        default=20.0,
-        group="engine",
-        type=real(0, 10_000),
-    )
-    cache_replies: bool | None = option(
-        "share answers too: the next turn of a chat computes less, and is equal up to rounding "
-        "(default: where no promise of bits is kept by leaving it; without pages always)",
-        action=OnOff,
-        group="engine",
-    )
+    verbose: bool = option("log the notes of the compiler", "-v", "--verbose", default=False)
     replicas: int = option(
         "engines behind the one server, each with GPUs or CPU cores of its own; a request goes to "
         "the one that has its beginning, or has least to do",
@@ -175,25 +156,26 @@ def read_serve_options(
         description="Serve a model over HTTP, as OpenAI's API does; with timings: true in a "
         "request, llama.cpp's figures come too, in streams with the end of each choice.",
     )
-    kinds = (CheckpointArguments, ParallelArguments, _Asked, ServeOptions)
-    add_options(parser, *kinds, without=("dump", "output"))
-    arguments = parser.parse_args(list(argv))
-    arguments.dump = None
-    take_path(arguments)
+    kinds = (PathArguments, ConfigArguments, EngineConfig, _Asked, ServeOptions)
+    add_options(parser, *kinds, without=("dump",))
+    argv = with_config(parser, argv)
+    arguments = parser.parse_args(argv)
+    config = read_config(arguments)
     if sign is not None:
-        sign.opening(arguments.model)
+        sign.opening(config.model)
     given = values_of(ServeOptions, arguments)
     if len(given["api_key"]) > _MAX_KEYS or not all(given["api_key"]):
         raise ConfigError(f"--api-key: allowed: up to {_MAX_KEYS}, none of them empty")
-    if given["cache_replies"] and given["no_prefix_cache"]:
-        raise ConfigError("--cache-replies with --no-prefix-cache; allowed: one of them")
+    if config.cache_output and not config.enable_prefix_caching:
+        raise ConfigError("--cache-output with --no-enable-prefix-caching; allowed: one of them")
     if arguments.detach and not arguments.port:
         raise ConfigError("--detach with --port 0; allowed: a port that is named")
     devices: tuple[int, ...] = ()
     if given["replicas"] > 1:  # each has ranks of its own, of which these are the devices
-        devices, arguments.devices = arguments.devices or (), None
+        devices, config = config.devices or (), replace(config, devices=None)
     return ServeOptions(
-        model=read_model_options(arguments, CHECKPOINT_PRECISION),
+        argv=tuple(argv),
+        model=resolve(config),
         sampling_defaults=arguments.sampling_defaults,
         defaults=_DEFAULTS[arguments.sampling_defaults],
         chat_template=_template(arguments.chat_template),

@@ -35,15 +35,15 @@ def run(options: RunOptions) -> int:
     sign = Sign()
     sign.opening(options.model.path)
     warnings.filterwarnings("ignore", module="torch")
+    from tilewright.api import load
     from tilewright.cli.measure import measure
     from tilewright.cli.measure.on_device import run_here
     from tilewright.cli.measure.originals import with_original
     from tilewright.cli.terminal.console import err, note, out
-    from tilewright.loading.source import open_source
 
     screen = err() if options.as_json else out()
     try:
-        source = open_source(options.model.path, use_cache=options.use_cache)
+        source = load(options.model.path, use_cache=options.model.config.use_cache)
         source = with_original(source, options)
     finally:
         sign.clear()

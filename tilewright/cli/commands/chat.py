@@ -26,7 +26,7 @@ from tilewright.cli.arguments.ask import (
 from tilewright.cli.arguments.sampling import SAMPLING_NAMES
 from tilewright.compiler.sampling.params import range_of, sampling_of
 from tilewright.errors import ConfigError, RequestError, TilewrightError, allowed
-from tilewright.options.arguments import integer, option
+from tilewright.options.arguments import option
 from tilewright.utils.files import cache_dir, create_file
 
 if TYPE_CHECKING:
@@ -46,11 +46,6 @@ Ctrl-C             stops an answer"""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Arguments(AskArguments):
-    context: int | None = option(
-        "tokens that a conversation may have (default: the model's, 4096 at the most)",
-        type=integer(2, 1 << 24),
-        metavar="N",
-    )
     no_history: bool = option("keep no history of what is typed", default=False)
 
 
@@ -64,10 +59,7 @@ def main(argv: list[str]) -> int:
             raise RequestError(
                 f"{source.name} has no chat template; allowed: a chat model, or tilewright run"
             )
-        from tilewright.llm import context_of
-
-        context = context_of(source, asked.arguments.context)
-        llm = compile_asked(asked, source, sign, context=context)
+        llm = compile_asked(asked, source, sign)
     finally:
         sign.clear()
     is_typed = sys.stdin.isatty() and sys.stdout.isatty()

@@ -19,19 +19,21 @@ from tilewright.compiler.devices import check_triton
 from tilewright.distributed.grouping import read_grouping
 from tilewright.errors import ConfigError, allowed
 from tilewright.options.arguments import (
-    CHECKPOINT_PRECISION,
-    CheckpointArguments,
-    ModelOptions,
     Parser,
     add_options,
     integer,
+    names_of,
     option,
     output_folder,
-    read_model_options,
     refuse_given,
-    take_checkpoint,
 )
-from tilewright.options.parallel import ParallelArguments
+from tilewright.options.config_file import (
+    OutputArguments,
+    PathArguments,
+    read_checkpoint_config,
+)
+from tilewright.options.engine_config import MODEL, EngineConfig
+from tilewright.options.resolve import ResolvedConfig, resolve
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -52,15 +54,12 @@ _USES = {
     "ttnn": 'run it where ttnn and the board are: python {}/model.py --run-on-device --prompt "Hi"',
 }
 _WRITTEN = "what is written"
-_OF_RUNS = (
-    *("devices", "exchange", "peer_limit"),
-    *("nnodes", "node_rank", "master_addr", "master_port"),
-)
-"""Options of a group that runs."""
+_SPLITS = ("tensor_parallel_size", "expert_parallel_size", "tensor_split", "comm_dtype")
+"""Options of ranks that a program depends on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Arguments(CheckpointArguments):
+class _Arguments:
     emit: str = option(
         "program: for --model DIR; onnx: for plain onnxruntime; mlir: through torch-mlir; "
         "ttnn: one Python file for a Tenstorrent board; engine: one for torch and Triton",
@@ -92,9 +91,9 @@ def main(argv: list[str]) -> int:
         return generate_engine.main(argv)
     arguments = _parser().parse_args(argv)
     output = output_folder(arguments.output)
-    take_checkpoint(arguments)
+    config = read_checkpoint_config(arguments)
     _check_emission(arguments)
-    options = _read_options(arguments)
+    options = _resolved(arguments.emit, config)
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.cli.measure.explain import print_byte_plan
     from tilewright.cli.terminal.console import (
@@ -106,7 +105,7 @@ def main(argv: list[str]) -> int:
         print_files,
     )
     from tilewright.compiler.artifacts.folder import fresh_folder
-    from tilewright.loading.source import settle_backend
+    from tilewright.loading.program import settle_backend
     from tilewright.models import load_model
 
     _target_of(arguments.emit, options)
@@ -139,27 +138,26 @@ def _parser() -> argparse.ArgumentParser:
         description="Compile a model into a folder. Other options: "
         "tilewright compile --config FILE --help (the fastest of several engine.py files).",
     )
-    add_options(parser, _Arguments)
-    add_options(parser, ParallelArguments, without=_OF_RUNS)
+    add_options(parser, PathArguments, OutputArguments, _Arguments)
+    add_options(parser, EngineConfig, only=(*names_of(EngineConfig, MODEL), *_SPLITS))
     return parser
 
 
-def _read_options(arguments: argparse.Namespace) -> ModelOptions:
+def _resolved(emit: str, config: EngineConfig) -> ResolvedConfig:
     """The model and its target, whose libraries are here."""
-    if arguments.emit == "engine" and arguments.target is None:
-        arguments.target = _ENGINES
-    options = read_model_options(arguments, CHECKPOINT_PRECISION, runs=False)
-    options = replace(options, grouping=read_grouping(arguments))
+    if emit == "engine" and config.target is None:
+        config = replace(config, target=_ENGINES)
+    options = replace(resolve(config, runs=False), grouping=read_grouping(config))
     options.check_ranks()
     if options.target == "cuda":
         check_triton()  # writing needs its sources, and no GPU
     return options
 
 
-def _use_of(emit: str, output: Path, options: ModelOptions) -> str:
+def _use_of(emit: str, output: Path, options: ResolvedConfig) -> str:
     """What may be done with what was written."""
     use, ranks = _USES[emit].format(shlex.quote(str(output))), options.grouping.parallel.tensor
-    return use if ranks == 1 else f"{use} --tensor-parallel {ranks}"
+    return use if ranks == 1 else f"{use} --tensor-parallel-size {ranks}"
 
 
 def _check_emission(arguments: argparse.Namespace) -> None:
@@ -183,13 +181,12 @@ def _check_emission(arguments: argparse.Namespace) -> None:
             "--{name}",
         )
     if emit != "program":
-        names = ("tensor_parallel", "expert_parallel", "shares", "wire")
-        refuse_given(arguments, names, f"--emit {emit}; allowed: --emit program")
+        refuse_given(arguments, _SPLITS, f"--emit {emit}; allowed: --emit program")
     if emit != "ttnn":
         refuse_given(arguments, ("users", "context"), f"--emit {emit}; allowed: --emit ttnn")
 
 
-def _target_of(emit: str, options: ModelOptions) -> Target:
+def _target_of(emit: str, options: ResolvedConfig) -> Target:
     """The target that is asked to write; MLIR is the model before a target has its say."""
     from tilewright.compiler.targets.table import get_target
 
@@ -199,7 +196,7 @@ def _target_of(emit: str, options: ModelOptions) -> Target:
 
 
 def _write_program(
-    model: LoadedModel, options: ModelOptions, folder: Path, progress: Progress
+    model: LoadedModel, options: ResolvedConfig, folder: Path, progress: Progress
 ) -> tuple[str, ...]:
     """A folder that ``tilewright run`` takes."""
     from tilewright.compiler.artifacts.folder import seal_folder
@@ -226,7 +223,7 @@ def _write_program(
 
 def _emit(
     model: LoadedModel,
-    options: ModelOptions,
+    options: ResolvedConfig,
     arguments: argparse.Namespace,
     folder: Path,
     progress: Progress,

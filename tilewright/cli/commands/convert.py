@@ -15,16 +15,20 @@ from tilewright.compiler.artifacts.paths import cache_dir
 from tilewright.errors import ConfigError, NoRoomError, allowed
 from tilewright.models import check_header, find_model
 from tilewright.options.arguments import (
-    CHECKPOINT_PRECISION,
-    CheckpointArguments,
     Parser,
     add_options,
+    names_of,
     option,
     output_folder,
-    read_model_options,
     refuse_given,
-    take_checkpoint,
 )
+from tilewright.options.config_file import (
+    OutputArguments,
+    PathArguments,
+    read_checkpoint_config,
+)
+from tilewright.options.engine_config import MODEL, SINGLE, EngineConfig
+from tilewright.options.resolve import resolve
 
 if TYPE_CHECKING:
     from tilewright.compiler.targets.interface.base import Progress
@@ -41,7 +45,7 @@ _NOT_IN_NAMES = re.compile(r"[^\w.-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Options(CheckpointArguments):
+class _Options:
     to: str = option(
         "dllama: a .m and a .t file; cache: the compiled program that the commands find; gguf: a "
         "calibrated folder's q40 or q80 weights in a copy of the GGUF file they came from",
@@ -63,25 +67,27 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="tilewright convert", description="Write a model for dllama, or into the cache."
     )
-    add_options(parser, _Options)
+    add_options(parser, PathArguments, OutputArguments, _Options)
+    add_options(parser, EngineConfig, only=names_of(EngineConfig, MODEL))
     arguments = parser.parse_args(argv)
     if arguments.dump is not None:
         raise ConfigError("--dump with convert; allowed: with tilewright compile")
     if arguments.to == "gguf":
         refuse_given(arguments, (*_OF_CACHE, "weights"), "--to gguf; allowed: without --{name}")
-        take_checkpoint(arguments)
-        return _to_gguf(arguments)
+        return _to_gguf(arguments, read_checkpoint_config(arguments))
     refuse_given(arguments, ("original",), f"--to {arguments.to}; allowed: --to gguf")
     names, other = (_OF_CACHE, "cache") if arguments.to == "dllama" else (_OF_DLLAMA, "dllama")
     said = f"--to {arguments.to}; allowed: without --{{name}}, or --to {other}"
     refuse_given(arguments, names, said)
-    take_checkpoint(arguments)
-    return _to_dllama(arguments) if arguments.to == "dllama" else _to_cache(arguments)
+    config = read_checkpoint_config(arguments, SINGLE)
+    if arguments.to == "dllama":
+        return _to_dllama(arguments, config)
+    return _to_cache(config, is_verbose=arguments.verbose)
 
 
-def _to_dllama(arguments: argparse.Namespace) -> int:
+def _to_dllama(arguments: argparse.Namespace, config: EngineConfig) -> int:
     output = output_folder(arguments.output)
-    path = find_model(arguments.model)
+    path = find_model(config.model)
     check_header(path)
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.cli.terminal.console import compile_progress, err, out, print_files
@@ -128,11 +134,11 @@ def _write_dllama(model: LoadedModel, folder: Path, weights: str, progress: Prog
         ) from None
 
 
-def _to_gguf(arguments: argparse.Namespace) -> int:
+def _to_gguf(arguments: argparse.Namespace, config: EngineConfig) -> int:
     output = output_folder(arguments.output)
     if arguments.original is None:
         raise ConfigError("--to gguf without --original; allowed: --original FILE.gguf")
-    paths = find_model(arguments.model), find_model(arguments.original)
+    paths = find_model(config.model), find_model(arguments.original)
     for path in paths:
         check_header(path)
     from tilewright.cli.terminal.console import compile_progress, err, out, print_files
@@ -158,14 +164,14 @@ def _to_gguf(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _to_cache(arguments: argparse.Namespace) -> int:
-    find_model(arguments.model)  # a shape has no files to be known by
-    options = read_model_options(arguments, CHECKPOINT_PRECISION)
+def _to_cache(config: EngineConfig, *, is_verbose: bool) -> int:
+    find_model(config.model)  # a shape has no files to be known by
+    options = resolve(config)
     warnings.filterwarnings("ignore", module="torch")
+    from tilewright.api import compile, load
     from tilewright.cli.terminal.console import compile_progress, err, note, out
     from tilewright.compiler.targets.interface.base import CompileOptions
     from tilewright.compiler.targets.table import get_target
-    from tilewright.loading.source import compile_source, open_source
 
     if not get_target(options.target).is_cached:
         raise ConfigError(
@@ -173,13 +179,12 @@ def _to_cache(arguments: argparse.Namespace) -> int:
             + allowed(("cpu",))
         )
     _check_cache()
-    source = open_source(options.path)
+    source = load(options.path)
     note(err(), *source.notes)
     context = min(CompileOptions().max_context, source.max_positions)
-    wanted = CompileOptions(max_batch=1, max_context=context, compute=options.compute)
     with compile_progress(err()) as progress:
-        compiled = compile_source(source, options, wanted, progress, use_cache=True)
-    note(err(), *without_details(compiled.notes, is_verbose=arguments.verbose))
+        compiled = compile(source, options.changed(max_model_len=context), progress=progress)
+    note(err(), *without_details(compiled.notes, is_verbose=is_verbose))
     out().print(f"{source.name} for {compiled.target}, {compiled.precision.name}: in the cache")
     compiled.executable.close()
     return 0

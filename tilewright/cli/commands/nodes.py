@@ -19,18 +19,19 @@ from tilewright.distributed.grouping import Grouping
 from tilewright.errors import ConfigError
 from tilewright.models import quantised_types
 from tilewright.options.arguments import (
-    CHECKPOINT_PRECISION,
-    ModelOptions,
-    PathArguments,
+    Parser,
+    add_options,
     integer,
+    names_of,
+    numbers,
     option,
-    parse,
-    read_model_options,
     read_prompt,
     real,
     refuse_given,
+    values_of,
 )
-from tilewright.options.parallel import numbers
+from tilewright.options.engine_config import MODEL, SINGLE, EngineConfig
+from tilewright.options.resolve import ResolvedConfig, resolve
 from tilewright.utils.child_process import PYTHON
 from tilewright.utils.environment import now
 
@@ -51,6 +52,7 @@ _TASKS = {
 }
 """What holds where the command line says nothing else."""
 _OF_NO_PROMPT = (
+    "config",
     "path",
     "worker",
     "dump",
@@ -73,7 +75,8 @@ _OWN_OPTIONS = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Arguments(PathArguments):
+class _Arguments:
+    config: EngineConfig
     path: str | None = option(
         "inference on rank 0 (the default), or worker on another machine",
         "path",
@@ -151,12 +154,12 @@ def main(argv: list[str], prog: str = "tilewright run --nodes") -> int:
     )
     if "--help" in argv:  # a number of nodes is optional here
         argv = ["--help"]
-    given = parse(_Arguments, argv, prog=prog, description=words)
+    given = _parsed(argv, prog, words)
     if given.worker or given.path == _WORKER:
         from tilewright.distributed.worker import serve_worker
         from tilewright.loading.ranks import FOLLOW
 
-        own = [] if given.model is None else [given.model]
+        own = [] if given.config.model is None else [given.config.model]
         return serve_worker(given.host, given.port, [*FOLLOW, *own])
     if given.task is not None:
         refuse_given(given, ("prompt",), "--task; allowed: --prompts DIR")
@@ -171,6 +174,15 @@ def main(argv: list[str], prog: str = "tilewright run --nodes") -> int:
     finally:
         compiled.executable.close()
     return 0
+
+
+def _parsed(argv: Sequence[str], prog: str, description: str) -> _Arguments:
+    parser = Parser(prog=prog, description=description)
+    add_options(parser, _Arguments)
+    add_options(parser, EngineConfig, only=names_of(EngineConfig, MODEL))
+    found = parser.parse_args(list(argv))
+    config = EngineConfig(**{**SINGLE, **values_of(EngineConfig, found)})
+    return _Arguments(config=config, **values_of(_Arguments, found))
 
 
 def _settle(given: _Arguments) -> _Arguments:
@@ -210,8 +222,11 @@ def _task(given: _Arguments) -> int:
 def _script(given: _Arguments, prompt: _Prompt) -> str:
     """A shell script that runs one prompt again as it was run, whatever the current directory."""
     command = [*PYTHON, "-m", "tilewright.cli.main", "run"]
-    for name in (each.name for each in fields(given) if each.name not in _OF_NO_PROMPT):
-        value = getattr(given, name)
+    model = {name: getattr(given.config, name) for name in names_of(EngineConfig, MODEL)}
+    own = {each.name: getattr(given, each.name) for each in fields(given)}
+    for name, value in {**model, **own}.items():
+        if name in _OF_NO_PROMPT:
+            continue
         if value in (None, ()):
             continue
         values = [",".join(map(str, value))] if name == "shares" else value
@@ -257,12 +272,10 @@ def _open(
     """The model on all its nodes, once it is known that there is room for all prompts; then
     ``folders`` are made.
     """
-    from tilewright.compiler.targets.interface.base import CompileOptions
-    from tilewright.compiler.targets.interface.compiled import silent
-    from tilewright.loading.source import compile_source, open_source
+    from tilewright.api import compile, load
 
     choices = _choices(given)
-    source = open_source(choices.path)
+    source = load(choices.path)
     max_context = min(given.max_seq_len or _POSITIONS, source.max_positions)
     for prompt in prompts:
         num_tokens = len(source.tokenizer.encode(prompt.text, add_special=True))
@@ -276,13 +289,8 @@ def _open(
         _make(folder)
     for note in (*source.notes, *_notes(given, prompts, max_context)):
         print(f"tilewright: {note}", file=sys.stderr)
-    options = CompileOptions(
-        max_batch=1,
-        max_context=max_context,
-        compute=choices.compute,
-        num_threads=given.nthreads,
-    )
-    compiled = compile_source(source, choices, options, silent, use_cache=True)
+    choices = choices.changed(max_model_len=max_context, num_threads=given.nthreads)
+    compiled = compile(source, choices)
     detail = compiled.executable.device_detail
     print(f"{source.name} on {compiled.target}, {detail}", file=sys.stderr)
     return source, compiled
@@ -310,21 +318,21 @@ def _num_nodes(given: _Arguments) -> int:
     return len(given.workers) + 1 if given.workers else given.nodes or 1
 
 
-def _choices(given: _Arguments) -> ModelOptions:
+def _choices(given: _Arguments) -> ResolvedConfig:
     """The model's options, with the nodes that the arguments name."""
     from tilewright.distributed.parallel import Parallel
     from tilewright.distributed.worker import read_workers
 
     if given.workers and given.nodes is not None:
         raise ConfigError("--workers and --nodes; allowed: one of them")
-    if given.tokenizer is not None and given.model is not None:
-        beside = Path(given.model).expanduser().resolve().parent
+    if given.tokenizer is not None and given.config.model is not None:
+        beside = Path(given.config.model).expanduser().resolve().parent
         if Path(given.tokenizer).expanduser().resolve().parent != beside:
             raise ConfigError(f"--tokenizer {given.tokenizer}; allowed: the .t beside the model")
-    choices = read_model_options(replace(given, path=None, shares=None), CHECKPOINT_PRECISION)
+    choices = resolve(given.config)
     if choices.target not in ("cpu", "cpu-native"):
         raise ConfigError(f"nodes on target {choices.target}; allowed: --target cpu")
-    if given.backend == "onnxruntime":
+    if given.config.backend == "onnxruntime":
         raise ConfigError("nodes on backend onnxruntime; allowed: --backend native")
     wire = _wire(choices, given.buffer_float_type)
     parallel = Parallel(tensor=_num_nodes(given), wire=wire, shares=given.shares or ())
@@ -333,7 +341,7 @@ def _choices(given: _Arguments) -> ModelOptions:
     return replace(choices, target="cpu-native", is_auto=False, grouping=grouping)
 
 
-def _wire(choices: ModelOptions, named: str | None) -> str:
+def _wire(choices: ResolvedConfig, named: str | None) -> str:
     """The format of partial sums: as named; else fp32 where arithmetic is exact, else that of the
     rounding which products of blocks do anyway.
     """

@@ -105,11 +105,16 @@ def _context(source: Source, asked: Asked, num_prompt: int) -> int:
     from tilewright.llm import MAX_TOKENS
 
     least, most = asked.sampling.get("max_tokens", 1), source.max_positions
+    named = asked.model.config.max_model_len
+    if named is not None:
+        most = min(most, named)
     if num_prompt + least > most:
         raise RequestError(
             f"a prompt of {num_prompt} tokens and {least} to generate do not fit the context; "
-            f"allowed by this model: {most} together"
+            f"allowed: {most} together"
         )
+    if named is not None:
+        return named
     wanted = num_prompt + asked.sampling.get("max_tokens", MAX_TOKENS)
     return min(most, max(wanted, _LEAST_CONTEXT))
 

@@ -33,7 +33,8 @@ def main(argv: list[str]) -> int:
     """Run ``tilewright serve`` until a signal; returns the exit code."""
     sign = Sign()
     try:
-        return _run(read_serve_options(argv, sign), argv, sign)
+        options = read_serve_options(argv, sign)
+        return _run(options, list(options.argv), sign)
     finally:
         sign.clear()
 
@@ -70,7 +71,7 @@ def _serve(options: ServeOptions, argv: list[str], sign: Sign) -> int:
             options.model.target,
             options.model.grouping,
             devices=options.devices,
-            threads=options.threads,
+            threads=options.model.config.num_threads,
         ),
         max_queue=options.max_queue,
         queue_timeout=options.queue_timeout,

@@ -21,7 +21,7 @@ from tilewright.evaluate.report.table import Columns, Table
 from tilewright.evaluate.results.record import RANDOM_WEIGHTS
 from tilewright.evaluate.sweep.byte_plan import byte_plan, kept_byte_plan
 from tilewright.evaluate.sweep.model import experts_share
-from tilewright.options.arguments import ModelOptions
+from tilewright.options.resolve import ResolvedConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,7 +102,7 @@ def explain_contract(screen: Console, contract: NumericContract) -> None:
 def print_byte_plan(
     screen: Console,
     model: LoadedModel | None,
-    choices: ModelOptions,
+    choices: ResolvedConfig,
     *,
     batch: int,
     context: int,

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tilewright.api import compile
 from tilewright.cli.arguments.bench import RunOptions
 from tilewright.compiler.devices import DEVICES, describe_cpu
 from tilewright.compiler.driver import compile_model
@@ -42,7 +43,7 @@ from tilewright.evaluate.cases.reference import (
 from tilewright.evaluate.measure import accuracy
 from tilewright.evaluate.measure.timing import Job, Run, sampling_text
 from tilewright.evaluate.results.record import Accuracy, ContractLine, Result, medians
-from tilewright.loading.source import Source, compile_source
+from tilewright.loading.source import Source
 from tilewright.models import LoadedModel
 from tilewright.utils.environment import environment
 from tilewright.utils.files import cache_dir
@@ -124,16 +125,8 @@ def _prompt_tokens(source: Source, options: RunOptions) -> list[tuple[list[int],
 
 def compile_for(source: Source, options: RunOptions, plan: Plan, progress: Progress) -> Compiled:
     """The executable for the plan's batch and context."""
-    compile_options = CompileOptions(
-        max_batch=options.case.batch_size,
-        max_context=plan.context,
-        compute=options.model.compute,
-        num_threads=options.threads,
-    )
-    model, use_cache = options.model, options.use_cache
-    return compile_source(
-        source, model, compile_options, progress, use_cache=use_cache, ends_process=True
-    )
+    model = options.model.changed(max_num_seqs=options.case.batch_size, max_model_len=plan.context)
+    return compile(source, model, progress=progress, ends_process=True)
 
 
 def measure_accuracy(
@@ -270,7 +263,7 @@ def make_result(
 ) -> Result:
     """The record of a run that has just been timed, without its accuracy."""
     repeats = tuple(run.repeat for run in runs)
-    device, detail = device_of(compiled, options.threads)
+    device, detail = device_of(compiled, options.model.config.num_threads)
     # every job's positions as they are kept, at the fullest
     positions = sum(len(job.prompt) + job.sampling.max_tokens - 1 for job in plan.jobs)
     return describe(

@@ -23,7 +23,8 @@ from tilewright.evaluate.measure.timing import Run, time_jobs
 from tilewright.evaluate.report.table import Table
 from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.results.row import model_text
-from tilewright.loading.source import Source, precision_title, settle_backend
+from tilewright.loading.program import settle_backend
+from tilewright.loading.source import Source, precision_title
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +40,7 @@ def run_here(source: Source, options: RunOptions, screen: Console) -> int:
     with console.compile_progress(console.err()) as progress:
         options = replace(options, model=settle_backend(options.model, progress))
     sizes = {"batch": options.case.batch_size, "context": plan.context}
-    cache = ProgramCache.default() if options.use_cache else None
+    cache = ProgramCache.default() if options.model.config.use_cache else None
     if options.explain:
         print_byte_plan(console.err(), source.model, options.model, **sizes, cache=cache)
     with console.compile_progress(console.err()) as progress:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tilewright.api import load
 from tilewright.cli.arguments.bench import RunOptions
 from tilewright.errors import ConfigError
-from tilewright.loading.source import Source, open_source
+from tilewright.loading.source import Source
 from tilewright.models import check_header, find_model
 from tilewright.models.checkpoints.calibrated.checkpoint import CalibratedCheckpoint
 
@@ -28,7 +29,7 @@ def with_original(source: Source, options: RunOptions) -> Source:
         return source
     found = find_model(options.reference)
     check_header(found)
-    original = open_source(found)
+    original = load(found)
     if facts is not None and original.content_hash != facts.original:
         raise ConfigError(
             f"--reference {options.reference}: not the checkpoint that {source.path} was "

@@ -9,15 +9,17 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from tilewright.api import compile, load
 from tilewright.batch.engine import BatchEngine
 from tilewright.batch.preparing import GrammarTrials, Preparer
 from tilewright.cli.arguments.batch import BatchOptions
+from tilewright.cli.terminal.notes import without_details
 from tilewright.compiler.targets.interface.base import Progress
 from tilewright.compiler.targets.interface.compiled import Compiled
 from tilewright.distributed.parallel import Parallel
 from tilewright.loading.source import (
+    ARITHMETIC,
     Source,
-    open_source,
     precision_of,
     served_facts,
 )
@@ -32,7 +34,7 @@ from tilewright.serve.web.server_log import say
 
 def open_batch_source(options: BatchOptions) -> Source:
     """The model of a batch, with the tokenizer that was asked for; no weights are read."""
-    source = open_source(options.model.path, use_cache=not options.no_cache)
+    source = load(options.model.path, use_cache=options.model.config.use_cache)
     for note in source.notes:
         say(note)
     if options.tokenizer is None:
@@ -54,8 +56,8 @@ def batch_facts(options: BatchOptions, source: Source) -> dict[str, str]:
         "target": options.model.target,
         "precision": precision_of(source, options.model.precision).heading,
         "compute": options.model.compute,
-        "arithmetic": options.arithmetic_of(options.model.target, options.seats),
-        "context": str(min(options.context, source.max_positions)),
+        "arithmetic": ARITHMETIC[options.model.config.batch_invariant],
+        "context": str(min(options.model.config.context, source.max_positions)),
         "sampling": " ".join(f"{name}={chosen[name]}" for name in sorted(chosen)),
         "ends": "ignored" if options.ignore_eos else "the model's",
         "rows": f"{asking.prompt_column} {asking.answer_column} chat={asking.is_chat}",
@@ -84,7 +86,9 @@ def batch_engine(
     Raises:
         TilewrightError: where the model, its precision and the target do not fit together.
     """
-    compiled = options.compile(source, options.model, seats=options.seats, progress=progress)
+    compiled = compile(source, options.model, progress=progress)
+    for note in without_details(compiled.notes, is_verbose=options.verbose):
+        say(note)
     progress("preparing steps", 0, 1)
     with closing(compiled.executable), tempfile.TemporaryDirectory() as folder:
         made = _made(options, source, compiled, created=created, folder=Path(folder) / "tokenizer")
@@ -101,11 +105,11 @@ def _made(
     source.tokenizer.save(folder)  # for grammars, which are compiled for it
     executable, transport = compiled.executable, QueueTransport()
     grammars = grammars_of(folder, source.tokenizer.eos_ids, executable.vocab_size)
-    policy = options.policy(step_ms=0.0)
+    policy = options.model.config.scheduler_config(cache_output=False)
     service = EngineService(executable, transport, policy=policy, grammars=grammars)
     service.loop.warm_up()
-    arithmetic = options.arithmetic_of(options.model.target, options.seats)
-    facts = served_facts(source, compiled, arithmetic=arithmetic)
+    invariance = options.model.config.batch_invariant
+    facts = served_facts(source, compiled, invariance=invariance)
     served = Served(
         ready=service.ready(facts),
         coder=source.tokenizer,

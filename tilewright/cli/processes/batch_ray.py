@@ -40,7 +40,7 @@ class Actor:
         from tilewright.compiler.targets.interface.compiled import silent
 
         options = read_batch_options(argv)
-        options = replace(options, threads=threads)
+        options = replace(options, model=options.model.changed(num_threads=threads))
         source = open_batch_source(options)
         # for as long as the process lives
         self._open = batch_engine(options, source, created=created, progress=silent)
@@ -102,7 +102,9 @@ def _blocks(options: BatchOptions, items: list[Item], journal: Journal) -> Itera
     size = -(-len(items) // (_BATCHES * actors))
     size = max(1, min(size, _SEATS_FULL * options.seats))
     is_gpu, num_ranks = options.model.target == "cuda", options.model.grouping.parallel.tensor
-    threads = options.threads or max(1, describe_cpu().num_cores // (actors * num_ranks))
+    threads = options.model.config.num_threads or max(
+        1, describe_cpu().num_cores // (actors * num_ranks)
+    )
     # in turn, so that every batch has long rows and short ones
     num_batches = -(-len(items) // size)
     dealt = [each for first in range(num_batches) for each in items[first::num_batches]]

@@ -12,7 +12,7 @@ _SIGNS = ("TILEWRIGHT_RANK", "RANK", "LWS_WORKER_INDEX")
 
 def is_follower(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> bool:
     """Whether rank 0 is another process."""
-    is_named = any(each.startswith("--node-rank") for each in argv)
+    is_named = any(each.startswith(("--node-rank", "--config")) for each in argv)
     if not is_named and all(environ.get(name, "0") == "0" for name in _SIGNS):
         return False
     grouping, _ = _read(argv)
@@ -41,14 +41,12 @@ def follow_here(argv: Sequence[str]) -> int:
 
 def _read(argv: Sequence[str]) -> tuple[Grouping, str | None]:
     """The group, and the model's path on this machine where one is named."""
-    from tilewright.options.arguments import (
-        Parser,
-        PathArguments,
-        add_options,
-    )
-    from tilewright.options.parallel import ParallelArguments
+    from tilewright.options.arguments import Parser, add_options, names_of
+    from tilewright.options.config_file import with_config
+    from tilewright.options.engine_config import RANKS, EngineConfig
 
     parser = Parser(prog="tilewright", add_help=False, allow_abbrev=False)
-    add_options(parser, ParallelArguments, PathArguments, without=("path",))
-    given, _ = parser.parse_known_args(list(argv))
+    add_options(parser, EngineConfig, only=("model", *names_of(EngineConfig, RANKS)))
+    words = with_config(parser, argv, skips_unknown=True)
+    given, _ = parser.parse_known_args(words)
     return read_grouping(given), given.model

@@ -18,6 +18,7 @@ from tilewright.cli.arguments.serve import (
     ServeOptions,
     read_serve_options,
 )
+from tilewright.cli.terminal.notes import without_details
 from tilewright.compiler.sampling.params import SamplingParams, plain_names
 from tilewright.errors import ConfigError, RankError, RequestError, TilewrightError
 from tilewright.runtime.messages import Refused
@@ -50,28 +51,26 @@ def main(argv: list[str]) -> int:
 
 def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> None:
     warnings.filterwarnings("ignore", module="torch")
-    from tilewright.compiler.targets.interface.compiled import silent
-    from tilewright.loading.source import open_source
+    from tilewright.api import compile, load
     from tilewright.models.tokenizer.saved import save
     from tilewright.runtime.grammar.matchers import grammars_of
     from tilewright.runtime.service import EngineService
     from tilewright.serve.web.server_log import say
 
-    source = open_source(options.model.path, use_cache=not options.no_cache)
+    config = options.model.config
+    source = load(options.model.path, use_cache=config.use_cache)
     for note in source.notes:
         say(note)
     # a mapped file costs the engine seconds if there is none yet, and saves the front as many
     write = save if source.tokenizer.is_mapped else type(source.tokenizer).save
     write(source.tokenizer, folder / TOKENIZER)
-    compiled = options.compile(
-        source, options.model, seats=options.max_seats, progress=silent, ends_process=True
-    )
+    compiled = compile(source, options.model, ends_process=True)
+    for note in without_details(compiled.notes, is_verbose=options.verbose):
+        say(note)
     executable = compiled.executable
-    replies = options.cache_replies
-    if replies is None:
-        limits = executable.capabilities
-        replies = limits.invariant == "none" or bool(limits.invariant_rows)
-    policy = options.policy(step_ms=options.step_ms, cache_replies=replies)
+    limits = executable.capabilities
+    promises_no_bits = limits.invariant == "none" or bool(limits.invariant_rows)
+    policy = config.scheduler_config(cache_output=promises_no_bits)
     grammars = grammars_of(folder / TOKENIZER, source.tokenizer.eos_ids, executable.vocab_size)
     service = EngineService(executable, transport, policy=policy, grammars=grammars)
     service.loop.warm_up()
@@ -86,8 +85,8 @@ def _facts(source: Source, compiled: Compiled, options: ServeOptions) -> dict[st
     from tilewright.loading.source import served_facts
 
     max_seats = compiled.executable.capabilities.max_seats
-    arithmetic = options.arithmetic_of(options.model.target, max_seats)
-    facts = served_facts(source, compiled, arithmetic=arithmetic)
+    invariance = options.model.config.invariance(options.model.target, max_seats)
+    facts = served_facts(source, compiled, invariance=invariance)
     if options.sampling_defaults == MODEL:
         facts["sampling"] = json.dumps(_own_sampling(source.path))
     return facts

@@ -1,0 +1,164 @@
+"""Programs of opened models: of a directory, of the cache, or compiled."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tilewright.compiler.artifacts.cache import ProgramCache
+from tilewright.compiler.artifacts.loading import load_program
+from tilewright.compiler.artifacts.rank_programs import own_part
+from tilewright.compiler.artifacts.start import StartProgram, config_key, load_started
+from tilewright.compiler.devices import CPU_BACKENDS
+from tilewright.compiler.precision import PrecisionSummary
+from tilewright.compiler.targets.interface.base import CompileOptions, Progress
+from tilewright.compiler.targets.interface.compiled import Compiled
+from tilewright.compiler.targets.table import get_target
+from tilewright.distributed import hello
+from tilewright.loading.ranks import Job, compile_ranks
+from tilewright.loading.source import Source, precision_of
+from tilewright.loading.start import keep_start
+from tilewright.options.resolve import ResolvedConfig
+
+
+def compile_program(
+    source: Source,
+    resolved: ResolvedConfig,
+    options: CompileOptions,
+    progress: Progress,
+    *,
+    ends_process: bool = False,
+) -> Compiled:
+    """Return the executable of a model, on all of its ranks.
+
+    The notes are those of the configuration, the passes and the executable.
+
+    Args:
+        ends_process: Whether this process exits with the error's line and exit code if a rank is
+            lost while a kernel or a library does not return.
+
+    Raises:
+        CompileError, CheckpointError, ConfigError: for parts that do not fit together.
+    """
+    resolved = settle_backend(resolved, progress)
+    if resolved.grouping.is_alone:
+        compiled = compile_alone(source, resolved, options, progress)
+    else:
+        compiled = _compile_ranks(source, resolved, options, progress, ends_process=ends_process)
+    return replace(compiled, notes=(*compiled.notes, *compiled.executable.notes))
+
+
+def settle_backend(resolved: ResolvedConfig, progress: Progress) -> ResolvedConfig:
+    """Select the backend of target cpu if it is open. A note names it and the reason.
+
+    The native library is built if necessary.
+
+    Raises:
+        ConfigError: for ranks of a backend without ranks.
+    """
+    if not resolved.is_auto:
+        return resolved
+    from tilewright.compiler.targets.cpu.backend import choose_backend
+
+    target, why = choose_backend(progress)
+    precision, notes = resolved.precision, resolved.notes
+    if target == CPU_BACKENDS["onnxruntime"] and resolved.on_onnxruntime is not None:
+        precision = resolved.on_onnxruntime.precision
+        notes = (resolved.on_onnxruntime.reason,)
+    settled = replace(
+        resolved, target=target, is_auto=False, precision=precision, notes=(*notes, why)
+    )
+    settled.check_ranks()
+    return settled
+
+
+def compile_alone(
+    source: Source, resolved: ResolvedConfig, options: CompileOptions, progress: Progress
+) -> Compiled:
+    """Return the program of this process: the whole model, or the slice of its rank."""
+    if source.manifest is not None:
+        assert isinstance(source.path, Path), "a shape has no manifest"
+        compiled = load_program(source.path, source.manifest, options, progress)
+    else:
+        compiled = _compile_checkpoint(source, resolved, options, progress)
+        compiled = replace(compiled, notes=(*resolved.notes, *compiled.notes))
+    compiled.executable.num_tokens = source.tokenizer.num_ids
+    return compiled
+
+
+def facts_of(source: Source, resolved: ResolvedConfig) -> dict[str, str]:
+    """Return the facts of a model and its configuration that all ranks must share."""
+    facts = {
+        hello.CHECKPOINT: source.content_hash,
+        hello.PRECISION: precision_of(source, resolved.precision).id,
+    }
+    if source.manifest is not None:  # copies of a directory on several machines
+        files = sorted(source.manifest.files.items())
+        facts[hello.FOLDER] = hashlib.sha256(repr(files).encode()).hexdigest()
+    return facts
+
+
+def _compile_ranks(
+    source: Source,
+    resolved: ResolvedConfig,
+    options: CompileOptions,
+    progress: Progress,
+    *,
+    ends_process: bool,
+) -> Compiled:
+    """Return the executable of all ranks, led by this process."""
+    grouping, target = resolved.grouping, resolved.target
+    options = replace(options, parallel=grouping.parallel)
+    # what every rank would refuse is refused before any of them is started
+    if source.manifest is not None:
+        assert isinstance(source.path, Path), "a shape has no manifest"
+        own_part(source.path, source.manifest, options)
+        target = source.manifest.target
+    else:
+        # A compiled directory is opened and run without torch, which the mesh needs.
+        from tilewright.compiler.mesh import split_heads
+
+        heads, parallel = source.checkpoint_model().config, grouping.parallel
+        split_heads(heads.num_heads, heads.num_kv_heads, parallel.tensor, parallel.policy)
+    use_cache = resolved.config.use_cache
+    job = Job(str(source.path), target, resolved.precision, options, use_cache)
+
+    def run(own: CompileOptions, check: Callable[[], None]) -> Compiled:
+        def report(what: str, done: int, total: int) -> None:
+            check()
+            progress(what, done, total)
+
+        return compile_alone(source, resolved, own, report)
+
+    facts = facts_of(source, resolved)
+    return compile_ranks(job, grouping, facts, run, ends_process=ends_process)
+
+
+def _compile_checkpoint(
+    source: Source, resolved: ResolvedConfig, options: CompileOptions, progress: Progress
+) -> Compiled:
+    """Return the program of a checkpoint: of the start index, of the cache, or compiled."""
+    precision, dump_dir = resolved.precision, resolved.dump_dir
+    assert precision is not None
+    how: Any = {"target": resolved.target, "options": options, "progress": progress}
+    is_cached = resolved.config.use_cache and dump_dir is None
+    is_cached = is_cached and get_target(resolved.target).is_cached
+    if is_cached and source.start is not None:
+        started = load_started(source.start, precision, ProgramCache.default(), **how)
+        if started is not None:
+            return started
+    from tilewright.compiler.artifacts.program import compile_cached
+    from tilewright.compiler.driver import compile_model
+
+    model = source.checkpoint_model()
+    if not is_cached:
+        return compile_model(model, precision, dump_dir=dump_dir, **how)
+
+    def keep(key: str, summary: PrecisionSummary) -> None:
+        program = StartProgram(key, config_key(precision), summary)
+        keep_start(source, precision, program, resolved.target, options)
+
+    return compile_cached(model, precision, ProgramCache.default(), on_cached=keep, **how)
