@@ -51,6 +51,7 @@ SEES_MODELS = (
     "tilewright.models",
     "tilewright.options",
     "tilewright.loading",
+    "tilewright.api",
     "tilewright.llm",
     "tilewright.cli",
     "bench",

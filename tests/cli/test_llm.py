@@ -137,7 +137,7 @@ def test_what_cannot_be_asked_is_refused_by_name(llm: LLM, tiny_gguf: Path) -> N
         llm.generate("hello " * 2000)
     with pytest.raises(RequestError, match="at least one message"):
         llm.chat([])
-    with pytest.raises(ConfigError, match=r"a context of 9999; allowed by this model: 1 to 1536"):
+    with pytest.raises(ConfigError, match="max_model_len 9999; allowed by this model: 1 to 1536"):
         LLM(tiny_gguf, max_context=9999)
     with pytest.raises(ConfigError, match=r"unknown target 'cdua'; .*did you mean 'cuda'\?"):
         LLM(tiny_gguf, target="cdua")
@@ -167,7 +167,7 @@ def test_texts_are_embedded_alone_as_in_a_batch(llm: LLM) -> None:
 
 def test_ranks_are_asked_for_as_by_commands(tiny_gguf: Path) -> None:
     for asked, said in (
-        ({"tensor_parallel": 0}, "0 ranks; allowed: 1 or more"),
+        ({"tensor_parallel": 0}, "tensor_parallel_size: '0'; allowed: integers, 1 to 1024"),
         ({"tensor_parallel": 99, "target": "null"}, r"query heads over 99 ranks; allowed: at most"),
         ({"devices": (0,)}, "--devices 0: target cpu has cores"),
     ):

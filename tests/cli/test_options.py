@@ -20,8 +20,8 @@ from tilewright.compiler.targets.table import target_names
 from tilewright.errors import ConfigError, TilewrightError
 from tilewright.evaluate.cases.cases import CASES
 from tilewright.evaluate.cases.prompts import sample_prompts
-from tilewright.options import arguments
 from tilewright.options.arguments import OnOff, option, parse
+from tilewright.options.engine_config import TARGETS
 
 
 def read(model: Path, *argv: str) -> RunOptions:
@@ -57,7 +57,7 @@ def test_the_targets_named_here_are_the_targets() -> None:
     """Written down twice, because asking the targets imports torch."""
     backends = [name for name in CPU_BACKENDS.values() if name != "cpu"]
     named = [name for name in target_names() if name not in backends]
-    assert tuple(named) == arguments._TARGETS and set(backends) < set(target_names())
+    assert tuple(named) == TARGETS and set(backends) < set(target_names())
 
 
 def test_a_list_needs_no_model() -> None:
@@ -327,6 +327,6 @@ def test_single_value_given_twice_is_an_error(again: list[str]) -> None:
 def test_options_of_a_replica_replace_those_of_its_server(tiny_gguf: Path) -> None:
     argv = [str(tiny_gguf), "--replicas", "2", "--threads", "4", "--replicas", "1", "--threads=2"]
     found = read_serve_options(argv, last_wins=True)
-    assert (found.replicas, found.threads) == (1, 2)
+    assert (found.replicas, found.model.config.num_threads) == (1, 2)
     with pytest.raises(ConfigError, match="data-parallel-size: given twice"):
         read_serve_options(argv)

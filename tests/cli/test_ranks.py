@@ -113,13 +113,9 @@ def test_ranks_that_cannot_write_into_each_other_s_gpus_exchange_otherwise() -> 
         check_devices(read_grouping(far), 2)
         check_devices(Grouping(Parallel(tensor=16, exchange=exchange)), 16)
     far = asked(tensor_parallel_size=4, nnodes=2, master_addr="h", collective_backend="p2p")
-    with pytest.raises(
-        ConfigError, match="p2p for 4 ranks over several machines: each"
-    ):
+    with pytest.raises(ConfigError, match="p2p for 4 ranks over several machines: each"):
         check_devices(read_grouping(far), 2)
-    with pytest.raises(
-        ConfigError, match="p2p for 16 ranks; allowed: up to 8, or --"
-    ):
+    with pytest.raises(ConfigError, match="p2p for 16 ranks; allowed: up to 8, or --"):
         check_devices(Grouping(Parallel(tensor=16, exchange="peers")), 16)
 
 

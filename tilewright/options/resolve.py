@@ -108,8 +108,7 @@ def resolve(config: EngineConfig, *, default: str = AUTO, runs: bool = True) -> 
         load_precision(named)  # a name is checked before a model is fetched
     dump_folder(None if config.dump is None else Path(config.dump))
     found = find_model_or_shape(config.model)
-    known = known_types(found)
-    if known is None:
+    if (known := known_types(found)) is None:
         check_header(found)
     on_onnxruntime = None
     if config.precision in (None, AUTO) and (own := calibrated_precision(found)) is not None:
