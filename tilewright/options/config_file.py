@@ -186,8 +186,8 @@ def _words(
             return [] if _is_plain_switch(action) else ["--no-" + flag.removeprefix("--")]
         return [flag]
     several = action.nargs in ("+", "*")
-    texts = value if isinstance(value, list) else [value]
-    if not all(isinstance(each, str) and each not in ("", "null", "~") for each in texts):
+    texts: list[Any] = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, str) and each not in ("", "~") for each in texts):
         raise argparse.ArgumentTypeError(f"{value!r}; allowed: a value, or without the key")
     if isinstance(value, list) and not several:
         texts = [",".join(texts)]

@@ -334,7 +334,7 @@ class EngineConfig:
         num_seqs, least = self.num_seqs(target)
         invariance = self.invariance(target, num_seqs)
         step_tokens = self.max_num_batched_tokens
-        limits = {} if step_tokens is None else {"max_step_tokens": step_tokens}
+        limits: dict[str, Any] = {} if step_tokens is None else {"max_step_tokens": step_tokens}
         return CompileOptions(
             max_batch=num_seqs,
             least_batch=least,
