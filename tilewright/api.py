@@ -40,19 +40,19 @@ def load(
     """
     if isinstance(path, str) and is_compiled(path):
         path = Path(path).expanduser()
-    found = find_model_or_shape(path) if path is None or isinstance(path, str) else path
-    if isinstance(found, Path) and is_compiled(found):
-        return open_compiled(found, rank)
+    named = find_model_or_shape(path) if path is None or isinstance(path, str) else path
+    if isinstance(named, Path) and is_compiled(named):
+        return open_compiled(named, rank)
     notes: tuple[str, ...] = ()
     if use_cache:
         try:
-            start = find_start(found, max_bytes=MAX_BYTES)
+            start = find_start(named, max_bytes=MAX_BYTES)
             if start is not None:
-                return open_started(found, start)
+                return open_started(named, start)
         except (DamagedStartError, CheckpointError) as error:
             notes = (str(error),)
     progress("opening the model", 0, 1)
-    return replace(source_of(load_model(found), found), notes=notes)
+    return replace(source_of(load_model(named), named), notes=notes)
 
 
 def compile(

@@ -81,7 +81,7 @@ def test_every_field_is_flag_key_and_line_of_the_docs(tmp_path: Path) -> None:
         ("max_num_seqs: many", "max_num_seqs: 'many'; allowed: auto, or integers, 1 to 4096"),
         ("use_cache: 1", "use_cache: '1'; allowed: true, false"),
         ("weight_copies: some", "weight_copies: .*none"),
-        ("- model", "no map of options; allowed: lines"),
+        ("- model", "no option map; allowed: lines"),
         ("model:", "model: ''; allowed: a value, or without the key"),
     ],
 )

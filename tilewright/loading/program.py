@@ -1,4 +1,4 @@
-"""Programs of opened models: of a directory, of the cache, or compiled."""
+"""Programs for opened models, from a directory, the cache or the compiler."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def compile_program(
     *,
     ends_process: bool = False,
 ) -> Compiled:
-    """Return the executable of a model, on all of its ranks.
+    """Return a model's executable, on all its ranks.
 
-    The notes are those of the configuration, the passes and the executable.
+    Its notes come from the configuration, the passes and the executable.
 
     Args:
         ends_process: Whether this process exits with the error's line and exit code if a rank is
@@ -52,12 +52,12 @@ def compile_program(
 
 
 def settle_backend(resolved: ResolvedConfig, progress: Progress) -> ResolvedConfig:
-    """Select the backend of target cpu if it is open. A note names it and the reason.
+    """Select the backend for target cpu if it is open. A note names it and the reason.
 
     The native library is built if necessary.
 
     Raises:
-        ConfigError: for ranks of a backend without ranks.
+        ConfigError: for ranks with a backend that has none.
     """
     if not resolved.is_auto:
         return resolved
@@ -78,7 +78,7 @@ def settle_backend(resolved: ResolvedConfig, progress: Progress) -> ResolvedConf
 def compile_alone(
     source: Source, resolved: ResolvedConfig, options: CompileOptions, progress: Progress
 ) -> Compiled:
-    """Return the program of this process: the whole model, or the slice of its rank."""
+    """Return this process's program, for the whole model or a rank's slice."""
     if source.manifest is not None:
         assert isinstance(source.path, Path), "a shape has no manifest"
         compiled = load_program(source.path, source.manifest, options, progress)
@@ -90,7 +90,7 @@ def compile_alone(
 
 
 def facts_of(source: Source, resolved: ResolvedConfig) -> dict[str, str]:
-    """Return the facts of a model and its configuration that all ranks must share."""
+    """Return the model and configuration facts that all ranks must share."""
     facts = {
         hello.CHECKPOINT: source.content_hash,
         hello.PRECISION: precision_of(source, resolved.precision).id,
@@ -109,7 +109,7 @@ def _compile_ranks(
     *,
     ends_process: bool,
 ) -> Compiled:
-    """Return the executable of all ranks, led by this process."""
+    """Return the executable for all ranks, led by this process."""
     grouping, target = resolved.grouping, resolved.target
     options = replace(options, parallel=grouping.parallel)
     # what every rank would refuse is refused before any of them is started
@@ -140,7 +140,7 @@ def _compile_ranks(
 def _compile_checkpoint(
     source: Source, resolved: ResolvedConfig, options: CompileOptions, progress: Progress
 ) -> Compiled:
-    """Return the program of a checkpoint: of the start index, of the cache, or compiled."""
+    """Return a checkpoint's program from the start index, the cache or the compiler."""
     precision, dump_dir = resolved.precision, resolved.dump_dir
     assert precision is not None
     how: Any = {"target": resolved.target, "options": options, "progress": progress}

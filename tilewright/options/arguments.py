@@ -154,8 +154,8 @@ def add_options(
             words = {"dest": name, **words}
             if words.get("nargs") in ("+", "*"):
                 words = {"action": _Extend, **words}
-        given = (defaults or {}).get(name, default)
-        action = groups[made.group].add_argument(*flags, default=given, help=made.text, **words)
+        chosen = (defaults or {}).get(name, default)
+        action = groups[made.group].add_argument(*flags, default=chosen, help=made.text, **words)
         for alias in made.aliases:
             parser._option_string_actions[alias] = action
 
@@ -164,8 +164,8 @@ def _words(made: Option, default: Any) -> dict[str, Any]:
     """Return the arguments of ``add_argument`` for a declaration."""
     words = dict(made.words)
     if made.renamed:
-        kind, renamed = words.get("type", str), made.renamed
-        words["type"] = lambda text: kind(renamed.get(text, text))
+        convert, renamed = words.get("type", str), made.renamed
+        words["type"] = lambda text: convert(renamed.get(text, text))
     if default is False:
         return {"action": "store_true", **words}
     return {"nargs": "+", **words} if isinstance(default, tuple) else words
@@ -220,8 +220,8 @@ class _Extend(argparse.Action):
 
 def values_of(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the values of the options of ``kind`` by field. Several values are a tuple."""
-    found = {n: getattr(arguments, n) for n in declared(kind) if hasattr(arguments, n)}
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+    values = {n: getattr(arguments, n) for n in declared(kind) if hasattr(arguments, n)}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
 def words_of(kind: type, name: str) -> dict[str, Any]:
@@ -240,8 +240,8 @@ def declared(kind: type) -> dict[str, Option]:
 
 
 def _declared_of(kinds: Sequence[type]) -> dict[str, tuple[Option, Any]]:
-    found = [each for kind in kinds for each in fields(kind) if _OPTION in each.metadata]
-    return {each.name: (each.metadata[_OPTION], each.default) for each in found}
+    values = [entry for kind in kinds for entry in fields(kind) if _OPTION in entry.metadata]
+    return {entry.name: (entry.metadata[_OPTION], entry.default) for entry in values}
 
 
 def parse(kind: type[_T], argv: Sequence[str], *, prog: str, description: str) -> _T:

@@ -1,4 +1,4 @@
-"""Options of a command in a YAML file: ``--config FILE``. A flag replaces the value of the file."""
+"""Command options in a YAML file, for ``--config FILE``. A flag replaces a file's value."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _FLAG = "--config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigArguments:
-    """The file of options."""
+    """The options file."""
 
     config_file: str | None = option(
-        "YAML file with options of this command as keys; a flag replaces its value",
+        "YAML file with this command's options as keys. A flag replaces its value",
         _FLAG,
         group=MODEL,
         metavar="FILE",
@@ -47,10 +47,10 @@ class OutputArguments:
 def read_config(
     arguments: argparse.Namespace, defaults: Mapping[str, Any] | None = None
 ) -> EngineConfig:
-    """Return the configuration of a parsed command line.
+    """Return the configuration from a parsed command line.
 
     Args:
-        defaults: Values of fields that are not options of the command.
+        defaults: Values for fields without an option.
 
     Raises:
         ConfigError: for two models.
@@ -65,7 +65,7 @@ def read_config(
 def read_checkpoint_config(
     arguments: argparse.Namespace, defaults: Mapping[str, Any] | None = None
 ) -> EngineConfig:
-    """Return `read_config` of a checkpoint.
+    """Return `read_config` for a checkpoint.
 
     Raises:
         ConfigError: for two models, or a compiled directory.
@@ -77,72 +77,72 @@ def read_checkpoint_config(
 
 
 def read_config_file(path: str | Path) -> dict[str, Any]:
-    """Return the fields of an `EngineConfig` in a file.
+    """Return the `EngineConfig` fields in a file.
 
     Raises:
         ConfigError: for an unknown or doubled key, or a wrong value.
     """
     parser = Parser(prog="tilewright", add_help=False)
     add_options(parser, EngineConfig)
-    words = [word for each in _read(parser, str(path)).values() for word in each.words]
-    given = _given(parser, words)
-    return {n: v for n, v in values_of(EngineConfig, given).items() if v is not None}
+    words = [word for entry in _read(parser, str(path)).values() for word in entry.words]
+    typed = _typed(parser, words)
+    return {n: v for n, v in values_of(EngineConfig, typed).items() if v is not None}
 
 
 def with_config(
     parser: argparse.ArgumentParser, argv: Sequence[str], *, skips_unknown: bool = False
 ) -> list[str]:
-    """Return a command line with the options of its ``--config`` file in place of that flag.
+    """Return a command line with the ``--config`` file's options in place of that flag.
 
     A value that a flag replaces is named on standard error.
 
     Args:
-        skips_unknown: Whether keys that are no options of ``parser`` are ignored.
+        skips_unknown: Whether unknown keys are ignored.
 
     Raises:
         ConfigError: for a file that is not readable, an unknown or doubled key, or a wrong value.
     """
     finder = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
     finder.add_argument(_FLAG)
-    found, rest = finder.parse_known_args(list(argv))
-    if found.config is None:
+    parsed, rest = finder.parse_known_args(list(argv))
+    if parsed.config is None:
         return list(argv)
-    given, words = vars(_given(parser, rest)), list[str]()
-    if given.get("path") is not None:
-        given["model"] = given.get("model") or given["path"]
-    for dest, value in _read(parser, found.config, skips_unknown=skips_unknown).items():
-        flag = given.get(dest)
+    typed, words = vars(_typed(parser, rest)), list[str]()
+    if typed.get("path") is not None:
+        typed["model"] = typed.get("model") or typed["path"]
+    for dest, value in _read(parser, parsed.config, skips_unknown=skips_unknown).items():
+        flag = typed.get(dest)
         if flag is None:
             words += value.words
-        elif flag != getattr(_given(parser, value.words), dest):
-            text = f"{found.config}: {value.key}: replaced by the command line"
+        elif flag != getattr(_typed(parser, value.words), dest):
+            text = f"{parsed.config}: {value.key}: replaced by the command line"
             print(f"tilewright: {text}", file=sys.stderr)
     return [*rest, *words]
 
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A key of a file, and the same as words of a command line."""
+    """A key in a file, and the same as command line words."""
 
     key: str
     words: list[str]
 
 
-def _given(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+def _typed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """Return the values in a command line. None marks an option without a value."""
-    nothing = argparse.Namespace(**{each.dest: None for each in parser._actions})
+    nothing = argparse.Namespace(**{entry.dest: None for entry in parser._actions})
     return parser.parse_known_args(list(words), nothing)[0]
 
 
 def _read(
     parser: argparse.ArgumentParser, path: str, *, skips_unknown: bool = False
 ) -> dict[str, _Value]:
-    """Return the values of a file by the name of their option."""
+    """Return the values in a file by option name."""
     values = parse_yaml(read_text(Path(path), source=path), path)
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{path}: no map of options; allowed: lines as 'max_num_seqs: 8'")
+        raise ConfigError(f"{path}: no option map; allowed: lines as 'max_num_seqs: 8'")
     actions = parser._option_string_actions
-    found: dict[str, _Value] = {}
+    parsed: dict[str, _Value] = {}
     for key, value in values.items():
         flag = "--" + key.replace("_", "-")
         action = actions.get(flag)
@@ -153,22 +153,24 @@ def _read(
                 continue
             known = [s.removeprefix("--").replace("-", "_") for s in _names(parser)]
             raise ConfigError(f"{path}: unknown key {key!r}; {allowed(known, key)}")
-        if action.dest in found:
-            other = found[action.dest].key
+        if action.dest in parsed:
+            other = parsed[action.dest].key
             raise ConfigError(f"{path}: {key}: given twice, also as {other}; allowed: once")
         try:
-            found[action.dest] = _Value(key, _words(parser, action, flag, value))
+            parsed[action.dest] = _Value(key, _words(parser, action, flag, value))
         except argparse.ArgumentTypeError as error:
             raise ConfigError(f"{path}: {key}: {error}") from None
         except argparse.ArgumentError as error:
             raise ConfigError(f"{path}: {key}: {error.message}") from None
-    return found
+    return parsed
 
 
 def _names(parser: argparse.ArgumentParser) -> list[str]:
-    """Return the first spelling of every option."""
-    spellings = [[s for s in each.option_strings if s.startswith("--")] for each in parser._actions]
-    return [each[0] for each in spellings if each and each[0] not in ("--help", _FLAG)]
+    """Return each option's first spelling."""
+    spellings = [
+        [s for s in entry.option_strings if s.startswith("--")] for entry in parser._actions
+    ]
+    return [entry[0] for entry in spellings if entry and entry[0] not in ("--help", _FLAG)]
 
 
 def _is_plain_switch(action: argparse.Action) -> bool:
@@ -178,7 +180,7 @@ def _is_plain_switch(action: argparse.Action) -> bool:
 def _words(
     parser: argparse.ArgumentParser, action: argparse.Action, flag: str, value: object
 ) -> list[str]:
-    """Return a value as words of a command line, after a check of type and range."""
+    """Return a value as command line words, after checks."""
     if action.nargs == 0:
         if value not in ("true", "false"):
             raise argparse.ArgumentTypeError(f"{value!r}; allowed: true, false")
@@ -187,7 +189,7 @@ def _words(
         return [flag]
     several = action.nargs in ("+", "*")
     texts: list[Any] = value if isinstance(value, list) else [value]
-    if not all(isinstance(each, str) and each not in ("", "~") for each in texts):
+    if not all(isinstance(entry, str) and entry not in ("", "~") for entry in texts):
         raise argparse.ArgumentTypeError(f"{value!r}; allowed: a value, or without the key")
     if isinstance(value, list) and not several:
         texts = [",".join(texts)]

@@ -1,7 +1,7 @@
-"""The configuration of an engine. A field is a flag, a keyword of `LLM` and a key of a YAML file.
+"""The engine configuration. A field is a flag, a keyword for `LLM` and a key in a YAML file.
 
-Parsing of command lines and files is in `arguments` and `config_file`. The models and devices of
-this machine are in `resolve`.
+Command lines and files are parsed in `arguments` and `config_file`. Models and devices on this
+machine are in `resolve`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 AUTO, ALWAYS, NEVER = "auto", "always", "never"
 TARGETS = ("reference", "null", "cpu", "cuda", *BOARDS)
 FEW_SEQS = 16
-"""Number of open sequences up to which batch-invariant decode steps cost a GPU nothing."""
+"""Open sequences for which batch-invariant decode steps cost a GPU nothing."""
 MAX_SEQS = {"cuda": 256, "cpu": 16}
-"""Largest ``max_num_seqs`` of ``auto``, by target."""
+"""Largest automatic ``max_num_seqs``, by target."""
 _MIN_SEQS, _MAX_MODEL_LEN, _MAX_RANKS = 8, 4096, 1024
 MODEL, ENGINE, SCHEDULER, RANKS = "model", "engine", "scheduler", "several devices"
 """Headings of the help."""
@@ -39,14 +39,14 @@ LOCAL: Mapping[str, Any] = {
     "batch_invariant": NEVER,
     "cache_output": False,
 }
-"""Defaults of `LLM` and of commands without a server."""
+"""Defaults for `LLM` and commands without a server."""
 SINGLE: Mapping[str, Any] = {**LOCAL, "max_num_seqs": 1}
-"""Defaults of commands that run a single sequence."""
+"""Defaults for commands with a single sequence."""
 BATCH: Mapping[str, Any] = {"max_prefill_ms": 0.0, "cache_output": False}
-"""Defaults of ``batch``: no stream waits for a prompt."""
+"""Defaults for ``batch``, where no stream waits for a prompt."""
 
 _COPIES = {"auto": "auto", "none": "none", "fp8": "codes", "all": "all"}
-"""``weight_copies``, and the words of the compiler for them."""
+"""``weight_copies`` in the compiler's words."""
 
 
 def _seqs(text: str) -> int | None:
@@ -62,34 +62,33 @@ def _seqs(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The configuration of an engine. A value out of range raises ConfigError."""
+    """The engine configuration. A value out of range raises ConfigError."""
 
     model: str | None = option(
-        "a Hugging Face directory, a GGUF file, a name on the Hugging Face hub "
-        "(OWNER/NAME[@REVISION][:FILE.gguf]), smollm2, or shape:NAME for random weights of a "
-        "known shape, as shape:llama-3.1-8b (default: smollm2)",
+        "Hugging Face directory, GGUF file, hub name (OWNER/NAME[@REVISION][:FILE.gguf]), "
+        "smollm2, or shape:NAME for random weights, as shape:llama-3.1-8b. Default smollm2",
         group=MODEL,
         metavar="PATH",
     )
     target: str | None = option(
-        "reference, null, cpu, cuda, or an emulated board: n150, n300, t3k, tg (default: cpu)",
+        "reference, null, cpu, cuda, or an emulated board (n150, n300, t3k, tg). Default cpu",
         group=MODEL,
     )
     backend: str | None = option(
-        "implementation of target cpu: native (kernels built with this machine's C++ compiler), "
-        "onnxruntime, or auto: native if a build is possible, else onnxruntime (default: auto)",
+        "native kernels, onnxruntime or auto for target cpu. Native kernels need a C++ "
+        "compiler or a prebuilt library. Default auto, which prefers native",
         group=MODEL,
         choices=(AUTO, *CPU_BACKENDS),
     )
     precision: str | None = option(
-        "a name in precision_cfgs/, a YAML or JSON file, a heading, or auto: stored (weights as "
-        "in the file) for quantized files, with float prefill under 0.5 GB; accuracy for others "
-        "(default: auto; bench: the case's)",
+        "a name in precision_cfgs/, a YAML or JSON file, a heading, or auto. For quantized "
+        "files auto is stored (weights as in the file), with float prefill under 0.5 GB. For "
+        "other files auto is accuracy. Default auto, or the case's in bench",
         group=MODEL,
         metavar="NAME",
     )
     compute: str | None = option(
-        "exact: float arithmetic everywhere, without a speed claim (default: fast)",
+        "exact uses float arithmetic everywhere, without a speed claim. Default fast",
         group=MODEL,
         choices=COMPUTE_MODES,
     )
@@ -97,15 +96,15 @@ class EngineConfig:
         "directory for the graph after every pass", group=MODEL, metavar="DIR"
     )
     max_model_len: int | None = option(
-        f"maximum positions of a request, prompt and output (default: the model's, up to "
-        f"{_MAX_MODEL_LEN}; run: the length of prompt and output)",
+        "maximum positions in a request with its output. Default is the model's limit, up to "
+        "4096. The default in run fits the prompt and its output",
         aliases=("--max-context", "--context"),
         group=ENGINE,
         type=integer(1, 1 << 24),
         metavar="N",
     )
     max_num_batched_tokens: int | None = option(
-        "maximum prompt tokens of a step (default: 8192; LLM, run, chat: no limit)",
+        "maximum prompt tokens in a step. Default 8192, without a limit in LLM, run and chat",
         aliases=("--step-tokens",),
         default=8192,
         group=ENGINE,
@@ -113,8 +112,8 @@ class EngineConfig:
         metavar="N",
     )
     gpu_memory_utilization: float | None = option(
-        "share of a GPU's memory for weights and state (default: 0.92; LLM, run, chat: memory for "
-        "max_num_seqs full sequences)",
+        "share of GPU memory for weights and state. Default 0.92. LLM, run and chat reserve "
+        "max_num_seqs full sequences",
         aliases=("--memory-fraction",),
         default=0.92,
         group=ENGINE,
@@ -122,9 +121,9 @@ class EngineConfig:
         metavar="X",
     )
     weight_copies: str = option(
-        "dequantized weight copies for large batches on a GPU: auto (all if every context still "
-        "fits or three quarters of the pages remain, else fp8), none, fp8 (only if not "
-        "batch-invariant), or all (default: auto)",
+        "dequantized weight copies for large batches on a GPU. fp8 needs --batch-invariant "
+        "never. auto is all if every context still fits or three quarters of the pages "
+        "remain, else fp8. Default auto",
         aliases=("--copies",),
         renamed={"codes": "fp8"},
         default=AUTO,
@@ -132,10 +131,10 @@ class EngineConfig:
         choices=tuple(_COPIES),
     )
     batch_invariant: str = option(
-        "always: output does not depend on the batch, if the target supports it; never: prompts "
-        "may use other kernels, and a GPU may multiply bfp4 weights at lofi in FP8; auto: always, "
-        f"but never on a GPU with more than {FEW_SEQS} running requests (default: auto; LLM, run, "
-        "chat: never)",
+        "always makes the output independent from the batch, if the target can. never allows "
+        "other prefill kernels, and FP8 for bfp4 weights at lofi on a GPU. auto is always, "
+        "except on a GPU with more than 16 running requests. Default auto, and never in LLM, "
+        "run and chat",
         aliases=("--arithmetic",),
         renamed={"strict": ALWAYS, "fast": NEVER},
         default=AUTO,
@@ -143,29 +142,29 @@ class EngineConfig:
         choices=(AUTO, ALWAYS, NEVER),
     )
     num_threads: int | None = option(
-        "CPU threads; of all replicas in total (default: all cores)",
+        "CPU threads, shared by all replicas. Default all cores",
         aliases=("--threads",),
         group=ENGINE,
         type=integer(1, 1024),
         metavar="N",
     )
     use_cache: bool = option(
-        "read and write the cache of compiled programs",
+        "read and write the cache for compiled programs",
         aliases=("--no-cache",),
         default=True,
         group=ENGINE,
     )
     max_num_seqs: int | None = option(
-        "maximum running requests: auto, or 1 to 4096 (default: auto, which is up to "
-        f"{MAX_SEQS['cuda']} on cuda and {MAX_SEQS['cpu']} on cpu, as memory allows; LLM: 8)",
+        "maximum running requests, auto or 1 to 4096. Default auto, which is up to 256 on "
+        "cuda and 16 on cpu, as memory allows. Default 8 in LLM",
         aliases=("--max-seats",),
         group=SCHEDULER,
         type=_seqs,
         metavar="N",
     )
     max_prefill_ms: float = option(
-        "maximum milliseconds of prefill in a step with running requests. 0: no limit (default: "
-        "20; batch: 0)",
+        "maximum prefill milliseconds in a step with running requests. 0 disables the limit. "
+        "Default 20, and 0 in batch",
         aliases=("--step-ms",),
         default=20.0,
         group=SCHEDULER,
@@ -173,21 +172,21 @@ class EngineConfig:
         metavar="MS",
     )
     enable_prefix_caching: bool = option(
-        "reuse computed prefixes of prompts",
+        "reuse computed prompt prefixes",
         aliases=("--no-prefix-cache",),
         default=True,
         group=SCHEDULER,
     )
     cache_output: bool | None = option(
-        "reuse output tokens as prefix of later prompts; equal up to rounding (default: if the "
-        "target promises no bits, else no; LLM, batch: no)",
+        "reuse output tokens as prefix for later prompts, equal up to rounding. Default yes "
+        "if the target does not promise bits. Default no in LLM and batch",
         aliases=("--cache-replies", "--no-cache-replies"),
         action=OnOff,
         group=SCHEDULER,
     )
     swap_space: float = option(
-        "host memory for preempted requests, in GB; the same amount again holds cached sequences "
-        "(default: 4)",
+        "host memory for preempted requests, in GB. Cached sequences take the same amount "
+        "again. Default 4",
         aliases=("--host-cache",),
         default=4.0,
         group=SCHEDULER,
@@ -195,55 +194,56 @@ class EngineConfig:
         type=real(0, 1 << 20),
     )
     tensor_parallel_size: int | None = option(
-        "number of ranks, each with a slice of every layer: GPUs of target cuda, processes of "
-        "target cpu (default: 1)",
+        "number of ranks with a slice from every layer. A rank is a GPU, or a process on "
+        "target cpu. Default 1",
         aliases=("--tensor-parallel", "--nodes"),
         group=RANKS,
         type=integer(1, _MAX_RANKS),
         metavar="N",
     )
     expert_parallel_size: int | None = option(
-        "number of expert-parallel groups; experts are distributed over them (default: automatic)",
+        "number of expert-parallel groups. Experts are distributed over the groups. Default "
+        "automatic",
         aliases=("--expert-parallel",),
         group=RANKS,
         type=integer(1, _MAX_RANKS),
         metavar="E",
     )
     devices: tuple[int, ...] | None = option(
-        "devices of the ranks, as 0,1 (default: from 0)",
+        "devices for the ranks, as 0,1. Default from 0",
         group=RANKS,
         type=numbers,
         metavar="LIST",
     )
     tensor_split: tuple[int, ...] | None = option(
-        "proportions of the model per rank, as 2,1,1 (default: even)",
+        "proportions per rank, as 2,1,1. Default even",
         aliases=("--shares",),
         group=RANKS,
         type=numbers,
         metavar="LIST",
     )
     comm_dtype: str | None = option(
-        "data type of all-reduce messages (default: chosen by the target)",
+        "data type for all-reduce messages. Default chosen by the target",
         aliases=("--wire",),
         group=RANKS,
         choices=WIRES,
     )
     collective_backend: str | None = option(
-        "transport between GPUs: p2p (peer memory) or nccl (default: p2p if supported)",
+        "transport between GPUs, p2p (peer memory) or nccl. Default p2p if supported",
         aliases=("--exchange",),
         renamed={"peers": "p2p"},
         group=RANKS,
         choices=tuple(COLLECTIVE_BACKENDS),
     )
     rank_timeout: float | None = option(
-        "seconds without a sign of life after which a rank ends the run (default: 10)",
+        "seconds of silence after which a rank ends the run. Default 10",
         aliases=("--peer-limit",),
         group=RANKS,
         type=real(0, 1e6, above=True),
         metavar="S",
     )
     nnodes: int | None = option(
-        "number of machines; each starts its own ranks (default: 1)",
+        "number of machines. Each machine starts its own ranks. Default 1",
         group=RANKS,
         type=integer(1, _MAX_RANKS),
         metavar="N",
@@ -255,10 +255,10 @@ class EngineConfig:
         metavar="R",
     )
     master_addr: str | None = option(
-        "address of machine 0; all machines need TILEWRIGHT_TOKEN", group=RANKS, metavar="HOST"
+        "address of machine 0. All machines need TILEWRIGHT_TOKEN", group=RANKS, metavar="HOST"
     )
     master_port: int | None = option(
-        "port of machine 0 (default: 29500)", group=RANKS, type=integer(1, 65535), metavar="PORT"
+        "port of machine 0. Default 29500", group=RANKS, type=integer(1, 65535), metavar="PORT"
     )
 
     def __post_init__(self) -> None:
@@ -269,40 +269,40 @@ class EngineConfig:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             try:
                 if _is_switch(made) or made.read(text) != value:
-                    raise argparse.ArgumentTypeError(f"{value!r}; allowed: {_kind_of(made)}")
+                    raise argparse.ArgumentTypeError(f"{value!r}; allowed: {_allowed_text(made)}")
             except argparse.ArgumentTypeError as error:
                 raise ConfigError(f"{name}: {error}") from None
 
     @classmethod
     def of(cls, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Self:
-        """Make a configuration of keywords. Older names are accepted.
+        """Make a configuration from keywords. Older names are accepted.
 
-        ``defaults``: Values of fields that ``values`` omits.
+        ``defaults``: Values for fields without a keyword.
 
         Raises:
             ConfigError: for an unknown or doubled name, or a value out of range.
         """
-        options, found = declared(cls), dict[str, Any]()
-        older = {_keyword(a): n for n, each in options.items() for a in each.aliases}
+        options, known = declared(cls), dict[str, Any]()
+        older = {_keyword(a): n for n, entry in options.items() for a in entry.aliases}
         older = {name: new for name, new in older.items() if not name.startswith("no_")}
         for key, value in values.items():
             name = key if key in options else older.get(key, "")
             if not name:
                 raise ConfigError(f"unknown option {key!r}; {allowed(options, key)}")
-            if name in found:
+            if name in known:
                 raise ConfigError(f"{key}: given twice, also as {name}; allowed: once")
             value = str(value) if isinstance(value, Path) else value
             if isinstance(value, str):
                 value = options[name].renamed.get(value, value)
             elif isinstance(value, list | tuple):
                 value = tuple(value) or None
-            found[name] = value
-        if found.get("max_num_seqs") == AUTO:
-            found["max_num_seqs"] = None
-        return cls(**{**(defaults or {}), **found})
+            known[name] = value
+        if known.get("max_num_seqs") == AUTO:
+            known["max_num_seqs"] = None
+        return cls(**{**(defaults or {}), **known})
 
     def num_seqs(self, target: str) -> tuple[int, int | None]:
-        """Return the maximum number of running requests, and the minimum if memory decides."""
+        """Return the most running requests, and the fewest if memory decides."""
         if self.max_num_seqs is not None:
             return self.max_num_seqs, None
         most = MAX_SEQS.get(target.split("-")[0], _MIN_SEQS)
@@ -316,7 +316,7 @@ class EngineConfig:
 
     @property
     def context(self) -> int:
-        """Maximum positions of a request, before the model's limit."""
+        """Maximum positions in a request, before the model's limit."""
         return self.max_model_len or _MAX_MODEL_LEN
 
     def compile_options(self, target: str, max_positions: int) -> CompileOptions:
@@ -361,18 +361,18 @@ class EngineConfig:
         )
 
 
-FIELDS = tuple(each.name for each in fields(EngineConfig))
+FIELDS = tuple(entry.name for entry in fields(EngineConfig))
 
 
 def _is_switch(made: Any) -> bool:
     return "action" in made.words
 
 
-def _kind_of(made: Any) -> str:
+def _allowed_text(made: Any) -> str:
     if _is_switch(made):
         return "true or false"
-    kind = made.words.get("type")
-    return "text" if kind is None else "numbers"
+    convert = made.words.get("type")
+    return "text" if convert is None else "numbers"
 
 
 def _keyword(flag: str) -> str:
