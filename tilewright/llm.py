@@ -134,12 +134,12 @@ class LLM:
         progress: Progress = silent,
         **options: Any,
     ) -> None:
-        given = options if model is None else {"model": model, **options}
+        values = options if model is None else {"model": model, **options}
         if isinstance(config, EngineConfig):
-            made = EngineConfig.of(given, asdict(config))
+            made = EngineConfig.of(values, asdict(config))
         else:
-            values = {} if config is None else read_config_file(config)
-            made = EngineConfig.of(given, {**LOCAL, **values})
+            from_file = {} if config is None else read_config_file(config)
+            made = EngineConfig.of(values, {**LOCAL, **from_file})
         resolved = resolve(made)
         source = load(resolved.path, use_cache=made.use_cache, progress=progress)
         for note in source.notes:

@@ -41,7 +41,7 @@ def compile_program(
             lost while a kernel or a library does not return.
 
     Raises:
-        CompileError, CheckpointError, ConfigError: for parts that do not fit together.
+        CompileError, CheckpointError, ConfigError: for conflicting parts.
     """
     resolved = settle_backend(resolved, progress)
     if resolved.grouping.is_alone:
@@ -90,7 +90,7 @@ def compile_alone(
 
 
 def facts_of(source: Source, resolved: ResolvedConfig) -> dict[str, str]:
-    """Return the model and configuration facts that all ranks must share."""
+    """Return model and configuration facts for a comparison between ranks."""
     facts = {
         hello.CHECKPOINT: source.content_hash,
         hello.PRECISION: precision_of(source, resolved.precision).id,

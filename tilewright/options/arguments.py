@@ -229,18 +229,18 @@ def words_of(kind: type, name: str) -> dict[str, Any]:
     return dict(declared(kind)[name].words)
 
 
-def names_of(kind: type, *groups: str) -> list[str]:
-    """Return the names of the options of ``kind`` under headings of the help."""
-    return [name for name, made in declared(kind).items() if made.group in groups]
+def names_of(record: type, *groups: str) -> list[str]:
+    """Return the names of the options of ``record`` under headings of the help."""
+    return [name for name, made in declared(record).items() if made.group in groups]
 
 
-def declared(kind: type) -> dict[str, Option]:
-    """Return the options that the fields of ``kind`` declare, by field."""
-    return {name: made for name, (made, _) in _declared_of((kind,)).items()}
+def declared(record: type) -> dict[str, Option]:
+    """Return the options that the fields of ``record`` declare, by field."""
+    return {name: made for name, (made, _) in _declared_of((record,)).items()}
 
 
-def _declared_of(kinds: Sequence[type]) -> dict[str, tuple[Option, Any]]:
-    values = [entry for kind in kinds for entry in fields(kind) if _OPTION in entry.metadata]
+def _declared_of(records: Sequence[type]) -> dict[str, tuple[Option, Any]]:
+    values = [entry for record in records for entry in fields(record) if _OPTION in entry.metadata]
     return {entry.name: (entry.metadata[_OPTION], entry.default) for entry in values}
 
 

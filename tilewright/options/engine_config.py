@@ -65,8 +65,9 @@ class EngineConfig:
     """The engine configuration. A value out of range raises ConfigError."""
 
     model: str | None = option(
-        "Hugging Face directory, GGUF file, hub name (OWNER/NAME[@REVISION][:FILE.gguf]), "
-        "smollm2, or shape:NAME for random weights, as shape:llama-3.1-8b. Default smollm2",
+        "Hugging Face directory, GGUF file, hub name or shape. A hub name is "
+        "OWNER/NAME[@REVISION][:FILE.gguf] or smollm2. shape:NAME has random weights. Default"
+        " smollm2",
         group=MODEL,
         metavar="PATH",
     )
@@ -132,9 +133,8 @@ class EngineConfig:
     )
     batch_invariant: str = option(
         "always makes the output independent from the batch, if the target can. never allows "
-        "other prefill kernels, and FP8 for bfp4 weights at lofi on a GPU. auto is always, "
-        "except on a GPU with more than 16 running requests. Default auto, and never in LLM, "
-        "run and chat",
+        "other prefill kernels, and FP8 on a GPU. auto is always up to 16 running requests on"
+        " a GPU, and always elsewhere. Default auto, and never in LLM, run and chat",
         aliases=("--arithmetic",),
         renamed={"strict": ALWAYS, "fast": NEVER},
         default=AUTO,

@@ -159,9 +159,9 @@ def read_options(argv: Sequence[str], sign: Sign | None = None) -> RunOptions | 
     Raises:
         TilewrightError: for anything that can be seen to be wrong without the model.
     """
-    found = parser()
-    argv = with_config(found, argv)
-    arguments = found.parse_args(argv)
+    reader = parser()
+    argv = with_config(reader, argv)
+    arguments = reader.parse_args(argv)
     if arguments.list:
         return None
     config = read_config(arguments, SINGLE)

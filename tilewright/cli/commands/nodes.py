@@ -180,9 +180,9 @@ def _parsed(argv: Sequence[str], prog: str, description: str) -> _Arguments:
     parser = Parser(prog=prog, description=description)
     add_options(parser, _Arguments)
     add_options(parser, EngineConfig, only=names_of(EngineConfig, MODEL))
-    found = parser.parse_args(list(argv))
-    config = EngineConfig(**{**SINGLE, **values_of(EngineConfig, found)})
-    return _Arguments(config=config, **values_of(_Arguments, found))
+    parsed = parser.parse_args(list(argv))
+    config = EngineConfig(**{**SINGLE, **values_of(EngineConfig, parsed)})
+    return _Arguments(config=config, **values_of(_Arguments, parsed))
 
 
 def _settle(given: _Arguments) -> _Arguments:

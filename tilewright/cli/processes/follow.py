@@ -48,5 +48,5 @@ def _read(argv: Sequence[str]) -> tuple[Grouping, str | None]:
     parser = Parser(prog="tilewright", add_help=False, allow_abbrev=False)
     add_options(parser, EngineConfig, only=("model", *names_of(EngineConfig, RANKS)))
     words = with_config(parser, argv, skips_unknown=True)
-    given, _ = parser.parse_known_args(words)
-    return read_grouping(given), given.model
+    parsed, _ = parser.parse_known_args(words)
+    return read_grouping(parsed), parsed.model
