@@ -22,7 +22,6 @@ from tilewright.options.arguments import (
     Parser,
     add_options,
     check_text,
-    integer,
     names_of,
     option,
     values_of,
