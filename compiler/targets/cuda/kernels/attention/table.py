@@ -1,4 +1,4 @@
-"""Op tables of attention: decode steps and prompts. Excludes launches."""
+"""Attention op tables: decode steps and prompts. Excludes launches."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _FORMATS = (*_PAGES, "fp32")
 
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
-    """Attention of a layer, without its number of rows.
+    """A layer's attention, without its row count.
 
     Attributes:
-        kind: Format of the pages.
+        kind: Page format.
         arithmetic: ``exact``, ``strict`` or ``fast``.
-        gpu: The GPU of the table.
-        num_heads: Number of query heads.
-        num_kv_heads: Number of key and value heads.
-        head_dim: Channels of a head.
-        num_frequencies: Number of rotated pairs of channels.
+        gpu: The table's GPU.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_dim: Channels per head.
+        num_frequencies: Rotated channel pairs.
         window: Sliding window in positions. 0: none.
         has_gaps: Whether q, k and v are between other columns.
         is_whole: Whether the tokens are a prompt from its first position.
@@ -92,18 +92,18 @@ PROMPT: tuple[TableRow[AttentionSite], ...] = (
 
 
 def bind_decode(site: AttentionSite) -> str:
-    """Return the kernel of decode steps, for every number of rows."""
+    """Return the kernel for decode steps with any row count."""
     (kernel,) = bind(DECODE, site).values
     return kernel
 
 
 def bind_prompt(site: AttentionSite) -> Ranges[str]:
-    """Return the kernels of a prompt by tokens."""
+    """Return the prompt kernels by token count."""
     return bind(PROMPT, site)
 
 
 def bind_splits(site: AttentionSite, num_pages: int, max_rows: int) -> Ranges[Share | Spread]:
-    """Return the splits of `CPP` by rows, for tables of ``num_pages``."""
+    """Return the splits for `CPP` by row count, with ``num_pages`` per table."""
     is_strict, spreads = site.arithmetic == STRICT, site.kind == "bf16"
     sizes = site.num_kv_heads, num_pages, site.head_dim
     return Ranges.of(

@@ -18,7 +18,7 @@ EVERY, NONE = range(1, 1 << 31), range(0)
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as the op tables see it. Tests build the tables of every GPU on every machine.
+    """A GPU as the op tables see it. Tests build every GPU's tables on every machine.
 
     Attributes:
         capability: Compute capability. (0, 0) is a CPU with Triton's interpreter.
@@ -44,11 +44,11 @@ INTERPRETER, ADA, HOPPER = Gpu((0, 0), "no GPU"), Gpu((8, 9), MADE_FOR), Gpu((9,
 
 
 class Site(Protocol):
-    """An instruction of a plan in one phase, without its number of rows."""
+    """A plan's instruction in one phase, without its row count."""
 
     @property
     def gpu(self) -> Gpu:
-        """The GPU of the table."""
+        """The table's GPU."""
 
     @property
     def kind(self) -> str:
@@ -110,7 +110,7 @@ class Ranges(Generic[T]):
 
 
 def bind(table: Sequence[TableRow[S]], site: S) -> Ranges[str]:
-    """Return the kernels of a site: for each number of rows the first matching table row."""
+    """Return a site's kernels. The first matching table row gives the kernel for a row count."""
     found = [(row.kernel, row.rows_of(site)) for row in table]
     bounds = {1} | {bound for _, rows in found if rows for bound in (rows.start, rows.stop)}
     return Ranges.of(

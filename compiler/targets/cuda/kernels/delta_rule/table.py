@@ -1,6 +1,6 @@
-"""Op tables of the delta rule: decode steps, and the systems of a prompt's chunks.
+"""Delta rule op tables: decode steps, and the systems in a prompt's chunks.
 
-Other parts of a prompt, and convolutions without a delta rule, have one kernel in Triton.
+Triton has the only kernel for the rest: prompts, and convolutions without a delta rule.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ STEP, SOLVE, TRITON = "delta_step.cu", "delta_solve.cu", "triton"
 
 @dataclass(frozen=True, slots=True)
 class DeltaSite:
-    """A delta rule, without its number of rows.
+    """A delta rule, without its row count.
 
     Attributes:
         arithmetic: ``exact``, ``strict`` or ``fast``.
-        gpu: The GPU of the table.
-        num_heads: Number of value heads.
-        num_key_heads: Number of key heads.
-        key_dim: Channels of a key.
-        value_dim: Channels of a value.
-        width: Width of the convolution. 0: none.
-        is_aligned: Whether rows of queries, keys and values begin at multiples of 16 bytes.
+        gpu: The table's GPU.
+        num_heads: Value heads.
+        num_key_heads: Key heads.
+        key_dim: Channels per key.
+        value_dim: Channels per value.
+        width: Convolution width. 0: no convolution.
+        is_aligned: Whether query, key and value rows are 16-byte aligned.
     """
 
     arithmetic: str
@@ -94,12 +94,12 @@ DELTA_SOLVE: tuple[TableRow[DeltaSite], ...] = (
 
 
 def bind_step(site: DeltaSite) -> str:
-    """Return the kernel of decode steps, for every number of rows."""
+    """Return the kernel for decode steps with any row count."""
     (kernel,) = bind(DELTA_STEP, site).values
     return kernel
 
 
 def bind_solve(site: DeltaSite) -> str:
-    """Return the kernel of the systems of a prompt's chunks, for every number of tokens."""
+    """Return the kernel for the systems in a prompt's chunks, with any token count."""
     (kernel,) = bind(DELTA_SOLVE, site).values
     return kernel

@@ -1,4 +1,4 @@
-"""Op tables of experts: the choice of a token's experts, and their products. Excludes launches."""
+"""Expert op tables: expert selection for a token, and expert matmuls. Excludes launches."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ INSIDE, JOINED, CPP, TRITON = "inside products", "router.cu", "route.cu", "trito
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSite:
-    """A router of a plan with the products of its experts, without its number of rows.
+    """A plan's router with its expert matmuls, without the row count.
 
     Attributes:
         arithmetic: ``exact``, ``strict`` or ``fast``.
-        gpu: The GPU of the table.
+        gpu: The table's GPU.
         decodes: Whether this is a decode step.
-        fits: Whether the CUDA C++ kernels take all experts of the plan.
-        is_inside: Whether the products of one token find its experts.
-        is_joined: Whether `JOINED` takes the product of the router.
+        fits: Whether the CUDA C++ kernels support all experts in the plan.
+        is_inside: Whether a token's matmuls select its experts.
+        is_joined: Whether `JOINED` includes the router's matmul.
     """
 
     arithmetic: str
@@ -72,18 +72,18 @@ ROUTE: tuple[TableRow[ExpertsSite], ...] = (
     TableRow(CPP, ("fp32",), _few, (STRICT, FAST), is_cpp=True),
     TableRow(TRITON, ("fp32",)),
 )
-"""Selection order: the first table row with a matching range gives the kernel. The products of
-`TRITON` are in Triton, those of the other rows in CUDA C++.
+"""Selection order: the first table row with a matching range gives the kernel. Rows with
+`TRITON` use Triton for the matmuls, all other rows CUDA C++.
 """
 
 
 def bind_route(site: ExpertsSite) -> Ranges[str]:
-    """Return the kernels of a router by rows."""
+    """Return a router's kernels by row count."""
     return bind(ROUTE, site)
 
 
 def tile_size(num_pairs: int, num_experts: int, *, site: ExpertsSite, is_bf16: bool) -> int:
-    """Return the pairs of a tile of a prompt with ``num_experts`` experts on all ranks."""
+    """Return the pairs per tile for a prompt. ``num_experts`` counts all ranks."""
     if site.arithmetic == EXACT:  # in float32 there are no registers for large tiles
         return FEW_PAIRS
     is_most = is_bf16 and num_pairs >= MANY_PAIRS * num_experts
