@@ -156,7 +156,7 @@ def test_a_group_takes_its_place_from_the_variables_of_its_controller() -> None:
     assert str(ports["ranks"]) == filled["master-port"]
     group = document["spec"]["leaderWorkerTemplate"]
     assert filled["target"] == "cpu", "the text says CPUs"
-    assert int(filled["tensor-parallel"]) == group["size"], "a rank on each"
+    assert int(filled["tensor-parallel-size"]) == group["size"], "a rank on each"
     assert [each["name"] for each in leader["env"]] == ["TILEWRIGHT_TOKEN"]
 
 

@@ -52,7 +52,7 @@ def entry_of(cache: ProgramCache) -> Path:
     [
         pytest.param(name, marks=pytest.mark.gpu if name == "cuda" else ())
         for name in target_names()
-        if name not in ("t3k", "tg")  # which have more chips than this model has heads
+        if name not in ("t3k", "tg", "loudbox", "bh-galaxy")  # more chips than heads
     ],
 )
 def test_a_folder_is_what_was_compiled(
