@@ -1,4 +1,7 @@
-"""Tuning values of the op tables: a JSON file for each measured GPU."""
+"""Tuning values of the op tables: a JSON file for each measured GPU.
+
+A file has the sections and types of `DEFAULT`, which is also the file of all other GPUs.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,52 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tilewright.errors import ConfigError, allowed
+
 DEFAULT = "h200"
+_OPEN = ("pages", "step_us")
+"""Sections with a free number of entries."""
 
 
 @functools.cache
-def tuning(gpu: str = DEFAULT) -> dict[str, Any]:
-    """Return the tuning values measured on ``gpu``. Other GPUs use those of `DEFAULT`."""
-    found: dict[str, Any] = json.loads(Path(__file__).with_name(f"{gpu}.json").read_text("utf-8"))
+def tuning(gpu: str = DEFAULT, folder: Path = Path(__file__).parent) -> dict[str, Any]:
+    """Return the tuning values measured on ``gpu``. Other GPUs use those of `DEFAULT`.
+
+    Raises:
+        ConfigError: for a file that differs from `DEFAULT` in a key or a type.
+    """
+    path = folder / f"{gpu}.json"
+    if not path.is_file():
+        return tuning()
+    try:
+        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path.name}: {error}; allowed: a JSON object") from None
+    if gpu != DEFAULT:
+        _check(found, tuning(), path.name)
     return found
+
+
+def _check(found: Any, wanted: Any, where: str) -> None:
+    """Raise an error for a value that has other keys or another type."""
+    if isinstance(wanted, dict):
+        if not isinstance(found, dict) or found.keys() != wanted.keys():
+            is_open = where.rpartition(".")[2] in _OPEN and isinstance(found, dict) and found
+            if not is_open:
+                keys = sorted(found) if isinstance(found, dict) else found
+                raise ConfigError(f"{where}: {keys}; {allowed(sorted(wanted))}")
+        example = next(iter(wanted.values()))
+        for key, value in found.items():
+            _check(value, wanted.get(key, example), f"{where}.{key}")
+    elif isinstance(wanted, list):
+        if not isinstance(found, list) or not found:
+            raise ConfigError(f"{where}: {found!r}; allowed: a list like {wanted}")
+        is_free = where.rpartition(".")[2] in _OPEN
+        if len(found) != len(wanted) and not is_free:
+            raise ConfigError(f"{where}: {len(found)} values; allowed: {len(wanted)}")
+        for at, value in enumerate(found):
+            _check(value, wanted[0 if is_free else at], f"{where}[{at}]")
+    elif isinstance(found, bool) != isinstance(wanted, bool) or not isinstance(
+        found, int | float if isinstance(wanted, float) else type(wanted)
+    ):
+        raise ConfigError(f"{where}: {found!r}; allowed: {type(wanted).__name__}")

@@ -30,11 +30,13 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     wait_for_inputs,
 )
 from tilewright.compiler.targets.cuda.state.pages import PAGE, KVPages
+from tilewright.compiler.targets.cuda.tuning import tuning
 
-MAX_SPLITS = 64
+_TUNING = tuning()["attention"]["decode_triton"]
+MAX_SPLITS: int = _TUNING["max_splits"]
 """Parts that the pages of a sequence are cut into, at most."""
 
-PROGRAMS = 264
+PROGRAMS: int = _TUNING["programs"]
 """Programs of a launch, about: two for each of 132 multiprocessors, which their registers allow.
 Where there are more splits, a program walks over several.
 """

@@ -24,21 +24,23 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     wait_for_inputs,
 )
 from tilewright.compiler.targets.cuda.state.pages import PAGE, KVPages
+from tilewright.compiler.targets.cuda.tuning import tuning
 
 # A score that no real one is below; finite, so that a row that has seen nothing yet is no NaN.
 HIDDEN = tl.constexpr(-1.0e30)
 # Pages with hidden keys and pages without would be fused differently, and round differently.
 _FUSES = False
 
-_FEW_TOKENS = 512  # of a prompt that more, smaller programs take
+_TUNING = tuning()["attention"]["prefill"]
+_FEW_TOKENS: int = _TUNING["few_tokens"]  # of a prompt that more, smaller programs take
 
-SPLITS = 8
+SPLITS: int = _TUNING["splits"]
 """Programs that share a block's context where there is room for what they leave."""
 
-SPLIT_TOKENS = 256
+SPLIT_TOKENS: int = _TUNING["split_tokens"]
 """Tokens of a launch that there is such room for: of more, blocks are enough for the device."""
 
-SPLIT_PAGES = 32
+SPLIT_PAGES: int = _TUNING["split_pages"]
 """Pages of context that one program walks through before others take a part."""
 
 _SPLIT_ROWS = 64
@@ -269,8 +271,9 @@ def attend_prefill(
 def _tile(num_tokens: int, head_dim: int, is_fp32: bool) -> tuple[int, int, int]:
     """Tokens a program takes, its warps, and the pages in flight."""
     if is_fp32:
-        return 32, 8, 1
-    if head_dim > 128:
-        return 64 if num_tokens <= _FEW_TOKENS else 128, 8, 2
-    # Short prompts: more, smaller programs.
-    return (64, 4, 2) if num_tokens <= _FEW_TOKENS else (128, 8, 3)
+        tile = _TUNING["tiles"]["fp32"]
+    else:
+        tiles = _TUNING["tiles"]["wide" if head_dim > 128 else "usual"]
+        tile = tiles["few" if num_tokens <= _FEW_TOKENS else "many"]
+    rows, num_warps, num_stages = tile
+    return rows, num_warps, num_stages

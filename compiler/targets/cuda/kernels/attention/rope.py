@@ -21,11 +21,12 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     wait_for_inputs,
 )
 from tilewright.compiler.targets.cuda.state.pages import PAGE, KVPages
+from tilewright.compiler.targets.cuda.tuning import tuning
 
 HEADS = 8
 """Heads of a tile, of which a program has one, or all of a token's."""
 
-FEW_TOKENS = 512
+FEW_TOKENS: int = tuning()["attention"]["rope_few_tokens"]
 """Of more tokens a program has all heads of one, whose angles are made once: 2,048 are faster so,
 fewer were not measured. With these prompts attend through the library, too, so that one run of a
 long prompt has each kernel made that others need.

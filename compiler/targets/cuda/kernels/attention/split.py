@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tilewright.compiler.targets.cuda.kernels.matmul.dense import FEW_TOKENS
+from tilewright.compiler.targets.cuda.tuning import tuning
 
 SHORT_PAGES = 32
 """Pages in sight, up to which one group of splits takes a row."""
@@ -49,14 +50,15 @@ WALKED_PAGES = 64
 MAX_GROUPS = 16
 """Groups of splits that a row's pages are cut into, at most."""
 
-FEW_PAGES = {128: range(21, 33), 256: range(9, 65)}
+_TUNING = tuning()["attention"]["spread"]
+FEW_PAGES = {int(dim): range(*pages) for dim, pages in _TUNING["pages"].items()}
 """Of a table, with which few rows are spread, by channels of a head, as measured on an H200. Up to
 eight pages, no split has more than one. Of 128 channels short rows lose what longer ones gain in
 tables of up to 20, and of more than 32; of 256, a row of more than 32 pages loses less than
 shorter ones gain.
 """
 
-MOST_FEW_CLUSTERS = 16
+MOST_FEW_CLUSTERS: int = _TUNING["max_clusters"]
 """Clusters of sixteen blocks that a GPU works at once, at most: two in each of its eight parts,
 half as many where a block has twice the threads.
 """
@@ -68,7 +70,8 @@ CLUSTER_SPLITS = 32
 """Splits of a cluster of sixteen blocks, where a row has several groups."""
 
 _WARP_CHANNELS = 128
-_FEW_LONG = 2  # rows times key/value heads of more than 32 pages: of more, walking is faster
+# Rows times key/value heads of more than 32 pages: of more, walking is faster.
+_FEW_LONG: int = _TUNING["max_long_rows"]
 
 
 @dataclass(frozen=True, slots=True)

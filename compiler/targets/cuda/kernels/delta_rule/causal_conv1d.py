@@ -16,11 +16,13 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     wait_for_inputs,
 )
 from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_solve import CHUNK
+from tilewright.compiler.targets.cuda.tuning import tuning
 
-_STEP_CHANNELS = 256
-_PROMPT_TOKENS = 16
-_PROMPT_CHANNELS = 128
-_PROMPT_WARPS = 4
+_TUNING = tuning()["convolution"]
+_STEP_CHANNELS: int = _TUNING["step_channels"]
+_PROMPT_TOKENS: int = _TUNING["prompt_tokens"]
+_PROMPT_CHANNELS: int = _TUNING["prompt_channels"]
+_PROMPT_WARPS: int = _TUNING["prompt_warps"]
 _COUNTED = tl.constexpr(1024)  # positions looked at together
 
 

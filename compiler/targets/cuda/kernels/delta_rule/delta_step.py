@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import DeltaInputs
+from tilewright.compiler.targets.cuda.tuning import tuning
 
 HEAD_DIMS = (64, 128)
 WIDTHS = (2, 3, 4)
@@ -25,7 +26,7 @@ _COLUMNS = (32, 64)
 """Columns of a head's state that a block may have, the faster first."""
 
 
-_STREAMED_ROWS = 24
+_STREAMED_ROWS: int = tuning()["delta_rule"]["streamed_rows"]
 """Rows up to which state that no cache keeps was measured faster on an H200, of 32 heads of 128
 channels.
 """

@@ -38,14 +38,16 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import (
     decay_of,
 )
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
+from tilewright.compiler.targets.cuda.tuning import tuning
 
-SPAN = 2048
+_TUNING = tuning()["delta_rule"]
+SPAN: int = _TUNING["span"]
 """Tokens whose chunks run together: what they hand on is bounded."""
 _MOST_KEYS = 128
 _PART = 32  # channels of queries and keys that a program takes together for its results
-_SOLVE_LAUNCH = {"num_warps": 4}
+_SOLVE_LAUNCH: dict[str, int] = _TUNING["solve"]
 # Two programs a multiprocessor.
-_OUTPUTS_LAUNCH = {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
+_OUTPUTS_LAUNCH: dict[str, int] = _TUNING["outputs"]
 _DIAGONAL = 16  # rows of the blocks that are inverted column after column
 
 

@@ -15,13 +15,16 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     release_dependents,
     wait_for_inputs,
 )
+from tilewright.compiler.targets.cuda.tuning import tuning
 
 _STATE_VALUES = 32  # columns of a state that a program keeps
 # Two chunks ahead of the one that is multiplied: 217 KiB of shared memory.
-_STATES_LAUNCH = {"num_warps": 4, "num_stages": 3}
-_EXACT_LAUNCH = {"num_warps": 8, "num_stages": 1}  # operands are in registers, in two parts each
+_TUNING = tuning()["delta_rule"]["states"]
+_STATES_LAUNCH: dict[str, int] = _TUNING["usual"]
+_EXACT_LAUNCH: dict[str, int] = _TUNING["exact"]  # operands are in registers, in two parts each
 # Two warpgroups with 16 columns between them read past an operand's end (Triton 3.6).
-_NARROW, _NARROW_LAUNCH = 16, {"num_warps": 4, "num_stages": 1}
+_NARROW = 16
+_NARROW_LAUNCH: dict[str, int] = _TUNING["narrow"]
 
 
 @triton.jit

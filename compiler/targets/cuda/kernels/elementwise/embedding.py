@@ -12,8 +12,9 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     release_dependents,
     wait_for_inputs,
 )
+from tilewright.compiler.targets.cuda.tuning import tuning
 
-_MAX_BLOCK = 1024
+_MAX_BLOCK: int = tuning()["elementwise"]["max_block"]
 
 
 @triton.jit

@@ -12,10 +12,12 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     release_dependents,
     wait_for_inputs,
 )
+from tilewright.compiler.targets.cuda.tuning import tuning
 
 MAX_WIDTH = 16384
 """Channels of a row: what one program keeps in registers."""
-_FEW_ROWS = 64  # of a decode step: programs enough with a head each
+# Of a decode step: programs enough with a head each.
+_FEW_ROWS: int = tuning()["elementwise"]["heads_few_rows"]
 
 
 @triton.jit

@@ -13,8 +13,9 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     wait_for_inputs,
 )
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
+from tilewright.compiler.targets.cuda.tuning import tuning
 
-_MAX_BLOCK = 1024
+_MAX_BLOCK: int = tuning()["elementwise"]["max_block"]
 
 
 @triton.jit

@@ -35,13 +35,14 @@ from tilewright.compiler.targets.cuda.kernels.matmul.linear import (
     SWIGLU,
     X_PADDING,
 )
+from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import (
     TILE_COLUMNS,
     TILE_ROWS,
     HeldWeight,
 )
 
-_DEPTHS = {"bf16": (4, 3), "bfp8": (5, 3), "bfp4": (6, 3)}
+_DEPTHS = {kind: tuple(each) for kind, each in tuning()["experts"]["depths"].items()}
 """Steps of 128 columns that a warp has in flight; the second where sums leave no room for more."""
 _X_BYTES = TILE_PAIRS * (TILE_COLUMNS + X_PADDING) * 2
 _WARPS, _SUM_WARPS = 8, 9

@@ -14,13 +14,14 @@ from tilewright.compiler.targets.cuda.kernels.matmul.linear import (
     STEP_BYTES,
     X_PADDING,
 )
+from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import (
     TILE_COLUMNS,
     TILE_ROWS,
     HeldWeight,
 )
 
-FEW_TOKENS = 2
+FEW_TOKENS: int = tuning()["experts"]["few_rows"]
 MOST_CHOSEN_AMONG = 256
 """Experts that a product chooses among by itself."""
 
@@ -28,7 +29,7 @@ WARPS, SUM_WARPS = 5, 9
 MOST_TILES = 32
 _TILE_BYTES = 8 * 2 + 4  # of the table: pairs and the expert
 
-DEPTHS = {"bf16": (4, 3), "bfp8": (12, 4), "bfp4": (12, 4)}
+DEPTHS = {kind: tuple(each) for kind, each in tuning()["experts"]["few_depths"].items()}
 """Steps of 128 columns that a warp of a product and one of a sum have in flight: for one token what
 leaves a block of each room on one multiprocessor, with Qwen3.5-35B-A3B's sizes.
 """

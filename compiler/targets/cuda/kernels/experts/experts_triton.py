@@ -30,13 +30,15 @@ from tilewright.compiler.targets.cuda.kernels.matmul.linear_triton import (
     tile_columns,
     tile_weights,
 )
+from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, HeldWeight
 
-FEW_PAIRS = 16
+_TUNING = tuning()["experts"]["triton"]
+FEW_PAIRS: int = _TUNING["few_pairs"]
 """Pairs of a tile in decode steps: the least that tensor cores take well."""
-MANY_PAIRS = 64
+MANY_PAIRS: int = _TUNING["many_pairs"]
 """Pairs of a tile in prompts: measured faster on an H200 than fewer, however few an expert has."""
-MOST_PAIRS = 128
+MOST_PAIRS: int = _TUNING["most_pairs"]
 """Pairs of a tile of bfloat16 weights where experts have :data:`MANY_PAIRS` or more each in the
 mean, padding included: faster from there on, as the L2 keeps up with programs of that size.
 """
@@ -207,12 +209,14 @@ def expert_linear(
 def tiling_of(held: HeldWeight, tile_size: int, operand: torch.dtype) -> Tiling:
     """How a product with tiles of so many pairs goes: as it was measured fast on an H200."""
     if tile_size == FEW_PAIRS:
-        return Tiling(TILE_ROWS, 0, 4, 4)
-    if held.kind != "bf16":
-        return Tiling(4 * TILE_ROWS, 0, 4, 3)
-    if tile_size == MOST_PAIRS and operand == torch.bfloat16:
-        return Tiling(16 * TILE_ROWS, 64, 8, 4)
-    return Tiling(8 * TILE_ROWS, 0, 8, 4 if held.num_column_tiles >= 8 else 2)
+        name = "few"
+    elif held.kind != "bf16":
+        name = "blocks"
+    elif tile_size == MOST_PAIRS and operand == torch.bfloat16:
+        name = "most"
+    else:
+        name = "many_long" if held.num_column_tiles >= 8 else "many"
+    return Tiling(*_TUNING["tilings"][name])
 
 
 @triton.jit

@@ -21,12 +21,13 @@ from tilewright.compiler.targets.cuda.kernels.matmul.dense import (
     num_chunks,
 )
 from tilewright.compiler.targets.cuda.kernels.matmul.linear import MOST_SHARED
+from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 
 FEW_TOKENS = native_dense.FEW_TOKENS
 """Tokens up to which a product has the same bits in all steps of so few, and is not made here."""
 
-MAX_TOKENS = 32
+MAX_TOKENS: int = tuning()["experts"]["router_max_rows"]
 """Tokens up to which one launch was measured faster on an H200 than two."""
 
 MAX_EXPERTS = 256

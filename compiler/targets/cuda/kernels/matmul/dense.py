@@ -23,6 +23,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.linear import (
     product_arguments,
     room_of,
 )
+from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.e4m3 import CODES
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 
@@ -43,10 +44,13 @@ GROUP_ROWS = 64
 _EIGHTS = (2, 4, 8, 16)
 _MOST_DEPTH = 12
 _MOST_SLICES = 8
-_LEAST_SLICE = 512  # bytes of a row
-_MANY_TURNS, _MOST_TURNS = 3, 4  # of blocks of 64 rows over the device, where they may have 256
-_SOME_TOKENS = 64
-_LONG_COLUMNS = 8192
+_LEAST_SLICE: int = tuning()["matmul"]["dense"]["min_slice_bytes"]  # bytes of a row
+_TUNING = tuning()["matmul"]["dense"]
+_MANY_TURNS: int = _TUNING["many_turns"]
+# Of blocks of 64 rows over the device, where they may have 256.
+_MOST_TURNS: int = _TUNING["most_turns"]
+_SOME_TOKENS: int = _TUNING["some_tokens"]
+_LONG_COLUMNS: int = _TUNING["long_columns"]
 
 
 class TensorMap(ctypes.Structure):

@@ -30,6 +30,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.linear import (
     Product,
     product_arguments,
 )
+from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 
 MAX_TOKENS = 4096
@@ -40,9 +41,11 @@ LEAST_TOKENS = 65
 
 _SIDE = 128
 _FIXED_BYTES = 512  # of shared memory: barriers
-_LEAST_ROWS = 16_384
-_LEAST_SHARE = 0.9
-_FEW_TURNS, _SHARE_OF_FEW = 2, 0.8
+_TUNING = tuning()["matmul"]["many"]
+_LEAST_ROWS: int = _TUNING["min_out_features"]
+_LEAST_SHARE: float = _TUNING["min_share"]
+_FEW_TURNS: int = _TUNING["few_turns"]
+_SHARE_OF_FEW: float = _TUNING["min_share_of_few_turns"]
 
 
 class _Many(ctypes.Structure):

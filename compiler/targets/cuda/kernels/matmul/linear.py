@@ -199,9 +199,9 @@ Measured on an H200. A cut weight's eight blocks are a cluster within a group of
 multiprocessors: blocks of eight warps fill the device on paper, and in fact wait for a place.
 """
 
-_FEW_TILES = 300
-_SHORT_STEPS = 16
-_FEW_COLUMNS = 8192
+_FEW_TILES: int = _GEMV["few_tiles"]
+_SHORT_STEPS: int = _GEMV["short_steps"]
+_FEW_COLUMNS: int = _GEMV["few_columns"]
 
 
 def choose_grid(held: HeldWeight, num_tokens: int) -> Grid:

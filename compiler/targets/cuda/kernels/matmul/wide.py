@@ -28,11 +28,14 @@ from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, H
 MAX_TOKENS = 512
 """The most tokens of a product here; with more, the library's of dequantised weights is as fast."""
 
-_MOST_CUT = 256
-_LEAST_WHOLE = 256  # row tiles of a cut weight that is walked over whole above that: as measured
+_TUNING = tuning()["matmul"]["block"]
+_MOST_CUT: int = _TUNING["max_cut_rows"]
+# Row tiles of a cut weight that is walked over whole above that: as measured.
+_LEAST_WHOLE: int = _TUNING["min_whole_tiles"]
 _MOST_PLACES = 576  # MAX_TOKENS in whole blocks of any way
-_MANY_TILES = 300
-_TALL_TILES = range(1700, 4000)  # from where blocks of them fill the device, to where a head begins
+_MANY_TILES: int = _TUNING["many_tiles"]
+# From where blocks of them fill the device, to where a head begins.
+_TALL_TILES = range(*_TUNING["tall_tiles"])
 _CHUNK = 64
 _MOST_DEPTH = 12
 
@@ -107,7 +110,7 @@ TALL = Way(4, 4)
 _FEW_TOKENS = 64
 _STEP_US = {
     Way(each["eights"], each["groups"], each["resident"], is_whole=each["is_whole"]): each["us"]
-    for each in tuning()["matmul"]["block"]["step_us"]
+    for each in _TUNING["step_us"]
 }
 """Microseconds that blocks which fill a device take for 128 columns, each group of them for its
 own: measured with bfp8 on an H100 by `python -m bench kernels`, of 4,096 to 28,672 rows.

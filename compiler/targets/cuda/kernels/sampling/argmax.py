@@ -12,8 +12,9 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     release_dependents,
     wait_for_inputs,
 )
+from tilewright.compiler.targets.cuda.tuning import tuning
 
-_CHUNK = 2048  # logits that one program looks at
+_CHUNK: int = tuning()["sampling"]["argmax_chunk"]  # logits that one program looks at
 _LAST = tl.constexpr(0xFFFFFFFF)
 _NOTHING = tl.constexpr(-(2**63))
 _NAN = tl.constexpr(2**31 - 1)
