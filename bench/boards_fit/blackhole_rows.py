@@ -28,7 +28,7 @@ from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.config import RopeConfig
 from tilewright.models.shapes import SHAPES
 
-ROWS = Path(__file__).resolve().parents[2] / "results" / "blackhole_published.json"
+ROWS = Path(__file__).with_name("blackhole_published.json")
 
 _QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
