@@ -17,7 +17,6 @@ from torch import Tensor
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.step import Seat
 
-_MAX_TOP_K = (1 << 31) - 1
 _TEMPERATURE, _TOP_P, _TOP_K, _SEED, _MIN_P, _NUM_NUMBERS = range(6)
 
 
@@ -75,7 +74,7 @@ class SeatTable:
         for seat, c in opened.items():
             row = words[seat - first]
             fractions = row.view(np.float64)
-            row[_TOP_K], row[_SEED] = min(c.top_k, _MAX_TOP_K), _signed(c.seed)
+            row[_TOP_K], row[_SEED] = c.top_k, c.seed
             fractions[_TEMPERATURE] = np.float32(c.temperature)
             fractions[_TOP_P], fractions[_MIN_P] = c.top_p, c.min_p
             ends = c.stop_token_ids[: self.num_ends]
@@ -175,9 +174,3 @@ class _Staging:
 def _staging(device: torch.device) -> _Staging:
     """The memory that is staged through for a device, by all executables of a process."""
     return _Staging(device)
-
-
-def _signed(seed: int) -> int:
-    """Read the same 64 bits as a signed integer."""
-    seed &= (1 << 64) - 1
-    return seed - (1 << 64) if seed >> 63 else seed
