@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,16 @@ from tilewright.options.arguments import refuse_given
 from tilewright.options.default_precision import ChosenPrecision, default_precision
 from tilewright.options.engine_config import TARGETS, EngineConfig
 from tilewright.options.known_types import known_types
-
-REMOVED_VARIABLES = ("TILEWRIGHT_CUDA_TRIALS", "TILEWRIGHT_TYPED")
-"""Environment variables of earlier versions. They have no effect."""
+from tilewright.utils.removed_variables import check_environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """An `EngineConfig` with the facts of this machine.
+    """An `EngineConfig` with this machine's facts.
 
     Attributes:
         path: The model.
-        target: Full name of the target. Of a compiled directory: its own.
+        target: Full target name. A compiled directory has its own.
         precision: None for a compiled directory, which has its own.
         notes: Automatic choices, one line each.
         is_auto: The backend of target cpu is selected later. Until then ``target`` is ONNX
@@ -61,7 +58,7 @@ class ResolvedConfig:
 
     @property
     def dump_dir(self) -> Path | None:
-        """The directory for graphs, of the configuration or the environment."""
+        """The directory for graphs, from the configuration or the environment."""
         return dump_folder(None if self.config.dump is None else Path(self.config.dump))
 
     def changed(self, **values: Any) -> ResolvedConfig:
@@ -127,17 +124,6 @@ def resolve(config: EngineConfig, *, default: str = AUTO, runs: bool = True) -> 
         grouping=grouping,
         on_onnxruntime=on_onnxruntime,
     )
-
-
-def check_environment() -> None:
-    """Refuse variables without an effect.
-
-    Raises:
-        ConfigError: for an environment that sets a removed variable.
-    """
-    for name in REMOVED_VARIABLES:
-        if os.environ.get(name):
-            raise ConfigError(f"{name}: this switch no longer exists; allowed: unset it")
 
 
 def _of_compiled(config: EngineConfig, path: Path, grouping: Grouping) -> ResolvedConfig:

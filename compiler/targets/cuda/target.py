@@ -7,7 +7,6 @@ mends.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -45,7 +44,8 @@ from tilewright.compiler.targets.interface.base import (
 )
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
 from tilewright.distributed.parallel import Parallel
-from tilewright.errors import CompileError, ConfigError, allowed
+from tilewright.errors import CompileError, allowed
+from tilewright.utils.removed_variables import check_environment
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -174,21 +174,6 @@ class CudaTarget(Target):
             options,
             self.contract,
         )
-
-
-_GONE = ("TILEWRIGHT_CUDA_TRIALS", "TILEWRIGHT_NATIVE_KERNELS")
-"""Environment variables that selected kernels. The op tables replace them."""
-
-
-def check_environment() -> None:
-    """Refuse a switch that has no effect.
-
-    Raises:
-        ConfigError: for an environment that sets one.
-    """
-    for name in _GONE:
-        if os.environ.get(name):
-            raise ConfigError(f"{name}: this switch no longer exists; allowed: unset it")
 
 
 def _place(

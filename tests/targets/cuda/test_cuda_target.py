@@ -23,9 +23,9 @@ from tilewright.compiler.artifacts.loading import load_program
 from tilewright.compiler.artifacts.paths import digest_memory
 from tilewright.compiler.artifacts.program import write_program
 from tilewright.compiler.driver import compile_model
-from tilewright.compiler.targets.cuda.target import check_environment
 from tilewright.compiler.targets.interface.base import CompileOptions, Holding
 from tilewright.errors import CheckpointError, CompileError, ConfigError
+from tilewright.utils.removed_variables import check_environment
 
 OPTIONS = CompileOptions(max_batch=2, max_context=32, num_threads=1)
 BFP8 = precision_of("bfp8", "hifi2")
