@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="python -m bench bench-loop", description=__doc__)
     parser.add_argument("--seats", type=int, nargs="+", default=[1, 64, 256], metavar="N")
     given = parser.parse_args(argv)
-    for slots in given.seats:
+    for slots in given.slots:
         options = CompileOptions(max_batch=slots, max_context=_MAX_CONTEXT)
         executable = NullExecutable(_VOCABULARY, options, NumericContract((), ()))
         for line in host_times(executable, slots, samples=False):

@@ -213,8 +213,8 @@ def _sampling(rows: int, *, vocabulary: int) -> Iterator[Variant]:
 
     from tilewright.compiler.sampling.params import SamplingParams
     from tilewright.compiler.targets.cuda.outputs.sampling_batch import Drawing, make_choice
-    from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
-    from tilewright.compiler.targets.interface.step import Seat
+    from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
+    from tilewright.compiler.targets.interface.step import Slot
 
     device = torch.device("cuda")
     logits = torch.randn(rows, vocabulary, device=device)
@@ -225,13 +225,13 @@ def _sampling(rows: int, *, vocabulary: int) -> Iterator[Variant]:
         "top-p": (SamplingParams(temperature=1.0, top_p=0.95), Drawing(False, True)),
         "top-k and top-p": (drawn, Drawing(True, True)),
     }
-    seats = [Seat(row) for row in range(rows)]
+    slots = [Slot(row) for row in range(rows)]
     for name, (params, drawing) in kinds.items():
-        table = SeatTable(rows, 16, device)
-        table.open(dict.fromkeys(seats, params))
+        table = SlotTable(rows, 16, device)
+        table.open(dict.fromkeys(slots, params))
         tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         choice = make_choice(rows, vocabulary, 16, tokens)
-        choice.gather(table, table.index(seats))
+        choice.gather(table, table.index(slots))
         apply: Launch = lambda _, choice=choice, how=drawing: choice.apply(logits, how)  # type: ignore[misc]  # noqa: E731
         yield Variant(name, apply, 1, logits.nbytes)
     yield Variant("sort", lambda _: torch.sort(logits, descending=True), 1, logits.nbytes)

@@ -45,7 +45,7 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class SplitPolicy:
     """How shares are made: as equal ones, padded with zeros (``pads``: one program serves all
     chips), or of whole units without zeros, in proportion to ``shares`` (none: as even as whole
     units allow, the larger ones first).
@@ -55,17 +55,17 @@ class Policy:
     shares: tuple[int, ...] = ()
 
 
-EQUAL, UNEVEN = Policy(pads=True), Policy()
+EQUAL, UNEVEN = SplitPolicy(pads=True), SplitPolicy()
 
 
-def in_shares(shares: Sequence[int]) -> Policy:
+def in_shares(shares: Sequence[int]) -> SplitPolicy:
     """The policy that deals in proportion to one positive number a rank: SHARES."""
     assert shares and all(each > 0 for each in shares), shares
-    return Policy(shares=tuple(shares))
+    return SplitPolicy(shares=tuple(shares))
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class IndexRange:
     """``count`` positions of the whole axis from ``start``; None: zeros."""
 
     start: int | None
@@ -82,7 +82,7 @@ class Run:
 class Split:
     """The runs of every chip along a mesh axis; the shares of a padded deal are of one size."""
 
-    shares: tuple[tuple[Run, ...], ...]
+    shares: tuple[tuple[IndexRange, ...], ...]
 
     @property
     def size(self) -> int:
@@ -111,7 +111,10 @@ class Split:
         assert all(run.count % unit == 0 and (run.start or 0) % unit == 0 for run in runs)
         return Split(
             tuple(
-                tuple(Run(None if r.start is None else r.start // unit, r.count // unit) for r in s)
+                tuple(
+                    IndexRange(None if r.start is None else r.start // unit, r.count // unit)
+                    for r in s
+                )
                 for s in self.shares
             )
         )
@@ -122,7 +125,10 @@ class Split:
         """
         return Split(
             tuple(
-                tuple(Run(None if r.start is None else r.start * unit, r.count * unit) for r in s)
+                tuple(
+                    IndexRange(None if r.start is None else r.start * unit, r.count * unit)
+                    for r in s
+                )
                 for s in self.shares
             )
         )
@@ -131,11 +137,11 @@ class Split:
         """The same shares with runs that follow one another as one."""
         shares = []
         for share in self.shares:
-            runs: list[Run] = []
+            runs: list[IndexRange] = []
             for run in share:
-                last = runs[-1] if runs else Run(None, 0)
+                last = runs[-1] if runs else IndexRange(None, 0)
                 if None not in (last.start, run.start) and last.end == run.start:
-                    runs[-1] = Run(last.start, last.count + run.count)
+                    runs[-1] = IndexRange(last.start, last.count + run.count)
                 else:
                     runs.append(run)
             shares.append(tuple(runs))
@@ -145,7 +151,7 @@ class Split:
         """The same shares of a part of an axis that begins at ``first`` of it."""
         return Split(
             tuple(
-                tuple(Run(None if r.start is None else first + r.start, r.count) for r in s)
+                tuple(IndexRange(None if r.start is None else first + r.start, r.count) for r in s)
                 for s in self.shares
             )
         )
@@ -169,7 +175,7 @@ class Split:
         return torch.where((indices < 0).view(shape), whole.new_zeros(()), found)
 
 
-def deal(size: int, count: int, *, unit: int = TILE, policy: Policy = EQUAL) -> Split:
+def deal(size: int, count: int, *, unit: int = TILE, policy: SplitPolicy = EQUAL) -> Split:
     """``size`` positions over ``count`` chips or ranks in whole units, as the policy says.
 
     With zeros at the end where it pads; else every share has a unit at least, and only the last
@@ -190,14 +196,14 @@ def deal(size: int, count: int, *, unit: int = TILE, policy: Policy = EQUAL) -> 
         )
     shares, start = [], 0
     for given in _units(num_units, policy.shares or (1,) * count):
-        shares.append((Run(start, min(given * unit, size - start)),))
+        shares.append((IndexRange(start, min(given * unit, size - start)),))
         start += given * unit
     return Split(tuple(shares))
 
 
-def _padded(start: int, real: int, share: int) -> tuple[Run, ...]:
-    runs = (Run(start, real),) if real else ()
-    return (*runs, Run(None, share - real)) if real < share else runs
+def _padded(start: int, real: int, share: int) -> tuple[IndexRange, ...]:
+    runs = (IndexRange(start, real),) if real else ()
+    return (*runs, IndexRange(None, share - real)) if real < share else runs
 
 
 def _units(num_units: int, shares: Sequence[int]) -> list[int]:
@@ -242,7 +248,7 @@ def split_heads(
     num_heads: int,
     num_kv_heads: int,
     count: int,
-    policy: Policy = EQUAL,
+    policy: SplitPolicy = EQUAL,
     *,
     kv_unit: int = 1,
     query_unit: int = 1,
@@ -290,7 +296,7 @@ def _head_split(queries: Split, keys: Split) -> HeadSplit:
 
 
 def _split_groups(
-    num_heads: int, num_kv_heads: int, count: int, policy: Policy, query_unit: int
+    num_heads: int, num_kv_heads: int, count: int, policy: SplitPolicy, query_unit: int
 ) -> HeadSplit:
     """Several ranks to a key/value head, which share its queries."""
     group = num_heads // num_kv_heads
@@ -300,8 +306,8 @@ def _split_groups(
         first, copies = ranks[0].start or 0, ranks[0].count
         part = in_shares(shares[first : first + copies])
         for share in deal(group, copies, unit=query_unit, policy=part).shares:
-            queries.append((Run(head * group + (share[0].start or 0), share[0].count),))
-            keys.append((Run(head, 1),))
+            queries.append((IndexRange(head * group + (share[0].start or 0), share[0].count),))
+            keys.append((IndexRange(head, 1),))
     return _head_split(Split(tuple(queries)), Split(tuple(keys)))
 
 
@@ -330,7 +336,9 @@ def _split_padded(num_heads: int, num_kv_heads: int, count: int) -> HeadSplit:
 def _columns(heads: tuple[tuple[int | None, ...], ...], head_dim: int, first: int) -> Split:
     return Split(
         tuple(
-            tuple(Run(None if h is None else first + h * head_dim, head_dim) for h in of_rank)
+            tuple(
+                IndexRange(None if h is None else first + h * head_dim, head_dim) for h in of_rank
+            )
             for of_rank in heads
         )
     )

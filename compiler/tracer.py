@@ -33,7 +33,7 @@ _STACKS = "do_not_emit_stack_traces"
 _EXAMPLE_LENGTH = 7  # above 1: torch.export makes a length of 1 a constant
 
 
-class TensorSource(Protocol):
+class ParameterSource(Protocol):
     """Location of parameter values in a checkpoint.
 
     Attributes:
@@ -153,7 +153,7 @@ def _input_facts(specs: Mapping[str, Any], module: nn.Module) -> dict[str, NodeI
     canonical: dict[str, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         canonical[name] = first_name.setdefault(id(parameter), name)
-    sources: Mapping[str, tuple[TensorSource, ...]] = module.sources()  # type: ignore[operator]
+    sources: Mapping[str, tuple[ParameterSource, ...]] = module.sources()  # type: ignore[operator]
     facts: dict[str, NodeInfo] = {}
     inputs = iter(("tokens", "positions"))
     for name, spec in specs.items():
@@ -172,7 +172,7 @@ def _input_facts(specs: Mapping[str, Any], module: nn.Module) -> dict[str, NodeI
 
 
 def _segments(
-    fqn: str, shape: tuple[int, ...], sources: tuple[TensorSource, ...] | None
+    fqn: str, shape: tuple[int, ...], sources: tuple[ParameterSource, ...] | None
 ) -> tuple[Segment, ...]:
     """Return the segments of a weight. Sources without ``rows`` divide the rows equally."""
     part, num_rows = _part(fqn), math.prod(shape[:-1]) if len(shape) > 1 else shape[0]

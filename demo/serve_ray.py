@@ -93,7 +93,7 @@ class Replica:
             try:
                 async for piece in answer.content.iter_any():
                     yield piece
-            finally:  # a client that has gone frees its seat
+            finally:  # a client that has gone frees its slot
                 answer.close()
 
         headers = {k: v for k, v in answer.headers.items() if k.lower() not in _HOP_BY_HOP}

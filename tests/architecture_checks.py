@@ -19,14 +19,14 @@ from tests.expected_rewrites import expected_rewrites
 from tests.runtime.test_engine import Operations
 from tests.tiny import (
     compiled,
-    copy_seat,
+    copy_slot,
     lowered,
     pipeline,
     precision_of,
     prefill,
     random_tokens,
     step,
-    take_seat,
+    take_slot,
 )
 from tests.twins import twin_of
 from tilewright.compiler.targets.interface.base import Executable
@@ -66,7 +66,7 @@ def check_mixed_lengths(model: SimpleNamespace, target: str) -> None:
     prompts = [random_tokens(count, seed=count) for count in (5, 1, 17, 9)]
     tails = [random_tokens(3, seed=100 + index) for index in range(4)]
     alone = [prefill(executable, a + b)[-3:] for a, b in zip(prompts, tails, strict=True)]
-    handles = [take_seat(executable, 40) for _ in prompts]
+    handles = [take_slot(executable, 40) for _ in prompts]
     for handle, prompt in zip(handles, prompts, strict=True):
         step(executable, [(handle, prompt, 0)])
     for at, order in enumerate(([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0])):
@@ -93,13 +93,13 @@ def check_snapshots(model: SimpleNamespace, target: str) -> None:
     start, tails = random_tokens(9), [random_tokens(count, seed=count) for count in (4, 5)]
     executable = compiled(model, target)
     expected = [prefill(executable, start + tail)[len(start) :] for tail in tails]
-    handle = take_seat(executable, 40)
+    handle = take_slot(executable, 40)
     step(executable, [(handle, start, 0)])
-    handles = handle, copy_seat(executable, handle, len(start))
+    handles = handle, copy_slot(executable, handle, len(start))
     for state, tail, wanted in zip(handles, tails, expected, strict=True):
         got = [step(executable, [(state, [t], 9 + at)])[0] for at, t in enumerate(tail)]
         assert_near(torch.stack(got), wanted)
-    shorter = copy_seat(executable, handle, 12)
+    shorter = copy_slot(executable, handle, 12)
     with pytest.raises(AssertionError, match="12 is not where its state is"):
         step(executable, [(shorter, [5, 6], 12)])
     executable.close()

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tilewright.compiler.targets.interface.step import Seat
+from tilewright.compiler.targets.interface.step import Slot
 from tilewright.compiler.targets.interface.token_masks import Allowed, num_words
 
 
-def allowed_of(masks: Mapping[Seat, np.ndarray]) -> Allowed:
-    """Of bool ``[vocabulary]`` by seat; bits behind the vocabulary are set, which means nothing."""
+def allowed_of(masks: Mapping[Slot, np.ndarray]) -> Allowed:
+    """Of bool ``[vocabulary]`` by slot; bits behind the vocabulary are set, which means nothing."""
     if not masks:
         return Allowed()
     rows = np.stack(list(masks.values()))

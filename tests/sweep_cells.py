@@ -11,7 +11,7 @@ from typing import Any
 from tilewright.evaluate.results.record import Accuracy, Repeat, Result, medians, pack_hits
 from tilewright.evaluate.results.result_file import dumps
 from tilewright.evaluate.sweep.cell import Cell
-from tilewright.evaluate.sweep.journal import VERSION, Finished, Journal, Planned
+from tilewright.evaluate.sweep.journal import VERSION, Planned, SweepJournal, TrialFinished
 
 HEADING = "precision_cfg = {ff1_3: bfp8}, fidelity_cfg = {li_ff1_3: hifi2}"
 NUM_POSITIONS = 16
@@ -102,20 +102,20 @@ def hits(num_wrong: int, num_positions: int = NUM_POSITIONS) -> list[bool]:
     return [index >= num_wrong for index in range(num_positions)]
 
 
-def done(of: Cell, found: Result, seconds: float = 1.0) -> Finished:
+def done(of: Cell, found: Result, seconds: float = 1.0) -> TrialFinished:
     """The end of a cell that went well."""
     values = json.loads(dumps(found))
-    return Finished(cell=of.id, outcome="done", seconds=seconds, result=values)
+    return TrialFinished(cell=of.id, outcome="done", seconds=seconds, result=values)
 
 
-def failed(of: Cell, reason: str = "exit code 1: why") -> Finished:
+def failed(of: Cell, reason: str = "exit code 1: why") -> TrialFinished:
     """The end of a cell that did not."""
-    return Finished(cell=of.id, outcome="failed", seconds=1.0, reason=reason)
+    return TrialFinished(cell=of.id, outcome="failed", seconds=1.0, reason=reason)
 
 
-def journal(path: Path, results: Sequence[tuple[Cell, Result]], **header: Any) -> Journal:
+def journal(path: Path, results: Sequence[tuple[Cell, Result]], **header: Any) -> SweepJournal:
     """A sweep of these cells, all done."""
-    found = Journal.create(path, planned(**header), [of for of, _ in results])
+    found = SweepJournal.create(path, planned(**header), [of for of, _ in results])
     found.append(*(done(of, each) for of, each in results))
     return found
 

@@ -38,7 +38,7 @@ def test_a_model_becomes_an_executable(target: str) -> None:
         progress=lambda *news: told.append(news),
     )
     assert result.executable.vocab_size == 61
-    assert result.executable.capabilities.max_seats == 2
+    assert result.executable.capabilities.max_num_seqs == 2
     assert result.executable.capabilities.max_context == 32
     assert graph_text(result.graph().graph) == graph_text(
         lowered(model, target=target, precision=precision_of("bfp8"))[0].graph

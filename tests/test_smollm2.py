@@ -246,7 +246,7 @@ def test_the_fast_cpu_answers_a_question(model: LoadedModel, fast: Executable) -
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 def test_the_default_configuration_names_the_capital_of_france(smollm2_path: Path) -> None:
     """Under `stored` it does not: 8-bit activations decide a near tie in the prompt."""
-    with LLM(smollm2_path, max_seats=1, max_context=512) as llm:
+    with LLM(smollm2_path, max_num_seqs=1, max_context=512) as llm:
         assert llm.compiled.precision.name == SMALL
         answer = llm.chat([{"role": "user", "content": "What is the capital of France?"}])
     assert answer.text == "The capital of France is Paris."

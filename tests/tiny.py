@@ -31,13 +31,13 @@ from tilewright.compiler.targets.interface.base import (
     Executable,
 )
 from tilewright.compiler.targets.interface.step import (
-    Chunk,
-    Close,
-    Copy,
-    Edit,
-    Open,
-    Pages,
-    Seat,
+    AssignPages,
+    CloseSlot,
+    CopyState,
+    OpenSlot,
+    PrefillChunk,
+    Slot,
+    StateUpdate,
     Step,
     StepOutput,
 )
@@ -288,72 +288,72 @@ def compiled(
     )
 
 
-class _Seats:
+class _Slots:
     """Who sits where on an executable that tests step by hand."""
 
     def __init__(self, executable: Executable) -> None:
-        self.free = list(range(executable.capabilities.max_seats))
+        self.free = list(range(executable.capabilities.max_num_seqs))
         self.pool = PagePool(executable.capabilities.num_pages)
-        self.pages: dict[Seat, list[int]] = {}
+        self.pages: dict[Slot, list[int]] = {}
 
 
-_SEATS: WeakKeyDictionary[Executable, _Seats] = WeakKeyDictionary()
+_SLOTS: WeakKeyDictionary[Executable, _Slots] = WeakKeyDictionary()
 
 
-def take_seat(
+def take_slot(
     executable: Executable, num_positions: int = 0, choosing: SamplingParams | None = None
-) -> Seat:
-    """Open the lowest free seat, with pages for so many positions (0: for a whole context)."""
-    limits, seats = executable.capabilities, _SEATS.setdefault(executable, _Seats(executable))
-    seat = Seat(heapq.heappop(seats.free))
-    edits: list[Edit] = [Open(seat, choosing or SamplingParams())]
+) -> Slot:
+    """Open the lowest free slot, with pages for so many positions (0: for a whole context)."""
+    limits, slots = executable.capabilities, _SLOTS.setdefault(executable, _Slots(executable))
+    slot = Slot(heapq.heappop(slots.free))
+    edits: list[StateUpdate] = [OpenSlot(slot, choosing or SamplingParams())]
     if limits.page_size:
         count = pages_of(num_positions or limits.max_context, limits.page_size)
-        seats.pages[seat] = seats.pool.take(count)
-        edits.append(Pages(seat, 0, tuple(seats.pages[seat])))
+        slots.pages[slot] = slots.pool.take(count)
+        edits.append(AssignPages(slot, 0, tuple(slots.pages[slot])))
     executable.step(Step(edits=tuple(edits)))
-    return seat
+    return slot
 
 
-def leave_seat(executable: Executable, seat: Seat) -> None:
-    """Close a seat and give its pages back."""
-    executable.step(Step(edits=(Close(seat),)))
-    seats = _SEATS[executable]
-    seats.pool.release(seats.pages.pop(seat, []))
-    heapq.heappush(seats.free, seat)
+def leave_slot(executable: Executable, slot: Slot) -> None:
+    """Close a slot and give its pages back."""
+    executable.step(Step(edits=(CloseSlot(slot),)))
+    slots = _SLOTS[executable]
+    slots.pool.release(slots.pages.pop(slot, []))
+    heapq.heappush(slots.free, slot)
 
 
-def copy_seat(executable: Executable, seat: Seat, num_positions: int) -> Seat:
-    """A new seat with the first positions of another's history; whole pages are shared."""
-    fresh = take_seat(executable)
-    seats, size = _SEATS[executable], executable.capabilities.page_size
-    edits: list[Edit] = []
-    if size and (whole := seats.pages[seat][: num_positions // size]):
-        seats.pool.hold(whole)
-        seats.pool.release(seats.pages[fresh][: len(whole)])
-        seats.pages[fresh][: len(whole)] = whole
-        edits.append(Pages(fresh, 0, tuple(seats.pages[fresh])))
-    executable.step(Step(edits=(*edits, Copy(seat, fresh, num_positions))))
+def copy_slot(executable: Executable, slot: Slot, num_positions: int) -> Slot:
+    """A new slot with the first positions of another's history; whole pages are shared."""
+    fresh = take_slot(executable)
+    slots, size = _SLOTS[executable], executable.capabilities.page_size
+    edits: list[StateUpdate] = []
+    if size and (whole := slots.pages[slot][: num_positions // size]):
+        slots.pool.hold(whole)
+        slots.pool.release(slots.pages[fresh][: len(whole)])
+        slots.pages[fresh][: len(whole)] = whole
+        edits.append(AssignPages(fresh, 0, tuple(slots.pages[fresh])))
+    executable.step(Step(edits=(*edits, CopyState(slot, fresh, num_positions))))
     return fresh
 
 
 def step(
     executable: Executable,
-    work: Sequence[tuple[Seat, Sequence[int], int]],
+    work: Sequence[tuple[Slot, Sequence[int], int]],
     *,
     rows: Sequence[int] | None = None,
 ) -> Tensor:
-    """Logits of one step over (seat, tokens, first position) entries; default: last rows.
+    """Logits of one step over (slot, tokens, first position) entries; default: last rows.
 
     Single tokens that follow others are decoded, together; everything else is a piece of a prompt.
     """
     if rows is None and all(len(tokens) == 1 and start for _, tokens, start in work):
-        forced = {seat: tokens[0] for seat, tokens, _ in work}
+        forced = {slot: tokens[0] for slot, tokens, _ in work}
         given = Step(decode=tuple(forced), forced=forced, want_logits=True)
         return joined(executable.step(given))
     found = []
-    for seat, tokens, start in work:
-        chunk = Chunk(seat, start, tuple(tokens), chooses=rows is None, echoes=bool(rows))
+    for slot, tokens, start in work:
+        chunk = PrefillChunk(slot, start, tuple(tokens), chooses=rows is None, echoes=bool(rows))
         output = executable.step(Step(prompts=(chunk,), want_logits=True))
         found.append(joined(output) if output.parts else torch.empty(0, executable.vocab_size))
     logits = torch.cat(found)
@@ -367,16 +367,16 @@ def joined(output: StepOutput) -> Tensor:
 
 def prefill(executable: Executable, tokens: Sequence[int], chunks: Iterable[int] = ()) -> Tensor:
     """Logits at every position of a fresh sequence, run in chunks of these sizes, then freed."""
-    seat = take_seat(executable, len(tokens))
+    slot = take_slot(executable, len(tokens))
     parts, start = [], 0
     for size in [*chunks, len(tokens)]:
         part = tokens[start : start + size]
         if len(part) == 1 and start:
-            parts.append(step(executable, [(seat, part, start)]))
+            parts.append(step(executable, [(slot, part, start)]))
         elif part:
-            parts.append(step(executable, [(seat, part, start)], rows=range(len(part))))
+            parts.append(step(executable, [(slot, part, start)], rows=range(len(part))))
         start += len(part)
-    leave_seat(executable, seat)
+    leave_slot(executable, slot)
     return torch.cat(parts)
 
 

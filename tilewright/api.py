@@ -11,7 +11,7 @@ from tilewright.compiler.targets.interface.base import Progress
 from tilewright.compiler.targets.interface.compiled import Compiled, silent
 from tilewright.errors import CheckpointError
 from tilewright.loading.program import compile_program
-from tilewright.loading.source import Source, open_compiled, open_started, source_of
+from tilewright.loading.source import ModelHandle, open_compiled, open_started, source_of
 from tilewright.loading.start import find_start
 from tilewright.models import FoundModel, find_model_or_shape, load_model
 from tilewright.options.engine_config import EngineConfig
@@ -24,7 +24,7 @@ def load(
     rank: int = 0,
     use_cache: bool = True,
     progress: Progress = silent,
-) -> Source:
+) -> ModelHandle:
     """Open a checkpoint, a shape or a compiled directory. Weights are read later.
 
     A model of the start index is built when its weights are needed.
@@ -56,7 +56,7 @@ def load(
 
 
 def compile(
-    model: Source | str | Path,
+    model: ModelHandle | str | Path,
     config: EngineConfig | ResolvedConfig | None = None,
     *,
     progress: Progress = silent,
@@ -74,8 +74,8 @@ def compile(
         TilewrightError: for parts that do not fit together or do not fit this machine.
     """
     if not isinstance(config, ResolvedConfig):
-        named = model.path if isinstance(model, Source) else model
+        named = model.path if isinstance(model, ModelHandle) else model
         config = resolve(replace(config or EngineConfig(), model=str(named)))
-    source = model if isinstance(model, Source) else load(config.path)
+    source = model if isinstance(model, ModelHandle) else load(config.path)
     options = config.config.compile_options(config.target, source.max_positions)
     return compile_program(source, config, options, progress, ends_process=ends_process)

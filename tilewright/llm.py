@@ -1,6 +1,6 @@
 """A model to ask: opened, compiled through the cache and served; what `tilewright.LLM` is.
 
-It knows text, messages and answers; seats, pages and steps are the runtime's.
+It knows text, messages and answers; slots, pages and steps are the runtime's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tilewright.compiler.sampling.params import sampling_of
 from tilewright.compiler.targets.interface.base import Progress
 from tilewright.compiler.targets.interface.compiled import Compiled, silent
 from tilewright.errors import RequestError, allowed
-from tilewright.loading.source import Source
+from tilewright.loading.source import ModelHandle
 from tilewright.models.tokenizer.chat_template import Message
 from tilewright.models.tokenizer.tokenizer import Tokenizer
 from tilewright.options.config_file import read_config_file
@@ -147,13 +147,13 @@ class LLM:
         self._begin(source, compile(source, resolved, progress=progress), made)
 
     @classmethod
-    def of_compiled(cls, source: Source, compiled: Compiled, config: EngineConfig) -> Self:
+    def of_compiled(cls, source: ModelHandle, compiled: Compiled, config: EngineConfig) -> Self:
         """Make an LLM of a compiled model."""
         made = cls.__new__(cls)
         made._begin(source, compiled, config)
         return made
 
-    def _begin(self, source: Source, compiled: Compiled, config: EngineConfig) -> None:
+    def _begin(self, source: ModelHandle, compiled: Compiled, config: EngineConfig) -> None:
         self.source, self.compiled = source, compiled
         self.tokenizer = source.tokenizer
         policy = config.scheduler_config(cache_output=False)

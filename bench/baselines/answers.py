@@ -106,7 +106,7 @@ def _open(
     from tilewright.llm import LLM
 
     threads = options.threads or describe_cpu().num_cores
-    ours: dict[str, Any] = {"num_threads": threads, "max_seats": 1, "max_context": _CONTEXT}
+    ours: dict[str, Any] = {"num_threads": threads, "max_num_seqs": 1, "max_context": _CONTEXT}
     default = stack.enter_context(LLM(source, **ours))
     exact = stack.enter_context(LLM(source, precision="stored", compute="exact", **ours))
     tokenizer = default.tokenizer

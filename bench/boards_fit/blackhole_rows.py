@@ -21,7 +21,11 @@ from tilewright.compiler.targets.tenstorrent.perf.blackhole import (
     BlackholeConstants,
     blackhole_seconds,
 )
-from tilewright.compiler.targets.tenstorrent.perf.work import COLLECTIVE, Work, program_work
+from tilewright.compiler.targets.tenstorrent.perf.work import (
+    COLLECTIVE,
+    InstructionCost,
+    program_work,
+)
 from tilewright.compiler.tracer import trace
 from tilewright.models.architectures.table import architecture_of
 from tilewright.models.checkpoints.huggingface.config import config_of_hf
@@ -90,7 +94,7 @@ class BlackholeSample:
     software: str
     seconds: float
     is_decode: bool
-    work: tuple[tuple[Work, float], ...]
+    work: tuple[tuple[InstructionCost, float], ...]
 
     def predict(self, constants: BlackholeConstants) -> float:
         """Return the seconds of the time model."""
@@ -140,7 +144,7 @@ def _sample(
         context=context,
     )
     repeats = config.num_layers / pattern
-    counts: Counter[Work] = Counter()
+    counts: Counter[InstructionCost] = Counter()
     for item, work in zip(program.instructions, program_work(program), strict=True):
         counts[work] += 1 if item.layer is None else repeats  # type: ignore[assignment]
     return BlackholeSample(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tilewright.compiler.targets.tenstorrent.perf.constants import START, Constants
 from tilewright.compiler.targets.tenstorrent.perf.price import once_seconds, work_seconds
-from tilewright.compiler.targets.tenstorrent.perf.work import Work, program_work
+from tilewright.compiler.targets.tenstorrent.perf.work import InstructionCost, program_work
 from tilewright.compiler.targets.tenstorrent.program.instructions import DECODE, DeviceProgram
 
 Vector = NDArray[np.float64]
@@ -47,7 +47,7 @@ class Sample:
     device: str
     source: str
     seconds: float
-    work: tuple[tuple[Work, int], ...]
+    work: tuple[tuple[InstructionCost, int], ...]
     is_decode: bool
 
     def predict(self, constants: Constants) -> float:

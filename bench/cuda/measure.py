@@ -29,15 +29,20 @@ from tilewright.cli.arguments.bench import RunOptions, read_options
 from tilewright.cli.measure import measure
 from tilewright.cli.terminal.console import RANDOM_NOTE
 from tilewright.compiler.ops.moe import expected_experts
-from tilewright.compiler.targets.interface.base import CompileOptions, Progress, Seat
+from tilewright.compiler.targets.interface.base import CompileOptions, Progress, Slot
 from tilewright.compiler.targets.interface.compiled import Compiled
 from tilewright.errors import CompileError
 from tilewright.evaluate.cases.cases import CASES, TABLE_PROMPT_LENGTH
-from tilewright.evaluate.measure.roofline import Work, decode_work, limit_seconds, prefill_work
-from tilewright.evaluate.measure.timing import Job, Run, time_jobs
+from tilewright.evaluate.measure.roofline import (
+    StepTraffic,
+    decode_work,
+    limit_seconds,
+    prefill_work,
+)
+from tilewright.evaluate.measure.timing import TimedRequest, TimedRun, time_jobs
 from tilewright.evaluate.results.record import RANDOM_WEIGHTS, Ceilings, Result
 from tilewright.loading.program import compile_program
-from tilewright.loading.source import Source
+from tilewright.loading.source import ModelHandle
 from tilewright.runtime.engine import Engine
 from tilewright.utils.child_process import PYTHON, Child
 
@@ -51,7 +56,7 @@ _DEMO = Path(__file__).resolve().parents[2] / "demo" / "simple_text_demo.py"
 class ChoosesExperts(Protocol):
     """An executable that counts the experts of a decode step, layer by layer."""
 
-    def chosen_experts(self, seats: Sequence[Seat], tokens: Sequence[int]) -> list[int]: ...
+    def chosen_experts(self, slots: Sequence[Slot], tokens: Sequence[int]) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +99,12 @@ class Bench:
         self._target, self._repeats, self._num_ranks = target, repeats, num_ranks
         self._context = rows[0].program[-1]
         model = self._options_of(rows[0]).model
-        self.source: Source = load(model.path)
+        self.source: ModelHandle = load(model.path)
         batch = max(row.batch for row in rows)
         self.options = CompileOptions(max_batch=batch, max_context=self._context)
         self.compiled: Compiled = compile_program(self.source, model, self.options, progress)
         self.seconds_to_compile = time.perf_counter() - started
-        self._measured: dict[tuple[int, int, int], tuple[Sequence[Run], Result]] = {}
+        self._measured: dict[tuple[int, int, int], tuple[Sequence[TimedRun], Result]] = {}
 
     def measure(self, row: BenchRow, ceilings: Ceilings) -> Figures:
         """Measure a row. Rows with the same batch and lengths share runs and record."""
@@ -112,7 +117,7 @@ class Bench:
         kept = None if is_known else replace(result, ceilings=ceilings)
         return Figures(row, values, limit, detail, kept)
 
-    def works(self, row: BenchRow) -> tuple[Work, Work]:
+    def works(self, row: BenchRow) -> tuple[StepTraffic, StepTraffic]:
         """Return the work of the prompt, and of the decode step in the middle."""
         context = row.prompt_length + (row.num_generated + 1) / 2
         return (
@@ -131,7 +136,7 @@ class Bench:
             f"weights, {cache:.1f} GB of cache; made in {self.seconds_to_compile:.1f} s"
         )
 
-    def jobs(self, row: BenchRow) -> tuple[Job, ...]:
+    def jobs(self, row: BenchRow) -> tuple[TimedRequest, ...]:
         """Return the prompts of a row, one for each user."""
         return measure.plan_jobs(self.source, self._options_of(row)).jobs
 
@@ -149,7 +154,7 @@ class Bench:
         ids, engine = range(len(prompts)), Engine(executable)
         logits = engine.prefill(ids, [torch.tensor(prompt) for prompt in prompts])
         tokens = logits.argmax(-1).tolist()
-        found = executable.chosen_experts([engine.seat(index) for index in ids], tokens)
+        found = executable.chosen_experts([engine.slot(index) for index in ids], tokens)
         engine.remove(ids)
         expected = expected_experts(count, row.batch, config.experts_per_token)  # type: ignore[attr-defined]
         return (
@@ -157,7 +162,7 @@ class Bench:
             f"({min(found)}-{max(found)}) of {count}; {expected:.1f} were all equally likely"
         )
 
-    def _run(self, row: BenchRow) -> tuple[Sequence[Run], Result]:
+    def _run(self, row: BenchRow) -> tuple[Sequence[TimedRun], Result]:
         options = self._options_of(row)
         plan = replace(measure.plan_jobs(self.source, options), context=self._context)
         runs = time_jobs(self.compiled.executable, plan.jobs, num_repeats=options.case.num_repeats)
@@ -212,7 +217,10 @@ def run_options(row: BenchRow, *, target: str, repeats: int, num_ranks: int = 1)
 
 
 def _figure(
-    row: BenchRow, runs: Sequence[Run], works: tuple[Work, Work], ceilings: Ceilings
+    row: BenchRow,
+    runs: Sequence[TimedRun],
+    works: tuple[StepTraffic, StepTraffic],
+    ceilings: Ceilings,
 ) -> tuple[tuple[float, ...], float, str]:
     """Return values, limit and detail of a row."""
     prompt_limit, step_limit = (limit_seconds(work, ceilings) for work in works)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
-from tilewright.evaluate.measure.timing import OFFLINE, Job
+from tilewright.evaluate.measure.timing import OFFLINE, TimedRequest
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.request_state import RequestState
 
@@ -16,7 +16,7 @@ _PROMPT, _STEPS, _PROFILED, _MAX_KERNELS = 100, 150, 16, 25
 _SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
 
 
-def profile(executable: Executable, jobs: Sequence[Job], *, is_decode: bool) -> str:
+def profile(executable: Executable, jobs: Sequence[TimedRequest], *, is_decode: bool) -> str:
     """Return a table of the kernels of decode steps, or of a prompt, from torch's profiler."""
     import torch
     from torch.profiler import ProfilerActivity

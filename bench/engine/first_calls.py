@@ -81,7 +81,7 @@ def used_mb() -> float:
 def mapped_mb(engine: Any) -> float:
     """Return the memory behind reserved addresses."""
     executor = engine._executor
-    tensors = (*executor.pages._tensors, *executor._seats._tensors)
+    tensors = (*executor.pages._tensors, *executor._slots._tensors)
     return sum(sum(addresses._parts) for _, addresses in tensors) / 1e6
 
 

@@ -29,7 +29,7 @@ from tilewright.errors import ConfigError, TilewrightError
 from tilewright.evaluate.load.client import connected
 from tilewright.evaluate.load.figures import rows_of
 from tilewright.evaluate.load.plans import PLANS, streams
-from tilewright.evaluate.load.shape import Shape
+from tilewright.evaluate.load.shape import LoadConfig
 from tilewright.evaluate.report.comparisons import servers_table
 from tilewright.options.arguments import integer, option, parse
 
@@ -122,7 +122,7 @@ def _load(options: _Options, server: Server, logs: Path) -> list[dict[str, Any]]
     rows: list[dict[str, Any]] = []
     with running(server, logs / f"{server.name}.log") as url:
         for users in options.users:
-            shape = Shape(
+            shape = LoadConfig(
                 requests=users * options.answers,
                 concurrency=users,
                 input_tokens=options.input_tokens,
@@ -137,10 +137,10 @@ def _load(options: _Options, server: Server, logs: Path) -> list[dict[str, Any]]
     return rows
 
 
-async def _ask(url: str, plan: str, shape: Shape) -> dict[str, float | str]:
+async def _ask(url: str, plan: str, shape: LoadConfig) -> dict[str, float | str]:
     async with connected(url, "") as client:
         await client.take_model()
-        await rows_of(streams(client, Shape(requests=2, input_tokens=16, output_tokens=8)))
+        await rows_of(streams(client, LoadConfig(requests=2, input_tokens=16, output_tokens=8)))
         (row,) = await rows_of(PLANS[plan].run(client, shape))
         return row
 

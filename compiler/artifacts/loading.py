@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tilewright.compiler.artifacts.folder import read_file
 from tilewright.compiler.artifacts.manifest import Manifest
 from tilewright.compiler.artifacts.rank_programs import as_compiled, own_part
-from tilewright.compiler.targets.interface.base import CompileOptions, Program, Progress
+from tilewright.compiler.targets.interface.base import BuiltProgram, CompileOptions, Progress
 from tilewright.compiler.targets.interface.compiled import Compiled, check_options, silent
 from tilewright.compiler.targets.table import get_target
 
@@ -53,7 +53,7 @@ def load_part(
 
         return read_graph(data, path, is_fixed=True)
 
-    program = Program(folder, manifest.contract, graph, sketch)
+    program = BuiltProgram(folder, manifest.contract, graph, sketch)
     executable = get_target(manifest.target).load(program, options, progress)
     return Compiled(
         executable=executable,

@@ -25,14 +25,14 @@ def is_compiled(path: str | Path) -> bool:
         return False
 
 
-class _Manifest(msgspec.Struct):
+class _ManifestTarget(msgspec.Struct):
     target: str
 
 
 def target_of(folder: Path) -> str | None:
     """Return the target of a compiled directory. None: the manifest is unreadable."""
     try:
-        return msgspec.json.decode(read_regular(folder / MANIFEST), type=_Manifest).target
+        return msgspec.json.decode(read_regular(folder / MANIFEST), type=_ManifestTarget).target
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 

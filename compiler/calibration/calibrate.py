@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from tilewright.compiler.calibration.forward import LayeredForward, Moments, Segment
+from tilewright.compiler.calibration.forward import LayeredForward, LayerSegment, Moments
 from tilewright.compiler.calibration.grids import grid_of
 from tilewright.compiler.calibration.methods import (
     DAMPING,
@@ -123,7 +123,7 @@ def calibrate(
     """
     plans, graph_module = prepared.plans, prepared.graph_module
     source = weight_source(model, model.config.max_positions)
-    run = _Run(model, source, writer, method, device)
+    run = _CalibrationRun(model, source, writer, method, device)
     needs_text = method.name != "rtn" and method.importance is None
     forward = LayeredForward(graph_module, source, tokens_ST, device) if needs_text else None
     open_plans = [index for index, plan in enumerate(plans) if not writer.has(plan.segment.name)]
@@ -208,14 +208,14 @@ def _in_threads(call: Callable[[T], R], items: Iterable[T], device: torch.device
     torch.set_num_threads(before)
 
 
-def _unread(segment: Segment) -> frozenset[Node]:
+def _unread(segment: LayerSegment) -> frozenset[Node]:
     """Return the products whose results only the output reads: the head."""
     return frozenset(
         node for node in segment.products if all(user.op == "output" for user in node.users)
     )
 
 
-class _Run:
+class _CalibrationRun:
     """A calibration run: quantizes and writes segments."""
 
     def __init__(

@@ -34,7 +34,7 @@ Watch: TypeAlias = Callable[[Node, tuple[Any, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class LayerSegment:
     """Consecutive nodes: a layer, or the nodes before or after all layers.
 
     ``live``: values of this and earlier segments, and inputs, that later segments read.
@@ -51,7 +51,7 @@ class Segment:
         return tuple(node for node in self.nodes if node.target in PRODUCTS)
 
 
-def segments_of(graph_module: GraphModule) -> tuple[Segment, ...]:
+def segments_of(graph_module: GraphModule) -> tuple[LayerSegment, ...]:
     """Cut a matched graph into segments, in order."""
     nodes = [n for n in graph_module.graph.nodes if n.op not in ("placeholder", "output")]
     layers = [info(node).layer for node in nodes]
@@ -68,7 +68,7 @@ def segments_of(graph_module: GraphModule) -> tuple[Segment, ...]:
         weights = {a: None for n in part for a in n.all_input_nodes if a.op == "placeholder"}
         values.update(part)
         live = {n for n in values if any(u in later or u.op == "output" for u in n.users)}
-        found.append(Segment(name, tuple(part), tuple(weights), frozenset(live)))
+        found.append(LayerSegment(name, tuple(part), tuple(weights), frozenset(live)))
     return tuple(found)
 
 
@@ -106,7 +106,7 @@ class LayeredForward:
             values = {"tokens": part_ST.flatten(), "positions": positions}
             self.groups.append({n: values[str(n.target)].to(device) for n in inputs})
 
-    def load(self, segment: Segment) -> dict[Node, Tensor]:
+    def load(self, segment: LayerSegment) -> dict[Node, Tensor]:
         """Load a segment's weights and constants."""
         found = {}
         for node in segment.weights:
@@ -118,7 +118,7 @@ class LayeredForward:
         return found
 
     def run(
-        self, segment: Segment, weights: Weights, watch: Watch, *, skip: frozenset[Node]
+        self, segment: LayerSegment, weights: Weights, watch: Watch, *, skip: frozenset[Node]
     ) -> Iterator[int]:
         """Run a segment on all groups. Yield the number of finished groups.
 
@@ -129,7 +129,7 @@ class LayeredForward:
             self.groups[index] = self.step(segment, cast, group, watch, skip=skip)
             yield index + 1
 
-    def cast(self, segment: Segment, weights: Weights, skip: frozenset[Node]) -> Weights:
+    def cast(self, segment: LayerSegment, weights: Weights, skip: frozenset[Node]) -> Weights:
         """Return the weights, with product weights in the product type."""
         products = {node.args[1] for node in segment.products if node not in skip}
         return {n: w.to(self._dtype) if n in products else w for n, w in weights.items()}
@@ -137,7 +137,7 @@ class LayeredForward:
     @torch.no_grad()
     def step(
         self,
-        segment: Segment,
+        segment: LayerSegment,
         weights: Weights,
         group: Mapping[Node, Tensor],
         watch: Watch,

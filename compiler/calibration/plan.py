@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
-from tilewright.compiler.calibration.forward import PRODUCTS, Segment, segments_of
+from tilewright.compiler.calibration.forward import PRODUCTS, LayerSegment, segments_of
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.info import WEIGHT, info
 from tilewright.compiler.ir.recipe import Segment as Rows
@@ -61,7 +61,7 @@ class FloatPlan:
 class SegmentPlan:
     """The tensors in a graph segment's file."""
 
-    segment: Segment
+    segment: LayerSegment
     matrices: tuple[MatrixPlan, ...]
     floats: tuple[FloatPlan, ...]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.formats import get_format
-from tilewright.compiler.mesh import Run
+from tilewright.compiler.mesh import IndexRange
 from tilewright.errors import CheckpointError
 
 
@@ -62,7 +62,7 @@ class WeightRecipe:
     block_axis: str = "in"
     pad_rows: int = 0
     is_stored: bool = False
-    columns: tuple[Run, ...] | None = None
+    columns: tuple[IndexRange, ...] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -114,7 +114,7 @@ def cut(recipe: WeightRecipe, first: int, last: int) -> tuple[Segment, ...]:
     return tuple(found)
 
 
-def take(recipe: WeightRecipe, kept: Mapping[int, Sequence[Run]]) -> WeightRecipe:
+def take(recipe: WeightRecipe, kept: Mapping[int, Sequence[IndexRange]]) -> WeightRecipe:
     """Return the recipe for a slice of a weight.
 
     Args:
@@ -136,12 +136,14 @@ def take(recipe: WeightRecipe, kept: Mapping[int, Sequence[Run]]) -> WeightRecip
         places = [(0, 1)]
         for axis in range(max(1, last)):
             size = recipe.shape[axis]
-            places = _inside(places, kept.get(axis, (Run(0, size),)), size)
+            places = _inside(places, kept.get(axis, (IndexRange(0, size),)), size)
         segments = _joined([part for first, end in places for part in cut(recipe, first, end)])
     return dataclasses.replace(recipe, segments=segments, shape=tuple(shape), columns=columns)
 
 
-def _inside(outer: list[tuple[int, int]], runs: Sequence[Run], size: int) -> list[tuple[int, int]]:
+def _inside(
+    outer: list[tuple[int, int]], runs: Sequence[IndexRange], size: int
+) -> list[tuple[int, int]]:
     """Return half-open ranges after adding an inner axis with ``runs``."""
     if [(run.start, run.count) for run in runs] == [(0, size)]:
         return [(first * size, end * size) for first, end in outer]
@@ -327,7 +329,7 @@ def _finite(segments: Sequence[Segment], parts: Sequence[Tensor]) -> Tensor:
     return joined
 
 
-def _slice(run: Run) -> slice:
+def _slice(run: IndexRange) -> slice:
     start = run.start or 0
     return slice(start, start + run.count)
 

@@ -24,14 +24,14 @@ class Var:
 
 
 @dataclass(frozen=True, slots=True)
-class Literal:
+class LiteralPattern:
     """Binds a number, string, list or None to a name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Call:
+class CallPattern:
     """Matches a call to any of ``targets`` with these arguments. Further arguments are free.
 
     Calls with keyword arguments (``alpha``, ``dtype``) never match. ``commutative`` tries the first
@@ -53,9 +53,9 @@ def match(pattern: Any, value: Any, bindings: Bindings | None = None) -> Binding
     bound = {} if bindings is None else bindings
     if isinstance(pattern, Var):
         return _bind(pattern.name, value, bound) if isinstance(value, Node) else None
-    if isinstance(pattern, Literal):
+    if isinstance(pattern, LiteralPattern):
         return None if isinstance(value, Node) else _bind(pattern.name, value, bound)
-    if isinstance(pattern, Call):
+    if isinstance(pattern, CallPattern):
         return _match_call(pattern, value, bound)
     if isinstance(pattern, list | tuple):
         if not isinstance(value, list | tuple):
@@ -74,7 +74,7 @@ def _equal(left: Any, right: Any) -> bool:
     return not isinstance(left, Node) and not isinstance(right, Node) and bool(left == right)
 
 
-def _match_call(pattern: Call, value: Any, bindings: Bindings) -> Bindings | None:
+def _match_call(pattern: CallPattern, value: Any, bindings: Bindings) -> Bindings | None:
     if not isinstance(value, Node) or value.op != "call_function":
         return None
     if value.target not in pattern.targets or value.kwargs:
@@ -176,7 +176,7 @@ def find_calls(graph: Graph, *targets: Any) -> list[Node]:
 
 
 def rewrite_matches(
-    graph: Graph, pattern: Call, build: Callable[[Node, Bindings], Node | None]
+    graph: Graph, pattern: CallPattern, build: Callable[[Node, Bindings], Node | None]
 ) -> int:
     """Replace each match of ``pattern`` with the result of ``build(root, bindings)``. Return the
     count.

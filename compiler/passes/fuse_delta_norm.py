@@ -9,14 +9,25 @@ from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info
-from tilewright.compiler.ir.rewrite import Bindings, Call, Literal, Var, emit, rewrite_matches
+from tilewright.compiler.ir.rewrite import (
+    Bindings,
+    CallPattern,
+    LiteralPattern,
+    Var,
+    emit,
+    rewrite_matches,
+)
 from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 aten = torch.ops.aten
 
-_NORM = Call(ops.rms_norm.overload, Var("rule"), Var("weight"), Literal("eps"))
-_GATED = Call(ops.swiglu.overload, Call(aten.unflatten.int, Var("z"), -1, Literal("heads")), _NORM)
-_PATTERN = Call(aten.flatten.using_ints, _GATED, -2)
+_NORM = CallPattern(ops.rms_norm.overload, Var("rule"), Var("weight"), LiteralPattern("eps"))
+_GATED = CallPattern(
+    ops.swiglu.overload,
+    CallPattern(aten.unflatten.int, Var("z"), -1, LiteralPattern("heads")),
+    _NORM,
+)
+_PATTERN = CallPattern(aten.flatten.using_ints, _GATED, -2)
 
 
 @graph_pass

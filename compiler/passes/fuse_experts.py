@@ -9,20 +9,29 @@ from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info, set_info
-from tilewright.compiler.ir.rewrite import Bindings, Call, Literal, Var, emit, rewrite_matches
+from tilewright.compiler.ir.rewrite import (
+    Bindings,
+    CallPattern,
+    LiteralPattern,
+    Var,
+    emit,
+    rewrite_matches,
+)
 from tilewright.compiler.passes.runner import PassContext, graph_pass
 
-_CHOICE = Call(ops.router.overload, Var("logits"), Literal("top_k"), Literal("renormalise"))
-_WEIGHTS = Call(operator.getitem, _CHOICE, 0)
-_EXPERTS = Call(operator.getitem, _CHOICE, 1)
+_CHOICE = CallPattern(
+    ops.router.overload, Var("logits"), LiteralPattern("top_k"), LiteralPattern("renormalise")
+)
+_WEIGHTS = CallPattern(operator.getitem, _CHOICE, 0)
+_EXPERTS = CallPattern(operator.getitem, _CHOICE, 1)
 
 
-def _product(name: str) -> Call:
-    return Call(ops.expert_linear.overload, Var("x"), Var(name), _EXPERTS)
+def _product(name: str) -> CallPattern:
+    return CallPattern(ops.expert_linear.overload, Var("x"), Var(name), _EXPERTS)
 
 
-_INNER = Call(ops.swiglu.overload, _product("gate"), _product("up"))
-_PATTERN = Call(ops.expert_linear.overload, _INNER, Var("down"), _EXPERTS, _WEIGHTS)
+_INNER = CallPattern(ops.swiglu.overload, _product("gate"), _product("up"))
+_PATTERN = CallPattern(ops.expert_linear.overload, _INNER, Var("down"), _EXPERTS, _WEIGHTS)
 
 
 @graph_pass

@@ -10,25 +10,34 @@ from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info
-from tilewright.compiler.ir.rewrite import Bindings, Call, Literal, Var, emit, rewrite_matches
+from tilewright.compiler.ir.rewrite import (
+    Bindings,
+    CallPattern,
+    LiteralPattern,
+    Var,
+    emit,
+    rewrite_matches,
+)
 from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 aten = torch.ops.aten
 
 
-def _heads(name: str) -> Call:
-    return Call(aten.unflatten.int, Var(name), -1, Literal(f"{name}_heads"))
+def _heads(name: str) -> CallPattern:
+    return CallPattern(aten.unflatten.int, Var(name), -1, LiteralPattern(f"{name}_heads"))
 
 
-def _rotated(name: str, *, normed: bool) -> Call:
+def _rotated(name: str, *, normed: bool) -> CallPattern:
     heads = _heads(name)
     if normed:
-        heads = Call(ops.rms_norm.overload, heads, Var(f"{name}_norm"), Literal("norm_eps"))
-    return Call(ops.rope.overload, heads, Var("positions"), Var("inv_freq"))
+        heads = CallPattern(
+            ops.rms_norm.overload, heads, Var(f"{name}_norm"), LiteralPattern("norm_eps")
+        )
+    return CallPattern(ops.rope.overload, heads, Var("positions"), Var("inv_freq"))
 
 
-def _pattern(*, normed: bool) -> Call:
-    step = Call(
+def _pattern(*, normed: bool) -> CallPattern:
+    step = CallPattern(
         ops.attention_step.overload,
         _rotated("q", normed=normed),
         _rotated("k", normed=normed),
@@ -37,10 +46,10 @@ def _pattern(*, normed: bool) -> Call:
         Var("positions"),
         Var("cu_seqlens"),
         Var("slots"),
-        Literal("scale"),
-        Literal("window"),
+        LiteralPattern("scale"),
+        LiteralPattern("window"),
     )
-    return Call(aten.flatten.using_ints, step, -2)
+    return CallPattern(aten.flatten.using_ints, step, -2)
 
 
 @graph_pass

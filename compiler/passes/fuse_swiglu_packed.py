@@ -9,12 +9,23 @@ from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info
-from tilewright.compiler.ir.rewrite import Bindings, Call, Literal, Var, emit, rewrite_matches
+from tilewright.compiler.ir.rewrite import (
+    Bindings,
+    CallPattern,
+    LiteralPattern,
+    Var,
+    emit,
+    rewrite_matches,
+)
 from tilewright.compiler.passes.runner import PassContext, graph_pass
 
-_SPLIT = Call(torch.ops.aten.split_with_sizes.default, Var("packed"), Literal("sizes"), -1)
-_PATTERN = Call(
-    ops.swiglu.overload, Call(operator.getitem, _SPLIT, 0), Call(operator.getitem, _SPLIT, 1)
+_SPLIT = CallPattern(
+    torch.ops.aten.split_with_sizes.default, Var("packed"), LiteralPattern("sizes"), -1
+)
+_PATTERN = CallPattern(
+    ops.swiglu.overload,
+    CallPattern(operator.getitem, _SPLIT, 0),
+    CallPattern(operator.getitem, _SPLIT, 1),
 )
 
 

@@ -7,12 +7,19 @@ from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info
-from tilewright.compiler.ir.rewrite import Bindings, Call, Literal, Var, emit, rewrite_matches
+from tilewright.compiler.ir.rewrite import (
+    Bindings,
+    CallPattern,
+    LiteralPattern,
+    Var,
+    emit,
+    rewrite_matches,
+)
 from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 _GATHER = torch.ops.aten.index_select.default
-_NORM = Call(ops.rms_norm.overload, Var("x"), Var("weight"), Literal("eps"))
-_PATTERN = Call(_GATHER, _NORM, 0, Var("rows"))
+_NORM = CallPattern(ops.rms_norm.overload, Var("x"), Var("weight"), LiteralPattern("eps"))
+_PATTERN = CallPattern(_GATHER, _NORM, 0, Var("rows"))
 
 
 @graph_pass

@@ -7,15 +7,26 @@ from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info
-from tilewright.compiler.ir.rewrite import Bindings, Call, Literal, Var, emit, rewrite_matches
+from tilewright.compiler.ir.rewrite import (
+    Bindings,
+    CallPattern,
+    LiteralPattern,
+    Var,
+    emit,
+    rewrite_matches,
+)
 from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 aten = torch.ops.aten
 
-_MEAN_SQUARE = Call(aten.mean.dim, Call(aten.pow.Tensor_Scalar, Var("x"), 2), [-1], True)
-_SCALE = Call(aten.rsqrt.default, Call(aten.add.Tensor, _MEAN_SQUARE, Literal("eps")))
-_NORMED = Call(aten.mul.Tensor, Var("x"), _SCALE, commutative=True)
-_PATTERN = Call(aten.mul.Tensor, _NORMED, Var("weight"), commutative=True)
+_MEAN_SQUARE = CallPattern(
+    aten.mean.dim, CallPattern(aten.pow.Tensor_Scalar, Var("x"), 2), [-1], True
+)
+_SCALE = CallPattern(
+    aten.rsqrt.default, CallPattern(aten.add.Tensor, _MEAN_SQUARE, LiteralPattern("eps"))
+)
+_NORMED = CallPattern(aten.mul.Tensor, Var("x"), _SCALE, commutative=True)
+_PATTERN = CallPattern(aten.mul.Tensor, _NORMED, Var("weight"), commutative=True)
 
 
 @graph_pass

@@ -10,37 +10,52 @@ from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info
-from tilewright.compiler.ir.rewrite import Bindings, Call, Literal, Var, emit, rewrite_matches
+from tilewright.compiler.ir.rewrite import (
+    Bindings,
+    CallPattern,
+    LiteralPattern,
+    Var,
+    emit,
+    rewrite_matches,
+)
 from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 aten = torch.ops.aten
 
-_POSITIONS = Call(aten.unsqueeze.default, Call(aten.to.dtype, Var("positions"), torch.float32), -1)
-_ANGLES = Call(aten.mul.Tensor, _POSITIONS, Var("inv_freq"), commutative=True)
+_POSITIONS = CallPattern(
+    aten.unsqueeze.default, CallPattern(aten.to.dtype, Var("positions"), torch.float32), -1
+)
+_ANGLES = CallPattern(aten.mul.Tensor, _POSITIONS, Var("inv_freq"), commutative=True)
 
 
-def _times(left: Any, right: Any) -> Call:
-    return Call(aten.mul.Tensor, left, right, commutative=True)
+def _times(left: Any, right: Any) -> CallPattern:
+    return CallPattern(aten.mul.Tensor, left, right, commutative=True)
 
 
-def _rotation(*, scaled: bool) -> Call:
+def _rotation(*, scaled: bool) -> CallPattern:
     """Return the pattern for all channels. ``scaled`` includes a factor for cosines and sines."""
-    cos, sin = Call(aten.cos.default, _ANGLES), Call(aten.sin.default, _ANGLES)
+    cos, sin = CallPattern(aten.cos.default, _ANGLES), CallPattern(aten.sin.default, _ANGLES)
     if scaled:
-        cos, sin = _times(cos, Literal("factor")), _times(sin, Literal("factor"))
-    cos, sin = Call(aten.unsqueeze.default, cos, 1), Call(aten.unsqueeze.default, sin, 1)
-    halves = Call(aten.chunk.default, Var("x"), 2, -1)
-    first, second = Call(operator.getitem, halves, 0), Call(operator.getitem, halves, 1)
+        cos, sin = _times(cos, LiteralPattern("factor")), _times(sin, LiteralPattern("factor"))
+    cos, sin = (
+        CallPattern(aten.unsqueeze.default, cos, 1),
+        CallPattern(aten.unsqueeze.default, sin, 1),
+    )
+    halves = CallPattern(aten.chunk.default, Var("x"), 2, -1)
+    first, second = (
+        CallPattern(operator.getitem, halves, 0),
+        CallPattern(operator.getitem, halves, 1),
+    )
     parts = [
-        Call(aten.sub.Tensor, _times(first, cos), _times(second, sin)),
-        Call(aten.add.Tensor, _times(second, cos), _times(first, sin), commutative=True),
+        CallPattern(aten.sub.Tensor, _times(first, cos), _times(second, sin)),
+        CallPattern(aten.add.Tensor, _times(second, cos), _times(first, sin), commutative=True),
     ]
-    return Call(aten.cat.default, parts, -1)
+    return CallPattern(aten.cat.default, parts, -1)
 
 
-_SPLIT = Call(aten.split_with_sizes.default, Var("whole"), Literal("sizes"), -1)
-_TURNED = Call(ops.rope.overload, Call(operator.getitem, _SPLIT, 0))
-_PARTIAL = Call(aten.cat.default, [_TURNED, Call(operator.getitem, _SPLIT, 1)], -1)
+_SPLIT = CallPattern(aten.split_with_sizes.default, Var("whole"), LiteralPattern("sizes"), -1)
+_TURNED = CallPattern(ops.rope.overload, CallPattern(operator.getitem, _SPLIT, 0))
+_PARTIAL = CallPattern(aten.cat.default, [_TURNED, CallPattern(operator.getitem, _SPLIT, 1)], -1)
 
 
 @graph_pass

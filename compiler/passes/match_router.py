@@ -9,15 +9,23 @@ from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info
-from tilewright.compiler.ir.rewrite import Call, Literal, Var, emit, find_calls, match, replace
+from tilewright.compiler.ir.rewrite import (
+    CallPattern,
+    LiteralPattern,
+    Var,
+    emit,
+    find_calls,
+    match,
+    replace,
+)
 from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 aten = torch.ops.aten
 
-_PROBABILITIES = Call(aten.softmax.int, Var("logits"), -1)
-_CHOSEN = Call(aten.topk.default, _PROBABILITIES, Literal("top_k"))
-_SUM = Call(aten.sum.dim_IntList, Var("weights"), [-1], True)
-_SHARE = Call(aten.div.Tensor, Var("weights"), _SUM)
+_PROBABILITIES = CallPattern(aten.softmax.int, Var("logits"), -1)
+_CHOSEN = CallPattern(aten.topk.default, _PROBABILITIES, LiteralPattern("top_k"))
+_SUM = CallPattern(aten.sum.dim_IntList, Var("weights"), [-1], True)
+_SHARE = CallPattern(aten.div.Tensor, Var("weights"), _SUM)
 
 
 @graph_pass

@@ -7,13 +7,13 @@ from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info
-from tilewright.compiler.ir.rewrite import Bindings, Call, Var, emit, rewrite_matches
+from tilewright.compiler.ir.rewrite import Bindings, CallPattern, Var, emit, rewrite_matches
 from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 aten = torch.ops.aten
 
-_PATTERN = Call(
-    aten.mul.Tensor, Var("x"), Call(aten.sigmoid.default, Var("gate")), commutative=True
+_PATTERN = CallPattern(
+    aten.mul.Tensor, Var("x"), CallPattern(aten.sigmoid.default, Var("gate")), commutative=True
 )
 
 

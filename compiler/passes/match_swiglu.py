@@ -7,12 +7,14 @@ from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info
-from tilewright.compiler.ir.rewrite import Bindings, Call, Var, emit, rewrite_matches
+from tilewright.compiler.ir.rewrite import Bindings, CallPattern, Var, emit, rewrite_matches
 from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 aten = torch.ops.aten
 
-_PATTERN = Call(aten.mul.Tensor, Call(aten.silu.default, Var("gate")), Var("up"), commutative=True)
+_PATTERN = CallPattern(
+    aten.mul.Tensor, CallPattern(aten.silu.default, Var("gate")), Var("up"), commutative=True
+)
 
 
 @graph_pass

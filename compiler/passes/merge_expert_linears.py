@@ -10,15 +10,15 @@ from tilewright.compiler import ops
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.info import info, set_info
 from tilewright.compiler.ir.recipe import WeightRecipe, cut
-from tilewright.compiler.ir.rewrite import Bindings, Call, Var, emit, rewrite_matches
+from tilewright.compiler.ir.rewrite import Bindings, CallPattern, Var, emit, rewrite_matches
 from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 
-def _product(weight: str) -> Call:
-    return Call(ops.expert_linear.overload, Var("x"), Var(weight), Var("experts"))
+def _product(weight: str) -> CallPattern:
+    return CallPattern(ops.expert_linear.overload, Var("x"), Var(weight), Var("experts"))
 
 
-_PATTERN = Call(ops.swiglu.overload, _product("gate"), _product("up"))
+_PATTERN = CallPattern(ops.swiglu.overload, _product("gate"), _product("up"))
 
 
 @graph_pass

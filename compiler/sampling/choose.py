@@ -24,7 +24,7 @@ _NOTHING = -np.inf
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SamplingRow:
     """One row's choice: ``position`` is where the chosen token will stand in its sequence;
     ``counts`` says how often each token stands in the answer so far.
     """
@@ -36,7 +36,7 @@ class Row:
 
 
 def choose_tokens(
-    logits: ArrayLike, rows: Sequence[Row], allowed: Sequence[np.ndarray | None] = ()
+    logits: ArrayLike, rows: Sequence[SamplingRow], allowed: Sequence[np.ndarray | None] = ()
 ) -> tuple[list[int], list[bool]]:
     """A token for each of R rows, and whether its logits had a number to choose from.
 
@@ -68,7 +68,7 @@ def choose_tokens(
     return tokens, is_number
 
 
-def adjusted(line: np.ndarray, row: Row, mask: np.ndarray | None) -> np.ndarray:
+def adjusted(line: np.ndarray, row: SamplingRow, mask: np.ndarray | None) -> np.ndarray:
     """Logits ``[V]`` as the draw sees them: masked, biased, penalised; a copy."""
     sampling = row.sampling
     line = line.copy()
@@ -100,7 +100,7 @@ def _only_ends(sampling: SamplingParams, mask: np.ndarray | None) -> bool:
     return not np.delete(mask, list(sampling.stop_token_ids)).any()
 
 
-def _penalise(line: np.ndarray, row: Row) -> None:
+def _penalise(line: np.ndarray, row: SamplingRow) -> None:
     sampling = row.sampling
     counted = np.array([token for token, count in row.counts.items() if count > 0], dtype=np.int64)
     if sampling.repetition_penalty != 1.0:

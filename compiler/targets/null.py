@@ -21,20 +21,20 @@ from tilewright.compiler.targets.contract.record import (
 )
 from tilewright.compiler.targets.host.executable import Batch, HostExecutable
 from tilewright.compiler.targets.interface.base import (
+    BuiltProgram,
     Capabilities,
     CompileOptions,
     Executable,
     Holding,
     MemoryUse,
-    Program,
     Progress,
-    Seat,
+    Slot,
     Stage,
     Step,
     StepOutput,
     Target,
 )
-from tilewright.compiler.targets.interface.step import END_TOKEN, GOES_ON, Chosen, Part
+from tilewright.compiler.targets.interface.step import END_TOKEN, GOES_ON, Chosen, SamplerOutput
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, hidden_size, lower, vocab_size
 
 _ZERO = Meaning(NOT_HONOURED, "zeros")
@@ -83,7 +83,9 @@ class NullTarget(Target):
     ) -> None:
         """Write nothing: the graph says all there is to know."""
 
-    def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
+    def load(
+        self, program: BuiltProgram, options: CompileOptions, progress: Progress
+    ) -> Executable:
         graph_module = program.sketch()
         width = hidden_size(graph_module)
         return NullExecutable(
@@ -106,13 +108,13 @@ class NullExecutable(HostExecutable):
         self.vocab_size = vocab_size
         self.contract = contract
         self.capabilities = Capabilities(
-            max_seats=options.max_batch,
+            max_num_seqs=options.max_batch,
             max_context=options.max_context,
             max_prompts=1 << 16,
             hidden_size=hidden_size,
         )
         self.num_steps = 0
-        self._last: tuple[tuple[Seat, ...], Chosen | None] = (), None
+        self._last: tuple[tuple[Slot, ...], Chosen | None] = (), None
 
     def step(self, step: Step) -> StepOutput:
         self.num_steps += bool(step.decode or step.prompts)
@@ -120,25 +122,25 @@ class NullExecutable(HostExecutable):
             self._last = (), None
         return super().step(step)
 
-    def _run_decode(self, step: Step) -> Part:
+    def _run_decode(self, step: Step) -> SamplerOutput:
         """Rows of zeros choose token 0 where nothing is added to them: no logits are made."""
-        seats, chosen = self._last
-        if seats is not step.decode:
+        slots, chosen = self._last
+        if slots is not step.decode:
             chosen = self._zeros(step.decode)
             self._last = step.decode, chosen
         is_plain = not (step.forced or step.masked or step.want_logits) and step.logprobs is None
         if chosen is None or not is_plain:
             return super()._run_decode(step)
-        for seat in step.decode:
-            sitting = self._sittings[seat]
-            sitting.length += 1
-            sitting.token = 0
+        for slot in step.decode:
+            slot_state = self._slot_states[slot]
+            slot_state.length += 1
+            slot_state.token = 0
         found = chosen
-        return Part(step.decode, lambda: found)
+        return SamplerOutput(step.decode, lambda: found)
 
-    def _zeros(self, seats: Sequence[Seat]) -> Chosen | None:
-        """What is chosen for seats whose tokens the zeros alone decide; None where others are."""
-        chosen = [self._sittings[seat].sampling for seat in seats]
+    def _zeros(self, slots: Sequence[Slot]) -> Chosen | None:
+        """What is chosen for slots whose tokens the zeros alone decide; None where others are."""
+        chosen = [self._slot_states[slot].sampling for slot in slots]
         if not all(each.is_greedy and not each.changes_logits for each in chosen):
             return None
         why = [END_TOKEN if 0 in each.stop_token_ids else GOES_ON for each in chosen]
@@ -150,7 +152,7 @@ class NullExecutable(HostExecutable):
     def hidden(self, batch: Batch) -> np.ndarray:
         return np.zeros((len(batch.tokens), self.capabilities.hidden_size), np.float32)
 
-    def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
+    def copy_state(self, source: Slot, target: Slot, num_positions: int) -> None:
         """Do nothing: this target keeps no state."""
 
     def memory(self) -> MemoryUse:

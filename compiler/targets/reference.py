@@ -33,15 +33,15 @@ from tilewright.compiler.targets.contract.record import (
 from tilewright.compiler.targets.host.executable import Batch, HostExecutable, with_all_rows
 from tilewright.compiler.targets.host.tensor_files import save_tensors
 from tilewright.compiler.targets.interface.base import (
+    BuiltProgram,
     Capabilities,
     CompileOptions,
     Emission,
     Executable,
     Holding,
     MemoryUse,
-    Program,
     Progress,
-    Seat,
+    Slot,
     Stage,
     Target,
 )
@@ -56,11 +56,11 @@ from tilewright.compiler.targets.pipeline import (
 )
 from tilewright.compiler.targets.ranks.collective_driver import run_together
 from tilewright.compiler.targets.ranks.gathered_values import (
-    Exchange,
     RankInterpreter,
+    SocketAllGather,
     has_collectives,
 )
-from tilewright.distributed.peers import Peers
+from tilewright.distributed.peers import SetupCollectives
 from tilewright.errors import CheckpointError
 
 _WEIGHTS = "weights.safetensors"
@@ -140,7 +140,9 @@ class ReferenceTarget(Target):
         emission.write("model.mlir", emitted.text.encode())
         emission.write("arguments.json", emitted.arguments_json().encode())
 
-    def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
+    def load(
+        self, program: BuiltProgram, options: CompileOptions, progress: Progress
+    ) -> Executable:
         graph_module, path = program.graph(), program.folder / _WEIGHTS
         recipes = _recipes(graph_module)
         try:
@@ -224,7 +226,7 @@ class ReferenceExecutable(HostExecutable):
         self._weight_bytes = sum(weights.values()) - self.state_bytes(options.max_context)
         self.vocab_size = vocab_size(graph_module)
         self.capabilities = Capabilities(
-            max_seats=options.max_batch,
+            max_num_seqs=options.max_batch,
             max_context=options.max_context,
             max_prompts=options.max_batch,
             num_snapshots=_NUM_SNAPSHOTS if self._own_states() else 0,
@@ -234,11 +236,11 @@ class ReferenceExecutable(HostExecutable):
         self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
         self._run: Callable[..., Tensor] = graph_module
         self._run_hidden: Callable[..., Tensor] | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: SocketAllGather | None = None
 
-    def join(self, peers: Peers) -> None:
+    def join(self, peers: SetupCollectives) -> None:
         if has_collectives(self.graph_module):
-            self._exchange = Exchange.of(peers)
+            self._exchange = SocketAllGather.of(peers)
             self._run = RankInterpreter(self.graph_module, self._exchange).run
 
     def close(self) -> None:
@@ -277,7 +279,7 @@ class ReferenceExecutable(HostExecutable):
             "tokens": torch.from_numpy(batch.tokens),
             "positions": torch.from_numpy(batch.positions),
             "cu_seqlens": torch.from_numpy(batch.cu_seqlens),
-            "slots": torch.tensor(batch.seats, dtype=torch.int64),
+            "slots": torch.tensor(batch.slots, dtype=torch.int64),
             "logit_rows": torch.from_numpy(batch.logit_rows),
         }
         return [
@@ -285,23 +287,23 @@ class ReferenceExecutable(HostExecutable):
             for node in self._inputs
         ]
 
-    def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
+    def copy_state(self, source: Slot, target: Slot, num_positions: int) -> None:
         for spec, state in self._states:
             part = (slice(None), slice(num_positions)) if spec.kind == PER_TOKEN else ()
             state[target, *part] = state[source, *part]
 
-    def save_state(self, seat: Seat, snapshot: Snapshot) -> None:
-        self.keep_state(seat, snapshot, self.length(seat))
+    def save_state(self, slot: Slot, snapshot: Snapshot) -> None:
+        self.keep_state(slot, snapshot, self.length(slot))
 
-    def keep_state(self, seat: Seat, snapshot: Snapshot, position: int) -> None:
+    def keep_state(self, slot: Slot, snapshot: Snapshot, position: int) -> None:
         """Copy a slot's per-sequence state at ``position`` to a snapshot."""
-        kept = [state[seat].clone() for state in self._own_states()]
+        kept = [state[slot].clone() for state in self._own_states()]
         self._snapshots[snapshot] = position, kept
 
-    def load_state(self, seat: Seat, snapshot: Snapshot) -> int:
+    def load_state(self, slot: Slot, snapshot: Snapshot) -> int:
         position, kept = self._snapshots[snapshot]
         for state, values in zip(self._own_states(), kept, strict=True):
-            state[seat] = values
+            state[slot] = values
         return position
 
     def _own_states(self) -> list[Tensor]:
@@ -342,16 +344,16 @@ class VirtualRanks(HostExecutable):
         states: Tensor = found[0].float()
         return states.numpy()
 
-    def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
+    def copy_state(self, source: Slot, target: Slot, num_positions: int) -> None:
         for rank in self.ranks:
             rank.copy_state(source, target, num_positions)
 
-    def save_state(self, seat: Seat, snapshot: Snapshot) -> None:
+    def save_state(self, slot: Slot, snapshot: Snapshot) -> None:
         for rank in self.ranks:
-            rank.keep_state(seat, snapshot, self.length(seat))
+            rank.keep_state(slot, snapshot, self.length(slot))
 
-    def load_state(self, seat: Seat, snapshot: Snapshot) -> int:
-        return {rank.load_state(seat, snapshot) for rank in self.ranks}.pop()
+    def load_state(self, slot: Slot, snapshot: Snapshot) -> int:
+        return {rank.load_state(slot, snapshot) for rank in self.ranks}.pop()
 
     def memory(self) -> MemoryUse:
         """Return the total memory of all ranks."""

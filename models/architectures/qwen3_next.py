@@ -16,7 +16,7 @@ from tilewright.models.architectures.qwen3_5_moe import (
     read_hf_sparse,
 )
 from tilewright.models.checkpoints.base import check_shape
-from tilewright.models.checkpoints.pieces import Piece, View
+from tilewright.models.checkpoints.pieces import TensorSlice, View
 from tilewright.models.config import DeltaShape, HybridConfig
 from tilewright.models.sources import Sources, cut_rows
 
@@ -86,7 +86,7 @@ def gguf_views(
                 (z, 0, wide),
             ):
                 first = start + head * size
-                pieces.append(Piece(tensor, first, first + size))
+                pieces.append(TensorSlice(tensor, first, first + size))
         found[whole] = View((delta.qkv_width + delta.value_width, hidden), tuple(pieces))
     return found
 

@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorSlice:
     """Rows ``[first, stop)`` of a container's ``tensor``. For three axes, rows of a single
     ``expert``.
     """
@@ -40,26 +40,28 @@ class View:
     """
 
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorSlice, ...]
 
-    def rows(self, start: int, stop: int) -> Iterator[Piece]:
+    def rows(self, start: int, stop: int) -> Iterator[TensorSlice]:
         """Yield the source rows for rows ``[start, stop)`` of the first axis."""
         inner = math.prod(self.shape[1:-1])
         return self.all_rows(start * inner, stop * inner)
 
-    def parts(self, start: int, stop: int, first: int, last: int) -> Iterator[Piece]:
+    def parts(self, start: int, stop: int, first: int, last: int) -> Iterator[TensorSlice]:
         """Yield the source rows for second-axis rows ``[first, last)`` in first-axis rows ``[start,
         stop)``.
         """
         for outer in range(start, stop):
             yield from self.all_rows(outer * self.shape[1] + first, outer * self.shape[1] + last)
 
-    def all_rows(self, low: int, high: int) -> Iterator[Piece]:
+    def all_rows(self, low: int, high: int) -> Iterator[TensorSlice]:
         """Yield the source rows for rows ``[low, high)``, counted over all axes except the last."""
         for piece in self.pieces:
             first, last = max(low, 0), min(high, piece.stop - piece.first)
             if first < last:
-                yield Piece(piece.tensor, piece.first + first, piece.first + last, piece.expert)
+                yield TensorSlice(
+                    piece.tensor, piece.first + first, piece.first + last, piece.expert
+                )
             low -= piece.stop - piece.first
             high -= piece.stop - piece.first
 
@@ -141,7 +143,7 @@ def _apart(block: str, config: MoeConfig, stacked: Mapping[str, Shape]) -> dict[
         tensor, first = f"{block}.{part}", 0
         if tensor not in stacked:
             tensor, first = f"{block}.gate_up_proj", inner * (part == "up_proj")
-        piece = Piece(tensor, first, first + shape[0], int(expert))
+        piece = TensorSlice(tensor, first, first + shape[0], int(expert))
         found[name] = View(shape, (piece,))
     return found
 
@@ -149,18 +151,20 @@ def _apart(block: str, config: MoeConfig, stacked: Mapping[str, Shape]) -> dict[
 def _interleaved(config: MoeConfig, names: tuple[str, ...]) -> View:
     """Return a view with each expert's rows from all tensors in turn."""
     count, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
-    pieces = (Piece(name, 0, inner, expert) for expert in range(count) for name in names)
+    pieces = (TensorSlice(name, 0, inner, expert) for expert in range(count) for name in names)
     return View((count, len(names) * inner, hidden), tuple(pieces))
 
 
 def _together(block: str, config: MoeConfig) -> dict[str, View]:
     count, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
     halves = [
-        Piece(f"{block}.{expert}.{part}.weight", 0, inner)
+        TensorSlice(f"{block}.{expert}.{part}.weight", 0, inner)
         for expert in range(count)
         for part in ("gate_proj", "up_proj")
     ]
-    downs = [Piece(f"{block}.{expert}.down_proj.weight", 0, hidden) for expert in range(count)]
+    downs = [
+        TensorSlice(f"{block}.{expert}.down_proj.weight", 0, hidden) for expert in range(count)
+    ]
     return {
         f"{block}.gate_up_proj": View((count, 2 * inner, hidden), tuple(halves)),
         f"{block}.down_proj": View((count, hidden, inner), tuple(downs)),

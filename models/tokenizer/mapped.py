@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from tilewright.errors import CheckpointError, one_line
 from tilewright.models.checkpoints.mapped_file import map_file
-from tilewright.models.tokenizer.mapped_backend import MappedBackend, Parts
+from tilewright.models.tokenizer.mapped_backend import MappedBackend, TokenizerParts
 from tilewright.models.tokenizer.vocabulary import Vocabulary, library_errors
 
 _MAGIC = b"TWTOKENS"
@@ -36,7 +36,7 @@ _MAX_HEADER = 1 << 26
 _NUM_BYTES = 256
 
 
-class _Header(msgspec.Struct, frozen=True, kw_only=True):
+class _MappedHeader(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     splitter: str | None
     ignore_merges: bool
@@ -56,7 +56,7 @@ def mapped_bytes(vocabulary: Vocabulary) -> bytes:
         CheckpointError: the library cannot write the tokenizer.
     """
     parts = _parts_of(vocabulary)
-    header = _Header(
+    header = _MappedHeader(
         version=_VERSION,
         splitter=parts.splitter,
         ignore_merges=parts.ignore_merges,
@@ -77,7 +77,7 @@ def mapped_bytes(vocabulary: Vocabulary) -> bytes:
     return b"".join(data)
 
 
-def _parts_of(vocabulary: Vocabulary) -> Parts:
+def _parts_of(vocabulary: Vocabulary) -> TokenizerParts:
     """Return the backend content. A mapped backend already has it."""
     backend: Any = vocabulary.backend
     if isinstance(backend, MappedBackend):
@@ -87,7 +87,7 @@ def _parts_of(vocabulary: Vocabulary) -> Parts:
         size = backend.get_vocab_size(with_added_tokens=True)
     values = json.loads(text)
     tables = _tables(values) if _has_tables(values) else {}
-    return Parts(
+    return TokenizerParts(
         splitter=json.dumps(_splitter(values)) if tables else None,
         ignore_merges=bool(values["model"].get("ignore_merges")),
         vocab_size=size,
@@ -105,7 +105,7 @@ def read_mapped(path: Path, where: Path) -> Vocabulary:
         header, sections = _read(path)
         if header.splitter is not None:
             _check_tables(sections)
-        parts = Parts(header.splitter, header.ignore_merges, header.vocab_size, sections)
+        parts = TokenizerParts(header.splitter, header.ignore_merges, header.vocab_size, sections)
         backend: Any = MappedBackend(parts, where)
     except (msgspec.MsgspecError, ValueError, KeyError, IndexError) as error:
         raise CheckpointError(f"{path}: not a mapped tokenizer: {one_line(error)}") from None
@@ -185,7 +185,7 @@ def _tables(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
     }
 
 
-def _read(path: Path) -> tuple[_Header, dict[str, np.ndarray]]:
+def _read(path: Path) -> tuple[_MappedHeader, dict[str, np.ndarray]]:
     data = map_file(path)
     head = len(_MAGIC) + 8
     if bytes(data[: len(_MAGIC)]) != _MAGIC or len(data) < head:
@@ -193,7 +193,7 @@ def _read(path: Path) -> tuple[_Header, dict[str, np.ndarray]]:
     size = int.from_bytes(data[len(_MAGIC) : head], "little")
     if size > min(_MAX_HEADER, len(data) - head):
         raise ValueError("cut short")
-    header = msgspec.json.decode(bytes(data[head : head + size]), type=_Header)
+    header = msgspec.json.decode(bytes(data[head : head + size]), type=_MappedHeader)
     if header.version != _VERSION:
         raise ValueError(f"version {header.version}")
     at, sections = head + size, {}

@@ -25,7 +25,7 @@ _MAX_WORDS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class TokenizerParts:
     """Backend content in a mapped file.
 
     ``splitter``: JSON of the backend without merges; None if the tables cannot replace the library.
@@ -48,7 +48,7 @@ class Encoded:
 class MappedBackend:
     """A mapped file with the methods of `tokenizers.Tokenizer` called by Tilewright."""
 
-    def __init__(self, parts: Parts, where: Path) -> None:
+    def __init__(self, parts: TokenizerParts, where: Path) -> None:
         self._where = where
         self.parts = parts
         sections, self._json = parts.sections, parts.sections["json"]

@@ -46,7 +46,7 @@ _TOKEN = struct.Struct("<fI")
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _DllamaVocabulary:
     """Contents of a ``.t`` file."""
 
     tokens: list[bytes]
@@ -57,7 +57,7 @@ class _File:
     add_bos: bool
 
 
-class _Cursor:
+class _VocabularyCursor:
     """A position in the file with bounds checks."""
 
     def __init__(self, data: bytes, path: Path) -> None:
@@ -87,7 +87,7 @@ def read_tokenizer(path: Path) -> Vocabulary:
         CheckpointError: The file is missing, truncated, corrupt or unsupported.
     """
     try:
-        found = _parse(_Cursor(read_regular(path), path))
+        found = _parse(_VocabularyCursor(read_regular(path), path))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     ids = _ids(found, path)
@@ -203,7 +203,7 @@ def pack_tokenizer(vocabulary: Vocabulary) -> bytes:
     return b"".join(parts)
 
 
-def _parse(cursor: _Cursor) -> _File:
+def _parse(cursor: _VocabularyCursor) -> _DllamaVocabulary:
     values = _header(cursor)
     eos_ids = [values[key] for key in (4, 6) if key in values]
     raw = cursor.take(values.get(7, 0), "chat template")
@@ -220,10 +220,12 @@ def _parse(cursor: _Cursor) -> _File:
             raise CheckpointError(
                 f"{cursor.path}: beginning or end id {index}; allowed: 0 to {len(tokens) - 1}"
             )
-    return _File(tokens, scores, bos, eos_ids, template, add_bos=bool(values.get(10, 1)))
+    return _DllamaVocabulary(
+        tokens, scores, bos, eos_ids, template, add_bos=bool(values.get(10, 1))
+    )
 
 
-def _header(cursor: _Cursor) -> dict[int, int]:
+def _header(cursor: _VocabularyCursor) -> dict[int, int]:
     magic, nbytes = _PREFIX.unpack(cursor.take(_PREFIX.size, "magic"))
     if magic != MAGIC:
         raise CheckpointError(
@@ -247,7 +249,7 @@ def _header(cursor: _Cursor) -> dict[int, int]:
     return values
 
 
-def _tokens(cursor: _Cursor, count: int, longest: int) -> tuple[list[bytes], list[float]]:
+def _tokens(cursor: _VocabularyCursor, count: int, longest: int) -> tuple[list[bytes], list[float]]:
     left = len(cursor.data) - cursor.at
     if not 1 <= count <= left // (_TOKEN.size + 1):
         raise cursor.error(f"vocab_size (key 1) is {count}, and {left} bytes are left")
@@ -266,7 +268,7 @@ def _tokens(cursor: _Cursor, count: int, longest: int) -> tuple[list[bytes], lis
     return tokens, scores
 
 
-def _ids(found: _File, path: Path) -> dict[bytes, int]:
+def _ids(found: _DllamaVocabulary, path: Path) -> dict[bytes, int]:
     ids = {token: index for index, token in enumerate(found.tokens)}
     if len(ids) != len(found.tokens):
         index = next(at for at, token in enumerate(found.tokens) if ids[token] != at)
@@ -282,7 +284,7 @@ def _ids(found: _File, path: Path) -> dict[bytes, int]:
     return ids
 
 
-def _special_ids(found: _File, ids: Mapping[bytes, int]) -> frozenset[int]:
+def _special_ids(found: _DllamaVocabulary, ids: Mapping[bytes, int]) -> frozenset[int]:
     last_byte = max((at for token, at in ids.items() if len(token) == 1), default=-1)
     if found.bos_id is not None and found.bos_id > last_byte:
         return frozenset(range(found.bos_id, len(found.tokens)))
@@ -292,7 +294,7 @@ def _special_ids(found: _File, ids: Mapping[bytes, int]) -> frozenset[int]:
     return frozenset(range(len(found.tokens))) - made
 
 
-def _token_names(found: _File, special: frozenset[int], path: Path) -> list[str]:
+def _token_names(found: _DllamaVocabulary, special: frozenset[int], path: Path) -> list[str]:
     """Return library names: special tokens as text, all other tokens in GPT-2's alphabet."""
     alphabet = {byte: character for character, byte in byte_of_character().items()}
     names = []
@@ -311,7 +313,7 @@ def _token_names(found: _File, special: frozenset[int], path: Path) -> list[str]
 
 
 def _backend(
-    found: _File, ids: Mapping[bytes, int], special: frozenset[int], names: list[str]
+    found: _DllamaVocabulary, ids: Mapping[bytes, int], special: frozenset[int], names: list[str]
 ) -> tokenizers.Tokenizer:
     """Build the backend. A pair with a token as result is a merge, best score first."""
     merges: list[tuple[float, str, str]] = []

@@ -25,9 +25,9 @@ from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.cpu.native.library import build
 from tilewright.compiler.targets.cpu.native.program.mapping import WEIGHTS
 from tilewright.compiler.targets.cpu.native.program.packed import PROGRAM
-from tilewright.compiler.targets.interface.base import CompileOptions, Program
+from tilewright.compiler.targets.interface.base import BuiltProgram, CompileOptions
 from tilewright.compiler.targets.interface.compiled import silent
-from tilewright.compiler.targets.interface.step import Chunk, Open, Seat, Step
+from tilewright.compiler.targets.interface.step import OpenSlot, PrefillChunk, Slot, Step
 from tilewright.compiler.targets.table import get_target
 from tilewright.errors import CheckpointError, CompileError, ConfigError
 
@@ -127,7 +127,7 @@ def test_damaged_files_are_refused_or_give_numbers(
     for each in (PROGRAM, WEIGHTS):
         content = (whole / each).read_bytes()
         (folder / each).write_bytes(damaged(data, content) if each == name else content)
-    program = Program(folder, NumericContract((), ()), _no_graph, _no_graph)
+    program = BuiltProgram(folder, NumericContract((), ()), _no_graph, _no_graph)
     try:
         executable = get_target("cpu-native").load(program, CompileOptions(2, 64), silent)
     except (CheckpointError, CompileError) as error:
@@ -136,8 +136,8 @@ def test_damaged_files_are_refused_or_give_numbers(
         return
     tokens = [each % executable.vocab_size for each in random_tokens(5)]
     step = Step(
-        prompts=(Chunk(Seat(0), 0, tuple(tokens), chooses=True),),
-        edits=(Open(Seat(0), SamplingParams()),),
+        prompts=(PrefillChunk(Slot(0), 0, tuple(tokens), chooses=True),),
+        edits=(OpenSlot(Slot(0), SamplingParams()),),
     )
     (part,) = executable.step(step).parts
     assert len(part.read().tokens) == 1

@@ -25,7 +25,7 @@ from tilewright.distributed.parallel import Parallel
 from tilewright.errors import CheckpointError, TilewrightError
 from tilewright.loading import program as source_module
 from tilewright.loading.program import compile_program
-from tilewright.loading.source import Source
+from tilewright.loading.source import ModelHandle
 from tilewright.options.engine_config import EngineConfig
 from tilewright.options.resolve import ResolvedConfig
 
@@ -123,7 +123,7 @@ def test_a_folder_of_other_sources_or_of_one_device_is_refused_before_a_rank_is_
     model: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(folder: Path, manifest: Manifest) -> str:
-        source = Source("tiny", "0", 1, 256, model, folder, "checkpoint", manifest=manifest)
+        source = ModelHandle("tiny", "0", 1, 256, model, folder, "checkpoint", manifest=manifest)
         config, two = EngineConfig(use_cache=False), Grouping(TWO)
         choices = ResolvedConfig(
             config=config, path=folder, target="cpu", precision=None, grouping=two

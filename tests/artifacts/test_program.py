@@ -97,7 +97,7 @@ def test_a_folder_serves_any_batch_and_context(model: SimpleNamespace, tmp_path:
     manifest = write_program(model, BFP8, tmp_path, compute="exact")
     for options in (CompileOptions(max_batch=7, max_context=256), CompileOptions(max_context=9)):
         loaded = load_program(tmp_path, manifest, options)
-        assert loaded.executable.capabilities.max_seats == options.max_batch
+        assert loaded.executable.capabilities.max_num_seqs == options.max_batch
         assert loaded.executable.capabilities.max_context == options.max_context
         assert loaded.compute == "exact", "whatever the options say"
         logits_of(loaded)

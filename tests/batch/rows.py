@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from tilewright.batch.engine import BatchEngine, Ended
-from tilewright.batch.preparing import GrammarTrials, Preparer
+from tilewright.batch.engine import BatchEngine, FinishedRow
+from tilewright.batch.preparing import BatchGrammarValidator, Preparer
 from tilewright.batch.records import Item, Record, refused
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.interface.base import CompileOptions
@@ -34,9 +34,9 @@ def record(row: int, text: str = "a", *, status: int = 200) -> Record:
     return Record(row=row, prompt_tokens=2, completion_tokens=len(text), body=raw)
 
 
-def null_executable(seats: int = 4, context: int = 64) -> NullExecutable:
+def null_executable(slots: int = 4, context: int = 64) -> NullExecutable:
     """One that chooses token 0, always."""
-    options = CompileOptions(max_batch=seats, max_context=context)
+    options = CompileOptions(max_batch=slots, max_context=context)
     return NullExecutable(VOCABULARY, options, NumericContract((), ()))
 
 
@@ -60,13 +60,13 @@ def null_engine(
     preparer = Preparer(
         model=served,
         template=read_template(tokenizer, None),
-        trials=GrammarTrials(grammars),
+        trials=BatchGrammarValidator(grammars),
         ignore_eos=ignore_eos,
     )
     return BatchEngine(service, transport, preparer)
 
 
-def run(engine: BatchEngine, items: Sequence[Item | Record]) -> Iterator[Ended]:
+def run(engine: BatchEngine, items: Sequence[Item | Record]) -> Iterator[FinishedRow]:
     """All that has ended, in the order in which it did."""
     for ended in engine.run(iter(items)):
         yield from ended

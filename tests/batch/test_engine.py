@@ -15,7 +15,7 @@ from tilewright.compiler.targets.interface.step import Step, StepOutput
 from tilewright.errors import CompileError
 
 
-def test_more_rows_than_seats_are_answered_each_once(tmp_path: Path) -> None:
+def test_more_rows_than_slots_are_answered_each_once(tmp_path: Path) -> None:
     engine = null_engine(tmp_path)
     ended = list(run(engine, [completion(row, max_tokens=1 + row % 7) for row in range(50)]))
     assert sorted(each.record.row for each in ended) == list(range(50))
@@ -132,7 +132,7 @@ def test_figures_tell_the_baselines_lines_and_the_tail(tmp_path: Path) -> None:
 
 
 def test_the_mean_batch_is_what_decoded_together(tmp_path: Path) -> None:
-    engine, meter = null_engine(tmp_path, null_executable(seats=4)), Meter()
+    engine, meter = null_engine(tmp_path, null_executable(slots=4)), Meter()
     for ended in engine.run(iter(completion(row, max_tokens=9) for row in range(40))):
         meter.take(
             ended, num_steps=engine.num_steps, num_decoded=engine.num_output - engine.num_first

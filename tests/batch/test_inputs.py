@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.batch.rows import record
 from tilewright.batch.dataset import DataSet
 from tilewright.batch.inputs import open_data_set
-from tilewright.batch.lines import Lines
+from tilewright.batch.lines import LineFile
 from tilewright.batch.plain_rows import Asking
 from tilewright.batch.records import Record, refused
 from tilewright.errors import ConfigError
@@ -274,7 +274,7 @@ def test_lines_are_those_of_the_whole_text(
     path = tmp_path_factory.mktemp("lines") / "set.jsonl"
     path.write_bytes(b"".join(data))
     whole = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    lines = Lines(path)
+    lines = LineFile(path)
     assert [lines[index] for index in range(len(lines))] == [each for each in whole if each.strip()]
     numbers = [number for number, each in enumerate(whole, start=1) if each.strip()]
     assert [lines.place(index) for index in range(len(lines))] == [f"{path}:{n}" for n in numbers]

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch.rows import record
-from tilewright.batch.journal import Journal
+from tilewright.batch.journal import BatchJournal
 from tilewright.errors import ConfigError
 
 FACTS = {"data set": "abc", "model": "tiny"}
 
 
 def written(path: Path, rows: range) -> bytes:
-    journal = Journal.create(path, FACTS)
+    journal = BatchJournal.create(path, FACTS)
     journal.add([record(row, "é" * row) for row in rows])
     journal.close()
     return path.read_bytes()
@@ -33,10 +33,10 @@ def test_cut_at_any_byte_it_keeps_every_whole_line_and_goes_on(
     path.write_bytes(whole[:cut])
     if cut <= whole.index(b"\n"):
         with pytest.raises(ConfigError, match=r"out\.journal:1: "):
-            Journal.open(path)
+            BatchJournal.open(path)
         assert path.read_bytes() == whole[:cut]
         return
-    journal = Journal.open(path)
+    journal = BatchJournal.open(path)
     assert list(journal.rows) == list(range(whole[:cut].count(b"\n") - 1))
     journal.add([record(row, "é" * row) for row in range(6)])  # what is there already is left
     assert path.read_bytes() == whole
@@ -49,19 +49,19 @@ def test_a_line_that_no_batch_wrote_is_named(tmp_path: Path) -> None:
     first, *rest = written(path, range(3)).splitlines(keepends=True)
     path.write_bytes(b"".join([first, rest[0], b"not JSON\n", rest[1]]))
     with pytest.raises(ConfigError, match=r"out\.journal:3: no record"):
-        Journal.open(path)
+        BatchJournal.open(path)
     path.write_bytes(b'{"row": 1}\n')
     with pytest.raises(ConfigError, match=r"out\.journal:1: .*allowed: what `tilewright batch`"):
-        Journal.open(path)
+        BatchJournal.open(path)
 
 
 def test_one_process_writes_it_and_only_the_batch_that_began_it(tmp_path: Path) -> None:
     path = tmp_path / "out.journal"
-    journal = Journal.create(path, FACTS)
+    journal = BatchJournal.create(path, FACTS)
     with pytest.raises(ConfigError, match="another process"):
-        Journal.open(path)
+        BatchJournal.open(path)
     with pytest.raises(ConfigError, match="a run was stopped there; allowed: --resume"):
-        Journal.create(path, FACTS)
+        BatchJournal.create(path, FACTS)
     journal.check(FACTS)
     with pytest.raises(ConfigError, match="begun with model tiny, not other"):
         journal.check({**FACTS, "model": "other"})
@@ -70,7 +70,7 @@ def test_one_process_writes_it_and_only_the_batch_that_began_it(tmp_path: Path) 
 
 def test_a_full_disk_leaves_whole_lines_and_it_goes_on_when_there_is_room(tmp_path: Path) -> None:
     path = tmp_path / "out.journal"
-    journal = Journal.create(path, FACTS)
+    journal = BatchJournal.create(path, FACTS)
     journal.add([record(0)])
     before = path.read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -83,6 +83,6 @@ def test_a_full_disk_leaves_whole_lines_and_it_goes_on_when_there_is_room(tmp_pa
     assert path.read_bytes() == before
     journal.add([record(1), record(2, "no", status=400)])
     journal.close()
-    again = Journal.open(path)
+    again = BatchJournal.open(path)
     assert list(again.rows) == [0, 1, 2] and again.num_failed == 1
     again.close()

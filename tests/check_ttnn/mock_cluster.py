@@ -15,7 +15,7 @@ HARVESTED_ROW = 32  # a mask: one row of tensix cores
 
 # Where each chip of a T3K stands: (column, row) of a 4 x 2 sheet. Chips 0 to 3 sit on the host's
 # PCIe, chip i + 4 is the other one of board i.
-T3K_SEATS = [(1, 0), (1, 1), (2, 1), (2, 0), (0, 0), (0, 1), (3, 1), (3, 0)]
+T3K_SLOTS = [(1, 0), (1, 1), (2, 1), (2, 0), (0, 0), (0, 1), (3, 1), (3, 0)]
 
 # Cables between boards: (chip, chip, the first of two channels on each side).
 T3K_CABLES = [
@@ -32,20 +32,20 @@ def cluster_text(board: str) -> str:
     """The description of ``n150``, ``n300`` or ``t3k``, in UMD's YAML (JSON is a part of it)."""
     import json
 
-    seats, boards = {
+    slots, boards = {
         "n150": ([(0, 0)], [[0]]),
         "n300": ([(0, 0), (1, 0)], [[0, 1]]),
-        "t3k": (T3K_SEATS, [[i, i + 4] for i in range(4)]),
+        "t3k": (T3K_SLOTS, [[i, i + 4] for i in range(4)]),
     }[board]
     pairs = [(a, b, 8, 0) for a, b in (each for each in boards if len(each) == 2)]
     if board == "t3k":
         pairs += T3K_CABLES
     kind = "n150" if board == "n150" else "n300"
     first_id = 0x1_0001_8500_0000_00 if board == "n150" else 0x1_0001_4500_0000_00
-    chips = range(len(seats))
+    chips = range(len(slots))
     found = {
         "arch": dict.fromkeys(chips, "wormhole_b0"),
-        "chips": {i: [x, y, 0, 0] for i, (x, y) in enumerate(seats)},
+        "chips": {i: [x, y, 0, 0] for i, (x, y) in enumerate(slots)},
         "chip_unique_ids": {i: 1000 + i for i in chips},
         "ethernet_connections": [
             [{"chip": a, "chan": from_a + link}, {"chip": b, "chan": from_b + link}]

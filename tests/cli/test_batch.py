@@ -18,7 +18,7 @@ import pytest
 from tests.cli.conftest import Run
 from tests.cli.test_ranks import followers_of
 from tilewright import LLM
-from tilewright.batch.journal import Journal
+from tilewright.batch.journal import BatchJournal
 from tilewright.cli.main import main
 from tilewright.cli.processes import batch_engine
 from tilewright.errors import CompileError, RankError
@@ -243,7 +243,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Stop:
     def run(asked: Sequence[str], num_bytes: int) -> None:
         left = num_bytes
 
-        def write(journal: Journal, data: bytes) -> None:
+        def write(journal: BatchJournal, data: bytes) -> None:
             nonlocal left
             os.write(journal._handle, data[:left])
             journal._size += len(data)
@@ -252,7 +252,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Stop:
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(Journal, "_write", write)
+            patch.setattr(BatchJournal, "_write", write)
             assert main(["batch", *asked]) == 130
 
     return run
@@ -370,7 +370,7 @@ def test_answers_are_those_of_one_row_at_a_time(tiny_gguf: Path, tmp_path: Path,
     data.write_text("\n".join(json.dumps({"prompt": each}) for each in prompts))
     options = ("--precision", "bf16", "--no-cache", "--max-seats", "4", "--max-tokens", "9")
     run("batch", data, "-o", out, "--model", tiny_gguf, *options, "--compute", "exact")
-    with LLM(tiny_gguf, precision="bf16", compute="exact", max_seats=1, use_cache=False) as llm:
+    with LLM(tiny_gguf, precision="bf16", compute="exact", max_num_seqs=1, use_cache=False) as llm:
         alone = [llm.generate(each, max_tokens=9) for each in prompts]
     found = lines_of(out)
     assert [each["text"] for each in found] == [each.text for each in alone]

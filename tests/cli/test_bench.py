@@ -151,10 +151,10 @@ def test_texts_that_differ_are_an_exit_code(
 
     real, seen = timing.time_once, []
 
-    def unstable(*arguments: Any) -> timing.Run:
+    def unstable(*arguments: Any) -> timing.TimedRun:
         run = real(*arguments)
         seen.append(run)
-        return timing.Run(run.repeat, (*run.outputs[1:], (len(seen),)))
+        return timing.TimedRun(run.repeat, (*run.outputs[1:], (len(seen),)))
 
     monkeypatch.setattr(timing, "time_once", unstable)
     argv = ["--case", "performance-eval-repeat", "--batch-size", "3", *FEW, "--no-results"]

@@ -91,8 +91,8 @@ def test_a_model_without_a_template_is_refused(refused: Refused, tiny_folder: Pa
 @pytest.fixture
 def talk(tiny_gguf: Path) -> Iterator[chat.Talk]:
     argv = [str(tiny_gguf)]
-    asked = read_asked(argv, chat._Arguments, Sign(), prog="tilewright chat", description="")
-    with LLM(tiny_gguf, max_seats=1, use_cache=False) as llm:
+    asked = read_asked(argv, chat._ChatArgs, Sign(), prog="tilewright chat", description="")
+    with LLM(tiny_gguf, max_num_seqs=1, use_cache=False) as llm:
         yield chat.Talk(llm, asked, Sign())
 
 

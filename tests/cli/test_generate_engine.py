@@ -108,7 +108,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
                 each.update(changed)
             return found
 
-        monkeypatch.setattr(generate_engine._Search, "_try", attempt)
+        monkeypatch.setattr(generate_engine._EngineSearch, "_try", attempt)
 
     def plans(search: Any) -> dict[str, Any]:
         if not _PLANS:
@@ -117,8 +117,8 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
         search.num_layers = CONFIG["num_hidden_layers"]
         return _PLANS
 
-    made = generate_engine._Search._plans
-    monkeypatch.setattr(generate_engine._Search, "_plans", plans)
+    made = generate_engine._EngineSearch._plans
+    monkeypatch.setattr(generate_engine._EngineSearch, "_plans", plans)
     monkeypatch.setattr(generate_engine, "_SHORTER", 16)
     install({})
     return install

@@ -22,7 +22,7 @@ HELLO: list[Message] = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def llm(tiny_gguf: Path) -> Iterator[LLM]:
-    with LLM(tiny_gguf, precision="bf16", max_seats=3, use_cache=False) as made:
+    with LLM(tiny_gguf, precision="bf16", max_num_seqs=3, use_cache=False) as made:
         yield made
 
 
@@ -87,7 +87,7 @@ def test_a_stream_gives_the_text_piece_by_piece(llm: LLM) -> None:
     assert stream.answer.finish_reason == "length"
 
 
-def test_streams_run_side_by_side_and_one_left_early_frees_its_seat(llm: LLM) -> None:
+def test_streams_run_side_by_side_and_one_left_early_frees_its_slot(llm: LLM) -> None:
     sampling = {"max_tokens": 9, "end_tokens": ()}
     wanted = [llm.generate(text, **sampling).text for text in ("one", "two")]
     one, two = llm.stream("one", **sampling), llm.stream("two", **sampling)

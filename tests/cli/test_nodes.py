@@ -106,7 +106,7 @@ def test_a_task_has_its_own_nodes_and_steps(
 ) -> None:
     seen: list[tuple[int | None, int | None, int | None, list[int], list[str]]] = []
 
-    def stop(given: nodes._Arguments, asked: list[nodes._Prompt], folders: list[Path]) -> None:
+    def stop(given: nodes._NodesArgs, asked: list[nodes._NodesPrompt], folders: list[Path]) -> None:
         steps, notes = [each.steps for each in asked], nodes._notes(given, asked, 4096)
         seen.append((given.nodes, given.nthreads, given.max_seq_len, steps, notes))
         raise ConfigError("far enough")

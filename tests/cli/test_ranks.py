@@ -228,7 +228,7 @@ def test_ranks_that_differ_are_refused_though_another_said_so_first(
     group = SimpleNamespace(leader=leader, token=b"", close=close)
     monkeypatch.setattr(ranks, "_gather", lambda grouping, target: group)
     options = CompileOptions(parallel=Parallel(tensor=2))
-    job = ranks.Job("m.gguf", "cpu", None, options, use_cache=False)
+    job = ranks.RankConfig("m.gguf", "cpu", None, options, use_cache=False)
     grouping = Grouping(parallel=options.parallel)
     with pytest.raises(RanksDifferError, match=r"rank 0 has code .* and rank 1 another") as caught:
         ranks.compile_ranks(job, grouping, {}, lambda options, check: pytest.fail("went on"))

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.sweep_cells import cell, done, planned, speed_result
-from tilewright.evaluate.sweep.journal import Journal
+from tilewright.evaluate.sweep.journal import SweepJournal
 from tilewright.utils.environment import environment
 
 SCRIPT = Path(__file__).resolve().parents[2] / "demo" / "sweep.py"
@@ -36,7 +36,7 @@ def test_a_mistake_is_one_line_from_another_folder(tmp_path: Path) -> None:
 def test_a_torn_line_is_one_line_beside_the_end(tmp_path: Path) -> None:
     """As a process of its own, so that Python's own way to print a warning would be seen."""
     of = cell("a")
-    journal = Journal.create(tmp_path / "sweep.jsonl", planned(), [of])
+    journal = SweepJournal.create(tmp_path / "sweep.jsonl", planned(), [of])
     now = environment()
     same = {"commit": now.commit, "versions": now.versions}
     journal.append(done(of, speed_result(of, [100.0], **same)))

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tilewright.distributed.group import Follower, Leader
-from tilewright.distributed.launch import Ranks, gather, gather_here, join
-from tilewright.distributed.world import Place, local_place
+from tilewright.distributed.launch import LaunchedRanks, gather, gather_here, join
+from tilewright.distributed.world import RankInfo, local_place
 
 JOINED = (
     "from tilewright.distributed.launch import join\n"
@@ -23,13 +23,13 @@ JOINED = (
 @contextlib.contextmanager
 def thread_group(
     folder: Path, size: int, follow: Callable[[Follower, bytes], None], *, limit_s: float = 10.0
-) -> Iterator[tuple[Leader, Ranks]]:
+) -> Iterator[tuple[Leader, LaunchedRanks]]:
     """A group whose followers are threads that run ``follow``; what one raises is raised here."""
     place = local_place(folder, size)
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
-        follower = join(Place(rank, size, rank, place.address, place.token))
+        follower = join(RankInfo(rank, size, rank, place.address, place.token))
         try:
             follow(follower, place.token)
         except BaseException as error:
@@ -52,7 +52,7 @@ def thread_group(
         raise errors[0]
 
 
-def process_group(code: str, size: int = 2, *, limit_s: float = 1.5) -> Ranks:
+def process_group(code: str, size: int = 2, *, limit_s: float = 1.5) -> LaunchedRanks:
     """A group whose followers run ``code`` with ``follower`` in it, and without torch."""
     return gather_here(size, ("-c", JOINED + code), limit_s=limit_s)
 

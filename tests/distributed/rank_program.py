@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.distributed import group, launch
-from tilewright.distributed.peers import Peers
+from tilewright.distributed.peers import SetupCollectives
 from tilewright.distributed.world import place_of
 from tilewright.errors import TilewrightError
 
@@ -52,7 +52,7 @@ def null(rank: int) -> Any:
 
 def lead() -> None:
     from tilewright.compiler.sampling.params import SamplingParams
-    from tilewright.compiler.targets.interface.step import Chunk, Open, Seat, Step
+    from tilewright.compiler.targets.interface.step import OpenSlot, PrefillChunk, Slot, Step
     from tilewright.compiler.targets.ranks.sharded import ShardedExecutable, meet
 
     def begin(*what: Any) -> Any:
@@ -66,18 +66,18 @@ def lead() -> None:
     ranks.leader.ends_process = True
     own = null(0)
     enter(0, "load")
-    meet(own, Peers(ranks.leader, ranks.token, LIMIT))
-    executable, seat = ShardedExecutable(own, ranks), Seat(0)
-    opened = (Open(seat, SamplingParams()),)
+    meet(own, SetupCollectives(ranks.leader, ranks.token, LIMIT))
+    executable, slot = ShardedExecutable(own, ranks), Slot(0)
+    opened = (OpenSlot(slot, SamplingParams()),)
     executable.prepare()
-    executable.step(Step(edits=opened, prompts=(Chunk(seat, 0, (1, 2), chooses=True),)))
+    executable.step(Step(edits=opened, prompts=(PrefillChunk(slot, 0, (1, 2), chooses=True),)))
     started = time.monotonic()
     # long enough for a rank that stays in the middle of a step to be hit and noticed
     while time.monotonic() - started < (STAYS if sys.argv[2] in _STEPS else 1.0):
-        executable.step(Step(decode=(seat,)))
-        if own.length(seat) > 60:
-            executable.step(Step(edits=(Open(seat, SamplingParams(), keeps=2),)))
-            executable.step(Step(prompts=(Chunk(seat, 2, (3,), chooses=True),)))
+        executable.step(Step(decode=(slot,)))
+        if own.length(slot) > 60:
+            executable.step(Step(edits=(OpenSlot(slot, SamplingParams(), keeps=2),)))
+            executable.step(Step(prompts=(PrefillChunk(slot, 2, (3,), chooses=True),)))
         time.sleep(0.01)
     enter(0, "idle")
     while sys.argv[2] == "idle" and time.monotonic() - started < STAYS:
@@ -96,7 +96,7 @@ def follow(rank: int) -> None:
     follower.ends_process, follower.limit_s = True, LIMIT
     executable = null(rank)
     enter(rank, "load")
-    meet(executable, Peers(follower, b"", LIMIT))
+    meet(executable, SetupCollectives(follower, b"", LIMIT))
     serve_steps(executable, follower)
     enter(rank, "close")
     follower.close()

@@ -21,7 +21,7 @@ from tilewright.distributed.channel import (
     Address,
     Channel,
     ChannelClosedError,
-    Listener,
+    RankListener,
     call,
 )
 from tilewright.distributed.group import (
@@ -31,7 +31,7 @@ from tilewright.distributed.group import (
 )
 from tilewright.distributed.hello import check_equal
 from tilewright.distributed.launch import gather_here
-from tilewright.distributed.peers import Peers
+from tilewright.distributed.peers import SetupCollectives
 from tilewright.distributed.processes import is_stopped
 from tilewright.distributed.worker import wait_for
 from tilewright.errors import ConfigError, RankError, RankRefusedError
@@ -66,7 +66,7 @@ def test_frames_arrive_whole_and_in_order() -> None:
 @pytest.mark.parametrize("is_local", [True, False])
 def test_who_does_not_know_the_token_is_hung_up_on(tmp_path: Path, is_local: bool) -> None:
     address = Address(path=tmp_path / "s") if is_local else Address("127.0.0.1")
-    listener = Listener(address, b"right")
+    listener = RankListener(address, b"right")
     found: list[tuple[int, socket.socket] | None] = []
     thread = threading.Thread(target=lambda: found.append(listener.accept(time.monotonic() + 5)))
     thread.start()
@@ -109,18 +109,18 @@ def test_ranks_gather_and_connect_to_each_other(tmp_path: Path) -> None:
     heard: dict[int, object] = {}
 
     def follow(follower: Follower, token: bytes) -> None:
-        _meet(Peers(follower, token, 5.0), heard)
+        _meet(SetupCollectives(follower, token, 5.0), heard)
         while follower.receive().kind != END:
             pass
 
     with thread_group(tmp_path, 3, follow) as (leader, ranks):
-        _meet(Peers(leader, ranks.token, 5.0), heard)
+        _meet(SetupCollectives(leader, ranks.token, 5.0), heard)
     gathered = [b"0", b"1", b"2"], {"pages": 10}
     others = {0: [b"1", b"2"], 1: [b"0", b"2"], 2: [b"0", b"1"]}
     assert heard == {rank: (*gathered, found) for rank, found in others.items()}
 
 
-def _meet(peers: Peers, heard: dict[int, object]) -> None:
+def _meet(peers: SetupCollectives, heard: dict[int, object]) -> None:
     gathered = peers.all_gather(str(peers.rank).encode())
     least = peers.least({"pages": 10 + peers.rank})
     sockets = peers.connect()
@@ -198,7 +198,7 @@ def test_a_rank_0_that_does_not_come_back_is_ended(place: str) -> None:
 def test_a_failure_aborts_what_waits_without_a_limit() -> None:
     """A follower is killed: what was registered is called at once, on rank 0."""
     ranks, called = process_group(WAITS), threading.Event()
-    Peers(ranks.leader, b"", 1.5).abort_with(called.set)
+    SetupCollectives(ranks.leader, b"", 1.5).abort_with(called.set)
     ranks.leader.is_ready()
     assert not called.wait(0.2)
     os.kill(ranks.leader.members[0].pid, signal.SIGKILL)
@@ -209,7 +209,7 @@ def test_a_failure_aborts_what_waits_without_a_limit() -> None:
 def test_a_step_that_waits_for_ranks_that_live_ends_the_group() -> None:
     ranks, called = process_group(WAITS), threading.Event()
     leader = ranks.leader
-    Peers(leader, b"", 1.5).abort_with(called.set)
+    SetupCollectives(leader, b"", 1.5).abort_with(called.set)
     assert leader.step_limit_s == peers.LOADING_SECONDS
     leader.step_limit_s = 0.3
     with leader.in_step():

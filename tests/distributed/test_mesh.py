@@ -12,8 +12,8 @@ from tilewright.compiler.mesh import (
     ROWS,
     UNEVEN,
     HeadSplit,
+    IndexRange,
     Mesh,
-    Run,
     Split,
     deal,
     in_shares,
@@ -78,7 +78,11 @@ def test_a_share_is_taken_along_any_axis(size: int, count: int) -> None:
 
 def test_a_chip_may_hold_zeros_alone() -> None:
     split = deal(33, 4)
-    assert split.shares[1:] == ((Run(32, 1), Run(None, 31)), (Run(None, 32),), (Run(None, 32),))
+    assert split.shares[1:] == (
+        (IndexRange(32, 1), IndexRange(None, 31)),
+        (IndexRange(None, 32),),
+        (IndexRange(None, 32),),
+    )
     assert not split.take(torch.ones(33), 0, 3).any()
 
 
@@ -258,8 +262,8 @@ def test_heads_that_no_ranks_can_share_are_refused(
 
 
 def test_shares_in_heads_and_in_columns() -> None:
-    columns = Split(((Run(32, 32), Run(None, 16)), (Run(0, 48),)))
+    columns = Split(((IndexRange(32, 32), IndexRange(None, 16)), (IndexRange(0, 48),)))
     heads = columns.in_units(16)
-    assert heads.shares == ((Run(2, 2), Run(None, 1)), (Run(0, 3),))
+    assert heads.shares == ((IndexRange(2, 2), IndexRange(None, 1)), (IndexRange(0, 3),))
     assert heads.times(16) == columns
     assert not heads.is_in_order

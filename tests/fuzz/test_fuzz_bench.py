@@ -15,7 +15,7 @@ from tests.fuzz.limits import guarded
 from tests.fuzz.mutations import Mutation, damaged_trees, mutations
 from tilewright.evaluate.cases.prompts import MAX_FILE_BYTES, read_prompts
 from tilewright.evaluate.cases.reference import (
-    Reference,
+    AccuracyReference,
     Subject,
     cached_logits,
     load_reference,
@@ -28,7 +28,7 @@ from tilewright.utils.json_lines import TornLineWarning
 
 SEED = (Path(__file__).parents[1] / "goldens" / "seed_perf.md").read_bytes()
 SUBJECT = Subject("a model", "m" * 64, "t" * 64, "x" * 64)
-REFERENCE = Reference(SUBJECT, 2, (1, 2, 3), ((1, 2, 3, 4, 5),), (0.5,), {"torch": "2"})
+REFERENCE = AccuracyReference(SUBJECT, 2, (1, 2, 3), ((1, 2, 3, 4, 5),), (0.5,), {"torch": "2"})
 PROMPTS: Any = [{"prompt": "one"}, {"prompt": "two", "max_tokens": 3}]
 RESULT: dict[str, Any] = {
     **{"schema": 1, "case": "c", "model": "m", "weights": "random", "model_hash": "h"},
@@ -100,7 +100,7 @@ def sealed(tree: Any) -> bytes:
     """A reference file whose id fits what it says, where there can be one."""
     try:
         body = {key: value for key, value in tree.items() if key != "id"}
-        made = Reference(**{**body, "subject": Subject(**body["subject"])})
+        made = AccuracyReference(**{**body, "subject": Subject(**body["subject"])})
         tree = {**tree, "id": made.id}
     except (TypeError, ValueError, AttributeError, KeyError):
         pass

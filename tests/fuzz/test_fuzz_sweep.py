@@ -29,7 +29,7 @@ from tests.sweep_cells import (
 from tilewright.errors import ConfigError
 from tilewright.evaluate.sweep import sensitivity_report, summary
 from tilewright.evaluate.sweep.estimate import remaining_seconds
-from tilewright.evaluate.sweep.journal import Added, Asked, Event, Journal, Started
+from tilewright.evaluate.sweep.journal import Added, Event, SweepJournal, TrialCommand, TrialStarted
 from tilewright.utils.json_lines import TornLineWarning
 
 STATUSES = {"queued", "running", "done", "failed", "timed out", "out of memory", "cancelled"}
@@ -46,12 +46,12 @@ def events() -> Iterator[Event]:
     for number, of in enumerate(accuracies):
         yield done(of, accuracy_result(of, hits(number + 1)))
     for number, of in enumerate(speeds):
-        yield Started(of.id, "2026-01-02T03:04:05+00:00")
+        yield TrialStarted(of.id, "2026-01-02T03:04:05+00:00")
         yield done(of, speed_result(of, [10.0 + number, 12.0]))
     yield failed(others[0])
-    yield Started(others[1].id, "2026-01-02T03:04:05+00:00")
-    yield Asked(others[1].id, "cancel")
-    yield Asked(others[2].id, "cancel")
+    yield TrialStarted(others[1].id, "2026-01-02T03:04:05+00:00")
+    yield TrialCommand(others[1].id, "cancel")
+    yield TrialCommand(others[2].id, "cancel")
 
 
 LINES = [msgspec.json.encode(event) for event in events()]
@@ -64,7 +64,7 @@ def check(raw: bytes, folder: Path, **limits: float) -> str:
     path.write_bytes(raw)
 
     def read() -> None:
-        state = Journal.open(path).state
+        state = SweepJournal.open(path).state
         for key, each in state.cells.items():
             assert each.status in STATUSES and key == each.cell.id
             assert (each.status == "done") is (each.result is not None)
@@ -83,7 +83,9 @@ def check(raw: bytes, folder: Path, **limits: float) -> str:
 
 def test_the_sound_file_is_read(scratch: Path) -> None:
     assert check(SOUND, scratch) == ""
-    statuses = [each.status for each in Journal.open(scratch / "sweep.jsonl").state.cells.values()]
+    statuses = [
+        each.status for each in SweepJournal.open(scratch / "sweep.jsonl").state.cells.values()
+    ]
     assert statuses == ["done"] * 4 + ["failed", "running", "cancelled"]
 
 
@@ -141,7 +143,7 @@ def test_a_file_without_lines_is_read_in_one_pass(scratch: Path) -> None:
 
 
 def test_many_events_take_a_time_that_grows_with_them(scratch: Path) -> None:
-    asked = msgspec.json.encode(Asked(cell("e").id, "restart")) + b"\n"
+    asked = msgspec.json.encode(TrialCommand(cell("e").id, "restart")) + b"\n"
     assert check(SOUND + asked * 20_000, scratch) == ""
 
 
@@ -160,5 +162,5 @@ def test_odd_sensitivities_are_shown_or_refused(changes: dict[str, Any], scratch
         found.append(done(timed, speed_result(timed, [10.0])))
     raw = b"\n".join(msgspec.json.encode(event) for event in found) + b"\n"
     assert check(raw, scratch) == ""
-    state = Journal.open(scratch / "sweep.jsonl").state
+    state = SweepJournal.open(scratch / "sweep.jsonl").state
     guarded(lambda: sensitivity_report.markdown(state), file_size=len(raw))

@@ -34,13 +34,13 @@ from tilewright.compiler.ir.recipe import (
     load_values,
     take,
 )
-from tilewright.compiler.mesh import Run
+from tilewright.compiler.mesh import IndexRange
 from tilewright.compiler.passes.runner import run_passes
 from tilewright.compiler.passes.sharding.shard import shard
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION
-from tilewright.distributed.parallel import Parallel, Ranks
+from tilewright.distributed.parallel import Parallel, RankAxes
 from tilewright.errors import CompileError
 from tilewright.models import LoadedModel, load_model
 
@@ -76,14 +76,14 @@ class Parts:
 @pytest.mark.parametrize(
     "kept",
     [
-        {0: [Run(1, 2)]},
-        {1: [Run(0, 2), Run(4, 1)]},
-        {2: [Run(2, 3), Run(7, 1)]},
-        {0: [Run(0, 1), Run(3, 1)], 1: [Run(3, 3)], 2: [Run(4, 4)]},
-        {0: [Run(2, 1)]},
+        {0: [IndexRange(1, 2)]},
+        {1: [IndexRange(0, 2), IndexRange(4, 1)]},
+        {2: [IndexRange(2, 3), IndexRange(7, 1)]},
+        {0: [IndexRange(0, 1), IndexRange(3, 1)], 1: [IndexRange(3, 3)], 2: [IndexRange(4, 4)]},
+        {0: [IndexRange(2, 1)]},
     ],
 )
-def test_a_part_is_taken_along_every_axis(kept: dict[int, list[Run]]) -> None:
+def test_a_part_is_taken_along_every_axis(kept: dict[int, list[IndexRange]]) -> None:
     expected = load_dense(RECIPE, TENSORS.__getitem__)
     for axis, runs in kept.items():
         indices = torch.cat([torch.arange(run.start or 0, run.end) for run in runs])
@@ -99,11 +99,11 @@ def test_a_part_is_taken_along_every_axis(kept: dict[int, list[Run]]) -> None:
 
 
 def test_rows_that_follow_one_another_stay_one_segment() -> None:
-    part = take(RECIPE, {0: [Run(2, 2)], 1: [Run(0, 6)]})
+    part = take(RECIPE, {0: [IndexRange(2, 2)], 1: [IndexRange(0, 6)]})
     assert part.segments == (Segment("b", 12, rows=(6, 18)),)
     whole = WeightRecipe((Segment("a", 12),), (12, 8))
-    assert take(whole, {1: [Run(0, 4)]}).segments == whole.segments
-    half = take(whole, {0: [Run(0, 6)], 1: [Run(4, 4)]})
+    assert take(whole, {1: [IndexRange(0, 4)]}).segments == whole.segments
+    half = take(whole, {0: [IndexRange(0, 6)], 1: [IndexRange(4, 4)]})
     rows = load_rows(half, Parts(), 2, 5)  # type: ignore[arg-type]
     assert torch.equal(rows, TENSORS["a"][2:5, 4:])
 
@@ -113,7 +113,7 @@ Found = list[tuple[WeightRecipe, Placement]]
 
 def parts_of(model: SimpleNamespace | CompilableModel, count: int, nodes: Found) -> None:
     """Every rank's values of every weight are those of one device, bit for bit."""
-    whole, ranks = weight_source(model), Ranks(count, 1, Parallel(count).policy)
+    whole, ranks = weight_source(model), RankAxes(count, 1, Parallel(count).policy)
     own = weight_source(model, None, Parallel(count))
     for recipe, placement in nodes:
         expected = load_values(recipe, whole)
@@ -194,7 +194,7 @@ def test_columns_of_stored_bytes_are_whole_blocks(dtype: str) -> None:
     data = torch.from_numpy(random_blocks(dtype, 4 * 3)).reshape(4, 3 * num_bytes)
     name = str(stored_format(dtype))
     whole = WeightRecipe((Segment("w", 4),), (4, 3 * block), name, is_stored=True)
-    part = take(whole, {1: [Run(block, 2 * block)]})
+    part = take(whole, {1: [IndexRange(block, 2 * block)]})
     source = SimpleNamespace(stored=lambda name, first, last: data[first:last])
     found = load_stored(part, source, 1, 3)
     assert torch.equal(found, data[1:3, num_bytes:])

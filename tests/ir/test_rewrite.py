@@ -15,8 +15,8 @@ from tilewright.compiler import ops
 from tilewright.compiler.ir.info import CONSTANT, INPUT, NodeInfo, info
 from tilewright.compiler.ir.rewrite import (
     Bindings,
-    Call,
-    Literal,
+    CallPattern,
+    LiteralPattern,
     Var,
     add_input,
     emit,
@@ -55,32 +55,32 @@ def g() -> Builder:
 
 def test_a_call_binds_its_variables(g: Builder) -> None:
     node = g.call(MUL, g.a, g.call(aten.silu.default, g.b))
-    pattern = Call(MUL, Var("x"), Call(aten.silu.default, Var("y")))
+    pattern = CallPattern(MUL, Var("x"), CallPattern(aten.silu.default, Var("y")))
     assert match(pattern, node) == {"x": g.a, "y": g.b}
 
 
 def test_another_operator_or_too_few_arguments_do_not_match(g: Builder) -> None:
     node = g.call(MUL, g.a, g.b)
-    assert match(Call(ADD, Var("x"), Var("y")), node) is None
-    assert match(Call(MUL, Var("x"), Var("y"), Var("z")), node) is None
-    assert match(Call(MUL, Var("x"), Var("y")), g.a) is None
-    assert match(Call((ADD, MUL), Var("x"), Var("y")), node) is not None
+    assert match(CallPattern(ADD, Var("x"), Var("y")), node) is None
+    assert match(CallPattern(MUL, Var("x"), Var("y"), Var("z")), node) is None
+    assert match(CallPattern(MUL, Var("x"), Var("y")), g.a) is None
+    assert match(CallPattern((ADD, MUL), Var("x"), Var("y")), node) is not None
 
 
 def test_trailing_arguments_are_free(g: Builder) -> None:
     node = g.call(aten.cat.default, [g.a, g.b], -1)
-    assert match(Call(aten.cat.default, [Var("x"), Var("y")]), node) == {"x": g.a, "y": g.b}
-    assert match(Call(aten.cat.default, [Var("x"), Var("y")], 0), node) is None
-    assert match(Call(aten.cat.default, [Var("x")]), node) is None
+    assert match(CallPattern(aten.cat.default, [Var("x"), Var("y")]), node) == {"x": g.a, "y": g.b}
+    assert match(CallPattern(aten.cat.default, [Var("x"), Var("y")], 0), node) is None
+    assert match(CallPattern(aten.cat.default, [Var("x")]), node) is None
 
 
 def test_keyword_arguments_are_never_ignored(g: Builder) -> None:
     """``add(a, b, alpha=2)`` is not an addition of a and b."""
-    assert match(Call(ADD, Var("x"), Var("y")), g.call(ADD, g.a, g.b, alpha=2)) is None
+    assert match(CallPattern(ADD, Var("x"), Var("y")), g.call(ADD, g.a, g.b, alpha=2)) is None
 
 
 def test_a_repeated_variable_is_one_node(g: Builder) -> None:
-    pattern = Call(MUL, Var("x"), Call(aten.silu.default, Var("x")))
+    pattern = CallPattern(MUL, Var("x"), CallPattern(aten.silu.default, Var("x")))
     assert match(pattern, g.call(MUL, g.a, g.call(aten.silu.default, g.a))) == {"x": g.a}
     assert match(pattern, g.call(MUL, g.a, g.call(aten.silu.default, g.b))) is None
 
@@ -88,33 +88,37 @@ def test_a_repeated_variable_is_one_node(g: Builder) -> None:
 def test_commutative_calls_match_both_ways(g: Builder) -> None:
     silu = g.call(aten.silu.default, g.a)
     flipped = g.call(MUL, g.b, silu)
-    pattern = Call(aten.silu.default, Var("x"))
-    assert match(Call(MUL, pattern, Var("y")), flipped) is None
-    found = match(Call(MUL, pattern, Var("y"), commutative=True), flipped)
+    pattern = CallPattern(aten.silu.default, Var("x"))
+    assert match(CallPattern(MUL, pattern, Var("y")), flipped) is None
+    found = match(CallPattern(MUL, pattern, Var("y"), commutative=True), flipped)
     assert found == {"x": g.a, "y": g.b}
-    assert match(Call(MUL, pattern, Var("y"), commutative=True), g.call(MUL, g.a, g.b)) is None
+    assert (
+        match(CallPattern(MUL, pattern, Var("y"), commutative=True), g.call(MUL, g.a, g.b)) is None
+    )
 
 
 def test_literals_bind_values_and_never_nodes(g: Builder) -> None:
     node = g.call(ADD, g.a, 1e-5)
-    assert match(Call(ADD, Var("x"), Literal("eps")), node) == {"x": g.a, "eps": 1e-5}
-    assert match(Call(ADD, Literal("eps"), Var("x")), node) is None
-    assert match(Call(ADD, Var("x"), Var("eps")), node) is None
+    assert match(CallPattern(ADD, Var("x"), LiteralPattern("eps")), node) == {"x": g.a, "eps": 1e-5}
+    assert match(CallPattern(ADD, LiteralPattern("eps"), Var("x")), node) is None
+    assert match(CallPattern(ADD, Var("x"), Var("eps")), node) is None
     sizes = g.call(aten.split_with_sizes.default, g.a, [2, 2], -1)
-    pattern = Call(aten.split_with_sizes.default, Var("x"), Literal("sizes"), -1)
+    pattern = CallPattern(aten.split_with_sizes.default, Var("x"), LiteralPattern("sizes"), -1)
     assert match(pattern, sizes) == {"x": g.a, "sizes": [2, 2]}
 
 
 def test_a_repeated_literal_must_be_equal(g: Builder) -> None:
-    pattern = Call(ADD, Call(ADD, Var("x"), Literal("eps")), Literal("eps"))
+    pattern = CallPattern(
+        ADD, CallPattern(ADD, Var("x"), LiteralPattern("eps")), LiteralPattern("eps")
+    )
     assert match(pattern, g.call(ADD, g.call(ADD, g.a, 1.0), 1.0)) is not None
     assert match(pattern, g.call(ADD, g.call(ADD, g.a, 1.0), 2.0)) is None
 
 
 def test_constants_are_of_the_same_type(g: Builder) -> None:
-    assert match(Call(ADD, Var("x"), 1), g.call(ADD, g.a, 1)) is not None
-    assert match(Call(ADD, Var("x"), 1), g.call(ADD, g.a, True)) is None
-    assert match(Call(ADD, Var("x"), 1), g.call(ADD, g.a, 1.0)) is None
+    assert match(CallPattern(ADD, Var("x"), 1), g.call(ADD, g.a, 1)) is not None
+    assert match(CallPattern(ADD, Var("x"), 1), g.call(ADD, g.a, True)) is None
+    assert match(CallPattern(ADD, Var("x"), 1), g.call(ADD, g.a, 1.0)) is None
 
 
 def test_emit_knows_the_shape_of_its_result(g: Builder) -> None:
@@ -156,7 +160,7 @@ def test_rewrite_counts_and_leaves_what_build_refuses(g: Builder) -> None:
     second = g.call(MUL, g.call(aten.silu.default, g.a), g.c)
     total = g.call(ADD, first, second)
     g.graph.output(total)
-    pattern = Call(MUL, Call(aten.silu.default, Var("gate")), Var("up"))
+    pattern = CallPattern(MUL, CallPattern(aten.silu.default, Var("gate")), Var("up"))
 
     def build(root: Node, found: Bindings) -> Node | None:
         return None if found["up"] is g.b else emit(root, ADD, (found["gate"], found["up"]))

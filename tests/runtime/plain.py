@@ -1,7 +1,7 @@
-"""A plain model of what seats hold, beside a scheduler that is given one operation after another.
+"""A plain model of what slots hold, beside a scheduler that is given one operation after another.
 
 Every token that a step writes is checked against the sequence that its request has in truth, and
-every page, seat, snapshot and place against a plain count of who has it.
+every page, slot, snapshot and place against a plain count of who has it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ from tests.runtime.plain_device import PlainDevice
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import (
-    Seat,
+    Slot,
     Step,
 )
-from tilewright.runtime.memory.cache_manager import Seating
-from tilewright.runtime.memory.contiguous_cache import SlotSeating
-from tilewright.runtime.memory.paged_cache import PagedSeating
+from tilewright.runtime.memory.cache_manager import CacheManager
+from tilewright.runtime.memory.contiguous_cache import ContiguousCacheManager
+from tilewright.runtime.memory.paged_cache import PagedCacheManager
 from tilewright.runtime.memory.pages import PagePool
 from tilewright.runtime.memory.snapshots import Snapshots
 from tilewright.runtime.request import FAILED
-from tilewright.runtime.scheduling.request_state import Plan, Policy, RequestState
+from tilewright.runtime.scheduling.request_state import (
+    RequestState,
+    SchedulerConfig,
+    SchedulerOutput,
+)
 from tilewright.runtime.scheduling.scheduler import Scheduler
 
 CONTEXT, CELL = 48, 4
@@ -41,7 +45,7 @@ class Operations:
     def __init__(self, rng: random.Random, **changes: Any) -> None:
         self.rng = rng
         self.limits = Capabilities(**{**draw_limits(rng), **changes})
-        self.policy = Policy(
+        self.policy = SchedulerConfig(
             step_ms=rng.choice((0.0, 1e-9, 5.0)),
             step_tokens=rng.choice((None, 6, 16)),
             reuses=rng.random() < 0.8,
@@ -57,7 +61,7 @@ class Operations:
         )
         self.device = PlainDevice(self.limits)
         self.truth: dict[RequestState, list[int]] = {}
-        self.flight: deque[tuple[Plan, dict[Seat, int]]] = deque()
+        self.flight: deque[tuple[SchedulerOutput, dict[Slot, int]]] = deque()
         self.live: list[RequestState] = []
         self.num_operations = self.num_requests = 0
         self.oldest: tuple[RequestState, int, int] | None = None
@@ -135,20 +139,20 @@ class Operations:
         self._check_progress(before)
         return None
 
-    def _run(self, plan: Plan) -> dict[Seat, int]:
-        """The tokens that a step chooses, by seat; what it writes is what it should."""
-        step, found = plan.step, dict[Seat, int]()
-        of_seat = {each.seat: each for each in self.scheduler.running}
-        for seat in step.decode:
-            held = self.device.seats[seat]
-            token = step.forced.get(seat, held.holds)
-            assert token is not None, "a seat that holds no token is stepped"
-            self._write(of_seat[seat], token)
+    def _run(self, plan: SchedulerOutput) -> dict[Slot, int]:
+        """The tokens that a step chooses, by slot; what it writes is what it should."""
+        step, found = plan.step, dict[Slot, int]()
+        of_slot = {each.slot: each for each in self.scheduler.running}
+        for slot in step.decode:
+            held = self.device.slots[slot]
+            token = step.forced.get(slot, held.holds)
+            assert token is not None, "a slot that holds no token is stepped"
+            self._write(of_slot[slot], token)
             held.holds = None
-            if seat in plan.rows:
-                found[seat] = self._choose(plan.rows[seat])
+            if slot in plan.rows:
+                found[slot] = self._choose(plan.rows[slot])
         for chunk in self.rng.sample(step.prompts, len(step.prompts)):  # targets may reorder them
-            running, held = of_seat[chunk.seat], self.device.seats[chunk.seat]
+            running, held = of_slot[chunk.slot], self.device.slots[chunk.slot]
             assert chunk.start == len(held.tokens), "a gap, or computed twice"
             for at, token in enumerate(chunk.tokens, chunk.start + 1):
                 self._write(running, token, also=chunk.also)
@@ -156,39 +160,39 @@ class Operations:
                     if position == at:
                         self.device.snapshots[snapshot] = list(held.tokens)
             held.holds = None
-            for seat in (chunk.seat, *chunk.also) if chunk.chooses else ():
-                if seat != chunk.seat:
-                    self.device.copy(chunk.seat, seat, chunk.end)
-                found[seat] = self._choose(plan.rows[seat])
+            for slot in (chunk.slot, *chunk.also) if chunk.chooses else ():
+                if slot != chunk.slot:
+                    self.device.copy(chunk.slot, slot, chunk.end)
+                found[slot] = self._choose(plan.rows[slot])
         return found
 
-    def _write(self, running: RequestState, token: int, also: Sequence[Seat] = ()) -> None:
-        seat, truth = self.device.seats[running.seat], self.truth[running]
-        at = len(seat.tokens)
+    def _write(self, running: RequestState, token: int, also: Sequence[Slot] = ()) -> None:
+        slot, truth = self.device.slots[running.slot], self.truth[running]
+        at = len(slot.tokens)
         assert truth[at] == token, f"{token} at {at} is not the token of this request"
-        seating = self.scheduler.seating
-        if isinstance(seating, PagedSeating):
-            page = seat.pages[at // self.limits.page_size]
+        cache_manager = self.scheduler.cache_manager
+        if isinstance(cache_manager, PagedCacheManager):
+            page = slot.pages[at // self.limits.page_size]
             assert running.pages[at // self.limits.page_size] == page
-            assert seating.pool.count(page) == self.device.users[page]
-        self.device.write(running.seat, token, also=also)
+            assert cache_manager.pool.count(page) == self.device.users[page]
+        self.device.write(running.slot, token, also=also)
         if at + 1 == len(truth) or at % 7 == 0:
-            assert seat.tokens == truth[: at + 1], "what a seat reads is not its own past"
+            assert slot.tokens == truth[: at + 1], "what a slot reads is not its own past"
 
     def _choose(self, running: RequestState) -> int:
-        request, seat = running, self.device.seats[running.seat]
+        request, slot = running, self.device.slots[running.slot]
         truth = self.truth[request]
-        assert seat.tokens == truth, "a token is chosen twice, or behind another past"
+        assert slot.tokens == truth, "a token is chosen twice, or behind another past"
         token = self.rng.randrange(3)
         truth.append(token)
-        seat.holds = token
+        slot.holds = token
         return token
 
     def read(self) -> None:
         """The tokens of the step that has been under way for longest."""
         plan, found = self.flight.popleft()
-        for seat, running in plan.rows.items():
-            request, token = running, found[seat]
+        for slot, running in plan.rows.items():
+            request, token = running, found[slot]
             if request.finish_reason is None and self.rng.random() < 0.002:
                 self.scheduler.finish(request, FAILED)
                 continue
@@ -212,9 +216,9 @@ class Operations:
         assert not self.scheduler.has_work(), "somebody is never served"
         self.launch()
         self.check()
-        assert not self.scheduler.seating.seated and not self.scheduler.num_swapped
+        assert not self.scheduler.cache_manager.running and not self.scheduler.num_swapped
         assert not self.scheduler.num_held_pages and not self.device.away
-        assert len(self.device.seats) == self.scheduler.num_kept
+        assert len(self.device.slots) == self.scheduler.num_kept
 
     def _first(self) -> RequestState | None:
         running = self.scheduler.running
@@ -222,10 +226,10 @@ class Operations:
         return min(running, key=key, default=None)
 
     def _check_progress(self, before: RequestState | None) -> None:
-        """The oldest of the highest priority keeps its seat, and goes on with every second step."""
+        """The oldest of the highest priority keeps its slot, and goes on with every second step."""
         if before is None or before.finish_reason is not None:
             return
-        assert before in self.scheduler.seating.seated, "the oldest was preempted"
+        assert before in self.scheduler.cache_manager.running, "the oldest was preempted"
         if self._first() is not before:  # one of a higher priority has come
             self.oldest = None
             return
@@ -239,9 +243,9 @@ class Operations:
             self.oldest = before, before.num_computed, 0
 
     def _check_step(self, step: Step) -> None:
-        """No seat twice, and no more prompts than there may be."""
-        busy = [*step.decode, *(seat for c in step.prompts for seat in (c.seat, *c.also))]
-        assert len(set(busy)) == len(busy), "a seat twice in a step"
+        """No slot twice, and no more prompts than there may be."""
+        busy = [*step.decode, *(slot for c in step.prompts for slot in (c.slot, *c.also))]
+        assert len(set(busy)) == len(busy), "a slot twice in a step"
         assert len(step.prompts) <= self.limits.max_prompts
         tokens = sum(len(chunk.tokens) for chunk in step.prompts)
         most = min(self.policy.step_tokens or 1 << 20, self.limits.max_step_tokens)
@@ -249,12 +253,12 @@ class Operations:
             most = CELL  # nothing was measured: the smallest piece
         assert tokens <= max(most, CELL), "more tokens of prompts than the budget"
         grain = self.limits.page_size or 1
-        ends = {each.seat: not each.prompt_left for each in self.scheduler.running}
-        assert all(ends[c.seat] or c.end % grain == 0 for c in step.prompts), "cut within a page"
+        ends = {each.slot: not each.prompt_left for each in self.scheduler.running}
+        assert all(ends[c.slot] or c.end % grain == 0 for c in step.prompts), "cut within a page"
 
     def check(self) -> None:
         """Who has what, counted plainly."""
-        scheduler, seating = self.scheduler, self.scheduler.seating
+        scheduler, cache_manager = self.scheduler, self.scheduler.cache_manager
         self.live = [each for each in self.live if each.finish_reason is None]
         if len(self.truth) > 4 * len(self.live) + 40:
             rows = {each for plan, _ in self.flight for each in plan.rows.values()}
@@ -262,37 +266,43 @@ class Operations:
             self.truth = {each: self.truth[each] for each in self.truth if each in keep}
         waiting = list(scheduler.line)
         assert len(waiting) == len(scheduler.line) == len(set(waiting))
-        assert {*waiting, *seating.seated} == set(self.live)
-        assert len(waiting) + len(seating.seated) == len(self.live)
-        assert [each.seat for each in seating.by_seat] == sorted(
-            each.seat for each in seating.seated
+        assert {*waiting, *cache_manager.running} == set(self.live)
+        assert len(waiting) + len(cache_manager.running) == len(self.live)
+        assert [each.slot for each in cache_manager.by_slot] == sorted(
+            each.slot for each in cache_manager.running
         )
-        kept = [seat for seat, _ in seating.kept] if isinstance(seating, SlotSeating) else []
-        seats = [*seating._free, *kept, *(each.seat for each in seating.by_seat)]
-        assert sorted(seats) == list(range(self.limits.max_seats)), "each seat is somewhere, once"
-        if isinstance(seating, PagedSeating):
-            check_pool(seating.pool, seating)
-        check_snapshots(seating.snapshots, seating)
+        kept = (
+            [slot for slot, _ in cache_manager.kept]
+            if isinstance(cache_manager, ContiguousCacheManager)
+            else []
+        )
+        slots = [*cache_manager._free, *kept, *(each.slot for each in cache_manager.by_slot)]
+        assert sorted(slots) == list(range(self.limits.max_num_seqs)), (
+            "each slot is somewhere, once"
+        )
+        if isinstance(cache_manager, PagedCacheManager):
+            check_pool(cache_manager.pool, cache_manager)
+        check_snapshots(cache_manager.snapshots, cache_manager)
 
 
-def check_pool(pool: PagePool, seating: PagedSeating) -> None:
+def check_pool(pool: PagePool, cache_manager: PagedCacheManager) -> None:
     """Every page is free, cached or held, by as many as have it."""
-    counts = Counter(page for each in seating.by_seat for page in each.pages)
+    counts = Counter(page for each in cache_manager.by_slot for page in each.pages)
     assert all(pool.count(page) == counts[page] for page in range(pool.num_pages))
     free, idle, held = set(pool._free), set(pool._idle), set(counts)
     assert len(pool._free) == len(free) and not free & idle and not (free | idle) & held
     assert len(free) + len(idle) + len(held) == pool.num_pages
     assert pool._key_of.keys() >= idle and not free & pool._key_of.keys()
     assert len(pool._page_of) == len(pool._key_of)
-    growing = [each for each in seating.by_seat if each.page_capacity < each.max_positions]
-    assert seating._num_growing == len(growing)
+    growing = [each for each in cache_manager.by_slot if each.page_capacity < each.max_positions]
+    assert cache_manager._num_growing == len(growing)
 
 
-def check_snapshots(snapshots: Snapshots, seating: Seating) -> None:
+def check_snapshots(snapshots: Snapshots, cache_manager: CacheManager) -> None:
     """Every place is free, named or lent to an answer, once."""
-    lent = [each.reply[1] for each in seating.by_seat if each.reply is not None]
+    lent = [each.reply[1] for each in cache_manager.by_slot if each.reply is not None]
     places = [*snapshots._free, *snapshots._of_key.values(), *lent]
-    count = seating.capabilities.num_snapshots if seating.policy.reuses else 0
+    count = cache_manager.capabilities.num_snapshots if cache_manager.policy.reuses else 0
     assert sorted(places) == list(range(count)) and snapshots._num_borrowed == len(lent)
     assert not snapshots._uses.keys() - snapshots._of_key.keys()
 
@@ -300,7 +310,7 @@ def check_snapshots(snapshots: Snapshots, seating: Seating) -> None:
 def draw_limits(rng: random.Random) -> dict[str, Any]:
     """What an executable can do."""
     found: dict[str, Any] = {
-        "max_seats": rng.randint(1, 6),
+        "max_num_seqs": rng.randint(1, 6),
         "max_context": CONTEXT,
         "cell": CELL,
         "max_prompts": rng.randint(1, 3),

@@ -1,4 +1,4 @@
-"""What steps make of a device's seats, pages and snapshots, as lists of tokens."""
+"""What steps make of a device's slots, pages and snapshots, as lists of tokens."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass, field
 
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import (
-    Back,
-    Close,
-    Copy,
-    Drop,
-    Edit,
-    Load,
-    Open,
-    Out,
-    Pages,
-    Save,
-    Seat,
+    AssignPages,
+    CloseSlot,
+    CopyState,
+    DropSwapped,
+    LoadState,
+    OpenSlot,
+    SaveState,
+    Slot,
+    StateUpdate,
+    SwapIn,
+    SwapOut,
 )
 
 
 @dataclass(slots=True)
-class PlainSeat:
-    """The tokens that a seat's state holds, the one it reads next, and its pages."""
+class PlainSlot:
+    """The tokens that a slot's state holds, the one it reads next, and its pages."""
 
     tokens: list[int] = field(default_factory=list)
     state: list[int] | None = None
@@ -38,75 +38,75 @@ class PlainDevice:
 
     def __init__(self, limits: Capabilities) -> None:
         self.limits = limits
-        self.seats: dict[Seat, PlainSeat] = {}
+        self.slots: dict[Slot, PlainSlot] = {}
         self.users: Counter[int] = Counter()
         self.content: dict[int, list[int]] = {}
         self.snapshots: dict[int, list[int]] = {}
-        self.away: dict[int, PlainSeat] = {}
+        self.away: dict[int, PlainSlot] = {}
 
     def clear(self) -> None:
         """Nothing is held any more."""
-        for kept in (self.seats, self.users, self.content, self.snapshots, self.away):
+        for kept in (self.slots, self.users, self.content, self.snapshots, self.away):
             kept.clear()
 
-    def apply(self, edit: Edit) -> None:
+    def apply(self, edit: StateUpdate) -> None:
         """One edit."""
-        if isinstance(edit, Open):
+        if isinstance(edit, OpenSlot):
             self._open(edit)
-        elif isinstance(edit, Close):
-            self.users.subtract(self.seats.pop(edit.seat).pages)
-        elif isinstance(edit, Pages):
-            seat = self.seats[edit.seat]
-            assert edit.first == len(seat.pages) and not set(edit.ids) & set(seat.pages)
-            seat.pages += edit.ids
-            self._find_shared(seat)
+        elif isinstance(edit, CloseSlot):
+            self.users.subtract(self.slots.pop(edit.slot).pages)
+        elif isinstance(edit, AssignPages):
+            slot = self.slots[edit.slot]
+            assert edit.first == len(slot.pages) and not set(edit.ids) & set(slot.pages)
+            slot.pages += edit.ids
+            self._find_shared(slot)
             self.users.update(edit.ids)
-        elif isinstance(edit, Save):
-            self.snapshots[edit.snapshot] = list(self.seats[edit.seat].tokens)
-            assert self.seats[edit.seat].state == self.snapshots[edit.snapshot]
-        elif isinstance(edit, Load):
-            seat = self.seats[edit.seat]
-            seat.state = list(self.snapshots[edit.snapshot])
-            assert seat.tokens == seat.state, "a snapshot of another sequence"
-        elif isinstance(edit, Copy):
+        elif isinstance(edit, SaveState):
+            self.snapshots[edit.snapshot] = list(self.slots[edit.slot].tokens)
+            assert self.slots[edit.slot].state == self.snapshots[edit.snapshot]
+        elif isinstance(edit, LoadState):
+            slot = self.slots[edit.slot]
+            slot.state = list(self.snapshots[edit.snapshot])
+            assert slot.tokens == slot.state, "a snapshot of another sequence"
+        elif isinstance(edit, CopyState):
             self.copy(edit.source, edit.target, edit.num_positions)
-        elif isinstance(edit, Out):
-            seat = self.seats[edit.seat]
+        elif isinstance(edit, SwapOut):
+            slot = self.slots[edit.slot]
             assert edit.place not in self.away
-            self.away[edit.place] = PlainSeat(list(seat.tokens), seat.state, seat.holds)
-        elif isinstance(edit, Back):
-            kept, seat = self.away.pop(edit.place), self.seats[edit.seat]
-            seat.tokens, seat.state, seat.holds = [], None, kept.holds
+            self.away[edit.place] = PlainSlot(list(slot.tokens), slot.state, slot.holds)
+        elif isinstance(edit, SwapIn):
+            kept, slot = self.away.pop(edit.place), self.slots[edit.slot]
+            slot.tokens, slot.state, slot.holds = [], None, kept.holds
             for token in kept.tokens:
-                self.write(edit.seat, token, is_new=False)
-            seat.state = kept.state
+                self.write(edit.slot, token, is_new=False)
+            slot.state = kept.state
         else:
-            assert isinstance(edit, Drop)
+            assert isinstance(edit, DropSwapped)
             del self.away[edit.place]
 
-    def _open(self, edit: Open) -> None:
-        held = self.seats.get(edit.seat)
+    def _open(self, edit: OpenSlot) -> None:
+        held = self.slots.get(edit.slot)
         is_kept = edit.keeps > 0 and not self.limits.page_size
-        assert (held is not None) == is_kept and edit.seat < self.limits.max_seats
-        fresh = PlainSeat(num_shared=0 if is_kept else edit.keeps)
+        assert (held is not None) == is_kept and edit.slot < self.limits.max_num_seqs
+        fresh = PlainSlot(num_shared=0 if is_kept else edit.keeps)
         if held is not None:
             assert edit.keeps <= len(held.tokens)
             fresh.tokens = held.tokens[: edit.keeps]
             fresh.state = held.state if held.state == fresh.tokens else None
-        self.seats[edit.seat] = fresh
+        self.slots[edit.slot] = fresh
 
-    def _find_shared(self, seat: PlainSeat) -> None:
+    def _find_shared(self, slot: PlainSlot) -> None:
         """What the pages hold that are computed already."""
-        size, count = self.limits.page_size, seat.num_shared
-        if count > len(seat.tokens):
-            assert not seat.tokens and count % size == 0
-            whole = [self.content[page] for page in seat.pages[: count // size]]
+        size, count = self.limits.page_size, slot.num_shared
+        if count > len(slot.tokens):
+            assert not slot.tokens and count % size == 0
+            whole = [self.content[page] for page in slot.pages[: count // size]]
             assert all(len(content) == size for content in whole), "a page that is not full"
-            seat.tokens = [token for content in whole for token in content]
+            slot.tokens = [token for content in whole for token in content]
 
-    def copy(self, source: Seat, target: Seat, num_positions: int) -> None:
-        """The first positions of a seat become another's."""
-        old, new = self.seats[source], self.seats[target]
+    def copy(self, source: Slot, target: Slot, num_positions: int) -> None:
+        """The first positions of a slot become another's."""
+        old, new = self.slots[source], self.slots[target]
         assert num_positions <= len(old.tokens)
         if size := self.limits.page_size:
             whole = num_positions // size
@@ -117,19 +117,19 @@ class PlainDevice:
         new.state = old.state if old.state == new.tokens else None
 
     def write(
-        self, number: Seat, token: int, *, is_new: bool = True, also: Sequence[Seat] = ()
+        self, number: Slot, token: int, *, is_new: bool = True, also: Sequence[Slot] = ()
     ) -> None:
-        """A seat's state goes on by a token; ``also``: seats that copy it behind this step."""
-        seat = self.seats[number]
+        """A slot's state goes on by a token; ``also``: slots that copy it behind this step."""
+        slot = self.slots[number]
         if self.limits.has_sequence_state and is_new:
-            assert (seat.state or []) == seat.tokens, "the state of another position"
-        at, size = len(seat.tokens), self.limits.page_size
+            assert (slot.state or []) == slot.tokens, "the state of another position"
+        at, size = len(slot.tokens), self.limits.page_size
         if size:
-            page = seat.pages[at // size]
-            num_others = sum(page in self.seats[seat].pages for seat in also)
-            assert self.users[page] == 1 + num_others, "a page of several seats is written"
+            page = slot.pages[at // size]
+            num_others = sum(page in self.slots[slot].pages for slot in also)
+            assert self.users[page] == 1 + num_others, "a page of several slots is written"
             held = self.content.setdefault(page, []) if at % size else []
             self.content[page] = [*held[: at % size], token]
-        seat.tokens.append(token)
+        slot.tokens.append(token)
         if self.limits.has_sequence_state and is_new:
-            seat.state = list(seat.tokens)
+            slot.state = list(slot.tokens)

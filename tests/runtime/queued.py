@@ -1,7 +1,7 @@
 """A device that works when it is waited for: steps are queued, and run in order when one is read.
 
-What it answers depends on a seat's whole history, read through its pages, and on seed and position:
-so a token, a position, a page or a seat that is not the right one changes the answers.
+What it answers depends on a slot's whole history, read through its pages, and on seed and position:
+so a token, a position, a page or a slot that is not the right one changes the answers.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.interface.base import Capabilities, Executable, MemoryUse
 from tilewright.compiler.targets.interface.step import (
-    Back,
+    AssignPages,
     Chosen,
-    Chunk,
-    Close,
-    Copy,
-    Drop,
-    Edit,
+    CloseSlot,
+    CopyState,
+    DropSwapped,
     HostPlace,
-    Load,
-    Open,
-    Out,
-    Pages,
-    Part,
-    Save,
-    Seat,
+    LoadState,
+    OpenSlot,
+    PrefillChunk,
+    SamplerOutput,
+    SaveState,
+    Slot,
     Snapshot,
+    StateUpdate,
     Step,
     StepOutput,
+    SwapIn,
+    SwapOut,
 )
 from tilewright.compiler.targets.interface.token_masks import Allowed
 
@@ -54,7 +54,7 @@ class Clock:
 
 @dataclass(slots=True)
 class _Held:
-    """What the device knows of an open seat; ``state``: what is kept per sequence, the state behind
+    """What the device knows of an open slot; ``state``: what is kept per sequence, the state behind
     its first ``state_at`` positions.
     """
 
@@ -71,18 +71,18 @@ class _Waiting:
     """When the choice of a step is made, and from which tokens."""
 
     done: float
-    masks: dict[Seat, np.ndarray] = field(default_factory=dict)
+    masks: dict[Slot, np.ndarray] = field(default_factory=dict)
 
 
-def _mixed(groups: list[tuple[Seat, ...]], read: Callable[[int], Chosen]) -> StepOutput:
+def _mixed(groups: list[tuple[Slot, ...]], read: Callable[[int], Chosen]) -> StepOutput:
     """All of a step in one part."""
 
     def all_of_them() -> Chosen:
         found = [read(index) for index in range(len(groups))]
         return Chosen(*([one for each in found for one in getattr(each, n)] for n in _ROWS))
 
-    seats = tuple(seat for group in groups for seat in group)
-    return StepOutput((Part(seats, all_of_them),), is_mixed=True)
+    slots = tuple(slot for group in groups for slot in group)
+    return StepOutput((SamplerOutput(slots, all_of_them),), is_mixed=True)
 
 
 _ROWS = ("tokens", "why")
@@ -93,13 +93,18 @@ class QueuedExecutable(Executable):
 
     A step takes ``step_seconds`` of the clock on the device, one after another, and giving it to
     the device ``host_seconds``; ``idle_seconds``: how long the device had none. With ``page_size``
-    0 each seat has one page as long as the context.
+    0 each slot has one page as long as the context.
     """
 
     vocab_size = VOCAB
 
     def __init__(self, *, clock: Clock | None = None, **capabilities: Any) -> None:
-        limits: dict[str, Any] = {"max_seats": 4, "max_context": 64, "runs_ahead": True, "cell": 4}
+        limits: dict[str, Any] = {
+            "max_num_seqs": 4,
+            "max_context": 64,
+            "runs_ahead": True,
+            "cell": 4,
+        }
         self.capabilities = Capabilities(**{**limits, **capabilities})
         self.contract = NumericContract((), ())
         self.log: list[tuple[str, int]] = []
@@ -111,19 +116,19 @@ class QueuedExecutable(Executable):
         self._queue: deque[tuple[_Waiting, Callable[[], None]]] = deque()
         self._unread: set[int] = set()
         self._num_chosen = 0
-        self._seats: dict[Seat, _Held] = {}
+        self._slots: dict[Slot, _Held] = {}
         self._memory: dict[int, dict[int, int]] = {}
         self._snapshots: dict[Snapshot, tuple[int, int]] = {}
         self._places: dict[HostPlace, tuple[_Held, list[int]]] = {}
-        self._opened: set[Seat] = set()
+        self._opened: set[Slot] = set()
 
     def step(self, step: Step) -> StepOutput:
         assert self._waiting is None, "the last step's choice is still waited for"
         self.given.append(step)
         self._check(step)
         self.clock.now += self.host_seconds
-        groups: list[tuple[Seat, ...]] = [step.decode] if step.decode else []
-        groups += [(chunk.seat, *chunk.also) for chunk in step.prompts if chunk.chooses]
+        groups: list[tuple[Slot, ...]] = [step.decode] if step.decode else []
+        groups += [(chunk.slot, *chunk.also) for chunk in step.prompts if chunk.chooses]
         answers: list[list[tuple[int, int]]] = [[] for _ in groups]
         if step.decode or step.prompts:
             self._wait_for_host()
@@ -152,17 +157,17 @@ class QueuedExecutable(Executable):
 
         if step.decode and step.prompts and self.capabilities.passes:
             return _mixed(groups, read)
-        parts = [Part(seats, lambda i=i: read(i)) for i, seats in enumerate(groups)]
+        parts = [SamplerOutput(slots, lambda i=i: read(i)) for i, slots in enumerate(groups)]
         return StepOutput(tuple(parts))
 
     def choose(self, output: StepOutput, allowed: Allowed) -> None:
         assert self._waiting is not None, "no choice waits"
         self._wait_for_host()
         self._waiting.done = self._device_free_at
-        for seat in allowed.seats:
-            flags = allowed.flags(seat, VOCAB)
+        for slot in allowed.slots:
+            flags = allowed.flags(slot, VOCAB)
             assert flags is not None and flags.any()
-            self._waiting.masks[seat] = flags
+            self._waiting.masks[slot] = flags
         self._waiting = None
 
     def _wait_for_host(self) -> None:
@@ -175,21 +180,21 @@ class QueuedExecutable(Executable):
         """What can be told without the tokens: who is open, and nobody twice."""
         limits = self.capabilities
         for edit in step.edits:
-            if isinstance(edit, Open):
+            if isinstance(edit, OpenSlot):
                 is_kept = edit.keeps > 0 and not limits.page_size
-                assert (edit.seat in self._opened) == is_kept
-                assert 0 <= edit.seat < limits.max_seats
-                self._opened.add(edit.seat)
-            elif isinstance(edit, Close):
-                self._opened.remove(edit.seat)
-        busy = [*step.decode, *(seat for c in step.prompts for seat in (c.seat, *c.also))]
-        assert len(set(busy)) == len(busy), "a seat twice in a step"
+                assert (edit.slot in self._opened) == is_kept
+                assert 0 <= edit.slot < limits.max_num_seqs
+                self._opened.add(edit.slot)
+            elif isinstance(edit, CloseSlot):
+                self._opened.remove(edit.slot)
+        busy = [*step.decode, *(slot for c in step.prompts for slot in (c.slot, *c.also))]
+        assert len(set(busy)) == len(busy), "a slot twice in a step"
         assert set(busy) <= self._opened
         assert len(step.prompts) <= limits.max_prompts
         assert sum(len(chunk.tokens) for chunk in step.prompts) <= limits.max_step_tokens
 
     def _run(
-        self, step: Step, answers: list[list[tuple[int, int]]], masks: dict[Seat, np.ndarray]
+        self, step: Step, answers: list[list[tuple[int, int]]], masks: dict[Slot, np.ndarray]
     ) -> None:
         for edit in step.edits:
             self._apply(edit)
@@ -197,80 +202,80 @@ class QueuedExecutable(Executable):
         groups = iter(answers)
         if step.decode:
             found = next(groups)
-            for seat in step.decode:
-                held = self._seats[seat]
-                token = step.forced.get(seat, held.token)
-                assert token is not None, f"seat {seat} holds no token"
+            for slot in step.decode:
+                held = self._slots[slot]
+                token = step.forced.get(slot, held.token)
+                assert token is not None, f"slot {slot} holds no token"
                 self._write(held, token)
-                found.append(self._choose(held, masks.get(seat)))
+                found.append(self._choose(held, masks.get(slot)))
         for chunk in step.prompts:
             self._prompt(chunk)
             if chunk.chooses:
                 found = next(groups)
-                for seat in (chunk.seat, *chunk.also):
-                    if seat != chunk.seat:
-                        self._copy(chunk.seat, seat, chunk.end)
-                    found.append(self._choose(self._seats[seat], masks.get(seat)))
+                for slot in (chunk.slot, *chunk.also):
+                    if slot != chunk.slot:
+                        self._copy(chunk.slot, slot, chunk.end)
+                    found.append(self._choose(self._slots[slot], masks.get(slot)))
 
-    def _prompt(self, chunk: Chunk) -> None:
-        held = self._seats[chunk.seat]
+    def _prompt(self, chunk: PrefillChunk) -> None:
+        held = self._slots[chunk.slot]
         assert chunk.start == held.length, "a gap"
         held.length = chunk.start
         marks = dict(chunk.saves)
         for token in chunk.tokens:
             self._write(held, token)
             if held.length in marks:
-                self._apply(Save(chunk.seat, marks.pop(held.length)))
+                self._apply(SaveState(chunk.slot, marks.pop(held.length)))
         assert not marks, "a snapshot outside the chunk"
         held.token = None
 
-    def _apply(self, edit: Edit) -> None:
-        if isinstance(edit, Open):
-            own = [] if self.capabilities.page_size else [edit.seat]
+    def _apply(self, edit: StateUpdate) -> None:
+        if isinstance(edit, OpenSlot):
+            own = [] if self.capabilities.page_size else [edit.slot]
             fresh = _Held(edit.sampling, own, edit.keeps)
             if edit.keeps and own:
-                held = self._seats[edit.seat]
+                held = self._slots[edit.slot]
                 assert edit.keeps <= held.length
                 fresh.state, fresh.state_at = held.state, held.state_at
             elif own:
-                self._memory[edit.seat] = {}
-            self._seats[edit.seat] = fresh
-        elif isinstance(edit, Close):
-            del self._seats[edit.seat]
-        elif isinstance(edit, Pages):
-            held = self._seats[edit.seat]
+                self._memory[edit.slot] = {}
+            self._slots[edit.slot] = fresh
+        elif isinstance(edit, CloseSlot):
+            del self._slots[edit.slot]
+        elif isinstance(edit, AssignPages):
+            held = self._slots[edit.slot]
             assert edit.first <= len(held.pages)
             held.pages[edit.first :] = edit.ids
-        elif isinstance(edit, Save):
-            held = self._seats[edit.seat]
+        elif isinstance(edit, SaveState):
+            held = self._slots[edit.slot]
             assert held.state_at == held.length and edit.snapshot < self.capabilities.num_snapshots
             self._snapshots[edit.snapshot] = held.state, held.state_at
-        elif isinstance(edit, Load):
-            held = self._seats[edit.seat]
+        elif isinstance(edit, LoadState):
+            held = self._slots[edit.slot]
             held.state, held.state_at = self._snapshots[edit.snapshot]
             held.length = held.state_at
-        elif isinstance(edit, Copy):
+        elif isinstance(edit, CopyState):
             self._copy(edit.source, edit.target, edit.num_positions)
         else:
             self._move(edit)
 
-    def _move(self, edit: Out | Back | Drop) -> None:
-        if isinstance(edit, Out):
-            held = self._seats[edit.seat]
+    def _move(self, edit: SwapOut | SwapIn | DropSwapped) -> None:
+        if isinstance(edit, SwapOut):
+            held = self._slots[edit.slot]
             assert edit.place not in self._places
             self._places[edit.place] = replace(held), self._history(held)
-        elif isinstance(edit, Drop):
+        elif isinstance(edit, DropSwapped):
             del self._places[edit.place]
         else:
             kept, history = self._places.pop(edit.place)
-            held = self._seats[edit.seat]
+            held = self._slots[edit.slot]
             for token in history:
                 self._write(held, token)
             held.token = kept.token
             assert (held.length, held.state) == (kept.length, kept.state)
 
-    def _copy(self, source: Seat, target: Seat, num_positions: int) -> None:
-        old, new = self._seats[source], self._seats[target]
+    def _copy(self, source: Slot, target: Slot, num_positions: int) -> None:
+        old, new = self._slots[source], self._slots[target]
         assert new.length == 0 and num_positions <= old.length
         size = self.capabilities.page_size
         if size:
@@ -283,21 +288,21 @@ class QueuedExecutable(Executable):
         new.length, new.state, new.state_at = num_positions, old.state, old.state_at
 
     def _check_pages(self, step: Step) -> None:
-        """No page is written by a seat while another has it."""
+        """No page is written by a slot while another has it."""
         size = self.capabilities.page_size
         if not size:
             return
         owners: dict[int, int] = {}
-        for held in self._seats.values():
+        for held in self._slots.values():
             for page in held.pages:
                 owners[page] = owners.get(page, 0) + 1
-        spans = [(seat, self._seats[seat].length, 1, ()) for seat in step.decode]
-        spans += [(c.seat, c.start, len(c.tokens), c.also) for c in step.prompts]
-        for seat, start, count, also in spans:
+        spans = [(slot, self._slots[slot].length, 1, ()) for slot in step.decode]
+        spans += [(c.slot, c.start, len(c.tokens), c.also) for c in step.prompts]
+        for slot, start, count, also in spans:
             for at in range(start // size, (start + count - 1) // size + 1):
-                page = self._seats[seat].pages[at]
-                others = sum(page in self._seats[other].pages for other in also)
-                assert owners[page] == 1 + others, f"seat {seat} writes a shared page"
+                page = self._slots[slot].pages[at]
+                others = sum(page in self._slots[other].pages for other in also)
+                assert owners[page] == 1 + others, f"slot {slot} writes a shared page"
 
     def _write(self, held: _Held, token: int) -> None:
         size = self.capabilities.page_size or self.capabilities.max_context
@@ -331,7 +336,7 @@ class QueuedExecutable(Executable):
     def reset(self) -> None:
         self._waiting = None
         self._work_off()
-        for kept in (self._seats, self._opened, self._snapshots, self._places):
+        for kept in (self._slots, self._opened, self._snapshots, self._places):
             kept.clear()
 
     @property
@@ -342,7 +347,7 @@ class QueuedExecutable(Executable):
 
     @property
     def num_open(self) -> int:
-        """Seats that somebody has."""
+        """Slots that somebody has."""
         return len(self._opened)
 
     def memory(self) -> MemoryUse:

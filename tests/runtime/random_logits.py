@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.host.executable import Batch, HostExecutable
 from tilewright.compiler.targets.interface.base import Capabilities, MemoryUse
-from tilewright.compiler.targets.interface.step import Chosen, Part, Seat, Step, StepOutput
+from tilewright.compiler.targets.interface.step import Chosen, SamplerOutput, Slot, Step, StepOutput
 from tilewright.compiler.targets.interface.token_masks import Allowed
 from tilewright.models.tokenizer.tokenizer import byte_of_character
 from tilewright.runtime.grammar.matchers import Grammars
@@ -52,10 +52,10 @@ class RandomLogits(HostExecutable):
 
     def __init__(self, **capabilities: Any) -> None:
         super().__init__()
-        limits: dict[str, Any] = {"max_seats": 4, "max_context": 4096, "max_prompts": 4}
+        limits: dict[str, Any] = {"max_num_seqs": 4, "max_context": 4096, "max_prompts": 4}
         self.capabilities = Capabilities(**{**limits, **capabilities})
         self.contract = NumericContract((), ())
-        self._held: dict[Seat, list[int]] = {}
+        self._held: dict[Slot, list[int]] = {}
         self.log: list[str] = []
         self._num_steps = 0
 
@@ -65,7 +65,7 @@ class RandomLogits(HostExecutable):
         parts = super().step(step).parts
         return StepOutput(tuple(replace(part, read=self._logged(part, number)) for part in parts))
 
-    def _logged(self, part: Part, number: int) -> Callable[[], Chosen]:
+    def _logged(self, part: SamplerOutput, number: int) -> Callable[[], Chosen]:
         def read() -> Chosen:
             self.log.append(f"read {number}")
             return part.read()
@@ -78,8 +78,8 @@ class RandomLogits(HostExecutable):
 
     def forward(self, batch: Batch) -> np.ndarray:
         rows, cuts = [], batch.cu_seqlens.tolist()
-        for seat, first, last in zip(batch.seats, cuts, cuts[1:], strict=False):
-            held = self._held.setdefault(seat, [])
+        for slot, first, last in zip(batch.slots, cuts, cuts[1:], strict=False):
+            held = self._held.setdefault(slot, [])
             for token, position in zip(
                 batch.tokens[first:last].tolist(),
                 batch.positions[first:last].tolist(),
@@ -94,10 +94,10 @@ class RandomLogits(HostExecutable):
         found = np.random.default_rng(zlib.crc32(repr(held).encode())).normal(0, 4, VOCAB)
         return found.astype(np.float32)
 
-    def clear_state(self, seat: Seat) -> None:
-        self._held.pop(seat, None)
+    def clear_state(self, slot: Slot) -> None:
+        self._held.pop(slot, None)
 
-    def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
+    def copy_state(self, source: Slot, target: Slot, num_positions: int) -> None:
         self._held[target] = self._held[source][:num_positions]
 
     def memory(self) -> MemoryUse:

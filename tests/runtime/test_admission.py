@@ -1,4 +1,4 @@
-"""Who gets a seat when: turns of clients, large requests, prompts that wait for each other."""
+"""Who gets a slot when: turns of clients, large requests, prompts that wait for each other."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tests.runtime.queued import QueuedExecutable
 from tests.runtime.test_scheduler import answer
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Capabilities
-from tilewright.compiler.targets.interface.step import Seat
+from tilewright.compiler.targets.interface.step import Slot
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.prefill_scheduler import PromptDealer
-from tilewright.runtime.scheduling.request_state import Policy, RequestState
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 from tilewright.runtime.scheduling.scheduler import HOLD_SECONDS, Scheduler
 from tilewright.runtime.scheduling.waiting_queue import WaitingLine
 
@@ -47,8 +47,8 @@ def test_clients_take_turns_within_a_priority() -> None:
 def held(num_pages: int = 12) -> tuple[Scheduler, list[float], RequestState, RequestState]:
     """One runs with half of the pages, and one that wants more than the others heads the line."""
     now = [0.0]
-    limits = Capabilities(max_seats=4, max_context=64, page_size=4, num_pages=num_pages, cell=4)
-    scheduler = Scheduler(limits, now=lambda: now[0], policy=Policy(reuses=False))
+    limits = Capabilities(max_num_seqs=4, max_context=64, page_size=4, num_pages=num_pages, cell=4)
+    scheduler = Scheduler(limits, now=lambda: now[0], policy=SchedulerConfig(reuses=False))
     running, large = asked(0, 20, 20), asked(1, 32, 2)
     for request in (running, large, asked(2), asked(3), asked(4, priority=1)):
         scheduler.add(request)
@@ -67,20 +67,20 @@ def test_one_that_does_not_fit_holds_back_others_and_lets_one_pass_at_times() ->
         assert [each.request_id for each in scheduler.running] == [0, 2], "one, and no more"
     scheduler.cancel(running)
     scheduler.schedule()
-    assert large in scheduler.seating.seated
+    assert large in scheduler.cache_manager.running
 
 
-@pytest.mark.parametrize(("wanted", "pages", "seated"), [(2, 8, 4), (6, 11, 4), (6, 10, 3)])
+@pytest.mark.parametrize(("wanted", "pages", "running"), [(2, 8, 4), (6, 11, 4), (6, 10, 3)])
 def test_a_page_is_kept_back_only_for_those_who_may_need_one(
-    wanted: int, pages: int, seated: int
+    wanted: int, pages: int, running: int
 ) -> None:
-    """A pool of all that four need seats four at once, even though nothing is left over."""
-    limits = Capabilities(max_seats=4, max_context=16, page_size=4, num_pages=pages, cell=4)
-    scheduler = Scheduler(limits, policy=Policy(reuses=False))
+    """A pool of all that four need slots four at once, even though nothing is left over."""
+    limits = Capabilities(max_num_seqs=4, max_context=16, page_size=4, num_pages=pages, cell=4)
+    scheduler = Scheduler(limits, policy=SchedulerConfig(reuses=False))
     for number in range(4):
         scheduler.add(asked(number, 6, wanted))
     scheduler.schedule()
-    assert len(scheduler.running) == seated
+    assert len(scheduler.running) == running
 
 
 @pytest.mark.parametrize(("page_size", "state"), [(0, 0), (4, 0), (0, 6), (4, 6)])
@@ -103,8 +103,8 @@ def test_prompts_that_arrive_together_compute_what_they_share_once(
 
 
 def test_nobody_waits_for_a_prompt_of_a_worse_priority() -> None:
-    limits = Capabilities(max_seats=4, max_context=64, cell=4, page_size=4, num_pages=64)
-    scheduler = Scheduler(limits, policy=Policy(step_tokens=4))
+    limits = Capabilities(max_num_seqs=4, max_context=64, cell=4, page_size=4, num_pages=64)
+    scheduler = Scheduler(limits, policy=SchedulerConfig(step_tokens=4))
     made = [
         RequestState(n, (*[1] * 24, n), SamplingParams(max_tokens=2), at)
         for n, at in enumerate((1, 0, 1))
@@ -138,7 +138,7 @@ def test_the_next_turn_of_a_chat_finds_the_answer_before_it(state: int, shares: 
     facts: dict[str, Any] = {"page_size": 4, "num_pages": 64}
     if state:
         facts |= {"has_sequence_state": True, "num_snapshots": state}
-    loop = EngineLoop(QueuedExecutable(**facts), policy=Policy(cache_replies=shares))
+    loop = EngineLoop(QueuedExecutable(**facts), policy=SchedulerConfig(cache_replies=shares))
     prompt, found = (1,) * 11, []
     for turn in range(3):
         request = RequestState(turn, prompt, SamplingParams(seed=turn, max_tokens=11))
@@ -152,10 +152,10 @@ def test_the_next_turn_of_a_chat_finds_the_answer_before_it(state: int, shares: 
 def test_a_cancelled_answer_leaves_what_is_known_of_it_while_a_step_runs_ahead() -> None:
     """Of which the token is not: neither is the page that the step fills with it."""
     limits = Capabilities(
-        max_seats=1, max_context=64, page_size=4, num_pages=16,
+        max_num_seqs=1, max_context=64, page_size=4, num_pages=16,
         has_sequence_state=True, num_snapshots=4,
     )  # fmt: skip
-    scheduler = Scheduler(limits, policy=Policy(cache_replies=True))
+    scheduler = Scheduler(limits, policy=SchedulerConfig(cache_replies=True))
     first = RequestState(0, (1,) * 6, SamplingParams(max_tokens=30))
     scheduler.add(first)
     plan = scheduler.schedule()
@@ -168,19 +168,19 @@ def test_a_cancelled_answer_leaves_what_is_known_of_it_while_a_step_runs_ahead()
     scheduler.schedule()
     assert running.num_computed == len(first.prompt) + len(first.output) + 1 == 12
     scheduler.cancel(first)
-    assert not scheduler.seating.snapshots._num_borrowed
+    assert not scheduler.cache_manager.snapshots._num_borrowed
     second = RequestState(1, (*first.prompt, *first.output, 7, 5), SamplingParams(max_tokens=3))
     scheduler.add(second)
     scheduler.schedule()
     assert second.num_cached == 8
 
 
-def test_one_that_made_room_and_comes_back_decodes_on_its_new_seat() -> None:
-    """Nothing was planned between, so the same rows decode as in the last step: on another seat."""
+def test_one_that_made_room_and_comes_back_decodes_on_its_new_slot() -> None:
+    """Nothing was planned between, so the same rows decode as in the last step: on another slot."""
     limits = Capabilities(
-        max_seats=2, max_context=64, cell=4, page_size=4, num_pages=6, max_prompts=2
+        max_num_seqs=2, max_context=64, cell=4, page_size=4, num_pages=6, max_prompts=2
     )
-    policy = Policy(step_ms=1e-9, reuses=False, host_bytes=1000)
+    policy = SchedulerConfig(step_ms=1e-9, reuses=False, host_bytes=1000)
     scheduler = Scheduler(limits, policy=policy, state_bytes=lambda positions, _: positions)
     first, decoding, last = (
         RequestState(n, (1,) * length, SamplingParams(max_tokens=most), priority)
@@ -195,7 +195,7 @@ def test_one_that_made_room_and_comes_back_decodes_on_its_new_seat() -> None:
             scheduler.take(running, 7, is_end=False)
         if plan is None:
             break
-        steps.append((plan.step.decode, [chunk.seat for chunk in plan.step.prompts]))
+        steps.append((plan.step.decode, [chunk.slot for chunk in plan.step.prompts]))
         if first.finish_reason is not None and last.order == 0:
             scheduler.add(last)
     assert steps[-1] == ((1,), [0]), "the last piece of a prompt that holds all other pages"
@@ -205,12 +205,12 @@ def test_one_that_made_room_and_comes_back_decodes_on_its_new_seat() -> None:
 
 
 def test_a_short_prompt_passes_a_long_one_that_gets_every_second_piece() -> None:
-    limits = Capabilities(max_seats=4, max_context=64, cell=4)
-    loop = Scheduler(limits, policy=Policy(step_ms=1e-9))
+    limits = Capabilities(max_num_seqs=4, max_context=64, cell=4)
+    loop = Scheduler(limits, policy=SchedulerConfig(step_ms=1e-9))
     dealer: PromptDealer = loop._dealer
     long, short = (asked(number, length) for number, length in ((0, 40), (1, 12)))
     for request in (long, short):
-        request.take_slot(Seat(request.request_id), num_cached=0, max_num_computed=0)
+        request.take_slot(Slot(request.request_id), num_cached=0, max_num_computed=0)
     order = []
     for _ in range(6):
         ((running, count),) = dealer.deal([r for r in (long, short) if r.prompt_left], 1)

@@ -8,7 +8,7 @@ from tests.runtime.queued import Clock, QueuedExecutable
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime import loop as loop_module
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.scheduling.request_state import Policy, RequestState
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 from tilewright.runtime.scheduling.step_cost_model import StepCost, StepMeter
 
 
@@ -119,7 +119,7 @@ def test_pieces_beside_streams_are_as_long_as_they_may_take(
 
     executable = Priced(clock=(clock := Clock()), runs_ahead=False, cell=4)
     monkeypatch.setattr(loop_module.time, "perf_counter", clock)
-    loop = EngineLoop(executable, policy=Policy(step_ms=step_ms, reuses=False))
+    loop = EngineLoop(executable, policy=SchedulerConfig(step_ms=step_ms, reuses=False))
     loop.warm_up()
     assert executable.given and not loop.tallies.found, "it is not counted"
     executable.given.clear()

@@ -11,15 +11,22 @@ from hypothesis import strategies as st
 from tests.runtime.queued import Clock, QueuedExecutable
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Capabilities
-from tilewright.compiler.targets.interface.step import Chosen, Chunk, Part, Seat, Step, StepOutput
+from tilewright.compiler.targets.interface.step import (
+    Chosen,
+    PrefillChunk,
+    SamplerOutput,
+    Slot,
+    Step,
+    StepOutput,
+)
 from tilewright.runtime import loop as loop_module
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.prefill_scheduler import PromptDealer
-from tilewright.runtime.scheduling.request_state import Policy, RequestState
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 from tilewright.runtime.scheduling.step_cost_model import StepCost
 
 LIKE_CUDA: dict[str, Any] = {
-    "max_seats": 256,
+    "max_num_seqs": 256,
     "max_context": 66_000,
     "page_size": 64,
     "num_pages": 4096,
@@ -50,14 +57,14 @@ def known_cost() -> StepCost:
 
 def dealer(step_ms: float = 20.0, **changes: Any) -> PromptDealer:
     return PromptDealer(
-        Capabilities(**{**LIKE_CUDA, **changes}), Policy(step_ms=step_ms), known_cost()
+        Capabilities(**{**LIKE_CUDA, **changes}), SchedulerConfig(step_ms=step_ms), known_cost()
     )
 
 
 def prompt(left: int, computed: int = 0, number: int = 0) -> RequestState:
     request = RequestState(number, (1,) * (computed + left), SamplingParams(max_tokens=1))
     request.order = number
-    request.take_slot(Seat(number), num_cached=computed, max_num_computed=computed)
+    request.take_slot(Slot(number), num_cached=computed, max_num_computed=computed)
     return request
 
 
@@ -96,8 +103,8 @@ CAPTURED = (
 
 @given(st.integers(1, 255), st.lists(st.integers(1, 3000), min_size=1, max_size=12))
 def test_what_is_dealt_beside_rows_is_a_pass_that_there_is(rows: int, lefts: list[int]) -> None:
-    """Though more prompts wait than may end beside so many rows, of twice as many seats."""
-    made = dealer(max_seats=512, passes=CAPTURED, far=FAR)
+    """Though more prompts wait than may end beside so many rows, of twice as many slots."""
+    made = dealer(max_num_seqs=512, passes=CAPTURED, far=FAR)
     found = made.deal([prompt(left, number=n) for n, left in enumerate(lefts)], rows)
     assert 1 <= len(found) <= 256 - rows
     sizes = next(sizes for width, sizes in CAPTURED if width >= rows + len(found))
@@ -120,7 +127,7 @@ def test_pieces_far_into_a_prompt_take_no_longer_than_others(
     made = dealer(passes=PASSES if mixes else (), far=FAR)
     start = computed // 64 * 64
     ((running, count),) = made.deal([prompt(left, start)], rows)
-    weight = made.weigh((Chunk(running.seat, start, (1,) * count),))
+    weight = made.weigh((PrefillChunk(running.slot, start, (1,) * count),))
     assert weight == pytest.approx(count * (1 + (start + count / 2) / FAR))
     assert count == left or count % 64 == 0
     assert count == left or count >= 64
@@ -255,7 +262,7 @@ class Timed(QueuedExecutable):
 
     def step(self, step: Step) -> StepOutput:
         self.given.append(step)
-        rows, chosen = len(step.decode), tuple(c.seat for c in step.prompts if c.chooses)
+        rows, chosen = len(step.decode), tuple(c.slot for c in step.prompts if c.chooses)
         is_mixed = bool(self.capabilities.passes and rows and step.prompts)
         rows_ms = (A_ROW * rows if is_mixed else 4.0 + 0.055 * rows) if rows else 0.0
         weights = [len(c.tokens) * (1 + (c.start + len(c.tokens) / 2) / FAR) for c in step.prompts]
@@ -269,12 +276,12 @@ class Timed(QueuedExecutable):
         parts = [self._part(step.decode, begins + 1e-3 * rows_ms)] if rows else []
         return StepOutput((*parts, *([self._part(chosen, self.free_at)] if chosen else [])))
 
-    def _part(self, seats: tuple[Seat, ...], done: float) -> Part:
+    def _part(self, slots: tuple[Slot, ...], done: float) -> SamplerOutput:
         def read() -> Chosen:
             self.clock.now = max(self.clock.now, done)
-            return Chosen([0] * len(seats), [0] * len(seats))
+            return Chosen([0] * len(slots), [0] * len(slots))
 
-        return Part(seats, read)
+        return SamplerOutput(slots, read)
 
     def reset(self) -> None:
         """Nothing is kept."""
@@ -290,7 +297,7 @@ def test_a_long_prompt_beside_streams_makes_them_wait_for_no_long_step(
     clock = Clock()
     monkeypatch.setattr(loop_module.time, "perf_counter", clock)
     executable = Timed(clock=clock, **LIKE_CUDA, passes=PASSES if mixes else (), far=FAR)
-    loop = EngineLoop(executable, policy=Policy(reuses=False))
+    loop = EngineLoop(executable, policy=SchedulerConfig(reuses=False))
     loop.warm_up()
     for number in range(8):
         loop.add(RequestState(number, (1,) * 128, SamplingParams(max_tokens=2000)))

@@ -10,7 +10,7 @@ from tests.runtime.random_logits import RandomLogits
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling import prefill_scheduler as dealing
-from tilewright.runtime.scheduling.request_state import Policy, RequestState
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 
 PROMPT = tuple((7 * at) % 256 for at in range(30))
 
@@ -32,7 +32,7 @@ def test_every_token_but_the_first_is_scored_whatever_the_pieces(
     piece: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dealing, "_MAX_ECHOED", piece)
-    loop = EngineLoop(RandomLogits(runs_ahead=ahead), policy=Policy(step_tokens=40))
+    loop = EngineLoop(RandomLogits(runs_ahead=ahead), policy=SchedulerConfig(step_tokens=40))
     made = [echoing(), echoing(PROMPT[:9], logprobs=1), RequestState(0, PROMPT)]
     loop.generate(made)
     for one in made[:2]:
@@ -43,7 +43,7 @@ def test_every_token_but_the_first_is_scored_whatever_the_pieces(
 
 
 def test_a_prompt_that_is_scored_is_computed_whole_and_again_after_a_loss() -> None:
-    loop = EngineLoop(RandomLogits(), policy=Policy(step_tokens=8))
+    loop = EngineLoop(RandomLogits(), policy=SchedulerConfig(step_tokens=8))
     loop.generate([RequestState(0, PROMPT)])
     one = echoing()
     loop.add(one)

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tests.tiny import (
     compiled,
-    leave_seat,
+    leave_slot,
     precision_of,
     prefill,
     random_tokens,
     step,
-    take_seat,
+    take_slot,
     tiny_model,
 )
 from tilewright.compiler.targets.interface.base import Executable
@@ -54,11 +54,11 @@ def oracle() -> Executable:
 
 def recomputed(oracle: Executable, histories: Sequence[Sequence[int]]) -> Tensor:
     """Last-token logits of each history, from nothing: ``[len(histories), vocab]``."""
-    handles = [take_seat(oracle, len(tokens)) for tokens in histories]
+    handles = [take_slot(oracle, len(tokens)) for tokens in histories]
     work = [(handle, list(tokens), 0) for handle, tokens in zip(handles, histories, strict=True)]
     logits = step(oracle, work)
     for handle in handles:
-        leave_seat(oracle, handle)
+        leave_slot(oracle, handle)
     return logits
 
 
@@ -68,7 +68,7 @@ class Operations:
     def __init__(self, engine: Engine, oracle: Executable, seed: int) -> None:
         self.engine = engine
         self.oracle = oracle
-        self.batch = engine.executable.capabilities.max_seats
+        self.batch = engine.executable.capabilities.max_num_seqs
         self.random = random.Random(seed)
         self.histories: dict[int, list[int]] = {}
         self.counts = dict.fromkeys(("prefill", "replaced", "decode", "remove", "refused"), 0)

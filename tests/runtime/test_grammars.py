@@ -25,7 +25,7 @@ from tests.runtime.random_logits import (
     text_of,
 )
 from tilewright.compiler.sampling.params import SamplingParams
-from tilewright.compiler.targets.interface.step import Seat
+from tilewright.compiler.targets.interface.step import Slot
 from tilewright.compiler.targets.interface.token_masks import Allowed, num_words
 from tilewright.errors import RequestError
 from tilewright.runtime.grammar.annotations import ENFORCED_FORMATS, without_annotations
@@ -33,7 +33,7 @@ from tilewright.runtime.grammar.masks import write_allowed
 from tilewright.runtime.grammar.matchers import MAX_BYTES, Grammars, Matcher
 from tilewright.runtime.grammar.spec import CHOICE, JSON_SCHEMA, LARK, REGEX, GrammarSpec
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.messages import Failed, Finished
+from tilewright.runtime.messages import RequestFailed, RequestFinished
 from tilewright.runtime.request import CANCELLED, FAILED, LENGTH, STOPPED, EngineRequest
 from tilewright.runtime.scheduling.request_state import RequestState
 from tilewright.runtime.service import EngineService, QueueTransport
@@ -118,7 +118,7 @@ def allowed_tokens(one: RequestState) -> np.ndarray:
     """What a request may go on with, over words that held something else."""
     words = np.full(num_words(VOCAB), 0xA5A5A5A5, np.uint32)
     write_allowed(one, words)
-    flags = Allowed((Seat(0),), words[None]).flags(Seat(0), VOCAB)
+    flags = Allowed((Slot(0),), words[None]).flags(Slot(0), VOCAB)
     return np.flatnonzero(flags)
 
 
@@ -197,7 +197,7 @@ def test_arrivals_cancels_and_preemption_change_no_answer(data: st.DataObject) -
         one = request(kind, number=number, wanted=30)
         EngineLoop(RandomLogits(), grammars=compiler).generate([one])
         alone.append(one.output)
-    loop = EngineLoop(RandomLogits(max_seats=3, runs_ahead=ahead), grammars=compiler)
+    loop = EngineLoop(RandomLogits(max_num_seqs=3, runs_ahead=ahead), grammars=compiler)
     made = [request(kind, number=n, wanted=30) for n, kind in enumerate(picks)]
     gone = data.draw(st.sampled_from(made))
     for one in made:
@@ -282,8 +282,10 @@ def test_an_answer_that_a_grammar_ends_before_any_token_is_said_to_have_ended(
     service = EngineService(RandomLogits(), transport, grammars=shared())
     sampling = SamplingParams(max_tokens=5)  # and no end token to say so
     transport.inbox.append(EngineRequest(1, (7, 9), sampling, 0, spec(REGEX, "")))
-    while not (ends := [each for each in transport.outbox if isinstance(each, Finished)]):
-        assert service.turn() and not any(isinstance(each, Failed) for each in transport.outbox)
+    while not (ends := [each for each in transport.outbox if isinstance(each, RequestFinished)]):
+        assert service.turn() and not any(
+            isinstance(each, RequestFailed) for each in transport.outbox
+        )
     assert [(each.request_id, each.reason) for each in ends] == [(1, STOPPED)]
     assert ends[0].prefill_s >= 0 == ends[0].decode_s
 

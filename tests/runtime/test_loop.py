@@ -16,7 +16,7 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import LENGTH, STOPPED
-from tilewright.runtime.scheduling.request_state import Policy, RequestState
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 
 BATCH, CONTEXT, COUNT = 6, 64, 14
 MODEL = tiny_model(std=0.3)
@@ -58,7 +58,7 @@ def answers(
 ) -> dict[int, tuple[list[int], str | None]]:
     """Outputs by job; ``arrivals`` jobs come at once, one more with every step."""
     requests = {index: RequestState(index, *jobs()[index]) for index in order}
-    llm = EngineLoop(executable, policy=Policy(step_tokens=chunk, reuses=False))
+    llm = EngineLoop(executable, policy=SchedulerConfig(step_tokens=chunk, reuses=False))
     coming = list(requests.values())
     for request in coming[:arrivals]:
         llm.add(request)
@@ -131,7 +131,7 @@ def test_tokens_are_heard_in_order_at_rising_times(executable: Executable) -> No
     requests = [RequestState(index, *job) for index, job in enumerate(jobs())]
     random.Random(3).shuffle(requests)
     heard: dict[int, list[int]] = {request.request_id: [] for request in requests}
-    EngineLoop(executable, policy=Policy(step_tokens=9)).generate(
+    EngineLoop(executable, policy=SchedulerConfig(step_tokens=9)).generate(
         requests, lambda request, token: heard[request.request_id].append(token)
     )
     for request in requests:

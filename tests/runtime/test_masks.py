@@ -16,7 +16,7 @@ from tilewright.compiler.targets.interface.token_masks import put_bits
 from tilewright.runtime.grammar.masks import Masks
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import CANCELLED, STOPPED
-from tilewright.runtime.scheduling.request_state import Policy, RequestState
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 
 GRAMMARS: Any = SimpleNamespace(vocab_size=VOCAB)
 END = 5
@@ -95,13 +95,13 @@ def test_the_device_does_not_wait_for_masks(monkeypatch: pytest.MonkeyPatch) -> 
 def test_whatever_comes_and_goes_each_answer_is_its_own(seed: int) -> None:
     """Arrivals, cancellations and preemption, while a choice is waited for or not."""
     rng = random.Random(seed)
-    limits: dict[str, Any] = {"max_seats": rng.randint(1, 4), "runs_ahead": rng.random() < 0.8}
+    limits: dict[str, Any] = {"max_num_seqs": rng.randint(1, 4), "runs_ahead": rng.random() < 0.8}
     if rng.random() < 0.7:
         limits |= {"page_size": 4, "num_pages": rng.randint(8, 14)}
     if rng.random() < 0.5:
         limits["passes"] = ((9, (4, 8)),)
     executable = QueuedExecutable(**limits)
-    policy = Policy(host_bytes=rng.choice((0, 40)))
+    policy = SchedulerConfig(host_bytes=rng.choice((0, 40)))
     loop = EngineLoop(executable, policy=policy, grammars=GRAMMARS)
     shapes = [{"wanted": rng.randint(1, 20), "prompt": rng.randint(1, 9)} for _ in range(9)]
     made = [request(number, **shape) for number, shape in enumerate(shapes)]

@@ -1,6 +1,6 @@
 """Whatever requests come, and whatever an executable can do: all are served, in turn, and fairly.
 
-The queued device checks that pages, positions and seats are what they should be, and what it
+The queued device checks that pages, positions and slots are what they should be, and what it
 answers depends on all of them.
 """
 
@@ -22,7 +22,7 @@ from tilewright.errors import RequestError
 from tilewright.runtime import loop as loop_module
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import CANCELLED, LENGTH, STOPPED
-from tilewright.runtime.scheduling.request_state import Policy, RequestState
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 
 CONTEXT = 64
 
@@ -61,7 +61,7 @@ JOBS = st.lists(
 @st.composite
 def limits(draw: st.DrawFn) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "max_seats": draw(st.integers(1, 5)),
+        "max_num_seqs": draw(st.integers(1, 5)),
         "max_context": CONTEXT,
         "runs_ahead": draw(st.booleans()),
         "max_prompts": draw(st.integers(1, 3)),
@@ -77,7 +77,7 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def run(
-    jobs: list[Job], executable: QueuedExecutable, *, policy: Policy | None = None
+    jobs: list[Job], executable: QueuedExecutable, *, policy: SchedulerConfig | None = None
 ) -> tuple[EngineLoop, list[RequestState], list[list[int]]]:
     """Serve the jobs as they come; also, step by step, who got a token."""
     made = [job.request(number) for number, job in enumerate(jobs)]
@@ -88,7 +88,7 @@ def run(
             llm.add(made[coming.pop(0)])
         tokens.append([request.request_id for request in llm.step()])
         assert len(tokens) < 10_000, "no end"
-    assert executable.num_open == llm.scheduler.num_kept, "all seats are given back, or kept"
+    assert executable.num_open == llm.scheduler.num_kept, "all slots are given back, or kept"
     assert llm.scheduler.num_held_pages == 0, "and all pages"
     return llm, made, tokens
 
@@ -104,7 +104,7 @@ def answer(made: RequestState) -> list[int]:
 def test_every_request_is_answered_as_if_it_were_alone(
     jobs: list[Job], limits: dict[str, Any], step_ms: float, host_bytes: int
 ) -> None:
-    policy = Policy(step_ms=step_ms, host_bytes=host_bytes, cache_replies=host_bytes > 30)
+    policy = SchedulerConfig(step_ms=step_ms, host_bytes=host_bytes, cache_replies=host_bytes > 30)
     _, made, _ = run(jobs, QueuedExecutable(**limits), policy=policy)
     for request in made:
         assert (request.output, request.finish_reason) == (answer(request), LENGTH)
@@ -116,7 +116,7 @@ def test_chunks_cover_what_is_not_cached_once_and_in_order(
     jobs: list[Job], limits: dict[str, Any]
 ) -> None:
     executable = QueuedExecutable(**limits)
-    llm, made, _ = run(jobs, executable, policy=Policy(reuses=False, host_bytes=0))
+    llm, made, _ = run(jobs, executable, policy=SchedulerConfig(reuses=False, host_bytes=0))
     computed = sum(len(chunk.tokens) for step in executable.given for chunk in step.prompts)
     prompts = sum(len(request.prompt) for request in made)
     assert computed == prompts if not llm.scheduler.num_preemptions else computed > prompts
@@ -161,7 +161,7 @@ def test_a_private_prompt_neither_finds_nor_leaves_pages() -> None:
 def test_without_pages_pieces_are_whole_cells(step_tokens: int | None, pieces: list[int]) -> None:
     """All but the last of a prompt; where a step may not hold a cell, whole steps."""
     executable = QueuedExecutable(cell=4, max_prompts=3, max_step_tokens=16)
-    llm = EngineLoop(executable, policy=Policy(step_tokens=step_tokens))
+    llm = EngineLoop(executable, policy=SchedulerConfig(step_tokens=step_tokens))
     llm.generate([Job(0, 6, 1, 0, 0).request(0), Job(0, 18, 1, 0, 0).request(1)])
     found = [len(chunk.tokens) for step in executable.given for chunk in step.prompts]
     assert found[: len(pieces)] == pieces and sum(found) == 24
@@ -173,7 +173,7 @@ def test_streams_go_on_while_a_long_prompt_is_computed(monkeypatch: pytest.Monke
     """
     executable = QueuedExecutable(cell=4)
     monkeypatch.setattr(loop_module.time, "perf_counter", executable.clock)
-    llm = EngineLoop(executable, policy=Policy(step_ms=1e-9))
+    llm = EngineLoop(executable, policy=SchedulerConfig(step_ms=1e-9))
     stream, long = Job(0, 2, 40, 0, 0).request(0), Job(0, 20, 1, 0, 0).request(1)
     llm.add(stream)
     for _ in range(3):
@@ -182,7 +182,7 @@ def test_streams_go_on_while_a_long_prompt_is_computed(monkeypatch: pytest.Monke
     before = len(stream.output)
     while not long.output:
         llm.step()
-    pieces = [len(c.tokens) for step in executable.given for c in step.prompts if c.seat]
+    pieces = [len(c.tokens) for step in executable.given for c in step.prompts if c.slot]
     assert pieces == [4] * 5 and len(stream.output) - before >= 5
     llm.cancel(stream)
 
@@ -191,7 +191,7 @@ def test_streams_go_on_while_a_long_prompt_is_computed(monkeypatch: pytest.Monke
 def test_without_pages_left_the_newest_waits_and_goes_on_where_it_was(host_bytes: int) -> None:
     """Its state comes back from host memory, or what it has said is read again."""
     executable = QueuedExecutable(page_size=4, num_pages=12)
-    llm = EngineLoop(executable, policy=Policy(host_bytes=host_bytes))
+    llm = EngineLoop(executable, policy=SchedulerConfig(host_bytes=host_bytes))
     made = [Job(0, 8, 30, 0, 0).request(number) for number in range(3)]
     most = 0
     for request in made:
@@ -258,7 +258,7 @@ def test_cancelled_requests_stop_and_the_others_do_not(
 
 
 def one(**limits: Any) -> EngineLoop:
-    return EngineLoop(QueuedExecutable(**{"max_seats": 2, "runs_ahead": False, **limits}))
+    return EngineLoop(QueuedExecutable(**{"max_num_seqs": 2, "runs_ahead": False, **limits}))
 
 
 def test_an_end_token_ends_a_request_and_is_its_last() -> None:
@@ -321,7 +321,7 @@ def test_generate_queues_all_or_nothing() -> None:
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_a_callback_that_raises_leaves_nothing_behind(runs_ahead: bool) -> None:
-    executable = QueuedExecutable(runs_ahead=runs_ahead, max_seats=2)
+    executable = QueuedExecutable(runs_ahead=runs_ahead, max_num_seqs=2)
     llm = EngineLoop(executable)
     requests = batch_of(3, 4, 5)
 
@@ -366,9 +366,9 @@ def test_an_executable_that_raises_leaves_nothing_behind(runs_ahead: bool) -> No
     assert llm.executable.num_open == llm.scheduler.num_kept
 
 
-def test_who_cannot_be_given_a_seat_still_waits_at_their_place() -> None:
-    """The step that opens the seat fails: its request is neither lost nor behind the next."""
-    llm = one(max_seats=1)
+def test_who_cannot_be_given_a_slot_still_waits_at_their_place() -> None:
+    """The step that opens the slot fails: its request is neither lost nor behind the next."""
+    llm = one(max_num_seqs=1)
     llm.executable.step = Broken(llm.executable.step, num_steps=2)
     first, second = batch_of(3, 4)
     llm.add(first)
@@ -388,7 +388,7 @@ def test_an_idle_step_is_no_error() -> None:
 
 
 def test_prefix_of_a_large_step_is_shared_only_while_many_requests_run() -> None:
-    limits: dict[str, Any] = {"page_size": 4, "num_pages": 64, "max_seats": 4, "max_context": 64}
+    limits: dict[str, Any] = {"page_size": 4, "num_pages": 64, "max_num_seqs": 4, "max_context": 64}
     executable = QueuedExecutable(**limits, invariant="rows", invariant_rows=2)
     llm = EngineLoop(executable)
     shared = tuple(range(1, 17))

@@ -14,20 +14,20 @@ from tests.runtime.test_scheduler import answer
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime.loop import LostDeviceError
 from tilewright.runtime.messages import (
-    Beat,
-    Cancel,
-    Failed,
-    Finished,
-    Forget,
+    AbortRequest,
     FromEngine,
-    Started,
-    Stop,
+    Heartbeat,
+    NewTokens,
+    RequestFailed,
+    RequestFinished,
+    RequestStarted,
+    ResetPrefixCache,
+    Shutdown,
     ToEngine,
-    Tokens,
 )
 from tilewright.runtime.request import EngineRequest
 from tilewright.runtime.scheduling.engine_stats import bounds_of
-from tilewright.runtime.scheduling.request_state import Policy, RequestState
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 from tilewright.runtime.service import EngineService, QueueTransport
 
 
@@ -41,7 +41,7 @@ def serve(
 ) -> list[FromEngine]:
     """All that is said when these come at once, through the wire's encoding both ways."""
     transport = QueueTransport()
-    loop = EngineService(executable, transport, policy=Policy(reuses=reuses))
+    loop = EngineService(executable, transport, policy=SchedulerConfig(reuses=reuses))
     frame = msgspec.msgpack.encode(messages)
     transport.inbox.extend(msgspec.msgpack.decode(frame, type=list[ToEngine]))
     for _ in range(turns):
@@ -54,7 +54,7 @@ def tokens_of(said: list[FromEngine], number: int) -> list[int]:
     return [
         token
         for message in said
-        if isinstance(message, Tokens) and message.request_id == number
+        if isinstance(message, NewTokens) and message.request_id == number
         for token in message.tokens
     ]
 
@@ -68,16 +68,16 @@ def test_each_request_is_told_as_if_it_were_alone(page_size: int) -> None:
         assert tokens_of(said, each.request_id) == answer(
             RequestState(0, each.prompt, each.sampling)
         )
-        own = [m for m in said if not isinstance(m, Beat) and m.request_id == each.request_id]
-        assert isinstance(own[0], Started) and isinstance(own[-1], Finished)
+        own = [m for m in said if not isinstance(m, Heartbeat) and m.request_id == each.request_id]
+        assert isinstance(own[0], RequestStarted) and isinstance(own[-1], RequestFinished)
         assert own[-1].reason == "length" and own[0].queue_s >= 0 <= own[-1].decode_s
-    beats = [message for message in said if isinstance(message, Beat)]
+    beats = [message for message in said if isinstance(message, Heartbeat)]
     assert (beats[-1].num_running, beats[-1].num_waiting) == (0, 0)
 
 
 def test_a_cancelled_request_is_not_spoken_of_again() -> None:
     executable = QueuedExecutable()
-    said = serve(executable, submit(1, 40), submit(2), Cancel(1), Cancel(99))
+    said = serve(executable, submit(1, 40), submit(2), AbortRequest(1), AbortRequest(99))
     assert not tokens_of(said, 1) and len(tokens_of(said, 2)) == 6
     assert executable.num_open == 0
 
@@ -101,7 +101,7 @@ class _Failing(QueuedExecutable):
 def test_a_step_that_raises_costs_the_newest_and_then_all(count: int, failed: set[int]) -> None:
     asked = [submit(number) for number in (1, 2, 3)]
     said = serve(_Failing(count), *asked)
-    found = [message for message in said if isinstance(message, Failed)]
+    found = [message for message in said if isinstance(message, RequestFailed)]
     assert {message.request_id for message in found} == failed
     assert all(m.code == "engine_error" and "out of memory" in m.message for m in found)
     for each in asked:
@@ -131,7 +131,7 @@ def test_what_was_on_its_way_when_a_step_failed_is_said(
 ) -> None:
     """Whatever step it is that the second request's prompt is in, also where nobody is left."""
     transport = QueueTransport()
-    service = EngineService(_FailingAt(at), transport, policy=Policy(reuses=False))
+    service = EngineService(_FailingAt(at), transport, policy=SchedulerConfig(reuses=False))
     first = submit(1, 4)
     transport.inbox.extend((first, *others))
     for turn in range(60):
@@ -139,25 +139,25 @@ def test_what_was_on_its_way_when_a_step_failed_is_said(
             transport.inbox.append(submit(2))
         service.turn()
     said = list(transport.outbox)
-    assert [m.request_id for m in said if isinstance(m, Failed)] == [2]
+    assert [m.request_id for m in said if isinstance(m, RequestFailed)] == [2]
     assert not tokens_of(said, 2)
     for each in (first, *others):
         whole = answer(RequestState(0, each.prompt, each.sampling))
         assert tokens_of(said, each.request_id) == whole
-        own = [m for m in said if not isinstance(m, Beat) and m.request_id == each.request_id]
-        assert isinstance(own[-1], Finished)
+        own = [m for m in said if not isinstance(m, Heartbeat) and m.request_id == each.request_id]
+        assert isinstance(own[-1], RequestFinished)
 
 
 def test_who_waits_is_not_blamed_for_a_step_that_raises() -> None:
     asked = [submit(number) for number in (1, 2)]
     transport = QueueTransport()
     executable = _Failing(1)
-    executable.capabilities = replace(executable.capabilities, max_seats=1)
+    executable.capabilities = replace(executable.capabilities, max_num_seqs=1)
     service = EngineService(executable, transport)
     transport.inbox.extend(asked)
     for _ in range(60):
         assert service.turn()
-    failed = [each.request_id for each in transport.outbox if isinstance(each, Failed)]
+    failed = [each.request_id for each in transport.outbox if isinstance(each, RequestFailed)]
     assert failed == [1]
     assert tokens_of(list(transport.outbox), 2) == answer(
         RequestState(0, (10, 11, 12), asked[1].sampling)
@@ -196,7 +196,7 @@ def test_a_lost_device_ends_the_engine(is_read: bool) -> None:
 def test_the_bytes_of_all_state_are_told_before_anybody_sits(
     limits: dict[str, int], expected: int
 ) -> None:
-    """Of the whole pool, or of four seats at full length, and of what each of these keeps."""
+    """Of the whole pool, or of four slots at full length, and of what each of these keeps."""
     executable: Any = QueuedExecutable(**limits)
     executable.state_bytes = lambda positions, sequences: 1000 * positions + sequences
     ready = EngineService(executable, QueueTransport()).ready({})
@@ -213,18 +213,20 @@ def test_forgotten_prefixes_are_not_found_again() -> None:
         transport.inbox.extend((*before, asked))
         for _ in range(10):
             service.turn()
-        own = [m for m in transport.outbox if isinstance(m, Started) and m.request_id == number]
+        own = [
+            m for m in transport.outbox if isinstance(m, RequestStarted) and m.request_id == number
+        ]
         return own[0].num_cached
 
     assert cached(8, salt="1 x") == 0
-    assert [cached(1), cached(2), cached(3, Forget()), cached(4)] == [0, 8, 0, 8]
+    assert [cached(1), cached(2), cached(3, ResetPrefixCache()), cached(4)] == [0, 8, 0, 8]
     assert [cached(5, salt="a"), cached(6, salt="a"), cached(7, salt="b")] == [0, 8, 0]
     assert cached(9, salt="x") == 0, "1 x, as it was said before, is not x of era 1"
 
 
 def test_beats_count_steps_by_kind_and_by_time() -> None:
     said = serve(QueuedExecutable(), submit(1), submit(2))
-    last = [message for message in said if isinstance(message, Beat)][-1]
+    last = [message for message in said if isinstance(message, Heartbeat)][-1]
     kinds = {name.partition("/")[0] for name in last.tallies}
     assert {"step_seconds", "host_seconds", "iteration_tokens"} <= kinds
     sizes = last.tallies["iteration_tokens"]
@@ -237,7 +239,7 @@ def test_a_long_prompt_alone_is_cut_so_that_the_engine_is_heard_of() -> None:
     """Where steps block: a few cells while nothing is known, then about a second of them."""
     executable = QueuedExecutable(runs_ahead=False, max_context=4096)
     transport = QueueTransport()
-    service = EngineService(executable, transport, policy=Policy(reuses=False, step_ms=0))
+    service = EngineService(executable, transport, policy=SchedulerConfig(reuses=False, step_ms=0))
     prompt = EngineRequest(1, (1,) * 3000, SamplingParams(max_tokens=1))
     transport.inbox.append(prompt)
     service.turn()
@@ -254,12 +256,12 @@ def test_a_long_prompt_alone_is_cut_so_that_the_engine_is_heard_of() -> None:
 def test_stop_leaves_the_loop() -> None:
     transport = QueueTransport()
     loop = EngineService(QueuedExecutable(), transport)
-    transport.inbox.append(Stop())
+    transport.inbox.append(Shutdown())
     assert not loop.turn()
 
 
 def test_the_choices_of_a_prompt_compute_it_once_and_say_so() -> None:
-    executable = QueuedExecutable(page_size=4, num_pages=64, max_seats=3)
+    executable = QueuedExecutable(page_size=4, num_pages=64, max_num_seqs=3)
     prompt = tuple(range(9))
     asked = [
         EngineRequest(n, prompt, SamplingParams(seed=n, max_tokens=4), like=1 if n > 1 else None)
@@ -269,8 +271,8 @@ def test_the_choices_of_a_prompt_compute_it_once_and_say_so() -> None:
     for each in asked:
         alone = answer(RequestState(0, each.prompt, each.sampling))
         assert tokens_of(said, each.request_id) == alone
-    started = {m.request_id: m.num_cached for m in said if isinstance(m, Started)}
-    assert started == {1: 0, 2: 9, 3: 9, 4: 8}, "the fourth has no seat, and finds its pages"
+    started = {m.request_id: m.num_cached for m in said if isinstance(m, RequestStarted)}
+    assert started == {1: 0, 2: 9, 3: 9, 4: 8}, "the fourth has no slot, and finds its pages"
     computed = [chunk.tokens for step in executable.given for chunk in step.prompts]
     assert sum(map(len, computed)) == 9 + 1
 

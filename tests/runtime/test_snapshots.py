@@ -21,7 +21,7 @@ def percent_found(num_snapshots: int) -> float:
     where all chats have a turn before any has its next.
     """
     limits = Capabilities(
-        max_seats=1, max_context=1 << 14, page_size=64, num_pages=1 << 14, max_step_tokens=1 << 14,
+        max_num_seqs=1, max_context=1 << 14, page_size=64, num_pages=1 << 14, max_step_tokens=1 << 14,
         has_sequence_state=True, num_snapshots=num_snapshots,
     )  # fmt: skip
     scheduler, rng = Scheduler(limits), random.Random(0)

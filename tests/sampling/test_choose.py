@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.compiler.ops import sample
-from tilewright.compiler.sampling.choose import Row, adjusted, choose_tokens
+from tilewright.compiler.sampling.choose import SamplingRow, adjusted, choose_tokens
 from tilewright.compiler.sampling.draw import draw, log_probabilities, uniform
 from tilewright.compiler.sampling.params import SamplingParams
 
@@ -20,7 +20,7 @@ LOGITS = np.array([1.0, 3.0, 2.0, -1.0], dtype=np.float32)
 
 
 def chosen(choosing: SamplingParams, logits: np.ndarray = LOGITS, **row: object) -> int:
-    rows = [Row(choosing, **{"position": 5, **row})]  # type: ignore[arg-type]
+    rows = [SamplingRow(choosing, **{"position": 5, **row})]  # type: ignore[arg-type]
     (token,), (is_number,) = choose_tokens(torch.from_numpy(logits)[None], rows)
     assert is_number
     return token
@@ -53,7 +53,7 @@ def test_logits_are_changed_by_hand(
     choosing: SamplingParams, row: dict[str, object], expected: list[float]
 ) -> None:
     before = LOGITS.copy()
-    found = adjusted(LOGITS, Row(choosing, 5, **row), None)  # type: ignore[arg-type]
+    found = adjusted(LOGITS, SamplingRow(choosing, 5, **row), None)  # type: ignore[arg-type]
     assert found.tolist() == expected
     assert np.array_equal(LOGITS, before), "the logits themselves stay"
 
@@ -66,7 +66,7 @@ def test_top_n_sigma_keeps_logits_near_the_largest(width: float, expected: list[
     """Sigma of 1, 3, 2 and -1 is 1.479; masked tokens do not count."""
     sampling = SamplingParams(temperature=2.0, top_n_sigma=width)
     padded, mask = np.append(LOGITS, [50.0, math.nan]).astype(np.float32), np.arange(6) != 4
-    found = adjusted(padded, Row(sampling, 5), mask)
+    found = adjusted(padded, SamplingRow(sampling, 5), mask)
     assert found[:4].tolist() == list(expected)
     assert not replace(sampling, temperature=0.0).changes_logits, "the largest logit stays"
 
@@ -78,14 +78,14 @@ def test_an_end_token_waits_until_there_are_enough_tokens() -> None:
 
 def test_a_mask_is_applied_before_the_bias_and_kept() -> None:
     mask = np.array([True, False, False, True])
-    rows = [Row(SamplingParams(logit_bias=((1, 100.0),)), 0)]
+    rows = [SamplingRow(SamplingParams(logit_bias=((1, 100.0),)), 0)]
     assert choose_tokens(torch.from_numpy(LOGITS)[None], rows, [mask]) == ([0], [True])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_without_a_number_say_so(temperature: float) -> None:
     logits = torch.tensor([[math.nan] * 3, [-math.inf] * 3, [0.0, math.nan, 1.0]])
-    rows = [Row(SamplingParams(temperature=temperature), 0)] * 3
+    rows = [SamplingRow(SamplingParams(temperature=temperature), 0)] * 3
     _, is_number = choose_tokens(logits[:2], rows[:2])
     assert is_number == [False, False]
     tokens, is_number = choose_tokens(logits[2:], rows[2:], [np.ones(3, dtype=bool)])
@@ -115,8 +115,8 @@ def test_what_is_masked_is_never_chosen_and_neighbours_change_nothing(
     choosing: SamplingParams, values: list[float], allowed: list[bool], position: int
 ) -> None:
     logits, mask = torch.tensor([values] * 2), np.array(allowed)
-    row = Row(choosing, position, (1, 2), {3: 2, 5: 1})
-    tokens, is_number = choose_tokens(logits, [Row(SamplingParams(), 0), row], [None, mask])
+    row = SamplingRow(choosing, position, (1, 2), {3: 2, 5: 1})
+    tokens, is_number = choose_tokens(logits, [SamplingRow(SamplingParams(), 0), row], [None, mask])
     assert is_number[1] == mask.any()
     if is_number[1]:
         assert mask[tokens[1]]
@@ -136,7 +136,7 @@ def test_neutral_parameters_choose_the_same_in_every_way_of_choosing(
     logits = torch.tensor([values])
     plain = SamplingParams(temperature=temperature, seed=seed)
     neutral = replace(plain, top_k=10, top_p=1.0, min_p=0.0, logit_bias=((4, 0.0),), min_tokens=1)
-    rows = [Row(each, position + 9, (1,) * 3, {2: 1}) for each in (plain, neutral)]
+    rows = [SamplingRow(each, position + 9, (1,) * 3, {2: 1}) for each in (plain, neutral)]
     masks = [None, np.ones(10, dtype=bool)]
     found = [choose_tokens(logits, [row], [mask]) for row in rows for mask in masks]
     assert all(each == found[0] for each in found)

@@ -18,15 +18,15 @@ from pathlib import Path
 from tilewright.compiler.targets.interface.step import LogProbs
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 from tilewright.runtime.messages import (
-    Beat,
-    Cancel,
-    Failed,
-    Finished,
+    AbortRequest,
+    EngineReady,
     FromEngine,
-    Ready,
-    Started,
-    Stop,
-    Tokens,
+    Heartbeat,
+    NewTokens,
+    RequestFailed,
+    RequestFinished,
+    RequestStarted,
+    Shutdown,
 )
 from tilewright.runtime.request import EngineRequest
 from tilewright.serve.engines.client import TOKENIZER
@@ -50,9 +50,9 @@ class FakeEngine:
         while True:
             said: list[FromEngine] = []
             for message in self._transport.receive(0.01 if self._live else 0.2):
-                if isinstance(message, Stop):
+                if isinstance(message, Shutdown):
                     return
-                if isinstance(message, Cancel):
+                if isinstance(message, AbortRequest):
                     self._live.pop(message.request_id, None)
                 elif isinstance(message, EngineRequest):
                     self._live[message.request_id] = (message, 0)
@@ -60,7 +60,7 @@ class FakeEngine:
                 self._serve(request_id, said)
             if said or time.monotonic() > self._next_beat:
                 self._next_beat = time.monotonic() + 0.2
-                said.append(Beat(len(self._live), 0, 0, 0, 0, 0))
+                said.append(Heartbeat(len(self._live), 0, 0, 0, 0, 0))
             if said:
                 self._transport.send(said)
 
@@ -71,19 +71,22 @@ class FakeEngine:
         if what == b"W" and self._is_first:
             return
         if what in (b"C", b"H"):
-            said.append(Started(request_id, 0.0, 0))
+            said.append(RequestStarted(request_id, 0.0, 0))
             self._transport.send(said)
             time.sleep(0.1 if what == b"C" else 3600)
             os._exit(3)
         if what in (b"N", b"F"):
             code = "not_a_number" if what == b"N" else "engine_error"
-            said += [Started(request_id, 0.0, 0), Failed(request_id, code, "as asked")]
+            said += [
+                RequestStarted(request_id, 0.0, 0),
+                RequestFailed(request_id, code, "as asked"),
+            ]
             del self._live[request_id]
             return
         if not done:
-            said.append(Started(request_id, 0.0, 0))
+            said.append(RequestStarted(request_id, 0.0, 0))
         if message.pooling:
-            said.append(Finished(request_id, "stop", 0.001, 0.0, vector=vector_of(message)))
+            said.append(RequestFinished(request_id, "stop", 0.001, 0.0, vector=vector_of(message)))
             del self._live[request_id]
             return
         count = min(message.sampling.max_tokens - done, 1 if what == b"S" else _BATCH)
@@ -91,10 +94,10 @@ class FakeEngine:
         asked = message.sampling
         echo = message.prompt[1:] if asked.prompt_logprobs is not None and not done else ()
         scores = scored(tokens) if asked.logprobs is not None else ()
-        said.append(Tokens(request_id, tokens, scores, scored(echo)))
+        said.append(NewTokens(request_id, tokens, scores, scored(echo)))
         self._live[request_id] = (message, done + count)
         if done + count == message.sampling.max_tokens:
-            said.append(Finished(request_id, "length", 0.001, 0.001))
+            said.append(RequestFinished(request_id, "length", 0.001, 0.001))
             del self._live[request_id]
 
 
@@ -121,7 +124,7 @@ def main(folder: Path) -> None:
     precision = os.environ.get("FAKE_PRECISION", "{}")
     facts = {"name": "fake", "target": "null", "precision": precision, "weights": "random"}
     facts["configuration"] = "stored (Q4_1, Q8_0)"
-    transport.send([Ready(256, 4, CONTEXT, CONTEXT, hidden_size=3, facts=facts)])
+    transport.send([EngineReady(256, 4, CONTEXT, CONTEXT, hidden_size=3, facts=facts)])
     try:
         FakeEngine(transport, is_first=folder.parts[-2:] == ("0", "0")).run()
     finally:

@@ -22,7 +22,7 @@ from tilewright.models.tokenizer.tokenizer import Tokenizer
 from tilewright.serve.front import Front, LoadCoder
 from tilewright.serve.prompt.texts import TextCoder
 from tilewright.serve.web.server import listen, serving
-from tilewright.serve.web.settings import Settings
+from tilewright.serve.web.settings import ServerConfig
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}\n{% endfor %}"
@@ -66,14 +66,14 @@ def load_bytes(folder: Path) -> TextCoder:
 
 @contextlib.contextmanager
 def running_front(
-    settings: Settings | None = None,
+    settings: ServerConfig | None = None,
     *,
     waits: bool = True,
     send_buffer: int = 0,
     load: LoadCoder = load_bytes,
 ) -> Iterator[Running]:
     """A front, its engine, and their end. ``send_buffer``: bytes the kernel takes for a client."""
-    settings = settings or Settings()
+    settings = settings or ServerConfig()
     found: list[Running] = []
     ends = threading.Event()
     faults: list[BaseException] = []

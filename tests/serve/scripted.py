@@ -19,23 +19,23 @@ from tilewright.models.tokenizer.tokenizer import Tokenizer, byte_of_character
 from tilewright.models.tokenizer.vocabulary import Vocabulary
 from tilewright.runtime.grammar.matchers import Grammars
 from tilewright.runtime.messages import (
-    Finished,
-    Ready,
-    Started,
+    EngineReady,
+    NewTokens,
+    RequestFinished,
+    RequestStarted,
     ToEngine,
-    Tokens,
 )
 from tilewright.runtime.request import EngineRequest
 from tilewright.serve.engines.client import EngineClient
 from tilewright.serve.engines.process import READY
 from tilewright.serve.engines.request_tracker import Limits, RequestTracker
-from tilewright.serve.engines.routing import Router
+from tilewright.serve.engines.routing import ReplicaRouter
 from tilewright.serve.front import Front
-from tilewright.serve.prompt.structured import GrammarTrials
+from tilewright.serve.prompt.structured import GrammarValidator
 from tilewright.serve.prompt.template import read_template
 from tilewright.serve.web.app import make_app
 from tilewright.serve.web.server import listen
-from tilewright.serve.web.settings import Settings
+from tilewright.serve.web.settings import ServerConfig
 
 END = 256
 SPECIALS = ("<|end|>", "[TOOL_CALLS]", "<|python_tag|>")
@@ -70,8 +70,8 @@ class ScriptedClient(EngineClient):
     def __init__(self, coder: Tokenizer) -> None:
         self.coder, self.asked = coder, list[EngineRequest]()
         self.engines = ()
-        self.ready = Ready(coder.vocab_size, 4, 4096, 4096, facts={"name": "scripted"})
-        self._tracker = RequestTracker(lambda request: 0, self._send, Router(1), Limits())
+        self.ready = EngineReady(coder.vocab_size, 4, 4096, 4096, facts={"name": "scripted"})
+        self._tracker = RequestTracker(lambda request: 0, self._send, ReplicaRouter(1), Limits())
 
     @property
     def state(self) -> str:
@@ -93,11 +93,11 @@ class ScriptedClient(EngineClient):
         said = _SAY.findall(self.coder.decode(asked.prompt, skip_special=False))
         tokens = [*self.coder.encode(said[-1] if said else ""), END]
         tokens = tokens[: asked.sampling.max_tokens]
-        self._tracker.on_message(Started(asked.request_id, 0.0, 0), 1)
+        self._tracker.on_message(RequestStarted(asked.request_id, 0.0, 0), 1)
         for token in tokens:
-            self._tracker.on_message(Tokens(asked.request_id, (token,)), 1)
+            self._tracker.on_message(NewTokens(asked.request_id, (token,)), 1)
         reason = "stop" if tokens[-1] == END else "length"
-        self._tracker.on_message(Finished(asked.request_id, reason, 0.0, 0.0), 1)
+        self._tracker.on_message(RequestFinished(asked.request_id, reason, 0.0, 0.0), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +115,9 @@ class Scripted:
 
 @contextmanager
 def scripted(template: str, **chosen: Any) -> Iterator[Scripted]:
-    """Serve with a chat template; ``chosen``: of `Settings`."""
+    """Serve with a chat template; ``chosen``: of `ServerConfig`."""
     loop = asyncio.new_event_loop()
-    settings, coder = replace(Settings(), **chosen), byte_coder(template)
+    settings, coder = replace(ServerConfig(), **chosen), byte_coder(template)
     socket = listen("127.0.0.1", 0)
     client = ScriptedClient(coder)
 
@@ -129,7 +129,7 @@ def scripted(template: str, **chosen: Any) -> Iterator[Scripted]:
         grammars = Grammars(
             lambda: coder._backend.to_str(), end_tokens=(END,), vocab_size=coder.vocab_size
         )
-        front.trials = GrammarTrials(grammars)
+        front.trials = GrammarValidator(grammars)
         app = make_app(front)
         app.on_cleanup.append(lambda _: front.close())
         runner = web.AppRunner(app)

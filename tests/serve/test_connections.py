@@ -24,7 +24,7 @@ from tests.serve.fronts import (
     running_front,
     wait_until,
 )
-from tilewright.serve.web.settings import Settings
+from tilewright.serve.web.settings import ServerConfig
 
 STREAMS = {
     "/v1/chat/completions": chat("a"),
@@ -37,7 +37,7 @@ ERROR_KEYS = {"message", "type", "param", "code"}
 @pytest.fixture(scope="module")
 def front() -> Iterator[Running]:
     """One that all tests share which leave it as it was."""
-    with running_front(Settings(header_timeout=1.0, body_timeout=0.5)) as running:
+    with running_front(ServerConfig(header_timeout=1.0, body_timeout=0.5)) as running:
         yield running
         assert is_idle(running)
 
@@ -125,7 +125,7 @@ def test_a_body_too_large_is_413_and_its_rest_is_not_heard(front: Running, decla
 
 
 def test_one_connection_too_many_is_503_and_closed() -> None:
-    with running_front(Settings(max_connections=2)) as running:
+    with running_front(ServerConfig(max_connections=2)) as running:
         wait_until(lambda: running.ask("GET", "/live")[0] == 200)
         with running.connect(), running.connect():
             wait_until(lambda: status_of(running) == 503)
@@ -141,7 +141,7 @@ def status_of(running: Running) -> int:
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_client_that_does_not_read_is_given_up(streams: bool) -> None:
-    settings = Settings(write_timeout=0.6)
+    settings = ServerConfig(write_timeout=0.6)
     with running_front(settings, send_buffer=4096) as running, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         known = num_descriptors()

@@ -14,7 +14,7 @@ import pytest
 
 from tests.serve.conftest import Server
 from tests.serve.fronts import Running, is_idle, running_front, wait_until
-from tilewright.serve.web.settings import Settings
+from tilewright.serve.web.settings import ServerConfig
 
 ODD, EVEN = [0.6, 0.8, 0.0], [0.0, 0.6, 0.8]
 """What the fake engine makes of the mean of a prompt, by its first token."""
@@ -22,7 +22,7 @@ ODD, EVEN = [0.6, 0.8, 0.0], [0.0, 0.6, 0.8]
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[Running]:
-    with running_front(Settings(max_queue=5)) as running:
+    with running_front(ServerConfig(max_queue=5)) as running:
         yield running
 
 
@@ -60,7 +60,7 @@ def test_formats_dimensions_and_pooling_are_the_request_s(front: Running) -> Non
     assert found["data"][0]["embedding"] == pytest.approx([0.0, 1.0])
     _, found = embed(front, "a", pooling="last", user="u", zig=1)
     assert found["data"][0]["embedding"] == pytest.approx([0.8, 0.6, 0.0])
-    with running_front(Settings(pooling="last")) as other:
+    with running_front(ServerConfig(pooling="last")) as other:
         assert embed(other, "a")[1]["data"][0]["embedding"] == pytest.approx([0.8, 0.6, 0.0])
         props = json.loads(other.ask("GET", "/props")[1])
         assert props["pooling"] == "last" and props["embedding_size"] == 3

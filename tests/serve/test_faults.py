@@ -48,7 +48,7 @@ def in_background(server: Server, body: dict[str, Any], found: list[Any]) -> thr
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_client_that_goes_away_frees_its_seat(slow_server: Server, streams: bool) -> None:
+def test_a_client_that_goes_away_frees_its_slot(slow_server: Server, streams: bool) -> None:
     server = slow_server
     with connect(server) as client:
         client.sendall(raw_request({**LONG, "stream": streams, "n": 3}))
@@ -146,7 +146,7 @@ def test_a_killed_replica_costs_its_own_answers_alone(start_server: Start) -> No
         thread.join(60)
     failed = [answer for status, answer in found if status != 200]
     assert b'"code":"engine_error"' in data and b"replica 0 ended (SIGKILL)" in data
-    assert len(found) == 6 and len(failed) <= 2, "those that ran on it, at most its seats"
+    assert len(found) == 6 and len(failed) <= 2, "those that ran on it, at most its slots"
     assert server.get("/health") in [
         {"status": "ok", "replicas": 2, "missing": missing} for missing in ([0], [])
     ]

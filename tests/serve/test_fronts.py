@@ -24,11 +24,11 @@ from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 from tilewright.models.tokenizer.load import load_tokenizer
 from tilewright.models.tokenizer.tokenizer import Tokenizer
-from tilewright.runtime.messages import Ready
+from tilewright.runtime.messages import EngineReady
 from tilewright.serve.front import capacity
-from tilewright.serve.output.choice import Choice
+from tilewright.serve.output.choice import ChoiceStream
 from tilewright.serve.prompt.texts import TextCoder
-from tilewright.serve.web.settings import Settings
+from tilewright.serve.web.settings import ServerConfig
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def front() -> Iterator[Running]:
 
 
 def test_a_full_queue_is_429_and_who_waits_too_long_503() -> None:
-    with running_front(Settings(max_queue=2, queue_timeout=0.5)) as running:
+    with running_front(ServerConfig(max_queue=2, queue_timeout=0.5)) as running:
         with running.connect() as client:
             client.sendall(raw(chat("W", n=2)))
             wait_until(lambda: running.front.client.num_waiting == 2)
@@ -149,13 +149,13 @@ def test_prompts_are_scored_beside_the_event_loop(
     front: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
-    score = Choice.score_prompt
+    score = ChoiceStream.score_prompt
 
-    def noted(choice: Choice, echo: Any) -> None:
+    def noted(choice: ChoiceStream, echo: Any) -> None:
         threads.append(threading.current_thread().name)
         score(choice, echo)
 
-    monkeypatch.setattr(Choice, "score_prompt", noted)
+    monkeypatch.setattr(ChoiceStream, "score_prompt", noted)
     for streams in (False, True):
         body = {"prompt": "a" * 1000, "max_tokens": 1, "logprobs": 1, "echo": True}
         data = json.dumps({**body, "stream": streams}).encode()
@@ -167,19 +167,21 @@ def test_prompts_are_scored_beside_the_event_loop(
 def test_a_start_says_what_it_holds(capfd: pytest.CaptureFixture[str]) -> None:
     with running_front():
         pass
-    held = "4 seats of 4,096 tokens, 0.0 GB when all are full, prefix cache on"
+    held = "4 slots of 4,096 tokens, 0.0 GB when all are full, prefix cache on"
     assert f"tilewright: {held}" in capfd.readouterr().out
-    pool = Ready(9, 8, 1024, 1024, 100, 64, 3, cache_bytes=2_500_000_000, shares_prefixes=False)
+    pool = EngineReady(
+        9, 8, 1024, 1024, 100, 64, 3, cache_bytes=2_500_000_000, shares_prefixes=False
+    )
     assert capacity(pool) == (
-        "8 seats of 1,024 tokens, 100 pages of 64 tokens in 2.5 GB, 6,400 tokens or 6.2 full "
+        "8 slots of 1,024 tokens, 100 pages of 64 tokens in 2.5 GB, 6,400 tokens or 6.2 full "
         "contexts, 3 snapshots, prefix cache off"
     )
-    promised = Ready(9, 256, 1024, 1024, invariant="rows", invariant_rows=16)
+    promised = EngineReady(9, 256, 1024, 1024, invariant="rows", invariant_rows=16)
     assert capacity(promised).endswith(", batch-invariant up to 16 running requests")
 
 
 def test_a_star_lets_in_pages_that_know_the_server_by_another_name() -> None:
-    with running_front(Settings(cors_origins=("*",))) as running:
+    with running_front(ServerConfig(cors_origins=("*",))) as running:
         headers = {"Origin": "http://box.lan:3000", "Host": "box.lan:8000"}
         status, _, said = running.ask("GET", "/v1/models", **headers)
         assert status == 200 and said["access-control-allow-origin"] == headers["Origin"]
@@ -205,7 +207,7 @@ def engine_pid(running: Running) -> int:
 
 @pytest.mark.parametrize("ends", ["SIGKILL", "SIGSTOP"])
 def test_a_lost_engine_costs_what_ran_and_what_waited_is_served(ends: str) -> None:
-    with running_front(Settings(hung_seconds=1.0)) as running:
+    with running_front(ServerConfig(hung_seconds=1.0)) as running:
         with running.connect() as ran, running.connect() as waited:
             ran.sendall(raw(chat("S", stream=True, max_tokens=4000)))
             waited.sendall(raw(chat("W")))
@@ -224,7 +226,7 @@ def test_a_lost_engine_costs_what_ran_and_what_waited_is_served(ends: str) -> No
 
 def test_an_engine_that_was_stopped_with_its_server_does_not_hang() -> None:
     """As in a container that is frozen for a while."""
-    with running_front(Settings(hung_seconds=2.0)) as running:
+    with running_front(ServerConfig(hung_seconds=2.0)) as running:
         pid, on_again = engine_pid(running), threading.Event()
 
         def go_on() -> None:

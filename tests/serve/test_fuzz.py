@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.serve.fronts import Running, is_idle, num_descriptors, running_front, wait_until
-from tilewright.serve.web.settings import Settings
+from tilewright.serve.web.settings import ServerConfig
 
 SIZES = [300, pytest.param(20_000, marks=pytest.mark.slow)]
 GOOD: dict[str, dict[str, Any]] = {
@@ -158,7 +158,7 @@ def stream(chooser: random.Random) -> bytes:
 @pytest.mark.parametrize("count", SIZES)
 def test_no_bytes_break_it(count: int) -> None:
     chooser, seen = random.Random(count), Counter[int]()
-    with running_front(Settings(header_timeout=2.0, body_timeout=0.5)) as running:
+    with running_front(ServerConfig(header_timeout=2.0, body_timeout=0.5)) as running:
         known = num_descriptors()
         for at in range(count):
             with running.connect() as client:

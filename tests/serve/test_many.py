@@ -20,7 +20,7 @@ import pytest
 from tests.serve.conftest import Server, free_port
 from tests.serve.fronts import running_front, wait_until
 from tests.serve.test_faults import connect, raw_request
-from tilewright.serve.web.settings import Settings
+from tilewright.serve.web.settings import ServerConfig
 
 SCRIPT = Path(__file__).with_name("serve_fake.py")
 IDLE, WAITING = 10_000, 400
@@ -101,7 +101,7 @@ def test_a_request_that_waits_is_small(streams: bool) -> None:
     """
     chat = {"messages": [{"role": "user", "content": "W"}], "max_tokens": 4, "stream": streams}
     chat["note"] = 4_000 * "x"
-    with running_front(Settings(max_queue=WAITING)) as running, ExitStack() as stack:
+    with running_front(ServerConfig(max_queue=WAITING)) as running, ExitStack() as stack:
         clients = [stack.enter_context(running.connect()) for _ in range(WAITING)]
 
         def ask(data: bytes) -> None:

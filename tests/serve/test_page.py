@@ -90,7 +90,7 @@ def test_the_page_is_small_and_names_no_other_host() -> None:
     assert named == {"www.w3.org"}  # the name of SVG, in the picture of the tab
 
 
-def test_it_asks_this_server_alone_and_a_stop_frees_the_seat(
+def test_it_asks_this_server_alone_and_a_stop_frees_the_slot(
     slow_server: Server, open_page: Callable[..., Any]
 ) -> None:
     server = slow_server

@@ -14,7 +14,7 @@ from tests.serve.fronts import Running, running_front
 from tests.serve.scripted import Scripted, scripted
 from tests.serve.test_tools import CALLS, HERMES, client_of
 from tilewright.serve.responses.store import ResponseStore
-from tilewright.serve.web.settings import Settings
+from tilewright.serve.web.settings import ServerConfig
 
 TOOLS: list[Any] = [
     {
@@ -219,7 +219,7 @@ def test_bad_requests_are_refused_in_one_line(hermes: Scripted, body: Any, said:
 
 def test_log_probabilities_failures_and_keys() -> None:
     """On an engine process of its own: what the fake one scores, fails and serves."""
-    with running_front(Settings(api_keys=("one", "two"))) as front:
+    with running_front(ServerConfig(api_keys=("one", "two"))) as front:
         one, two = (
             openai.OpenAI(base_url=f"{front.url}/v1", api_key=key, max_retries=0)
             for key in ("one", "two")

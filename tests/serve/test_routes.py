@@ -11,12 +11,12 @@ import pytest
 
 from tests.serve.fronts import Running, running_front, wait_until
 from tests.serve.test_fronts import chat, raw
-from tilewright.serve.web.settings import Settings
+from tilewright.serve.web.settings import ServerConfig
 
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[Running]:
-    settings = Settings(
+    settings = ServerConfig(
         api_keys=("one", "two"),
         names=("first", "second"),
         strict_model=True,
@@ -46,7 +46,7 @@ def test_the_schema_is_of_the_types_that_are_decoded(front: Running) -> None:
         assert path in found["components"]["schemas"]
 
 
-def test_an_operator_sees_who_has_a_seat_and_forgets_prefixes(front: Running) -> None:
+def test_an_operator_sees_who_has_a_slot_and_forgets_prefixes(front: Running) -> None:
     with front.connect() as client:
         asked = raw(chat("S", max_tokens=4000, model="first"))
         client.sendall(asked.replace(b"\r\n", b"\r\nauthorization: Bearer one\r\n", 1))
@@ -80,7 +80,7 @@ def test_models_have_the_names_given_and_say_what_they_are(front: Running) -> No
     assert front.post("/v1/chat/completions", chat("a", model="second"), **KEY)[0] == 200
 
 
-def test_props_say_seats_state_defaults_and_promises(front: Running) -> None:
+def test_props_say_slots_state_defaults_and_promises(front: Running) -> None:
     found = json.loads(front.ask("GET", "/props", **KEY)[1])
     known = {"total_slots", "max_model_len", "num_pages", "page_size", "num_snapshots", "cell"}
     known |= {

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tilewright.runtime.memory.pages import chain_keys
-from tilewright.serve.engines.routing import Router
+from tilewright.serve.engines.routing import ReplicaRouter
 
 NUM, PLENTY, PAGE = 3, 10**6, 4
-SEATS = 3
+SLOTS = 3
 PROMPTS = st.lists(st.integers(0, 1), max_size=4 * PAGE)
 
 
@@ -22,7 +22,7 @@ class Routing(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = Router(NUM)
+        self.router = ReplicaRouter(NUM)
         self.live: dict[int, tuple[int, int, int, list[int]]] = {}  # engine, to read, to write
         self.held: list[set[bytes]] = [set() for _ in range(NUM)]
         self.next_id = 0
@@ -52,7 +52,7 @@ class Routing(RuleBasedStateMachine):
             num_prompt=len(prompt),
             num_answer=answer,
             usable=sorted(usable),
-            num_seats=SEATS,
+            num_slots=SLOTS,
             most_keys=PLENTY,
             like=like,
         )
@@ -66,7 +66,7 @@ class Routing(RuleBasedStateMachine):
             num_prompt = 0
         else:
             counts = [sum(each == at for at, *_ in self.live.values()) for each in range(NUM)]
-            usable = {each for each in usable if counts[each] < SEATS} or usable
+            usable = {each for each in usable if counts[each] < SLOTS} or usable
             assert engine in usable
             depths = {
                 each: next((at for at, key in enumerate(keys) if key not in self.held[each]), None)
@@ -125,7 +125,7 @@ TestRouting = Routing.TestCase
 TestRouting.settings = settings(TestRouting.settings, stateful_step_count=40)
 
 
-def placed(router: Router, request_id: int, prompt: list[int], most: int = PLENTY) -> int:
+def placed(router: ReplicaRouter, request_id: int, prompt: list[int], most: int = PLENTY) -> int:
     """Where a request goes that ends at once."""
     engine = router.place(
         request_id,
@@ -133,7 +133,7 @@ def placed(router: Router, request_id: int, prompt: list[int], most: int = PLENT
         num_prompt=len(prompt),
         num_answer=8,
         usable=range(2),
-        num_seats=SEATS,
+        num_slots=SLOTS,
         most_keys=most,
     )
     assert engine is not None and router.leave(request_id) == engine
@@ -141,7 +141,7 @@ def placed(router: Router, request_id: int, prompt: list[int], most: int = PLENT
 
 
 def test_a_prompts_first_pages_are_forgotten_last() -> None:
-    router = Router(2)
+    router = ReplicaRouter(2)
     long, other = list(range(40)), list(range(100, 108))
     first = placed(router, 1, long, most=6)
     assert placed(router, 2, other, most=6) != first, "the one that was chosen least recently"
@@ -153,7 +153,7 @@ def test_a_prompts_first_pages_are_forgotten_last() -> None:
 
 def test_chats_stay_where_their_turns_are_and_the_work_is_even() -> None:
     """64 chats of 8 turns behind one system prompt, as they come in turn."""
-    router, chooser = Router(2), random.Random(7)
+    router, chooser = ReplicaRouter(2), random.Random(7)
     system = [1] * 16
     chats = [[*system, *chooser.choices(range(50), k=16)] for _ in range(64)]
     where: list[set[int]] = [set() for _ in chats]
@@ -168,7 +168,7 @@ def test_chats_stay_where_their_turns_are_and_the_work_is_even() -> None:
                 num_prompt=len(chat),
                 num_answer=16,
                 usable=range(2),
-                num_seats=64,
+                num_slots=64,
                 most_keys=PLENTY,
             )
             assert engine is not None
@@ -183,16 +183,16 @@ def test_chats_stay_where_their_turns_are_and_the_work_is_even() -> None:
 
 
 @pytest.mark.parametrize("begins", [0, 37])
-def test_no_request_waits_for_a_seat_while_another_engine_has_one(begins: int) -> None:
-    """As many users as seats, who ask again when they are answered: engines that are in the middle
+def test_no_request_waits_for_a_slot_while_another_engine_has_one(begins: int) -> None:
+    """As many users as slots, who ask again when they are answered: engines that are in the middle
     of their answers at different times, whose nearly ended requests are little work.
     """
-    router, seats, length = Router(2), 8, 50
+    router, slots, length = ReplicaRouter(2), 8, 50
     left: list[dict[int, int]] = [{}, {}]  # steps that each request still takes, by engine
     number = waiting = 0
     for step in range(2000):
         if step in (0, begins):
-            waiting += seats if begins else 2 * seats
+            waiting += slots if begins else 2 * slots
         for _ in range(waiting):
             number += 1
             at = router.place(
@@ -201,12 +201,12 @@ def test_no_request_waits_for_a_seat_while_another_engine_has_one(begins: int) -
                 num_prompt=10,
                 num_answer=length,
                 usable=range(2),
-                num_seats=seats,
+                num_slots=slots,
                 most_keys=PLENTY,
             )
             assert at is not None
             left[at][number] = length + number % 3
-            assert len(left[at]) <= seats
+            assert len(left[at]) <= slots
         waiting = 0
         for each in left:
             for request_id in list(each):

@@ -19,7 +19,7 @@ from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 from tilewright.runtime.grammar.matchers import Grammars
 from tilewright.runtime.grammar.spec import REGEX, GrammarSpec
 from tilewright.serve.output.reasoning import CLOSE
-from tilewright.serve.prompt.structured import GrammarTrials, behind_reasoning
+from tilewright.serve.prompt.structured import GrammarValidator, behind_reasoning
 from tilewright.serve.web.errors import ApiError
 
 SCHEMA = {
@@ -130,7 +130,7 @@ def test_what_takes_too_long_is_400_and_does_not_block_others(
 
     monkeypatch.setattr(Grammars, "check", late)
 
-    async def tried(trials: GrammarTrials, text: str) -> tuple[int, str] | None:
+    async def tried(trials: GrammarValidator, text: str) -> tuple[int, str] | None:
         try:
             await trials.check(GrammarSpec(kind=REGEX, text=text), "here")
         except ApiError as error:
@@ -138,7 +138,7 @@ def test_what_takes_too_long_is_400_and_does_not_block_others(
         return None
 
     async def all_of_it() -> None:
-        trials = GrammarTrials(grammars(), seconds=0.3)
+        trials = GrammarValidator(grammars(), seconds=0.3)
         assert await tried(trials, "good") is None
         both = asyncio.gather(tried(trials, "late"), tried(trials, "good"))
         assert await both == [(400, "invalid_grammar"), None]

@@ -10,9 +10,9 @@ import pytest
 from tests.serve.scripted import byte_coder
 from tilewright.serve.prompt.prepare import render_chat
 from tilewright.serve.prompt.template import TemplateFacts, read_template
-from tilewright.serve.tools.shapes import Tool
+from tilewright.serve.tools.shapes import ToolSpec
 from tilewright.serve.web.errors import ApiError
-from tilewright.serve.web.requests import Message
+from tilewright.serve.web.requests import ChatMessage
 
 EACH = "{% for m in messages %}"
 CALLS = "{% for c in m.tool_calls or [] %}"
@@ -90,7 +90,7 @@ def test_ids_and_names_are_what_picky_templates_want() -> None:
 
 
 def test_tools_go_where_the_template_looks() -> None:
-    tools = (Tool("f", "d", {"type": "object"}),)
+    tools = (ToolSpec("f", "d", {"type": "object"}),)
     text = written(IN_SYSTEM, tools=tools)
     assert text.startswith('<|tool|>[{"name": "f", "description": "d"')
     assert '<|tool_call|>[{"name": "f", "arguments": {"a": "é"}}' in text
@@ -112,7 +112,7 @@ PARTS = (
 def rendered(template: str, *messages: dict[str, Any], **asked: Any) -> str:
     """The prompt of a request with these messages."""
     coder = byte_coder(template)
-    found = msgspec.convert(messages, list[Message])
+    found = msgspec.convert(messages, list[ChatMessage])
     return render_chat(coder, found, facts=read_template(coder, None), **asked)
 
 

@@ -14,13 +14,13 @@ from tests.grids import grid
 from tests.tiny import (
     QWEN2,
     compiled,
-    copy_seat,
-    leave_seat,
+    copy_slot,
+    leave_slot,
     precision_of,
     prefill,
     random_tokens,
     step,
-    take_seat,
+    take_slot,
     tiny_model,
 )
 from tests.twins import twin_of
@@ -158,7 +158,7 @@ def test_mixed_lengths_are_one_at_a_time(executable: Executable, within: float) 
         prefill(executable, prompt + tail, [len(prompt)])[-4:]
         for prompt, tail in zip(prompts, tails, strict=True)
     ]
-    handles = [take_seat(executable, 40) for _ in prompts]
+    handles = [take_slot(executable, 40) for _ in prompts]
     for handle, prompt in zip(handles, prompts, strict=True):
         step(executable, [(handle, prompt, 0)])
     for at, order in enumerate(([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0], [1, 0, 2, 3])):
@@ -169,42 +169,42 @@ def test_mixed_lengths_are_one_at_a_time(executable: Executable, within: float) 
         for row, i in enumerate(order):
             assert_near(logits[row], alone[i][at], within)
     for handle in handles:
-        leave_seat(executable, handle)
+        leave_slot(executable, handle)
 
 
 def test_some_rows_only_are_asked_for(executable: Executable, within: float) -> None:
     tokens = random_tokens(8)
     every = prefill(executable, tokens)
-    handle = take_seat(executable, 8)
+    handle = take_slot(executable, 8)
     assert_near(step(executable, [(handle, tokens, 0)], rows=[7, 2]), every[[7, 2]], within)
-    leave_seat(executable, handle)
+    leave_slot(executable, handle)
 
 
 def test_no_rows_are_asked_for(executable: Executable, within: float) -> None:
     """A chunk in the middle of a prompt needs no logits."""
     tokens = random_tokens(9)
     every = prefill(executable, tokens)
-    handle = take_seat(executable, 9)
+    handle = take_slot(executable, 9)
     assert step(executable, [(handle, tokens[:4], 0)], rows=[]).shape == (0, 61)
     assert step(executable, [(handle, tokens[4:5], 4)], rows=[]).shape == (0, 61)
     assert_near(step(executable, [(handle, tokens[5:], 5)]), every[-1:], within)
-    leave_seat(executable, handle)
+    leave_slot(executable, handle)
 
 
 def test_a_copy_shares_its_past_and_goes_its_own_way(executable: Executable, within: float) -> None:
     prompt, left, right = random_tokens(9), random_tokens(5, seed=1), random_tokens(5, seed=2)
-    handle = take_seat(executable, 20)
+    handle = take_slot(executable, 20)
     step(executable, [(handle, [*prompt, 3, 4], 0)])
-    fresh = copy_seat(executable, handle, len(prompt))
+    fresh = copy_slot(executable, handle, len(prompt))
     assert fresh != handle
     for sequence, tail in ((handle, [3, 4, *left]), (fresh, right)):
         done = 11 if sequence == handle else 9
         logits = step(executable, [(sequence, (prompt + tail)[done:], done)])
         assert_near(logits, prefill(executable, prompt + tail)[-1:], within)
-    leave_seat(executable, handle)
+    leave_slot(executable, handle)
     logits = step(executable, [(fresh, [5], 14)])
     assert_near(logits, prefill(executable, [*prompt, *right, 5])[-1:], within)
-    leave_seat(executable, fresh)
+    leave_slot(executable, fresh)
 
 
 def test_a_slot_can_be_used_again(executable: Executable, within: float) -> None:

@@ -15,11 +15,11 @@ from tests.tiny import QWEN2, compiled, random_tokens, tiny_model
 from tests.twins import twin_of
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
-from tilewright.compiler.targets.interface.step import Chunk, Close, Open, Seat, Step
+from tilewright.compiler.targets.interface.step import CloseSlot, OpenSlot, PrefillChunk, Slot, Step
 from tilewright.errors import RequestError
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.pooling import LAST, MEAN, Pooling
-from tilewright.runtime.scheduling.request_state import Policy, RequestState
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "reference": ("reference", {}),
@@ -45,7 +45,7 @@ def theirs(model: SimpleNamespace, tokens: list[int], kind: str) -> np.ndarray:
 def embed(
     executable: Executable, prompts: list[list[int]], kind: str, **policy: Any
 ) -> list[np.ndarray]:
-    loop = EngineLoop(executable, policy=Policy(**policy))
+    loop = EngineLoop(executable, policy=SchedulerConfig(**policy))
     requests = [RequestState(at, tuple(p), pooling=Pooling(kind)) for at, p in enumerate(prompts)]
     loop.generate(requests)
     found = [each.pooling.vector for each in requests if each.pooling is not None]
@@ -104,15 +104,15 @@ def test_a_chunk_computed_again_counts_once() -> None:
     )
     pooling = Pooling(MEAN)
     for cuts in ((0, 8, 15), (0, 3, 11, 20)):
-        edits = (Open(Seat(0), SamplingParams()),)
+        edits = (OpenSlot(Slot(0), SamplingParams()),)
         for start, end in itertools.pairwise(cuts):
-            chunk = Chunk(Seat(0), start, tokens[start:end], pools=True)
+            chunk = PrefillChunk(Slot(0), start, tokens[start:end], pools=True)
             (part,) = executable.step(Step(prompts=(chunk,), edits=edits)).parts
             pooled, edits = part.read().pooled, ()
-            assert pooled is not None and part.seats == ()
+            assert pooled is not None and part.slots == ()
             is_whole = pooling.take(start, pooled, len(tokens))
             assert is_whole == (end == 20)
-        executable.step(Step(edits=(Close(Seat(0)),)))
+        executable.step(Step(edits=(CloseSlot(Slot(0)),)))
     expected = theirs(model, list(tokens), MEAN)
     np.testing.assert_allclose(pooling.vector, expected, atol=1e-4)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.dealt_models import assert_equal, make
-from tests.tiny import leave_seat, precision_of, prefill, random_tokens, step, take_seat
+from tests.tiny import leave_slot, precision_of, prefill, random_tokens, step, take_slot
 from tilewright.compiler.driver import compile_virtual
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
@@ -38,9 +38,9 @@ GROUPS = [
 
 
 def made(
-    model: SimpleNamespace, parallel: Parallel, *, context: int, seats: int = MOST_ROWS
+    model: SimpleNamespace, parallel: Parallel, *, context: int, slots: int = MOST_ROWS
 ) -> Executable:
-    options = CompileOptions(max_batch=seats, max_context=context, parallel=parallel)
+    options = CompileOptions(max_batch=slots, max_context=context, parallel=parallel)
     return compile_virtual(model, precision_of(), options=options).executable
 
 
@@ -56,10 +56,10 @@ def test_four_thousand_positions_are_those_of_one_device(
     model_type: str, parallel: Parallel
 ) -> None:
     model = make(model_type, **({} if "3_5" in model_type else {"num_layers": 1}))
-    expected = forced(made(model, ALONE, context=LENGTH, seats=1))
+    expected = forced(made(model, ALONE, context=LENGTH, slots=1))
     for wire, most, share in (("fp32", 1e-6, 0.999), ("bf16", 1e-4, 0.97)):
         group = Parallel(parallel.tensor, expert=parallel.expert, wire=wire)
-        found = forced(made(model, group, context=LENGTH, seats=1))
+        found = forced(made(model, group, context=LENGTH, slots=1))
         divergence = (expected.exp() * (expected - found)).sum(-1)
         same = (expected.argmax(-1) == found.argmax(-1)).double().mean()
         print(f"{wire}: KL {divergence.mean():.2e}, most {divergence.max():.2e}; {same:.4f}")
@@ -75,16 +75,16 @@ def test_company_moves_no_row(model_type: str, parallel: Parallel) -> None:
     prompts = [random_tokens(3 + at % 5, vocab_size=131, seed=at) for at in range(MOST_ROWS)]
     expected = torch.empty(0)
     for count in (1, 2, 3, 16, MOST_ROWS):
-        seats = []
+        slots = []
         for prompt in prompts[:count]:
-            seats.append(take_seat(executable))
-            step(executable, [(seats[-1], prompt, 0)])
-        work = [(s, [at], len(prompts[at])) for at, s in enumerate(seats)]
+            slots.append(take_slot(executable))
+            step(executable, [(slots[-1], prompt, 0)])
+        work = [(s, [at], len(prompts[at])) for at, s in enumerate(slots)]
         found = step(executable, work)[:1]
         expected = found if count == 1 else expected
         assert_equal(found, expected)
-        for seat in seats:
-            leave_seat(executable, seat)
+        for slot in slots:
+            leave_slot(executable, slot)
 
 
 def answers(executable: Executable, count: int) -> dict[int, list[int]]:
@@ -121,7 +121,7 @@ def test_random_operations_are_answered_as_by_one_device(count: int) -> None:
     """Whole experts on each of two ranks; operations depend on no answer."""
     model = make("qwen3_moe", num_layers=1)
     expected, found = (
-        answers(made(model, parallel, context=64, seats=6), count)
+        answers(made(model, parallel, context=64, slots=6), count)
         for parallel in (ALONE, Parallel(2, expert=2))
     )
     assert len(found) > count // 20 and found == expected

@@ -12,7 +12,7 @@ from tests.tiny import compiled, precision_of, random_tokens, tiny_model
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.scheduling.request_state import Policy, RequestState
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 
 HYBRID: dict[str, Any] = {"model_type": "qwen3_5", **test_qwen3_5.ON_CUDA}
 EXPERTS: dict[str, Any] = {"model_type": "qwen3_5_moe", **test_qwen3_5_moe.ON_CUDA}
@@ -33,7 +33,7 @@ def request(prompt: Sequence[int], *, seed: int = 0, wanted: int = 3, **facts: A
 def alone(executable: Executable, one: RequestState) -> list[int]:
     """What a request is answered where nothing is shared."""
     again = RequestState(0, one.prompt, one.sampling)
-    EngineLoop(executable, policy=Policy(reuses=False)).generate([again])
+    EngineLoop(executable, policy=SchedulerConfig(reuses=False)).generate([again])
     return again.output
 
 
@@ -62,7 +62,7 @@ def test_a_later_prompt_computes_what_is_new_and_choices_compute_nothing(
 
 @pytest.mark.parametrize("target", ["reference", "cpu", "cpu-native"])
 def test_turns_of_a_hybrid_s_chat_go_on_from_snapshots(target: str) -> None:
-    """The template drops what was thought, so the seat's own end is of no use."""
+    """The template drops what was thought, so the slot's own end is of no use."""
     executable = made(target, hybrid=True)
     loop, said = EngineLoop(executable), tuple(random_tokens(66, seed=3))
     found, answers = [], []

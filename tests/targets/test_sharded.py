@@ -18,35 +18,35 @@ from tilewright.compiler import ops
 from tilewright.compiler.ops.collectives import all_gather_group, all_reduce_group
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.step import (
-    Back,
-    Chunk,
-    Close,
-    Copy,
-    Drop,
+    AssignPages,
+    CloseSlot,
+    CopyState,
+    DropSwapped,
     HostPlace,
-    Load,
-    Open,
-    Out,
-    Pages,
-    Save,
-    Seat,
+    LoadState,
+    OpenSlot,
+    PrefillChunk,
+    SaveState,
+    Slot,
     Snapshot,
     Step,
+    SwapIn,
+    SwapOut,
 )
 from tilewright.compiler.targets.interface.step_bytes import read_step, step_bytes
 from tilewright.compiler.targets.null import NullExecutable
-from tilewright.compiler.targets.ranks.gathered_values import Exchange, RankInterpreter
+from tilewright.compiler.targets.ranks.gathered_values import RankInterpreter, SocketAllGather
 from tilewright.compiler.targets.ranks.rank_check import steps_between
 from tilewright.compiler.targets.ranks.sharded import ShardedExecutable, meet, serve_steps
 from tilewright.distributed.channel import ChannelClosedError
 from tilewright.distributed.group import Follower
-from tilewright.distributed.peers import Peers
+from tilewright.distributed.peers import SetupCollectives
 from tilewright.errors import ConfigError, ExchangeError, RankError
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.request_state import RequestState
 from tilewright.runtime.service import EngineService, QueueTransport
 
-S = [Seat(number) for number in range(5)]
+S = [Slot(number) for number in range(5)]
 
 
 def test_every_kind_of_edit_survives_the_way() -> None:
@@ -54,11 +54,11 @@ def test_every_kind_of_edit_survives_the_way() -> None:
         temperature=0.5, logit_bias=((3, 1.5),), seed=-1, stop_token_ids=(2, 0)
     )
     edits = (
-        *(Open(S[1], choosing, (1, 2), keeps=1), Close(S[2]), Pages(S[1], 1, (7, 8))),
-        *(Save(S[0], Snapshot(3)), Load(S[0], Snapshot(3)), Copy(S[0], S[1], 5)),
-        *(Out(S[0], HostPlace(1)), Back(S[0], HostPlace(1)), Drop(HostPlace(1))),
+        *(OpenSlot(S[1], choosing, (1, 2), keeps=1), CloseSlot(S[2]), AssignPages(S[1], 1, (7, 8))),
+        *(SaveState(S[0], Snapshot(3)), LoadState(S[0], Snapshot(3)), CopyState(S[0], S[1], 5)),
+        *(SwapOut(S[0], HostPlace(1)), SwapIn(S[0], HostPlace(1)), DropSwapped(HostPlace(1))),
     )
-    chunk = Chunk(S[3], 4, (5, 6), True, ((5, Snapshot(1)),), echoes=True, also=(S[4],))
+    chunk = PrefillChunk(S[3], 4, (5, 6), True, ((5, Snapshot(1)),), echoes=True, also=(S[4],))
     step = Step((S[0],), (chunk,), edits, {S[0]: 9}, masked=True, logprobs=3, want_logits=True)
     assert read_step(step_bytes(step)) == step
     assert read_step(step_bytes(Step())) == Step()
@@ -76,13 +76,13 @@ def test_followers_make_the_steps_of_rank_0(tmp_path: Path) -> None:
 
     def follow(follower: Follower, token: bytes) -> None:
         executable = others[follower.rank - 1]
-        meet(executable, Peers(follower, token, 5.0))
+        meet(executable, SetupCollectives(follower, token, 5.0))
         serve_steps(executable, follower)
 
     with thread_group(tmp_path, 3, follow) as (leader, ranks):
-        meet(own, Peers(leader, ranks.token, 5.0))
+        meet(own, SetupCollectives(leader, ranks.token, 5.0))
         executable = ShardedExecutable(own, ranks)
-        assert executable.capabilities.max_seats == 6  # the least of all ranks
+        assert executable.capabilities.max_num_seqs == 6  # the least of all ranks
         assert executable.mesh == "1x3" and own.mesh == "1x1"  # what results say
         loop = EngineLoop(executable)
         loop.warm_up()
@@ -92,8 +92,8 @@ def test_followers_make_the_steps_of_rank_0(tmp_path: Path) -> None:
         assert [len(each.output) for each in requests] == [9] * 4
     for each in others:
         assert each.num_steps == own.num_steps > 9
-        seats = set(own._sittings)
-        assert {s: each.length(s) for s in seats} == {s: own.length(s) for s in seats}
+        slots = set(own._slot_states)
+        assert {s: each.length(s) for s in slots} == {s: own.length(s) for s in slots}
 
 
 def test_ranks_share_the_passes_that_the_least_of_them_has(tmp_path: Path) -> None:
@@ -105,10 +105,10 @@ def test_ranks_share_the_passes_that_the_least_of_them_has(tmp_path: Path) -> No
         each.capabilities = replace(each.capabilities, passes=passes, most_shared=found[-1])
 
     def follow(follower: Follower, token: bytes) -> None:
-        meet(other, Peers(follower, token, 5.0))
+        meet(other, SetupCollectives(follower, token, 5.0))
 
     with thread_group(tmp_path, 2, follow) as (leader, ranks):
-        meet(own, Peers(leader, ranks.token, 5.0))
+        meet(own, SetupCollectives(leader, ranks.token, 5.0))
     assert own.capabilities == other.capabilities
     assert own.capabilities.passes == ((4, (64,)), (8, (64, 2048)))
     assert own.capabilities.most_shared == 2048 and not other.notes
@@ -124,19 +124,21 @@ def test_ranks_that_part_are_found_where_it_is_asked_for(
     own, other = (_null(tiny_model(num_layers=1), 2) for _ in range(2))
 
     def follow(follower: Follower, token: bytes) -> None:
-        meet(other, Peers(follower, token, 5.0))
+        meet(other, SetupCollectives(follower, token, 5.0))
         with pytest.raises((RankError, ChannelClosedError)):
             serve_steps(other, follower)
 
     with thread_group(tmp_path, 2, follow) as (leader, ranks):
-        meet(own, Peers(leader, ranks.token, 5.0))
+        meet(own, SetupCollectives(leader, ranks.token, 5.0))
         executable = ShardedExecutable(own, ranks)
-        opened = Open(S[0], SamplingParams())
-        executable.step(Step(edits=(opened,), prompts=(Chunk(S[0], 0, (1, 2), chooses=True),)))
+        opened = OpenSlot(S[0], SamplingParams())
+        executable.step(
+            Step(edits=(opened,), prompts=(PrefillChunk(S[0], 0, (1, 2), chooses=True),))
+        )
         for _ in range(20):
             executable.step(Step(decode=(S[0],)))
-        other._sittings[S[0]].length += 1
-        message = r"rank 1 .*is at 24 steps \w+, seats \w+; rank 0 is at 24 steps \w+, seats \w+"
+        other._slot_states[S[0]].length += 1
+        message = r"rank 1 .*is at 24 steps \w+, slots \w+; rank 0 is at 24 steps \w+, slots \w+"
         for _ in range(3):
             executable.step(Step(decode=(S[0],)))
         with pytest.raises(RankError, match=message):
@@ -162,11 +164,11 @@ def test_a_hundred_thousand_operations_on_two_ranks(
     own, other = (_null(model, 6) for _ in range(2))
 
     def follow(follower: Follower, token: bytes) -> None:
-        meet(other, Peers(follower, token, 10.0))
+        meet(other, SetupCollectives(follower, token, 10.0))
         serve_steps(other, follower)
 
     with thread_group(tmp_path, 2, follow) as (leader, ranks):
-        meet(own, Peers(leader, ranks.token, 10.0))
+        meet(own, SetupCollectives(leader, ranks.token, 10.0))
         random_operations(EngineLoop(ShardedExecutable(own, ranks)), 100_000)
     assert other.num_steps == own.num_steps > 10_000
 
@@ -175,17 +177,20 @@ def test_a_step_that_fails_on_one_rank_ends_the_group(tmp_path: Path) -> None:
     own, other = (_null(tiny_model(num_layers=1), 1) for _ in range(2))
 
     def follow(follower: Follower, token: bytes) -> None:
-        meet(other, Peers(follower, token, 5.0))
+        meet(other, SetupCollectives(follower, token, 5.0))
         with pytest.raises(AssertionError, match="leaves a gap"):
             serve_steps(other, follower)
 
     with thread_group(tmp_path, 2, follow) as (leader, ranks):
-        meet(own, Peers(leader, ranks.token, 5.0))
+        meet(own, SetupCollectives(leader, ranks.token, 5.0))
         executable = ShardedExecutable(own, ranks)
         service = EngineService(executable, QueueTransport())
         with pytest.raises(AssertionError, match="leaves a gap"):
             executable.step(
-                Step(edits=(Open(S[0], SamplingParams()),), prompts=(Chunk(S[0], 5, (1,)),))
+                Step(
+                    edits=(OpenSlot(S[0], SamplingParams()),),
+                    prompts=(PrefillChunk(S[0], 5, (1,)),),
+                )
             )
         with pytest.raises(RankError, match=r"rank 0 failed in step|rank 1 .* failed in step"):
             executable.step(Step())
@@ -207,17 +212,17 @@ def test_collectives_between_sockets_are_those_of_ranks_in_one_process(tmp_path:
     values = [torch.randn(2, 70_000, generator=generator) for _ in range(3)]
     found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def run(peers: Peers) -> None:
-        exchange = Exchange.of(peers)
+    def run(peers: SetupCollectives) -> None:
+        exchange = SocketAllGather.of(peers)
         found[peers.rank] = RankInterpreter(_rank_graph(), exchange).run(values[peers.rank])
         exchange.close()
 
     def follow(follower: Follower, token: bytes) -> None:
-        run(Peers(follower, token, 10.0))
+        run(SetupCollectives(follower, token, 10.0))
         follower.receive()
 
     with thread_group(tmp_path, 3, follow) as (leader, ranks):
-        run(Peers(leader, ranks.token, 10.0))
+        run(SetupCollectives(leader, ranks.token, 10.0))
     for rank in range(3):
         total, side = found[rank]
         assert torch.equal(total, all_reduce_group(values, "bf16")[rank])
@@ -228,14 +233,14 @@ def test_a_rank_that_takes_no_part_is_named_with_the_exchange(tmp_path: Path) ->
     ends = threading.Event()
 
     def follow(follower: Follower, token: bytes) -> None:
-        exchange = Exchange.of(Peers(follower, token, 5.0))
+        exchange = SocketAllGather.of(SetupCollectives(follower, token, 5.0))
         exchange.all_gather(b"x")
         ends.wait(10)
         exchange.close()
         follower.receive()
 
     with thread_group(tmp_path, 2, follow) as (leader, ranks):
-        exchange = Exchange.of(Peers(leader, ranks.token, 0.2))
+        exchange = SocketAllGather.of(SetupCollectives(leader, ranks.token, 0.2))
         assert exchange.all_gather(b"yz") == [b"yz", b"x"]
         said = r"did not answer exchange 2 within 0\.2 s"
         with pytest.raises(ExchangeError, match=said) as error:

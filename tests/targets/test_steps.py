@@ -1,4 +1,4 @@
-"""One list of steps on every target that keeps its seats on the host: what a step promises."""
+"""One list of steps on every target that keeps its slots on the host: what a step promises."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import torch
 from tests.masks import allowed_of
 from tests.models.test_qwen3_5 import ON_CUDA
 from tests.tiny import compiled, joined, precision_of, prefill, random_tokens, tiny_model
-from tilewright.compiler.sampling.choose import Row, choose_tokens
+from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     NOT_A_NUMBER,
-    Chunk,
-    Close,
-    Copy,
-    Load,
-    Open,
-    Pages,
-    Save,
-    Seat,
+    AssignPages,
+    CloseSlot,
+    CopyState,
+    LoadState,
+    OpenSlot,
+    PrefillChunk,
+    SaveState,
+    Slot,
     Snapshot,
     Step,
 )
 
-A, B, C = Seat(0), Seat(1), Seat(2)
+A, B, C = Slot(0), Slot(1), Slot(2)
 PROMPT = tuple(random_tokens(9))
 HYBRID: dict[str, Any] = {"model_type": "qwen3_5", **ON_CUDA}
 PENALISED = SamplingParams(
@@ -56,17 +56,17 @@ def _anew(executable: Executable) -> None:
     executable.reset()
 
 
-def opened(executable: Executable, seat: Seat, choosing: SamplingParams, *, first: int = 0) -> Step:
-    """A seat with a page, where there are pages, each seat its own."""
-    edits: list[Open | Pages] = [Open(seat, choosing, PROMPT)]
+def opened(executable: Executable, slot: Slot, choosing: SamplingParams, *, first: int = 0) -> Step:
+    """A slot with a page, where there are pages, each slot its own."""
+    edits: list[OpenSlot | AssignPages] = [OpenSlot(slot, choosing, PROMPT)]
     if executable.capabilities.page_size:
-        edits.append(Pages(seat, 0, (seat + first,)))
+        edits.append(AssignPages(slot, 0, (slot + first,)))
     return Step(edits=tuple(edits))
 
 
 def test_a_prompt_s_token_is_read_next_without_the_host(executable: Executable) -> None:
     executable.step(opened(executable, A, SamplingParams()))
-    first = executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),)))
+    first = executable.step(Step(prompts=(PrefillChunk(A, 0, PROMPT, chooses=True),)))
     second = executable.step(Step(decode=(A,), want_logits=True))
     (token,) = first.parts[0].read().tokens
     alone = prefill_of(executable, [*PROMPT, token])
@@ -77,23 +77,23 @@ def test_a_prompt_s_token_is_read_next_without_the_host(executable: Executable) 
 def prefill_of(executable: Executable, tokens: list[int]) -> torch.Tensor:
     executable.reset()
     executable.step(opened(executable, C, SamplingParams(), first=1))
-    chunk = Chunk(C, 0, tuple(tokens), echoes=True)
+    chunk = PrefillChunk(C, 0, tuple(tokens), echoes=True)
     return joined(executable.step(Step(prompts=(chunk,), want_logits=True)))
 
 
-def test_decode_comes_before_prompts_and_each_seat_is_answered(executable: Executable) -> None:
-    for seat in (A, B):
-        executable.step(opened(executable, seat, SamplingParams()))
-    executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),)))
-    output = executable.step(Step(decode=(A,), prompts=(Chunk(B, 0, PROMPT, chooses=True),)))
-    assert [part.seats for part in output.parts] == [(A,), (B,)]
+def test_decode_comes_before_prompts_and_each_slot_is_answered(executable: Executable) -> None:
+    for slot in (A, B):
+        executable.step(opened(executable, slot, SamplingParams()))
+    executable.step(Step(prompts=(PrefillChunk(A, 0, PROMPT, chooses=True),)))
+    output = executable.step(Step(decode=(A,), prompts=(PrefillChunk(B, 0, PROMPT, chooses=True),)))
+    assert [part.slots for part in output.parts] == [(A,), (B,)]
     middle = executable.step(Step(decode=(B, A)))
-    assert middle.parts[0].seats == (B, A) and len(middle.parts[0].read().tokens) == 2
+    assert middle.parts[0].slots == (B, A) and len(middle.parts[0].read().tokens) == 2
 
 
 def test_a_forced_token_is_read_in_the_place_of_the_one_held(executable: Executable) -> None:
     executable.step(opened(executable, A, SamplingParams()))
-    executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),)))
+    executable.step(Step(prompts=(PrefillChunk(A, 0, PROMPT, chooses=True),)))
     forced = executable.step(Step(decode=(A,), forced={A: 7}, want_logits=True))
     got = joined(forced).clone()
     torch.testing.assert_close(got, prefill_of(executable, [*PROMPT, 7])[-1:], atol=0.25, rtol=0)
@@ -111,11 +111,13 @@ def test_tokens_are_those_of_the_definition(
     executable: Executable, choosing: SamplingParams
 ) -> None:
     executable.step(opened(executable, A, choosing))
-    output = executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),), want_logits=True))
+    output = executable.step(
+        Step(prompts=(PrefillChunk(A, 0, PROMPT, chooses=True),), want_logits=True)
+    )
     counts: dict[int, int] = {}
     for position in range(len(PROMPT), len(PROMPT) + 8):
         (token,) = output.parts[0].read().tokens
-        row = Row(choosing, position, PROMPT, dict(counts))
+        row = SamplingRow(choosing, position, PROMPT, dict(counts))
         assert choose_tokens(joined(output), [row]) == ([token], [True])
         counts[token] = counts.get(token, 0) + 1
         output = executable.step(Step(decode=(A,), want_logits=True))
@@ -125,7 +127,7 @@ def test_masks_come_late_and_end_tokens_wait_for_their_time(executable: Executab
     executable.step(opened(executable, A, SamplingParams(min_tokens=2, stop_token_ids=(5,))))
     allowed = np.zeros(executable.vocab_size, dtype=bool)
     allowed[[5, 6]] = True
-    output = executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),), masked=True))
+    output = executable.step(Step(prompts=(PrefillChunk(A, 0, PROMPT, chooses=True),), masked=True))
     executable.choose(output, allowed_of({A: allowed}))
     assert output.parts[0].read().tokens == [6], "an end token may not come first"
     for tokens, why in (([6], [0]), ([5], [1])):
@@ -137,22 +139,24 @@ def test_masks_come_late_and_end_tokens_wait_for_their_time(executable: Executab
 
 def test_an_empty_mask_is_no_number(executable: Executable) -> None:
     executable.step(opened(executable, A, SamplingParams()))
-    output = executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),), masked=True))
+    output = executable.step(Step(prompts=(PrefillChunk(A, 0, PROMPT, chooses=True),), masked=True))
     executable.choose(output, allowed_of({A: np.zeros(executable.vocab_size, dtype=bool)}))
     assert output.parts[0].read().why == [NOT_A_NUMBER]
 
 
-def test_a_reset_forgets_a_choice_that_waits_and_all_seats(executable: Executable) -> None:
+def test_a_reset_forgets_a_choice_that_waits_and_all_slots(executable: Executable) -> None:
     for _ in range(2):
         executable.step(opened(executable, A, SamplingParams()))
-        output = executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),), masked=True))
-        assert output.parts[0].seats == (A,)
+        output = executable.step(
+            Step(prompts=(PrefillChunk(A, 0, PROMPT, chooses=True),), masked=True)
+        )
+        assert output.parts[0].slots == (A,)
         executable.reset()
 
 
 def test_log_probabilities_are_those_of_the_raw_logits(executable: Executable) -> None:
     executable.step(opened(executable, A, PENALISED))
-    chunk = Chunk(A, 0, PROMPT, chooses=True, echoes=True)
+    chunk = PrefillChunk(A, 0, PROMPT, chooses=True, echoes=True)
     output = executable.step(Step(prompts=(chunk,), logprobs=3, want_logits=True))
     (part,) = output.parts
     chosen, expected = part.read(), joined(output).double().log_softmax(-1)
@@ -166,11 +170,11 @@ def test_log_probabilities_are_those_of_the_raw_logits(executable: Executable) -
 
 
 def test_a_copy_goes_its_own_way(executable: Executable) -> None:
-    for seat in (A, B):
-        executable.step(opened(executable, seat, SamplingParams()))
-    executable.step(Step(prompts=(Chunk(A, 0, PROMPT),)))
-    executable.step(Step(edits=(Copy(A, B, len(PROMPT)),)))
-    rows = [Chunk(seat, len(PROMPT), (4, 2), chooses=True) for seat in (A, B)]
+    for slot in (A, B):
+        executable.step(opened(executable, slot, SamplingParams()))
+    executable.step(Step(prompts=(PrefillChunk(A, 0, PROMPT),)))
+    executable.step(Step(edits=(CopyState(A, B, len(PROMPT)),)))
+    rows = [PrefillChunk(slot, len(PROMPT), (4, 2), chooses=True) for slot in (A, B)]
     found = [executable.step(Step(prompts=(row,), want_logits=True)) for row in rows]
     assert torch.equal(*map(joined, found))
 
@@ -187,32 +191,32 @@ def test_the_choices_of_a_prompt_compute_it_once(executable: Executable, kind: s
         "penalised": PENALISED,
     }
     rows = [replace(makes[kind], seed=seed) for seed in (5, 6, 7)]
-    for seat, row in zip((A, B, C), rows, strict=True):
-        executable.step(opened(executable, seat, row))
-    executable.step(Step(prompts=(Chunk(A, 0, PROMPT[:4]),)))
-    chunk = Chunk(A, 4, PROMPT[4:], chooses=True, also=(B, C))
+    for slot, row in zip((A, B, C), rows, strict=True):
+        executable.step(opened(executable, slot, row))
+    executable.step(Step(prompts=(PrefillChunk(A, 0, PROMPT[:4]),)))
+    chunk = PrefillChunk(A, 4, PROMPT[4:], chooses=True, also=(B, C))
     first = executable.step(Step(prompts=(chunk,)))
     (part,) = first.parts
     tokens = [list(part.read().tokens)]
-    assert part.seats == (A, B, C)
+    assert part.slots == (A, B, C)
     for _ in range(3):
         tokens.append(list(executable.step(Step(decode=(A, B, C))).parts[0].read().tokens))
     for at, row in enumerate(rows):
         executable.reset()
         executable.step(opened(executable, A, row))
-        executable.step(Step(prompts=(Chunk(A, 0, PROMPT[:4]),)))
-        last = executable.step(Step(prompts=(Chunk(A, 4, PROMPT[4:], chooses=True),)))
+        executable.step(Step(prompts=(PrefillChunk(A, 0, PROMPT[:4]),)))
+        last = executable.step(Step(prompts=(PrefillChunk(A, 4, PROMPT[4:], chooses=True),)))
         alone = [last.parts[0].read().tokens[0]]
         for _ in range(3):
             alone += executable.step(Step(decode=(A,))).parts[0].read().tokens
         assert [each[at] for each in tokens] == alone
 
 
-def test_a_seat_opened_again_has_no_past(executable: Executable) -> None:
+def test_a_slot_opened_again_has_no_past(executable: Executable) -> None:
     executable.step(opened(executable, A, PENALISED))
-    executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),)))
-    again = (Close(A), *opened(executable, A, SamplingParams()).edits)
-    chunk = Chunk(A, 0, PROMPT[:4], chooses=True)
+    executable.step(Step(prompts=(PrefillChunk(A, 0, PROMPT, chooses=True),)))
+    again = (CloseSlot(A), *opened(executable, A, SamplingParams()).edits)
+    chunk = PrefillChunk(A, 0, PROMPT[:4], chooses=True)
     output = executable.step(Step(edits=again, prompts=(chunk,), want_logits=True))
     got = joined(output).clone()
     alone = prefill_of(executable, list(PROMPT[:4]))[-1:]
@@ -224,11 +228,11 @@ def test_a_snapshot_on_the_way_continues_as_the_whole(target: str) -> None:
     hybrid = compiled(tiny_model(std=0.2, **HYBRID), target)
     whole = prefill(hybrid, list(PROMPT))
     hybrid.reset()
-    hybrid.step(Step(edits=(Open(A, SamplingParams()), Open(B, SamplingParams()))))
-    hybrid.step(Step(prompts=(Chunk(A, 0, PROMPT, saves=((5, Snapshot(2)),)),)))
-    hybrid.step(Step(edits=(Copy(A, B, 9), Load(B, Snapshot(2)))))
-    rest = Chunk(B, 5, PROMPT[5:], chooses=True)
+    hybrid.step(Step(edits=(OpenSlot(A, SamplingParams()), OpenSlot(B, SamplingParams()))))
+    hybrid.step(Step(prompts=(PrefillChunk(A, 0, PROMPT, saves=((5, Snapshot(2)),)),)))
+    hybrid.step(Step(edits=(CopyState(A, B, 9), LoadState(B, Snapshot(2)))))
+    rest = PrefillChunk(B, 5, PROMPT[5:], chooses=True)
     output = hybrid.step(Step(prompts=(rest,), want_logits=True))
     torch.testing.assert_close(joined(output), whole[-1:], atol=1e-4, rtol=0)
-    hybrid.step(Step(edits=(Save(B, Snapshot(2)),)))
+    hybrid.step(Step(edits=(SaveState(B, Snapshot(2)),)))
     hybrid.close()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.dealt_models import ARCHITECTURES, BIASES, COUNTS, assert_equal, grouped, logits_of, make
-from tests.tiny import copy_seat, precision_of, prefill, random_tokens, step, take_seat
+from tests.tiny import copy_slot, precision_of, prefill, random_tokens, step, take_slot
 from tilewright.compiler.driver import compile_virtual
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.distributed.parallel import ALONE, Parallel
@@ -62,9 +62,9 @@ def test_copies_and_snapshots_are_each_rank_s_own_part() -> None:
     model = make("qwen3_5")
     executable, tokens = grouped(model, Parallel(2)).executable, random_tokens(6, vocab_size=131)
     expected = prefill(executable, tokens)
-    seat = take_seat(executable)
-    step(executable, [(seat, tokens[:4], 0)], rows=range(4))
-    other = copy_seat(executable, seat, 4)
+    slot = take_slot(executable)
+    step(executable, [(slot, tokens[:4], 0)], rows=range(4))
+    other = copy_slot(executable, slot, 4)
     found = step(executable, [(other, tokens[4:], 4)], rows=range(2))
     torch.testing.assert_close(found, expected[4:], atol=1e-5, rtol=1e-5)
     assert executable.capabilities.num_snapshots > 0

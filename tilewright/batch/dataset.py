@@ -19,11 +19,11 @@ MAX_TOKENS = 512
 """Tokens of an answer to a plain row that says nothing of its length."""
 
 
-class _Ended(msgspec.Struct):
+class _DatasetEnd(msgspec.Struct):
     error: object = None
 
 
-_ERROR = msgspec.json.Decoder(_Ended)
+_ERROR = msgspec.json.Decoder(_DatasetEnd)
 
 
 class DataSet(Protocol):

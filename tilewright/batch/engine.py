@@ -14,34 +14,34 @@ from tilewright.batch.records import Item, Record, refused
 from tilewright.compiler.targets.interface.step import LogProbs
 from tilewright.errors import CompileError, RankError, one_line
 from tilewright.runtime.messages import (
-    Beat,
-    Cancel,
-    Failed,
-    Finished,
+    AbortRequest,
+    EngineReady,
+    EngineStartFailed,
     FromEngine,
-    Ready,
-    Refused,
-    Started,
-    Tokens,
+    Heartbeat,
+    NewTokens,
+    RequestFailed,
+    RequestFinished,
+    RequestStarted,
 )
 from tilewright.runtime.scheduling.engine_stats import STEP
 from tilewright.runtime.service import EngineService, QueueTransport
 from tilewright.serve.engines.request_tracker import RequestTimes
-from tilewright.serve.output.choice import Choice
+from tilewright.serve.output.choice import ChoiceStream
 from tilewright.serve.web.errors import ApiError
-from tilewright.serve.web.responses import Job
+from tilewright.serve.web.responses import CompletionTask
 
 _FED_A_TURN = 16
 """Rows that are made ready between two steps: the device has work meanwhile, but not for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class FinishedRow:
     """A row that has ended, with what it took.
 
     Attributes:
-        first_s: seconds from its seat to its first token; None where there was none.
-        total_s: seconds from its seat to its last token.
+        first_s: seconds from its slot to its first token; None where there was none.
+        total_s: seconds from its slot to its last token.
         ignored: keys of its body that nothing came of.
     """
 
@@ -52,14 +52,14 @@ class Ended:
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _ActiveChoice:
     """One choice of a row on its way.
 
     Attributes:
         tokens, scores: what has come and is no text yet; echo: of its prompt, with the first.
     """
 
-    live: _Live
+    live: _ActiveRow
     index: int
     times: RequestTimes
     tokens: list[int] = field(default_factory=list)
@@ -67,25 +67,25 @@ class _Asked:
     echo: tuple[LogProbs, ...] = ()
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> ChoiceStream:
         return self.live.job.choices[self.index]
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
+class _ActiveRow:
     """A row on its way."""
 
     item: Item
-    job: Job
+    job: CompletionTask
     is_watched: bool
-    asked: dict[int, _Asked] = field(default_factory=dict)
-    done: list[_Asked] = field(default_factory=list)
+    asked: dict[int, _ActiveChoice] = field(default_factory=dict)
+    done: list[_ActiveChoice] = field(default_factory=list)
 
 
 class BatchEngine:
     """Answers rows by an :class:`EngineService`, continuously batched.
 
-    It keeps as many rows waiting as there are seats, and makes the next ones ready while the
+    It keeps as many rows waiting as there are slots, and makes the next ones ready while the
     device computes.
 
     Attributes:
@@ -98,9 +98,9 @@ class BatchEngine:
     ) -> None:
         self._service, self._transport, self._preparer = service, transport, preparer
         self._numbers = itertools.count(1)
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, _ActiveChoice] = {}
         self._num_waiting = 0
-        self._most_waiting = service.loop.executable.capabilities.max_seats
+        self._most_waiting = service.loop.executable.capabilities.max_num_seqs
         self.num_output = self.num_first = 0
 
     @property
@@ -110,7 +110,7 @@ class BatchEngine:
         kinds = (found.get(f"{STEP}/{kind}") for kind in ("decode", "mixed"))
         return sum(sum(tally.counts) for tally in kinds if tally is not None)
 
-    def run(self, items: Iterator[Item | Record]) -> Iterator[list[Ended]]:
+    def run(self, items: Iterator[Item | Record]) -> Iterator[list[FinishedRow]]:
         """Answer rows in about the order in which they are given; after every step, those that
         have ended, among them at once those of which a record is given.
 
@@ -119,21 +119,21 @@ class BatchEngine:
         """
         is_empty = False
         while not is_empty or self._asked:
-            ended: list[Ended] = []
+            ended: list[FinishedRow] = []
             for _ in range(_FED_A_TURN):
                 if is_empty or self._num_waiting >= self._most_waiting:
                     break
                 item = next(items, None)
                 is_empty = item is None
                 if isinstance(item, Record):
-                    ended.append(Ended(record=item))
+                    ended.append(FinishedRow(record=item))
                 elif item is not None:
                     self._give(item, ended)
             if self._asked:
                 self._turn(ended)
             yield ended
 
-    def _turn(self, ended: list[Ended]) -> None:
+    def _turn(self, ended: list[FinishedRow]) -> None:
         try:
             self._service.turn()
         except RankError as error:
@@ -145,20 +145,20 @@ class BatchEngine:
         while outbox:
             self._hear(outbox.popleft(), ended)
 
-    def _give(self, item: Item, ended: list[Ended]) -> None:
+    def _give(self, item: Item, ended: list[FinishedRow]) -> None:
         """Ask for a row; one that cannot be asked has ended."""
         try:
             job = self._preparer.job(item)
         except ApiError as error:
-            ended.append(Ended(record=refused(item.row, error)))
+            ended.append(FinishedRow(record=refused(item.row, error)))
             return
         is_watched = any(each.matcher.has_stops or each.reader for each in job.choices)
-        live, now = _Live(item, job, is_watched), time.perf_counter()
+        live, now = _ActiveRow(item, job, is_watched), time.perf_counter()
         first: dict[tuple[int, ...], int] = {}
         for index, choice in enumerate(job.choices):
             number = next(self._numbers)
             like = first.setdefault(choice.request.prompt, number)
-            self._asked[number] = live.asked[number] = _Asked(live, index, RequestTimes(now))
+            self._asked[number] = live.asked[number] = _ActiveChoice(live, index, RequestTimes(now))
             self._num_waiting += 1
             self._transport.inbox.append(
                 msgspec.structs.replace(
@@ -166,28 +166,30 @@ class BatchEngine:
                 )
             )
 
-    def _hear(self, message: FromEngine, ended: list[Ended]) -> None:
-        if isinstance(message, Ready | Refused | Beat):
+    def _hear(self, message: FromEngine, ended: list[FinishedRow]) -> None:
+        if isinstance(message, EngineReady | EngineStartFailed | Heartbeat):
             return
         asked = self._asked.get(message.request_id)
         if asked is None:
             return
-        if isinstance(message, Tokens):
+        if isinstance(message, NewTokens):
             self._hear_tokens(message, asked, ended)
-        elif isinstance(message, Started):
+        elif isinstance(message, RequestStarted):
             self._num_waiting -= asked.times.started_at is None
             asked.times.on_started(message)
             asked.choice.started = asked.choice.started or message
-        elif isinstance(message, Finished):
+        elif isinstance(message, RequestFinished):
             self._push(asked)
             asked.choice.finished = message
             asked.choice.end(message.reason)
             self._leave(message.request_id, ended)
         else:
-            assert isinstance(message, Failed), message
+            assert isinstance(message, RequestFailed), message
             self._fail(asked, message, ended)
 
-    def _hear_tokens(self, message: Tokens, asked: _Asked, ended: list[Ended]) -> None:
+    def _hear_tokens(
+        self, message: NewTokens, asked: _ActiveChoice, ended: list[FinishedRow]
+    ) -> None:
         self.num_output += len(message.tokens)
         self.num_first += asked.times.first_at is None
         asked.times.on_tokens()
@@ -198,20 +200,20 @@ class BatchEngine:
             self._push(asked)
             if asked.choice.finish_reason is not None:
                 asked.choice.finished = asked.times.finished(message.request_id)
-                self._transport.inbox.append(Cancel(message.request_id))
+                self._transport.inbox.append(AbortRequest(message.request_id))
                 self._leave(message.request_id, ended)
 
-    def _push(self, asked: _Asked) -> None:
+    def _push(self, asked: _ActiveChoice) -> None:
         """Make text of the tokens that have come: of most answers once, at their end."""
         choice = asked.choice
         if asked.tokens:
             if choice.awaits_echo:
                 choice.score_prompt(asked.echo)
-            choice.push(Tokens(0, tuple(asked.tokens), tuple(asked.scores)))
+            choice.push(NewTokens(0, tuple(asked.tokens), tuple(asked.scores)))
             asked.tokens.clear()
             asked.scores.clear()
 
-    def _leave(self, number: int, ended: list[Ended]) -> None:
+    def _leave(self, number: int, ended: list[FinishedRow]) -> None:
         asked = self._asked.pop(number)
         live = asked.live
         del live.asked[number]
@@ -220,19 +222,19 @@ class BatchEngine:
         if not live.asked:
             ended.append(_ended(live))
 
-    def _fail(self, asked: _Asked, message: Failed, ended: list[Ended]) -> None:
+    def _fail(self, asked: _ActiveChoice, message: RequestFailed, ended: list[FinishedRow]) -> None:
         """One of a row's choices cannot be served: the row ends with that."""
         live = asked.live
         for number, each in live.asked.items():
             if number != message.request_id:
-                self._transport.inbox.append(Cancel(number))
+                self._transport.inbox.append(AbortRequest(number))
             self._num_waiting -= each.times.started_at is None
             del self._asked[number]
         error = ApiError(500, message.code, message.message)
-        ended.append(Ended(record=refused(live.item.row, error)))
+        ended.append(FinishedRow(record=refused(live.item.row, error)))
 
 
-def _ended(live: _Live) -> Ended:
+def _ended(live: _ActiveRow) -> FinishedRow:
     usage = live.job.usage()
     record = Record(
         row=live.item.row,
@@ -240,7 +242,7 @@ def _ended(live: _Live) -> Ended:
         completion_tokens=usage["completion_tokens"],
         body=msgspec.Raw(msgspec.json.encode(live.job.whole())),
     )
-    return Ended(
+    return FinishedRow(
         record=record,
         first_s=_first(live.done),
         total_s=_total(live.done),
@@ -248,11 +250,11 @@ def _ended(live: _Live) -> Ended:
     )
 
 
-def _first(done: Sequence[_Asked]) -> float | None:
+def _first(done: Sequence[_ActiveChoice]) -> float | None:
     times = [asked.times.finished(0) for asked in done]
     return min((end.prefill_s for end in times if end is not None), default=None)
 
 
-def _total(done: Sequence[_Asked]) -> float | None:
+def _total(done: Sequence[_ActiveChoice]) -> float | None:
     times = [asked.times.finished(0) for asked in done]
     return max((end.prefill_s + end.decode_s for end in times if end is not None), default=None)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tilewright.batch.engine import Ended
+from tilewright.batch.engine import FinishedRow
 
 _TAIL = 0.05
 """The share of the rows that are the tail: those that end last."""
@@ -51,7 +51,9 @@ class Meter:
     _marks: list[_Mark] = field(default_factory=list)
     _ended: float = 0.0
 
-    def take(self, ended: Sequence[Ended], *, num_steps: int = 0, num_decoded: int = 0) -> None:
+    def take(
+        self, ended: Sequence[FinishedRow], *, num_steps: int = 0, num_decoded: int = 0
+    ) -> None:
         """Count rows that have ended; ``num_decoded``: tokens that ``num_steps`` have given."""
         self._ended = now = time.perf_counter()
         for each in ended:
@@ -122,7 +124,7 @@ class Meter:
         for name, times in (("TTFT", self.first_s), ("Latency", self.total_s)):
             if times:
                 middle, high = (1e3 * percentile(times, share) for share in (50, 99))
-                found.append(f"{name} from its seat: p50 {middle:,.0f} ms, p99 {high:,.0f} ms")
+                found.append(f"{name} from its slot: p50 {middle:,.0f} ms, p99 {high:,.0f} ms")
         if (tail := self.tail) is not None:
             share = 100 * tail.seconds / self.seconds
             said = f"Tail: the last {100 * _TAIL:.0f} % of rows took {tail.seconds:.2f} s, "

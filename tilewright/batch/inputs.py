@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 
 from tilewright.batch.dataset import DataSet, file_hash
-from tilewright.batch.lines import Lines
+from tilewright.batch.lines import LineFile
 from tilewright.batch.openai_rows import OpenAiRows
-from tilewright.batch.plain_rows import Asking, PlainRows, Rows, read_list
+from tilewright.batch.plain_rows import Asking, JsonRows, PlainRows, read_list
 from tilewright.errors import ConfigError
 from tilewright.serve.web.errors import ApiError
 
@@ -33,14 +33,14 @@ def open_data_set(path: Path, asking: Asking, *, is_plain: bool = False) -> Data
 
         found = ParquetRows(path, asking)
     elif path.suffix == ".jsonl":
-        lines = Lines(path)
+        lines = LineFile(path)
         _check_some(path, len(lines))
         if not is_plain and _is_openai(lines):
             found = OpenAiRows(path, lines)
         else:
             found = PlainRows(lines, file_hash(path), asking)
     elif path.suffix == ".json":
-        rows = Rows(path, read_list(path))
+        rows = JsonRows(path, read_list(path))
         _check_some(path, len(rows))
         found = PlainRows(rows, file_hash(path), asking)
     else:
@@ -55,7 +55,7 @@ def _check_some(path: Path, count: int) -> None:
         raise ConfigError(f"data set {path}: has no rows; allowed: at least one")
 
 
-def _is_openai(lines: Lines) -> bool:
+def _is_openai(lines: LineFile) -> bool:
     """Whether the first line that is an object at all is a request with an id."""
     for row in range(min(len(lines), 16)):
         if lines.size(row) < 1 << 26:

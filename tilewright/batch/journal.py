@@ -28,7 +28,7 @@ _RECORD = msgspec.json.Decoder(Record)
 _CHUNK = 1 << 20
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BatchHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which batch a journal is of.
 
     Attributes:
@@ -41,10 +41,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     created: int
 
 
-_HEADER = msgspec.json.Decoder(Header)
+_HEADER = msgspec.json.Decoder(BatchHeader)
 
 
-class Journal:
+class BatchJournal:
     """The journal of one batch; one process at a time writes it.
 
     Attributes:
@@ -52,7 +52,7 @@ class Journal:
         rows: those that have ended, in the order in which they did.
     """
 
-    def __init__(self, path: Path, handle: int, header: Header, size: int) -> None:
+    def __init__(self, path: Path, handle: int, header: BatchHeader, size: int) -> None:
         self.path, self.header = path, header
         self.rows = array("Q")
         self._handle, self._size = handle, size
@@ -68,7 +68,7 @@ class Journal:
         Raises:
             ConfigError: where there is a journal already, or it cannot be written.
         """
-        header = Header(version=VERSION, facts=dict(facts), created=int(time.time()))
+        header = BatchHeader(version=VERSION, facts=dict(facts), created=int(time.time()))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             create_file(path, msgspec.json.encode(header) + b"\n")

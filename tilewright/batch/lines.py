@@ -13,7 +13,7 @@ _CHUNK = 1 << 20
 _MARK = b"\xef\xbb\xbf"  # of UTF-8, as some editors write it
 
 
-class Lines:
+class LineFile:
     """The lines of a file that are not blank, by their number from 0; found once, read when asked.
 
     Raises:

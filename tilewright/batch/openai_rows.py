@@ -18,7 +18,7 @@ from tilewright.batch.dataset import (
     file_hash,
     write_json,
 )
-from tilewright.batch.lines import Lines
+from tilewright.batch.lines import LineFile
 from tilewright.batch.records import Item, Record
 from tilewright.errors import one_line
 
@@ -28,7 +28,7 @@ URLS = {"/v1/chat/completions": True, "/v1/completions": False}
 _MAX_READ = 64 << 20  # bytes of a line that are looked at for its id
 
 
-class _Line(msgspec.Struct):
+class _BatchRequestLine(msgspec.Struct):
     custom_id: str
     url: str
     body: msgspec.Raw
@@ -48,7 +48,7 @@ class _Glance(msgspec.Struct):
     body: msgspec.Raw = msgspec.Raw(b"null")
 
 
-_LINE, _GLANCE = msgspec.json.Decoder(_Line), msgspec.json.Decoder(_Glance)
+_LINE, _GLANCE = msgspec.json.Decoder(_BatchRequestLine), msgspec.json.Decoder(_Glance)
 _SIZES = msgspec.json.Decoder(_Sizes)
 _ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -58,7 +58,7 @@ class OpenAiRows:
 
     suffixes: tuple[str, ...] = (".jsonl",)
 
-    def __init__(self, path: Path, lines: Lines) -> None:
+    def __init__(self, path: Path, lines: LineFile) -> None:
         self.name = "OpenAI's batch"
         self.content_hash = file_hash(path)
         self._lines = lines
@@ -104,7 +104,7 @@ class OpenAiRows:
 
     def num_failed(self, path: Path) -> int:
         """The number of lines with an error."""
-        lines = Lines(path)
+        lines = LineFile(path)
         return count_errors((lines[row] for row in range(len(lines))), path)
 
     def _line(self, record: Record) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tilewright.batch.dataset import DataSet
-from tilewright.batch.journal import Journal
+from tilewright.batch.journal import BatchJournal
 from tilewright.errors import ConfigError, allowed, one_line
 from tilewright.utils.files import mode_of_new
 
@@ -41,15 +41,15 @@ class Output:
             return False
         return True
 
-    def begin(self, facts: Mapping[str, str]) -> Journal:
+    def begin(self, facts: Mapping[str, str]) -> BatchJournal:
         """The journal to write to: that of the run that was stopped, where there is one.
 
         Raises:
             ConfigError: where it cannot be written, or is of another batch.
         """
         if not self.journal_path.exists():
-            return Journal.create(self.journal_path, facts)
-        journal = Journal.open(self.journal_path)
+            return BatchJournal.create(self.journal_path, facts)
+        journal = BatchJournal.open(self.journal_path)
         try:
             journal.check(facts)
         except ConfigError:
@@ -57,12 +57,12 @@ class Output:
             raise
         return journal
 
-    def drop(self, journal: Journal) -> None:
+    def drop(self, journal: BatchJournal) -> None:
         """Remove the journal of a run that ended before its first row: nothing is to go on with."""
         if not len(journal):
             self.journal_path.unlink(missing_ok=True)
 
-    def finish(self, data: DataSet, journal: Journal, rows: Sequence[int]) -> None:
+    def finish(self, data: DataSet, journal: BatchJournal, rows: Sequence[int]) -> None:
         """Make the output of a journal that is complete, whole or not at all; then remove it.
 
         Raises:

@@ -19,7 +19,7 @@ from tilewright.batch.dataset import (
     spent,
     write_json,
 )
-from tilewright.batch.lines import Lines
+from tilewright.batch.lines import LineFile
 from tilewright.batch.records import Item, Record
 from tilewright.errors import ConfigError, one_line
 from tilewright.utils.files import read_regular
@@ -97,7 +97,7 @@ class Asking:
         return f"has a column {taken[0]!r}, which answers add; allowed: {other}" if taken else ""
 
 
-class Rows(Sequence[Any]):
+class JsonRows(Sequence[Any]):
     """The elements of a JSON list, each read when it is asked for."""
 
     def __init__(self, path: Path, raws: Sequence[msgspec.Raw]) -> None:
@@ -135,7 +135,7 @@ def read_list(path: Path) -> list[msgspec.Raw]:
 
 def lines_of(path: Path) -> Iterator[bytes]:
     """The objects of an output, one a line or of one list; raises ConfigError."""
-    rows = Rows(path, read_list(path)) if path.suffix == ".json" else Lines(path)
+    rows = JsonRows(path, read_list(path)) if path.suffix == ".json" else LineFile(path)
     return (rows[row] for row in range(len(rows)))
 
 

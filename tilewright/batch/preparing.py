@@ -15,7 +15,7 @@ from tilewright.batch.records import Item
 from tilewright.errors import ConfigError, RequestError
 from tilewright.runtime.grammar.matchers import Grammars, roomy_threads
 from tilewright.runtime.grammar.spec import GrammarSpec
-from tilewright.runtime.messages import Ready
+from tilewright.runtime.messages import EngineReady
 from tilewright.serve.job_maker import JobMaker
 from tilewright.serve.jobs import Served
 from tilewright.serve.prompt.structured import SECONDS
@@ -23,14 +23,14 @@ from tilewright.serve.prompt.template import TemplateFacts
 from tilewright.serve.prompt.texts import TextCoder
 from tilewright.serve.web.errors import invalid, refuse
 from tilewright.serve.web.requests import ChatRequest, Common, CompletionRequest, decode
-from tilewright.serve.web.responses import Job
+from tilewright.serve.web.responses import CompletionTask
 
 _SEED_BITS = 63
 _NUM_THREADS = 2
 _T = TypeVar("_T")
 
 
-class GrammarTrials:
+class BatchGrammarValidator:
     """Tries grammars before the engine hears of them, in threads whose stacks are deep enough."""
 
     def __init__(self, grammars: Grammars) -> None:
@@ -68,14 +68,14 @@ class Preparer(JobMaker):
 
     model: Served
     template: TemplateFacts
-    trials: GrammarTrials
+    trials: BatchGrammarValidator
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     ignore_eos: bool = False
     seed: int = 0
     created: int = 0
 
-    def job(self, item: Item) -> Job:
+    def job(self, item: Item) -> CompletionTask:
         """The job of a row.
 
         Raises:
@@ -105,7 +105,7 @@ class Preparer(JobMaker):
             changes["ignore_eos"] = True
         return msgspec.structs.replace(request, **changes)
 
-    def up(self) -> tuple[Ready, TextCoder]:
+    def up(self) -> tuple[EngineReady, TextCoder]:
         """See `JobMaker`."""
         return self.model.ready, self.model.coder
 

@@ -64,7 +64,7 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class Frame:
     """A message. The sender defines ``kind``. ``number`` counts steps."""
 
     kind: int
@@ -109,7 +109,7 @@ class Channel:
         finally:
             self._sending.release()
 
-    def receive(self, seconds: float | None = None) -> Message | None:
+    def receive(self, seconds: float | None = None) -> Frame | None:
         """Return the next message, or None after ``seconds``.
 
         Raises:
@@ -125,7 +125,7 @@ class Channel:
                     return None
         return found
 
-    def read_ready(self) -> list[Message]:
+    def read_ready(self) -> list[Frame]:
         """Read from a readable socket without waiting. Return the complete messages.
 
         Raises:
@@ -175,7 +175,7 @@ class Channel:
         self._buffer += data
         return True
 
-    def _take(self) -> Message | None:
+    def _take(self) -> Frame | None:
         if len(self._buffer) < _FRAME.size:
             return None
         kind, size, number = _FRAME.unpack_from(self._buffer)
@@ -186,10 +186,10 @@ class Channel:
             return None
         payload = bytes(self._buffer[_FRAME.size : end])
         del self._buffer[:end]
-        return Message(kind, number, payload)
+        return Frame(kind, number, payload)
 
 
-class Listener:
+class RankListener:
     """A listening socket for ranks, bound to its address only. Local sockets have mode 0600."""
 
     def __init__(self, address: Address, token: bytes) -> None:

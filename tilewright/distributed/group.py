@@ -22,7 +22,7 @@ from tilewright.distributed.channel import (
     Address,
     Channel,
     ChannelClosedError,
-    Message,
+    Frame,
 )
 from tilewright.distributed.parallel import ALONE
 from tilewright.distributed.processes import how_process_is, is_stopped
@@ -84,7 +84,7 @@ class Leader:
         self.address, self.limit_s = address, limit_s
         self.failure: TilewrightError | None = None
         self.number, self.ends_process = 0, False
-        self._heard: list[deque[Message]] = [deque() for _ in members]
+        self._heard: list[deque[Frame]] = [deque() for _ in members]
         self._last = [time.monotonic()] * len(members)
         self._is_loading = self._is_at_work = True
         self._is_told = self._is_closing = False
@@ -110,7 +110,7 @@ class Leader:
                 self.fail(member.rank, f"is gone ({error})")
                 self.check()
 
-    def hear(self, member: Member, seconds: float) -> Message:
+    def hear(self, member: Member, seconds: float) -> Frame:
         """Return a follower's next message, except heartbeats.
 
         Raises:
@@ -314,7 +314,7 @@ class Follower:
         self._beater = threading.Thread(target=self._beat, daemon=True, name="beat")
         self._beater.start()
 
-    def receive(self) -> Message:
+    def receive(self) -> Frame:
         """Return rank 0's next message, except heartbeats.
 
         Raises:

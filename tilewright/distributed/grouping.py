@@ -14,7 +14,7 @@ from tilewright.distributed.parallel import (
     PEERS,
     Parallel,
 )
-from tilewright.distributed.world import Machines, Place, machines_of, place_of
+from tilewright.distributed.world import Machines, RankInfo, machines_of, place_of
 from tilewright.errors import ConfigError
 
 
@@ -28,7 +28,7 @@ class Grouping:
 
     parallel: Parallel = ALONE
     machines: Machines = field(default_factory=Machines)
-    place: Place | None = None
+    place: RankInfo | None = None
     workers: tuple[Address, ...] = ()
 
     @property

@@ -16,7 +16,7 @@ from tilewright.distributed.channel import (
     Address,
     Channel,
     ChannelClosedError,
-    Listener,
+    RankListener,
     call,
 )
 from tilewright.distributed.group import (
@@ -26,7 +26,7 @@ from tilewright.distributed.group import (
     Member,
 )
 from tilewright.distributed.processes import is_stopped
-from tilewright.distributed.world import Machines, Place, forbid_multicast, local_place
+from tilewright.distributed.world import Machines, RankInfo, forbid_multicast, local_place
 from tilewright.errors import ConfigError, RankError
 from tilewright.utils.child_process import PYTHON, Child
 
@@ -34,7 +34,7 @@ _LOOK_SECONDS, _WORKER_SECONDS = 0.2, 10.0
 
 
 @dataclass(slots=True)
-class Ranks:
+class LaunchedRanks:
     """A group gathered by rank 0, and the files to remove at its end."""
 
     leader: Leader
@@ -47,11 +47,13 @@ class Ranks:
         self.files.close()
 
 
-Start = Callable[[Place], dict[int, Child]]
+Start = Callable[[RankInfo], dict[int, Child]]
 """Has the other ranks started, given rank 0's place; returns those that are processes of ours."""
 
 
-def gather(place: Place, begin: Start, *, limit_s: float, names: Sequence[str] = ()) -> Ranks:
+def gather(
+    place: RankInfo, begin: Start, *, limit_s: float, names: Sequence[str] = ()
+) -> LaunchedRanks:
     """Return the group of all ranks, with this process as rank 0.
 
     Args:
@@ -66,7 +68,7 @@ def gather(place: Place, begin: Start, *, limit_s: float, names: Sequence[str] =
     """
     forbid_multicast()
     children: dict[int, Child] = {}
-    listener = Listener(place.address, place.token)
+    listener = RankListener(place.address, place.token)
     try:
         place = replace(place, address=listener.address, limit_s=limit_s)
         children = begin(place)
@@ -79,12 +81,14 @@ def gather(place: Place, begin: Start, *, limit_s: float, names: Sequence[str] =
         raise
     finally:
         listener.close()
-    return Ranks(Leader(members, place.address, limit_s), place.token, contextlib.ExitStack())
+    return LaunchedRanks(
+        Leader(members, place.address, limit_s), place.token, contextlib.ExitStack()
+    )
 
 
 def gather_here(
     size: int, command: Sequence[str], *, limit_s: float, names: Sequence[str] = ()
-) -> Ranks:
+) -> LaunchedRanks:
     """Return a group on this machine only. Start ``command`` (arguments after ``python``) per
     further rank.
 
@@ -93,7 +97,7 @@ def gather_here(
     with contextlib.ExitStack() as files:
         folder = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="tilewright-")))
 
-        def begin(place: Place) -> dict[int, Child]:
+        def begin(place: RankInfo) -> dict[int, Child]:
             return start_all(place, range(1, size), command)
 
         ranks = gather(local_place(folder, size), begin, limit_s=limit_s, names=names)
@@ -101,7 +105,7 @@ def gather_here(
     return ranks
 
 
-def start_all(place: Place, ranks: Sequence[int], command: Sequence[str]) -> dict[int, Child]:
+def start_all(place: RankInfo, ranks: Sequence[int], command: Sequence[str]) -> dict[int, Child]:
     """Start a process per rank on this machine. The first has ``local_rank`` 1, after rank 0."""
     found: dict[int, Child] = {}
     try:
@@ -115,7 +119,7 @@ def start_all(place: Place, ranks: Sequence[int], command: Sequence[str]) -> dic
     return found
 
 
-def call_workers(place: Place, workers: Sequence[Address]) -> dict[int, Child]:
+def call_workers(place: RankInfo, workers: Sequence[Address]) -> dict[int, Child]:
     """Call workers, from rank 1 in order, to join the group.
 
     Raises:
@@ -131,13 +135,13 @@ def call_workers(place: Place, workers: Sequence[Address]) -> dict[int, Child]:
     return {}
 
 
-def start(place: Place, command: Sequence[str]) -> Child:
+def start(place: RankInfo, command: Sequence[str]) -> Child:
     """Start a process as a rank."""
     environment = place.environment()
     return Child([*PYTHON, *command], environment=environment, what=f"rank {place.rank}")
 
 
-def join(place: Place) -> Follower:
+def join(place: RankInfo) -> Follower:
     """Connect this process to its group as a follower.
 
     Raises:
@@ -162,7 +166,7 @@ def serve_machine(machines: Machines, size: int, command: Sequence[str], token: 
     """
     count = size // machines.count
     first = machines.rank * count
-    place = Place(0, size, 0, machines.address(), token)
+    place = RankInfo(0, size, 0, machines.address(), token)
     children = [
         start(replace(place, rank=first + local, local_rank=local), command)
         for local in range(count)
@@ -183,7 +187,7 @@ def serve_machine(machines: Machines, size: int, command: Sequence[str], token: 
 
 
 def _wait(
-    listener: Listener, size: int, children: dict[int, Child], limit_s: float
+    listener: RankListener, size: int, children: dict[int, Child], limit_s: float
 ) -> dict[int, Channel]:
     """Return the channels of all ranks after all have connected."""
     found: dict[int, Channel] = {}

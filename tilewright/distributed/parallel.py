@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tilewright.errors import ConfigError, allowed
 
 if TYPE_CHECKING:
-    from tilewright.compiler.mesh import Policy
+    from tilewright.compiler.mesh import SplitPolicy
 
 WIRES = ("fp32", "bf16", "q80")
 """Formats for partial sums on the link."""
@@ -58,7 +58,7 @@ class Parallel:
     exchange: str | None = None
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> SplitPolicy:
         """Return the policy for dividing axes over all ranks."""
         from tilewright.compiler.mesh import UNEVEN, in_shares
 
@@ -106,7 +106,7 @@ def _listed(numbers: tuple[int, ...]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class RankAxes:
     """The axes of a group: ``count`` ranks in ``expert`` expert groups.
 
     Within an expert group, ``count / expert`` ranks share every expert.
@@ -114,7 +114,7 @@ class Ranks:
 
     count: int
     expert: int
-    policy: Policy
+    policy: SplitPolicy
 
     def size(self, over: str) -> int:
         """Return the number of shards along an axis."""
@@ -125,7 +125,7 @@ class Ranks:
         tensor = self.count // self.expert
         return {RANKS: rank, TENSOR: rank % tensor, EXPERT: rank // tensor}[over]
 
-    def policy_of(self, over: str) -> Policy:
+    def policy_of(self, over: str) -> SplitPolicy:
         """Return the policy for dividing an axis. ``shares`` apply only to axes over all ranks."""
         from tilewright.compiler.mesh import UNEVEN
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from tilewright.distributed.channel import Address, Listener, call
+from tilewright.distributed.channel import Address, RankListener, call
 from tilewright.distributed.group import (
     LOADING_SECONDS,
     LOOK_SECONDS,
@@ -20,7 +20,7 @@ from tilewright.distributed.group import (
 from tilewright.errors import RankError
 
 
-class Peers:
+class SetupCollectives:
     """Access to the group during setup, and connections for use in steps.
 
     ``limit_s`` is the timeout of a collective in seconds.
@@ -53,7 +53,7 @@ class Peers:
             own = Address(path=own.path.with_name(f"{own.path.name}.{self.rank}"))
         else:
             own = Address(own.host)
-        listener = Listener(own, self._token)
+        listener = RankListener(own, self._token)
         try:
             addresses = self.all_gather(str(listener.address).encode())
             found = {}

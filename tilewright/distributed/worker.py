@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tilewright.distributed.channel import Address, Channel, ChannelClosedError, Listener
+from tilewright.distributed.channel import Address, Channel, ChannelClosedError, RankListener
 from tilewright.distributed.launch import start
 from tilewright.distributed.parallel import ALONE
 from tilewright.distributed.processes import is_stopped
-from tilewright.distributed.world import Place, shared_token
+from tilewright.distributed.world import RankInfo, shared_token
 from tilewright.errors import ConfigError
-from tilewright.utils.child_process import Child, Ended
+from tilewright.utils.child_process import Child, ChildExit
 
 _FOREVER = 365 * 86_400.0
 _SECONDS, _LOOK_SECONDS = 30.0, 0.5
@@ -45,7 +45,7 @@ def serve_worker(host: str, port: int, follow: Sequence[str]) -> int:
         ConfigError: The address is not on this machine, or the token is missing.
     """
     token = shared_token(host, True, os.environ)
-    listener = Listener(Address(host, port), token)
+    listener = RankListener(Address(host, port), token)
     print(f"tilewright: waits at {host}:{port}", file=sys.stderr, flush=True)
     try:
         while True:
@@ -64,7 +64,7 @@ def serve_worker(host: str, port: int, follow: Sequence[str]) -> int:
         listener.close()
 
 
-def wait_for(child: Child, limit_s: float = 2 * ALONE.peer_limit) -> Ended:
+def wait_for(child: Child, limit_s: float = 2 * ALONE.peer_limit) -> ChildExit:
     """Return how a rank ended. Kill a process stopped for longer than ``limit_s``.
 
     A stopped process does not end with its group and would block the machine.
@@ -78,14 +78,14 @@ def wait_for(child: Child, limit_s: float = 2 * ALONE.peer_limit) -> Ended:
     return ended
 
 
-def _hear(channel: Channel, token: bytes) -> Place | None:
+def _hear(channel: Channel, token: bytes) -> RankInfo | None:
     """Receive this machine's rank from rank 0."""
     try:
         message = channel.receive(_SECONDS)
         rank, size, address = msgspec.json.decode(
             b"" if message is None else message.payload, type=tuple[int, int, str]
         )
-        return Place(rank, size, 0, Address.parse(address), token)
+        return RankInfo(rank, size, 0, Address.parse(address), token)
     except (ChannelClosedError, msgspec.DecodeError, ConfigError):
         return None
     finally:

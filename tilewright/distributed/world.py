@@ -39,7 +39,7 @@ def forbid_multicast() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankInfo:
     """A rank's record.
 
     Attributes:
@@ -96,15 +96,15 @@ class Machines:
         return Address(self.host, self.port)
 
 
-def local_place(folder: Path, size: int) -> Place:
+def local_place(folder: Path, size: int) -> RankInfo:
     """Return rank 0's record for a group on this machine only, with a socket in a private
     directory.
     """
     token = secrets.token_hex(32).encode()
-    return Place(0, size, 0, Address(path=folder / "ranks"), token)
+    return RankInfo(0, size, 0, Address(path=folder / "ranks"), token)
 
 
-def place_of(environ: Mapping[str, str] = os.environ) -> Place | None:
+def place_of(environ: Mapping[str, str] = os.environ) -> RankInfo | None:
     """Return this process's record if a parent process started it as a rank, else None.
 
     Raises:
@@ -114,7 +114,7 @@ def place_of(environ: Mapping[str, str] = os.environ) -> Place | None:
         address = Address.parse(environ.get(_MEET, ""))
         token = environ.get(_TOKEN, "").encode()
         rank, size, local = (_number(environ, name) for name in (_RANK, _SIZE, _LOCAL))
-        return Place(rank, size, local, address, token, _seconds(environ, _LIMIT))
+        return RankInfo(rank, size, local, address, token, _seconds(environ, _LIMIT))
     if not all(name in environ for name in _TORCHRUN) or _number(environ, "WORLD_SIZE") < 2:
         return None
     rank, size, local, local_size, _, port = (
@@ -126,7 +126,7 @@ def place_of(environ: Mapping[str, str] = os.environ) -> Place | None:
     # torchrun's own store uses its port.
     shared = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = Address(host, port + 1 if shared else port)
-    return Place(rank, size, local, address, shared_token(host, local_size == size, environ))
+    return RankInfo(rank, size, local, address, shared_token(host, local_size == size, environ))
 
 
 def machines_of(given: Machines | None, environ: Mapping[str, str] = os.environ) -> Machines:

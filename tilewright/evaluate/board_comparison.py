@@ -49,7 +49,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Accuracy:
+class BoardAccuracy:
     """Emulated top-1 on a single chip. If ``layers`` < ``all_layers``, a shallow copy was emulated:
     the estimate is too high for the whole model.
     """
@@ -61,7 +61,7 @@ class Accuracy:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class BoardCandidate:
     """A board with a configuration. Errors are shares. ``refused``: the reason, else empty."""
 
     board: str
@@ -72,7 +72,7 @@ class Candidate:
     tsu_error: float | None = None
     ttft_ms: float | None = None
     ttft_error: float | None = None
-    accuracy: Accuracy | None = None
+    accuracy: BoardAccuracy | None = None
     refused: str = ""
 
 
@@ -82,7 +82,7 @@ def compare_boards(
     boards: Sequence[str],
     size: Workload,
     progress: Progress,
-) -> list[Candidate]:
+) -> list[BoardCandidate]:
     """Return a candidate for each board and configuration, fastest first, refused rows last.
 
     Raises:
@@ -102,15 +102,15 @@ def compare_boards(
     return sorted(rows, key=lambda candidate: -(candidate.tsu or 0.0))
 
 
-def _missing_bytes(candidate: Candidate) -> float:
+def _missing_bytes(candidate: BoardCandidate) -> float:
     result = re.search(r"exceeded by (\d+) bytes", candidate.refused)
     return float(result[1]) if result else math.inf
 
 
-def _candidate(graph: Any, board: str, precision: str, size: Workload) -> Candidate:
+def _candidate(graph: Any, board: str, precision: str, size: Workload) -> BoardCandidate:
     target, device = get_target(board), get_device(board)
     assert isinstance(target, BoardTarget)
-    candidate = Candidate(board, device.num_chips, precision)
+    candidate = BoardCandidate(board, device.num_chips, precision)
     options = CompileOptions(max_batch=size.users, max_context=size.context)
     try:
         prefill, decode = target.programs(graph, options, length=size.prompt)
@@ -128,13 +128,13 @@ def _candidate(graph: Any, board: str, precision: str, size: Workload) -> Candid
 
 
 def with_accuracy(
-    rows: Sequence[Candidate],
+    rows: Sequence[BoardCandidate],
     model: CompilableModel,
     precisions: Mapping[str, PrecisionConfig],
     tokens: Sequence[int],
     layers: int,
     progress: Progress,
-) -> list[Candidate]:
+) -> list[BoardCandidate]:
     """Add emulated accuracy to the rows, for a copy with the first ``layers`` layers (0: all).
 
     A single chip is emulated once for each architecture and configuration.
@@ -142,7 +142,7 @@ def with_accuracy(
     copy = shallow_copy(model, layers)
     options = CompileOptions(max_context=len(tokens))
     wanted = _argmax(copy, precisions[rows[0].precision], "reference", tokens, options, progress)
-    known: dict[tuple[str, str], Accuracy] = {}
+    known: dict[tuple[str, str], BoardAccuracy] = {}
     result = []
     for candidate in rows:
         key = _OF_ONE_CHIP[get_device(candidate.board).architecture], candidate.precision
@@ -150,7 +150,7 @@ def with_accuracy(
             got = _argmax(copy, precisions[candidate.precision], key[0], tokens, options, progress)
             share = float((got == wanted).float().mean())
             counts = len(tokens), copy.config.num_layers, model.config.num_layers
-            known[key] = Accuracy(share, *counts)
+            known[key] = BoardAccuracy(share, *counts)
         accuracy = None if candidate.refused else known[key]
         result.append(dataclasses.replace(candidate, accuracy=accuracy))
     return result
@@ -207,7 +207,7 @@ def read_boards(text: str | None) -> tuple[str, ...]:
     return names
 
 
-def markdown_of(rows: Sequence[Candidate]) -> str:
+def markdown_of(rows: Sequence[BoardCandidate]) -> str:
     """Return the rows as Markdown."""
     cells = []
     for candidate in rows:
@@ -232,7 +232,7 @@ def _value(value: float | None, error: float | None, digits: int) -> str:
     return f"{value:,.{digits}f}{bar}"
 
 
-def _accuracy(result: Accuracy | None) -> str:
+def _accuracy(result: BoardAccuracy | None) -> str:
     if result is None:
         return ""
     suffix = (

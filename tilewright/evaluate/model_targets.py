@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.errors import ConfigError, allowed
-from tilewright.evaluate.board_comparison import Candidate
+from tilewright.evaluate.board_comparison import BoardCandidate
 from tilewright.utils.plain_yaml import parse_yaml
 
 VERSION = "1"
@@ -92,7 +92,7 @@ def _number(raw: object, where: str) -> float | None:
         raise ConfigError(f"{where}: {str(raw)[:40]!r} is no number; allowed: a number") from None
 
 
-def targets_text(model: str, rows: Sequence[Candidate], *, users: int, context: int) -> str:
+def targets_text(model: str, rows: Sequence[BoardCandidate], *, users: int, context: int) -> str:
     """Return the text of a file with the predictions of a plan."""
     sku_of = {board: sku for sku, board in reversed(SKUS.items())}
     lines = [

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.results.result_file import read
-from tilewright.evaluate.sweep.journal import Journal
+from tilewright.evaluate.sweep.journal import SweepJournal
 from tilewright.utils.json_lines import read_lines
 
 
@@ -66,7 +66,7 @@ def _read(path: Path) -> list[Result]:
         return read(path)
     return [
         dataclasses.replace(state.result, precision_name=state.cell.precision)
-        for state in Journal.open(path).state.cells.values()
+        for state in SweepJournal.open(path).state.cells.values()
         if state.result is not None
     ]
 

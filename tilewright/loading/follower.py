@@ -14,8 +14,8 @@ from pathlib import Path
 from tilewright.distributed.channel import ChannelClosedError
 from tilewright.distributed.group import JOB, Follower
 from tilewright.distributed.launch import join
-from tilewright.distributed.peers import Peers
-from tilewright.distributed.world import Place, place_of
+from tilewright.distributed.peers import SetupCollectives
+from tilewright.distributed.world import RankInfo, place_of
 from tilewright.errors import RankError, TilewrightError, one_line
 from tilewright.utils.garbage import collect_seldom
 
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     return _follow(place, argv[0] if argv else None)
 
 
-def _follow(place: Place, path: str | None) -> int:
+def _follow(place: RankInfo, path: str | None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is told, and tells us
     follower = join(place)
     follower.ends_process = True
@@ -53,7 +53,7 @@ def _follow(place: Place, path: str | None) -> int:
     return 0
 
 
-def _serve(follower: Follower, place: Place, path: str | None) -> None:
+def _serve(follower: Follower, place: RankInfo, path: str | None) -> None:
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.api import load
     from tilewright.compiler.artifacts.paths import is_compiled
@@ -81,7 +81,7 @@ def _serve(follower: Follower, place: Place, path: str | None) -> None:
     compiled = compile_alone(source, resolved, options, silent)
     executable = compiled.executable
     try:
-        meet(executable, Peers(follower, place.token, options.parallel.peer_limit))
+        meet(executable, SetupCollectives(follower, place.token, options.parallel.peer_limit))
         serve_steps(executable, follower)
     finally:
         executable.close()

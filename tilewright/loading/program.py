@@ -18,14 +18,14 @@ from tilewright.compiler.targets.interface.base import CompileOptions, Progress
 from tilewright.compiler.targets.interface.compiled import Compiled
 from tilewright.compiler.targets.table import get_target
 from tilewright.distributed import hello
-from tilewright.loading.ranks import Job, compile_ranks
-from tilewright.loading.source import Source, precision_of
+from tilewright.loading.ranks import RankConfig, compile_ranks
+from tilewright.loading.source import ModelHandle, precision_of
 from tilewright.loading.start import keep_start
 from tilewright.options.resolve import ResolvedConfig
 
 
 def compile_program(
-    source: Source,
+    source: ModelHandle,
     resolved: ResolvedConfig,
     options: CompileOptions,
     progress: Progress,
@@ -76,7 +76,7 @@ def settle_backend(resolved: ResolvedConfig, progress: Progress) -> ResolvedConf
 
 
 def compile_alone(
-    source: Source, resolved: ResolvedConfig, options: CompileOptions, progress: Progress
+    source: ModelHandle, resolved: ResolvedConfig, options: CompileOptions, progress: Progress
 ) -> Compiled:
     """Return this process's program, for the whole model or a rank's slice."""
     if source.manifest is not None:
@@ -89,7 +89,7 @@ def compile_alone(
     return compiled
 
 
-def facts_of(source: Source, resolved: ResolvedConfig) -> dict[str, str]:
+def facts_of(source: ModelHandle, resolved: ResolvedConfig) -> dict[str, str]:
     """Return model and configuration facts for a comparison between ranks."""
     facts = {
         hello.CHECKPOINT: source.content_hash,
@@ -102,7 +102,7 @@ def facts_of(source: Source, resolved: ResolvedConfig) -> dict[str, str]:
 
 
 def _compile_ranks(
-    source: Source,
+    source: ModelHandle,
     resolved: ResolvedConfig,
     options: CompileOptions,
     progress: Progress,
@@ -124,7 +124,7 @@ def _compile_ranks(
         heads, parallel = source.checkpoint_model().config, grouping.parallel
         split_heads(heads.num_heads, heads.num_kv_heads, parallel.tensor, parallel.policy)
     use_cache = resolved.config.use_cache
-    job = Job(str(source.path), target, resolved.precision, options, use_cache)
+    job = RankConfig(str(source.path), target, resolved.precision, options, use_cache)
 
     def run(own: CompileOptions, check: Callable[[], None]) -> Compiled:
         def report(what: str, done: int, total: int) -> None:
@@ -138,7 +138,7 @@ def _compile_ranks(
 
 
 def _compile_checkpoint(
-    source: Source, resolved: ResolvedConfig, options: CompileOptions, progress: Progress
+    source: ModelHandle, resolved: ResolvedConfig, options: CompileOptions, progress: Progress
 ) -> Compiled:
     """Return a checkpoint's program from the start index, the cache or the compiler."""
     precision, dump_dir = resolved.precision, resolved.dump_dir

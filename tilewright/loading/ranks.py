@@ -21,7 +21,7 @@ from tilewright.distributed.channel import Address, own_address
 from tilewright.distributed.group import JOB, Follower, Leader
 from tilewright.distributed.grouping import Grouping
 from tilewright.distributed.launch import (
-    Ranks,
+    LaunchedRanks,
     call_workers,
     gather,
     gather_here,
@@ -29,8 +29,8 @@ from tilewright.distributed.launch import (
     start_all,
 )
 from tilewright.distributed.parallel import PEERS
-from tilewright.distributed.peers import Peers
-from tilewright.distributed.world import Place, shared_token
+from tilewright.distributed.peers import SetupCollectives
+from tilewright.distributed.world import RankInfo, shared_token
 from tilewright.utils.environment import versions
 
 FOLLOW = ("-m", f"{__package__}.follower")
@@ -39,7 +39,7 @@ _KERNELS = (".cu", ".cuh", ".cpp", ".h", ".inl")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RankConfig:
     """What a rank is to load, as rank 0 was asked; a follower has a ``path`` of its own, maybe."""
 
     path: str
@@ -50,7 +50,7 @@ class Job:
 
 
 def compile_ranks(
-    job: Job,
+    job: RankConfig,
     grouping: Grouping,
     facts: Mapping[str, str],
     run: Callable[[CompileOptions, Callable[[], None]], Compiled],
@@ -77,7 +77,7 @@ def compile_ranks(
         leader.tell(JOB, pack(job))
         compare(leader, facts, job.options)
         compiled = run(job.options, leader.check)
-        meet(compiled.executable, Peers(leader, ranks.token, parallel.peer_limit))
+        meet(compiled.executable, SetupCollectives(leader, ranks.token, parallel.peer_limit))
         executable = ShardedExecutable(compiled.executable, ranks)
     except hello.RanksDifferError:
         ranks.close()  # others say the same, perhaps first, which is no failure of theirs
@@ -91,9 +91,9 @@ def compile_ranks(
     return dataclasses.replace(compiled, executable=executable)
 
 
-def read_job(data: bytes) -> Job:
+def read_job(data: bytes) -> RankConfig:
     """The job that rank 0 sent."""
-    return msgspec.msgpack.decode(data, type=Job)
+    return msgspec.msgpack.decode(data, type=RankConfig)
 
 
 def compare(group: Leader | Follower, facts: Mapping[str, str], options: CompileOptions) -> None:
@@ -122,7 +122,7 @@ def _kernels_digest() -> str:
     return digest.hexdigest()
 
 
-def _gather(grouping: Grouping, target: str) -> Ranks:
+def _gather(grouping: Grouping, target: str) -> LaunchedRanks:
     parallel, machines = grouping.parallel, grouping.machines
     size, limit_s = parallel.tensor, parallel.peer_limit
     local = size // machines.count
@@ -135,13 +135,13 @@ def _gather(grouping: Grouping, target: str) -> Ranks:
     if grouping.workers:
         first = grouping.workers[0]
         token = shared_token(first.host, True)
-        place = Place(0, size, 0, Address(own_address(first)), token)
+        place = RankInfo(0, size, 0, Address(own_address(first)), token)
         begin = functools.partial(call_workers, workers=grouping.workers)
         return gather(place, begin, limit_s=limit_s, names=names)
     if grouping.place is not None:  # something else has started all ranks
         return gather(grouping.place, lambda place: {}, limit_s=limit_s, names=names)
     if machines.count > 1:
-        place = Place(0, size, 0, machines.address(), shared_token(machines.host, False))
+        place = RankInfo(0, size, 0, machines.address(), shared_token(machines.host, False))
         own = range(1, size // machines.count)
         begin = functools.partial(start_all, ranks=own, command=FOLLOW)
         return gather(place, begin, limit_s=limit_s, names=names)

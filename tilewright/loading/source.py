@@ -31,7 +31,7 @@ TOKENIZER = "tokenizer"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelHandle:
     """A model as commands see it, from a checkpoint (``load``) or a compiled folder (``manifest``).
 
     ``load``: builds the model of the checkpoint, once. ``start``: its record in the start index.
@@ -50,7 +50,7 @@ class Source:
     manifest: Manifest | None = None
     start: Start | None = None
     notes: tuple[str, ...] = ()
-    original: Source | None = None
+    original: ModelHandle | None = None
 
     @property
     def model(self) -> LoadedModel | None:
@@ -71,11 +71,11 @@ class Source:
         return self.load()
 
 
-def open_compiled(path: Path, rank: int) -> Source:
+def open_compiled(path: Path, rank: int) -> ModelHandle:
     """Open a compiled directory, for the program of ``rank``."""
     manifest = open_folder(path, digest_memory(), rank)
     facts = manifest.model
-    return Source(
+    return ModelHandle(
         name=facts.name,
         content_hash=facts.content_hash,
         num_layers=facts.num_layers,
@@ -87,7 +87,7 @@ def open_compiled(path: Path, rank: int) -> Source:
     )
 
 
-def open_started(path: FoundModel, start: Start) -> Source:
+def open_started(path: FoundModel, start: Start) -> ModelHandle:
     """Open a model of the start index. It is built when its weights are needed."""
     facts = start.record.model
     tokenizer = load_mapped(start.tokenizer, Path(str(path)))
@@ -99,7 +99,7 @@ def open_started(path: FoundModel, start: Start) -> Source:
             raise CheckpointError(f"{path}: changed while it was opened")
         return model
 
-    return Source(
+    return ModelHandle(
         name=facts.name,
         content_hash=facts.content_hash,
         num_layers=facts.num_layers,
@@ -112,9 +112,9 @@ def open_started(path: FoundModel, start: Start) -> Source:
     )
 
 
-def source_of(model: LoadedModel, path: FoundModel) -> Source:
+def source_of(model: LoadedModel, path: FoundModel) -> ModelHandle:
     """Wrap a loaded model so that commands can compile and name it."""
-    return Source(
+    return ModelHandle(
         name=model.name,
         content_hash=model.checkpoint.content_hash(),
         num_layers=model.config.num_layers,
@@ -126,7 +126,7 @@ def source_of(model: LoadedModel, path: FoundModel) -> Source:
     )
 
 
-def precision_of(source: Source, precision: PrecisionConfig | None) -> PrecisionSummary:
+def precision_of(source: ModelHandle, precision: PrecisionConfig | None) -> PrecisionSummary:
     """The configuration on this model: the one asked for, or the one it was compiled with."""
     if source.manifest is not None:
         return source.manifest.precision
@@ -139,7 +139,7 @@ def precision_of(source: Source, precision: PrecisionConfig | None) -> Precision
     return resolve_precision(source.checkpoint_model(), precision).summary(precision.name)
 
 
-def precision_title(source: Source, precision: PrecisionSummary) -> str:
+def precision_title(source: ModelHandle, precision: PrecisionSummary) -> str:
     """Return the name and the formats of a configuration on this model; see
     `PrecisionSummary.title`. The file of a compiled folder is not known.
     """
@@ -153,7 +153,7 @@ ARITHMETIC = {"always": "strict", "never": "fast", "auto": "auto"}
 """``batch_invariant`` in recorded facts."""
 
 
-def served_facts(source: Source, compiled: Compiled, *, invariance: str) -> dict[str, str]:
+def served_facts(source: ModelHandle, compiled: Compiled, *, invariance: str) -> dict[str, str]:
     """What is served of a compiled model, by name: what its answers depend on."""
     facts = {
         "name": source.name,
@@ -171,7 +171,7 @@ def served_facts(source: Source, compiled: Compiled, *, invariance: str) -> dict
     return facts
 
 
-def num_parameters(source: Source) -> int:
+def num_parameters(source: ModelHandle) -> int:
     """The number of parameters of a checkpoint's model."""
     if source.start is not None:
         return source.start.record.num_parameters

@@ -17,7 +17,7 @@ from tilewright.models import FoundModel, ShapeName, model_files, quantised_type
 if TYPE_CHECKING:
     from tilewright.compiler.precision import PrecisionConfig
     from tilewright.compiler.targets.interface.base import CompileOptions
-    from tilewright.loading.source import Source
+    from tilewright.loading.source import ModelHandle
 
 
 def find_start(path: FoundModel, *, max_bytes: int = 0) -> Start | None:
@@ -34,7 +34,7 @@ def find_start(path: FoundModel, *, max_bytes: int = 0) -> Start | None:
 
 
 def keep_start(
-    source: Source,
+    source: ModelHandle,
     precision: PrecisionConfig,
     program: StartProgram,
     target: str,

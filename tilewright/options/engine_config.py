@@ -20,7 +20,7 @@ from tilewright.options.arguments import OnOff, declared, integer, numbers, opti
 
 if TYPE_CHECKING:
     from tilewright.compiler.targets.interface.base import CompileOptions
-    from tilewright.runtime.scheduling.request_state import Policy
+    from tilewright.runtime.scheduling.request_state import SchedulerConfig
 
 AUTO, ALWAYS, NEVER = "auto", "always", "never"
 TARGETS = ("reference", "null", "cpu", "cuda", *BOARDS)
@@ -348,11 +348,11 @@ class EngineConfig:
             **limits,
         )
 
-    def scheduler_config(self, *, cache_output: bool) -> Policy:
+    def scheduler_config(self, *, cache_output: bool) -> SchedulerConfig:
         """Return the values that the scheduler needs."""
-        from tilewright.runtime.scheduling.request_state import Policy
+        from tilewright.runtime.scheduling.request_state import SchedulerConfig
 
-        return Policy(
+        return SchedulerConfig(
             step_ms=self.max_prefill_ms,
             step_tokens=self.max_num_batched_tokens,
             reuses=self.enable_prefix_caching,

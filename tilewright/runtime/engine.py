@@ -12,7 +12,15 @@ from torch import Tensor
 
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
-from tilewright.compiler.targets.interface.step import Chunk, Close, Edit, Open, Pages, Seat, Step
+from tilewright.compiler.targets.interface.step import (
+    AssignPages,
+    CloseSlot,
+    OpenSlot,
+    PrefillChunk,
+    Slot,
+    StateUpdate,
+    Step,
+)
 from tilewright.errors import RequestError
 from tilewright.runtime.memory.pages import PagePool, pages_of
 from tilewright.runtime.request import check_tokens
@@ -31,9 +39,9 @@ class DuplicateRequestError(RequestError, ValueError):
 
 @dataclass(slots=True)
 class _Sequence:
-    """A live request: its seat and pages, and all that it was fed, for a replay."""
+    """A live request: its slot and pages, and all that it was fed, for a replay."""
 
-    seat: Seat
+    slot: Slot
     prompt: list[int]
     decoded: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
@@ -44,7 +52,7 @@ class _Sequence:
 
 
 class Engine:
-    """State by request id over an :class:`Executable`, whose seats it owns from the beginning.
+    """State by request id over an :class:`Executable`, whose slots it owns from the beginning.
 
     Calls may name any live ids in any order. A call that raises has changed nothing: what a failed
     step may have touched is computed again from the tokens, as it was computed before.
@@ -62,18 +70,18 @@ class Engine:
         limits = self.executable.capabilities
         self.executable.reset()
         self._live: dict[int, _Sequence] = {}
-        self._free = list(range(limits.max_seats))
+        self._free = list(range(limits.max_num_seqs))
         self._pool = PagePool(limits.num_pages)
-        self._edits: list[Edit] = []
+        self._edits: list[StateUpdate] = []
 
     @property
     def request_ids(self) -> tuple[int, ...]:
         """The ids of the requests that were prefilled and not yet removed."""
         return tuple(self._live)
 
-    def seat(self, request_id: int) -> Seat:
-        """Find the seat that a live request sits in."""
-        return self._live[request_id].seat
+    def slot(self, request_id: int) -> Slot:
+        """Find the slot that a live request sits in."""
+        return self._live[request_id].slot
 
     def length(self, request_id: int) -> int:
         """Tokens that the state of a live request holds."""
@@ -94,7 +102,7 @@ class Engine:
         with self._undone_by_failure():
             self._leave(request_ids)
             for request_id, prompt in zip(request_ids, prompts, strict=True):
-                self._live[request_id] = self._sit(prompt)
+                self._live[request_id] = self._fill_slots(prompt)
             rows = [self._compute(self._live[each]) for each in request_ids]
         return torch.stack(rows) if rows else torch.empty(0, self.executable.vocab_size)
 
@@ -126,8 +134,8 @@ class Engine:
         for request_id in request_ids:
             sequence = self._live.pop(request_id, None)
             if sequence is not None:
-                self._edits.append(Close(sequence.seat))
-                heapq.heappush(self._free, sequence.seat)
+                self._edits.append(CloseSlot(sequence.slot))
+                heapq.heappush(self._free, sequence.slot)
                 self._pool.release(sequence.pages)
 
     @contextmanager
@@ -141,9 +149,9 @@ class Engine:
             self._live = {each: self._again(old) for each, old in before.items()}
             raise
 
-    def _sit(self, prompt: list[int]) -> _Sequence:
-        sequence = _Sequence(Seat(heapq.heappop(self._free)), prompt)
-        self._edits.append(Open(sequence.seat, SamplingParams()))
+    def _fill_slots(self, prompt: list[int]) -> _Sequence:
+        sequence = _Sequence(Slot(heapq.heappop(self._free)), prompt)
+        self._edits.append(OpenSlot(sequence.slot, SamplingParams()))
         self._grow(sequence, len(prompt))
         return sequence
 
@@ -157,7 +165,7 @@ class Engine:
                     f"{self._pool.num_available} free ones"
                 )
             fresh = self._pool.take(missing)
-            self._edits.append(Pages(sequence.seat, len(sequence.pages), tuple(fresh)))
+            self._edits.append(AssignPages(sequence.slot, len(sequence.pages), tuple(fresh)))
             sequence.pages += fresh
 
     def _compute(self, sequence: _Sequence) -> Tensor:
@@ -167,13 +175,15 @@ class Engine:
         for start in range(0, len(prompt), size):
             tokens = prompt[start : start + size]
             ends = start + size >= len(prompt)
-            logits = self._run(Step(prompts=(Chunk(sequence.seat, start, tokens, chooses=ends),)))
+            logits = self._run(
+                Step(prompts=(PrefillChunk(sequence.slot, start, tokens, chooses=ends),))
+            )
         return logits[0].clone()
 
     def _feed(self, live: Sequence[_Sequence], tokens: Sequence[int]) -> Tensor:
         for sequence in live:
             self._grow(sequence, sequence.length + 1)
-        forced = {each.seat: token for each, token in zip(live, tokens, strict=True)}
+        forced = {each.slot: token for each, token in zip(live, tokens, strict=True)}
         return self._run(Step(decode=tuple(forced), forced=forced))
 
     def _run(self, step: Step) -> Tensor:
@@ -187,7 +197,7 @@ class Engine:
 
     def _again(self, old: _Sequence) -> _Sequence:
         """A sequence with the history of one whose state was lost."""
-        sequence = self._sit(old.prompt)
+        sequence = self._fill_slots(old.prompt)
         self._compute(sequence)
         for token in old.decoded:
             self._feed([sequence], [token])
@@ -208,7 +218,7 @@ class Engine:
         if fresh > len(self._free):
             raise RequestError(
                 f"{fresh} new requests; allowed: {len(self._free)} more "
-                f"({limits.max_seats} at a time)"
+                f"({limits.max_num_seqs} at a time)"
             )
         if size := limits.page_size:
             given_back = sum(len(self._live[r].pages) for r in request_ids if r in self._live)

@@ -13,7 +13,7 @@ from tilewright.compiler.targets.interface.step import (
     NOT_A_NUMBER,
     Chosen,
     Pooled,
-    Seat,
+    Slot,
     StepOutput,
 )
 from tilewright.errors import one_line
@@ -21,7 +21,11 @@ from tilewright.runtime.grammar.masks import Masks, no_token
 from tilewright.runtime.grammar.matchers import Grammars
 from tilewright.runtime.request import FAILED, STOPPED, check_tokens
 from tilewright.runtime.scheduling.engine_stats import HOST, IDLE, SIZE, STEP, Tallies
-from tilewright.runtime.scheduling.request_state import Plan, Policy, RequestState
+from tilewright.runtime.scheduling.request_state import (
+    RequestState,
+    SchedulerConfig,
+    SchedulerOutput,
+)
 from tilewright.runtime.scheduling.scheduler import Scheduler
 from tilewright.runtime.scheduling.step_cost_model import StepCost, StepMeter
 
@@ -43,7 +47,7 @@ class LostDeviceError(Exception):
 class _Launched:
     """A step on its way, and when it was given."""
 
-    plan: Plan
+    plan: SchedulerOutput
     output: StepOutput
     at: float
 
@@ -51,7 +55,7 @@ class _Launched:
 class EngineLoop:
     """Runs requests on an executable, continuously batched. Token ids in, token ids out.
 
-    It owns the executable's seats and pages from the beginning, when it clears them. Where the
+    It owns the executable's slots and pages from the beginning, when it clears them. Where the
     executable runs ahead, a step is launched before the tokens of the last one are read; tokens
     computed for requests that had ended meanwhile are dropped and counted.
 
@@ -69,7 +73,7 @@ class EngineLoop:
         self,
         executable: Executable,
         *,
-        policy: Policy | None = None,
+        policy: SchedulerConfig | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         """``grammars``: of the model's tokenizer; None: requests may have none."""
@@ -185,7 +189,7 @@ class EngineLoop:
             self.cost.forget()
             for length in lengths:
                 self.generate([RequestState(-1, (0,) * length, sampling, is_private=True)])
-            if limits.passes and limits.max_seats > 1 and self.executable.is_prepared:
+            if limits.passes and limits.max_num_seqs > 1 and self.executable.is_prepared:
                 self._run_beside_streams(min(_BESIDE * limits.cell, most))
         self.tallies.found.clear()
 
@@ -193,7 +197,7 @@ class EngineLoop:
         """A prompt while others decode, who are still there when its last piece has run."""
         limits = self.executable.capabilities
         sampling = SamplingParams(max_tokens=min(_STREAMED, limits.max_context))
-        for _ in range(min(_STREAMS, limits.max_seats - 1)):
+        for _ in range(min(_STREAMS, limits.max_num_seqs - 1)):
             self.add(RequestState(-1, (0,), sampling, is_private=True))
         while any(each.prompt_left for each in self.scheduler.running) or self.scheduler.line:
             self.step()
@@ -221,7 +225,7 @@ class EngineLoop:
 
     def _land(self) -> None:
         """Wait for a flight that nobody wants any more, and free what it held."""
-        if self._flight is not None and not self.scheduler.seating.seated:
+        if self._flight is not None and not self.scheduler.cache_manager.running:
             flight, self._flight = self._flight, None
             self._read(flight)
         closing = self.scheduler.closing()
@@ -262,7 +266,7 @@ class EngineLoop:
     def _choose_in_flight(self, flight: _Launched) -> None:
         """Masks for a step on its way, now that the tokens before it have been read."""
         rows = flight.plan.rows.items()
-        self.masks.begin({seat: state for seat, state in rows if state.finish_reason is None})
+        self.masks.begin({slot: state for slot, state in rows if state.finish_reason is None})
         try:
             self._choose(flight)
         except BaseException:
@@ -298,7 +302,7 @@ class EngineLoop:
                 request.prompt_logprobs[start:] = chosen.echo
             elif chosen.pooled is not None:
                 self._pool(*next(echoes), chosen.pooled)
-            self._take(plan.rows, part.seats, chosen, now, served)
+            self._take(plan.rows, part.slots, chosen, now, served)
             handling += time.perf_counter() - now
         self._count(launched, handling)
         self._meter.read(
@@ -337,18 +341,18 @@ class EngineLoop:
 
     def _take(
         self,
-        rows: Mapping[Seat, RequestState],
-        seats: Sequence[Seat],
+        rows: Mapping[Slot, RequestState],
+        slots: Sequence[Slot],
         chosen: Chosen,
         now: float,
         served: list[RequestState],
     ) -> None:
         """The tokens of a part go to their requests, and those into ``served``."""
         take, logprobs = self.scheduler.take, chosen.logprobs
-        for index, (seat, token, why) in enumerate(
-            zip(seats, chosen.tokens, chosen.why, strict=True)
+        for index, (slot, token, why) in enumerate(
+            zip(slots, chosen.tokens, chosen.why, strict=True)
         ):
-            request = rows.get(seat)
+            request = rows.get(slot)
             if request is None:
                 continue
             if why == NOT_A_NUMBER:
@@ -362,12 +366,12 @@ class EngineLoop:
                 self.num_dropped += 1
 
 
-def _to_blame(plan: Plan, seated: Sequence[RequestState]) -> tuple[RequestState, ...]:
+def _to_blame(plan: SchedulerOutput, running: Sequence[RequestState]) -> tuple[RequestState, ...]:
     """The requests of a step, the newest of its prompts first, and all prompts before its other
     rows.
     """
-    of_prompts = {chunk.seat for chunk in plan.step.prompts}
+    of_prompts = {chunk.slot for chunk in plan.step.prompts}
     involved = of_prompts.union(plan.step.decode)
-    found = [each for each in seated if each.seat in involved]
-    found.sort(key=lambda each: (each.seat in of_prompts, each.order), reverse=True)
+    found = [each for each in running if each.slot in involved]
+    found.sort(key=lambda each: (each.slot in of_prompts, each.order), reverse=True)
     return tuple(each for each in found)

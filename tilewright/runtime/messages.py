@@ -14,27 +14,27 @@ from tilewright.runtime.request import EngineRequest
 from tilewright.runtime.scheduling.engine_stats import Tally
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True):
+class AbortRequest(msgspec.Struct, frozen=True, tag=True):
     """End a request now; nothing more is said of it. One that has ended already is ignored."""
 
     request_id: int
 
 
-class Forget(msgspec.Struct, frozen=True, tag=True):
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     """Prompts that come from now on share nothing with those that have been."""
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Asks the engine to leave its loop; what still runs is given up."""
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """The engine says that it serves from now on, and with what.
 
     Attributes:
         max_positions: the most positions a request may need: prompt and answer, less the last
             token, which is never read.
-        cache_bytes: of the pool of pages, or of the state of all seats at full length; of several
+        cache_bytes: of the pool of pages, or of the state of all slots at full length; of several
             ranks, the first one's.
         shares_prefixes: whether prompts that begin alike are computed once.
         hidden_size: Width of the vectors that prompts are pooled to. 0: there are none.
@@ -42,7 +42,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """
 
     vocab_size: int
-    max_seats: int
+    max_num_seqs: int
     max_context: int
     max_positions: int
     num_pages: int = 0
@@ -57,14 +57,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     facts: dict[str, str] = {}
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class EngineStartFailed(msgspec.Struct, frozen=True, tag=True):
     """The engine cannot start; ``message`` says why in one line."""
 
     message: str
 
 
-class Started(msgspec.Struct, frozen=True, tag=True):
-    """A request has a seat, after ``queue_s`` in the queue; ``num_cached`` tokens of its prompt
+class RequestStarted(msgspec.Struct, frozen=True, tag=True):
+    """A request has a slot, after ``queue_s`` in the queue; ``num_cached`` tokens of its prompt
     need not be computed. Said once, also where the request is preempted later.
     """
 
@@ -73,7 +73,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     num_cached: int
 
 
-class Tokens(msgspec.Struct, frozen=True, tag=True):
+class NewTokens(msgspec.Struct, frozen=True, tag=True):
     """The next tokens of an answer, and their log probabilities where they were asked for;
     ``echo``, with the first of them: those of the prompt's tokens behind its first.
     """
@@ -84,10 +84,10 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     echo: tuple[LogProbs, ...] = ()
 
 
-class Finished(msgspec.Struct, frozen=True, tag=True):
+class RequestFinished(msgspec.Struct, frozen=True, tag=True):
     """A request has ended by itself: ``reason`` is ``stop`` (an end token) or ``length``.
 
-    ``prefill_s`` runs from the seat to the first token, ``decode_s`` from there to the last.
+    ``prefill_s`` runs from the slot to the first token, ``decode_s`` from there to the last.
     ``vector``: of a request that pools, little-endian float32.
     """
 
@@ -99,7 +99,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     vector: bytes = b""
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class RequestFailed(msgspec.Struct, frozen=True, tag=True):
     """A request cannot be served to its end. ``code``: ``engine_error`` or ``not_a_number``."""
 
     request_id: int
@@ -107,7 +107,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """The loop is alive: what it holds now, and counts since its start.
 
     ``tallies``: see :mod:`tilewright.runtime.scheduling.engine_stats`.
@@ -124,8 +124,16 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     tallies: dict[str, Tally] = {}
 
 
-ToEngine: TypeAlias = EngineRequest | Cancel | Forget | Stop
-FromEngine: TypeAlias = Ready | Refused | Started | Tokens | Finished | Failed | Beat
+ToEngine: TypeAlias = EngineRequest | AbortRequest | ResetPrefixCache | Shutdown
+FromEngine: TypeAlias = (
+    EngineReady
+    | EngineStartFailed
+    | RequestStarted
+    | NewTokens
+    | RequestFinished
+    | RequestFailed
+    | Heartbeat
+)
 
 
 class Transport(Protocol):

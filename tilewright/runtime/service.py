@@ -14,21 +14,21 @@ from tilewright.errors import RankError, RequestError, one_line
 from tilewright.runtime.grammar.matchers import Grammars
 from tilewright.runtime.loop import EngineLoop, LostDeviceError
 from tilewright.runtime.messages import (
-    Beat,
-    Cancel,
-    Failed,
-    Finished,
-    Forget,
+    AbortRequest,
+    EngineReady,
     FromEngine,
-    Ready,
-    Started,
-    Stop,
+    Heartbeat,
+    NewTokens,
+    RequestFailed,
+    RequestFinished,
+    RequestStarted,
+    ResetPrefixCache,
+    Shutdown,
     ToEngine,
-    Tokens,
     Transport,
 )
 from tilewright.runtime.request import CANCELLED, FAILED, EngineRequest
-from tilewright.runtime.scheduling.request_state import Policy, RequestState
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 
 BEAT_SECONDS = 1.0
 
@@ -46,10 +46,10 @@ class EngineService:
         executable: Executable,
         transport: Transport,
         *,
-        policy: Policy | None = None,
+        policy: SchedulerConfig | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        policy = replace(policy or Policy(), beat_ms=1e3 * BEAT_SECONDS)
+        policy = replace(policy or SchedulerConfig(), beat_ms=1e3 * BEAT_SECONDS)
         self.loop = EngineLoop(executable, policy=policy, grammars=grammars)
         self._transport = transport
         self._live: dict[int, RequestState] = {}
@@ -61,14 +61,14 @@ class EngineService:
         self._is_stopped = self._has_warned = False
         self._prepares = False  # idle: it goes on to prepare steps until a message comes
 
-    def ready(self, facts: dict[str, str]) -> Ready:
+    def ready(self, facts: dict[str, str]) -> EngineReady:
         """What clients must know before they ask."""
         executable = self.loop.executable
         limits = executable.capabilities
-        pool = limits.num_pages * limits.page_size or limits.max_seats * limits.max_context
-        return Ready(
+        pool = limits.num_pages * limits.page_size or limits.max_num_seqs * limits.max_context
+        return EngineReady(
             vocab_size=executable.vocab_size,
-            max_seats=limits.max_seats,
+            max_num_seqs=limits.max_num_seqs,
             max_context=limits.max_context,
             max_positions=min(limits.max_context, pool),
             num_pages=limits.num_pages,
@@ -77,19 +77,19 @@ class EngineService:
             cell=limits.cell,
             invariant=limits.invariant,
             invariant_rows=limits.invariant_rows,
-            cache_bytes=executable.state_bytes(pool, limits.max_seats),
+            cache_bytes=executable.state_bytes(pool, limits.max_num_seqs),
             hidden_size=limits.hidden_size,
             shares_prefixes=self.loop.scheduler.policy.reuses,
             facts=facts,
         )
 
     def run(self) -> None:
-        """Take requests and stream their tokens until a :class:`Stop` comes."""
+        """Take requests and stream their tokens until a :class:`Shutdown` comes."""
         while self.turn():
             pass
 
     def turn(self) -> bool:
-        """Hear what has come, make a step, say what it gave; False after a :class:`Stop`.
+        """Hear what has come, make a step, say what it gave; False after a :class:`Shutdown`.
 
         Without work it waits for a message, until the next heartbeat.
         """
@@ -137,17 +137,17 @@ class EngineService:
             try:
                 self.loop.add(state)
             except RequestError as error:  # the front has let through what it should refuse
-                said.append(Failed(message.request_id, "engine_error", str(error)))
+                said.append(RequestFailed(message.request_id, "engine_error", str(error)))
                 return
             self._live[message.request_id] = state
-        elif isinstance(message, Cancel):
+        elif isinstance(message, AbortRequest):
             canceled = self._live.pop(message.request_id, None)
             if canceled is not None:
                 self.loop.cancel(canceled)
-        elif isinstance(message, Forget):
+        elif isinstance(message, ResetPrefixCache):
             self._era += 1
         else:
-            assert isinstance(message, Stop), message
+            assert isinstance(message, Shutdown), message
             self._is_stopped = True
 
     def _salt(self, given: str) -> str:
@@ -185,23 +185,23 @@ class EngineService:
     def _say_started(self, began: float, said: list[FromEngine]) -> None:
         for request in self.loop.scheduler.running:
             if request.started_at is None:
-                self._say_seated(request, began, said)
+                self._say_running(request, began, said)
 
-    def _say_seated(self, request: RequestState, began: float, said: list[FromEngine]) -> None:
+    def _say_running(self, request: RequestState, began: float, said: list[FromEngine]) -> None:
         if request.request_id in self._live and request.started_at is None:
             request.started_at = max(began, request.arrived_at)
             waited = request.started_at - request.arrived_at
-            said.append(Started(request.request_id, waited, request.num_cached))
+            said.append(RequestStarted(request.request_id, waited, request.num_cached))
 
     def _say_tokens(self, request: RequestState, said: list[FromEngine]) -> None:
         if request.started_at is None:  # it came and went within this step
-            self._say_seated(request, request.token_times[0], said)
+            self._say_running(request, request.token_times[0], said)
         num_sent, request.num_sent = request.num_sent, len(request.output)
         fresh = tuple(request.output[num_sent:])
         if fresh:
             echo = () if num_sent else tuple(request.prompt_logprobs)
             logprobs = tuple(request.logprobs[num_sent:])
-            said.append(Tokens(request.request_id, fresh, logprobs, echo))
+            said.append(NewTokens(request.request_id, fresh, logprobs, echo))
 
     def _say_ends(self, said: list[FromEngine]) -> None:
         ended = [state for state in self._live.values() if state.finish_reason is not None]
@@ -210,12 +210,12 @@ class EngineService:
 
     def _say_end(self, request: RequestState, said: list[FromEngine]) -> None:
         if request.started_at is None and request.pooling is not None and request.token_times:
-            self._say_seated(request, request.token_times[0], said)
+            self._say_running(request, request.token_times[0], said)
         if request.num_sent < len(request.output):  # read by a step that then failed
             self._say_tokens(request, said)
         del self._live[request.request_id]
         if request.finish_reason == FAILED:
-            said.append(Failed(request.request_id, request.error_code, request.error))
+            said.append(RequestFailed(request.request_id, request.error_code, request.error))
             return
         # a grammar may be met by no token at all
         times = request.token_times or [time.perf_counter()]
@@ -223,7 +223,7 @@ class EngineService:
         started = request.started_at if request.started_at is not None else first
         assert request.finish_reason is not None
         said.append(
-            Finished(
+            RequestFinished(
                 request.request_id,
                 request.finish_reason,
                 first - started,
@@ -257,12 +257,12 @@ class EngineService:
             if self._live.get(request.request_id) and request.finish_reason == CANCELLED:
                 del self._live[request.request_id]
                 reason = f"the step failed: {one_line(error)}"
-                said.append(Failed(request.request_id, "engine_error", reason))
+                said.append(RequestFailed(request.request_id, "engine_error", reason))
         self._say_ends(said)
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> Heartbeat:
         scheduler = self.loop.scheduler
-        return Beat(
+        return Heartbeat(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.line),
             num_pages_held=scheduler.num_held_pages,

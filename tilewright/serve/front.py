@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 from tilewright.runtime.grammar.matchers import grammars_of
 from tilewright.runtime.grammar.spec import GrammarSpec
-from tilewright.runtime.messages import Ready
+from tilewright.runtime.messages import EngineReady
 from tilewright.serve.engines.client import TOKENIZER, EngineClient
 from tilewright.serve.engines.process import LOADING
 from tilewright.serve.engines.request_tracker import Limits
 from tilewright.serve.job_maker import JobMaker
 from tilewright.serve.jobs import Served, fingerprint_of
 from tilewright.serve.metrics import Metrics
-from tilewright.serve.prompt.structured import GrammarTrials
+from tilewright.serve.prompt.structured import GrammarValidator
 from tilewright.serve.prompt.template import TemplateFacts, read_template
 from tilewright.serve.prompt.texts import TextCoder
 from tilewright.serve.responses.store import ResponseStore
@@ -29,7 +29,7 @@ from tilewright.serve.web.requests import (
     Common,
 )
 from tilewright.serve.web.server_log import tell
-from tilewright.serve.web.settings import Settings
+from tilewright.serve.web.settings import ServerConfig
 
 LoadCoder = Callable[[Path], TextCoder]
 _SHORT = 4096  # characters that are tokenised at once, without a thread
@@ -44,14 +44,16 @@ class Front(JobMaker):
         load_coder: makes the tokenizer of the folder that the engine leaves.
     """
 
-    def __init__(self, settings: Settings, command: Sequence[str], load_coder: LoadCoder) -> None:
+    def __init__(
+        self, settings: ServerConfig, command: Sequence[str], load_coder: LoadCoder
+    ) -> None:
         self.settings = settings
         self.is_draining = False
         self.created = int(time.time())
         self.coder: TextCoder | None = None
         self.template = TemplateFacts()
         self.template_variables = settings.template_variables
-        self.trials: GrammarTrials | None = None
+        self.trials: GrammarValidator | None = None
         self.fingerprint = ""
         self.responses = ResponseStore()
         self.defaults = dict(settings.defaults)
@@ -78,7 +80,7 @@ class Front(JobMaker):
         if self.trials is not None:
             self.trials.close()
 
-    async def _take_ready(self, engine: int, folder: Path, ready: Ready) -> None:
+    async def _take_ready(self, engine: int, folder: Path, ready: EngineReady) -> None:
         """An engine is up: read its tokenizer, and name things."""
         if self.coder is None:
             coder = await self.in_thread(self._load_coder, folder / TOKENIZER)
@@ -86,7 +88,7 @@ class Front(JobMaker):
             template = await self.in_thread(read_template, coder, forced)
             grammars = grammars_of(folder / TOKENIZER, coder.eos_ids, ready.vocab_size)
             await self.in_thread(grammars.prepare)
-            self.template, self.trials = template, GrammarTrials(grammars)
+            self.template, self.trials = template, GrammarValidator(grammars)
             self.metrics = self._metrics(self.names(ready)[0])
             self.coder = coder
         if not self.client.engines[engine].num_restarts:
@@ -95,7 +97,7 @@ class Front(JobMaker):
         self.defaults = {**self.settings.defaults, **json.loads(ready.facts.get("sampling", "{}"))}
         self.fingerprint = fingerprint_of(ready.facts)
 
-    def names(self, ready: Ready) -> tuple[str, ...]:
+    def names(self, ready: EngineReady) -> tuple[str, ...]:
         """What the model is called, the reported name first."""
         return self.settings.names or (ready.facts.get("name", "model"),)
 
@@ -118,7 +120,7 @@ class Front(JobMaker):
             return "ok"
         return "loading" if self.client.state == LOADING else "engine down"
 
-    def up(self) -> tuple[Ready, TextCoder]:
+    def up(self) -> tuple[EngineReady, TextCoder]:
         """What the engine said of itself when it came up, and the tokenizer.
 
         Raises:
@@ -137,7 +139,7 @@ class Front(JobMaker):
         assert self.trials is not None
         await self.trials.check(spec, param)
 
-    def check_model(self, model: str | None, ready: Ready) -> None:
+    def check_model(self, model: str | None, ready: EngineReady) -> None:
         """Raises ApiError 404 for another model, where the operator wants that."""
         names = self.names(ready)
         if self.settings.strict_model and model not in (None, *names):
@@ -163,9 +165,9 @@ class Front(JobMaker):
         )
 
 
-def capacity(ready: Ready) -> str:
-    """How much an engine holds, in a line: seats, pages, bytes, and what prompts share."""
-    parts = [f"{ready.max_seats} seats of {ready.max_context:,} tokens"]
+def capacity(ready: EngineReady) -> str:
+    """How much an engine holds, in a line: slots, pages, bytes, and what prompts share."""
+    parts = [f"{ready.max_num_seqs} slots of {ready.max_context:,} tokens"]
     size = f"{ready.cache_bytes / 1e9:.1f} GB"
     if ready.page_size:
         tokens = ready.num_pages * ready.page_size

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from tilewright.runtime.grammar.spec import GrammarSpec
-from tilewright.runtime.messages import Ready
+from tilewright.runtime.messages import EngineReady
 from tilewright.serve.jobs import Served, make_job, read_calls, template_variables
-from tilewright.serve.prompt.prepare import Prompt, check_prompt, encode, render_chat
+from tilewright.serve.prompt.prepare import TokenizedPrompt, check_prompt, encode, render_chat
 from tilewright.serve.prompt.structured import behind_reasoning, read_grammar
 from tilewright.serve.prompt.template import TemplateFacts
 from tilewright.serve.prompt.texts import TextCoder
@@ -29,7 +29,7 @@ from tilewright.serve.web.requests import (
     check_chat,
     check_common,
 )
-from tilewright.serve.web.responses import Job
+from tilewright.serve.web.responses import CompletionTask
 
 _CHARACTERS_A_TOKEN = 4  # about
 _LONG = 1 << 20
@@ -50,14 +50,14 @@ class JobMaker(ABC):
     template_variables: Mapping[str, Any]
 
     @abstractmethod
-    def up(self) -> tuple[Ready, TextCoder]:
+    def up(self) -> tuple[EngineReady, TextCoder]:
         """Return engine limits and tokenizer, or raise ApiError if the engine is down."""
 
     @abstractmethod
     def served(self, request: Common, num_prompts: int) -> Served:
         """Return the model for a request with ``num_prompts`` prompts, or raise ApiError."""
 
-    def check_model(self, model: str | None, ready: Ready) -> None:  # noqa: B027 (any name)
+    def check_model(self, model: str | None, ready: EngineReady) -> None:  # noqa: B027 (any name)
         """Refuse another model name with an ApiError. The default allows any name."""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class JobMaker(ABC):
     async def aside(self, size: int, function: Callable[..., _T], *given: Any, **named: Any) -> _T:
         """Run a function, in a thread if ``size`` characters are many."""
 
-    async def chat_job(self, request: ChatRequest) -> Job:
+    async def chat_job(self, request: ChatRequest) -> CompletionTask:
         """Return the job for a chat.
 
         Raises:
@@ -141,7 +141,7 @@ class JobMaker(ABC):
             opens=request.add_generation_prompt is not False,
         )
 
-    async def completion_job(self, request: CompletionRequest) -> Job:
+    async def completion_job(self, request: CompletionRequest) -> CompletionTask:
         """Return the job for a completion.
 
         Raises:
@@ -157,7 +157,7 @@ class JobMaker(ABC):
             if isinstance(given, str):
                 prompt = await self.aside(len(given), encode, coder, given, ready, add_special=True)
             else:
-                prompt = Prompt("", tuple(given))
+                prompt = TokenizedPrompt("", tuple(given))
             check_prompt(prompt, ready, "prompt")
             if request.echo and not isinstance(given, str):
                 size = _CHARACTERS_A_TOKEN * len(given)

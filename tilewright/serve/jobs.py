@@ -15,18 +15,18 @@ from typing import Any
 from tilewright.compiler import __version__
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime.grammar.spec import GrammarSpec
-from tilewright.runtime.messages import Ready
+from tilewright.runtime.messages import EngineReady
 from tilewright.runtime.request import UNNUMBERED, EngineRequest
-from tilewright.serve.output.choice import Choice
+from tilewright.serve.output.choice import ChoiceStream
 from tilewright.serve.output.reasoning import OPEN, ReasoningSplitter, begins_in_reasoning
 from tilewright.serve.output.stops import StopMatcher
 from tilewright.serve.output.tool_calls import CallReader
-from tilewright.serve.prompt.prepare import Prompt, sampling_for
+from tilewright.serve.prompt.prepare import TokenizedPrompt, sampling_for
 from tilewright.serve.prompt.texts import TextCoder
 from tilewright.serve.tools.asked import ToolsAsked
 from tilewright.serve.tools.base import ToolFormat
 from tilewright.serve.web.requests import Common
-from tilewright.serve.web.responses import Job
+from tilewright.serve.web.responses import CompletionTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Served:
         defaults: sampling parameters of requests that do not say them.
     """
 
-    ready: Ready
+    ready: EngineReady
     coder: TextCoder
     name: str
     fingerprint: str
@@ -71,15 +71,15 @@ def template_variables(
 
 
 def make_job(
-    served: Served, request: Common, prompts: Sequence[Prompt], grammar: GrammarSpec | None
-) -> Job:
+    served: Served, request: Common, prompts: Sequence[TokenizedPrompt], grammar: GrammarSpec | None
+) -> CompletionTask:
     """Return the job of a request: ``n`` choices of each prompt. Their seeds differ.
 
     Raises:
         ApiError: 400 naming the parameter that is out of range.
     """
     options = request.stream_options
-    return Job(
+    return CompletionTask(
         request_id=("chatcmpl-" if request.is_chat else "cmpl-") + secrets.token_hex(12),
         created=int(time.time()),
         model=served.name,
@@ -97,7 +97,7 @@ def make_job(
     )
 
 
-def read_calls(job: Job, tools: ToolsAsked, form: ToolFormat) -> None:
+def read_calls(job: CompletionTask, tools: ToolsAsked, form: ToolFormat) -> None:
     """Let the calls of every answer be told from its content."""
     for choice in job.choices:
         parser = form.parser(tools.tools)
@@ -108,8 +108,8 @@ def read_calls(job: Job, tools: ToolsAsked, form: ToolFormat) -> None:
 
 
 def _choices(
-    served: Served, request: Common, prompts: Sequence[Prompt], grammar: GrammarSpec | None
-) -> list[Choice]:
+    served: Served, request: Common, prompts: Sequence[TokenizedPrompt], grammar: GrammarSpec | None
+) -> list[ChoiceStream]:
     choices, coder = [], served.coder
     keeps = bool(request.include_stop_str_in_output)
     thinks = request.is_chat and OPEN in (coder.chat_template or "")
@@ -132,7 +132,7 @@ def _choices(
                 grammar=grammar,
                 cache_salt=request.cache_salt or "",
             )
-            choice = Choice(
+            choice = ChoiceStream(
                 coder=coder,
                 request=engine_request,
                 matcher=StopMatcher(request.stops, includes=keeps),

@@ -25,9 +25,9 @@ from prometheus_client.core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from tilewright.runtime.messages import Beat, Finished, Ready, Started
+from tilewright.runtime.messages import EngineReady, Heartbeat, RequestFinished, RequestStarted
 from tilewright.runtime.scheduling.engine_stats import HOST, IDLE, SIZE, STEP, Tally, bounds_of
-from tilewright.serve.output.choice import Choice
+from tilewright.serve.output.choice import ChoiceStream
 
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
 _BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 5)
@@ -86,10 +86,10 @@ class EngineState(Protocol):
     """What an engine has said of itself."""
 
     @property
-    def ready(self) -> Ready | None: ...
+    def ready(self) -> EngineReady | None: ...
 
     @property
-    def beat(self) -> Beat: ...
+    def beat(self) -> Heartbeat: ...
 
     @property
     def num_restarts(self) -> int: ...
@@ -105,7 +105,7 @@ class EngineMetrics:
             lambda *said: made.counter(*said).labels(**labels),
             lambda name, bounds: made.histogram(name, bounds).child(labels),
         )
-        self.running = gauge("num_requests_running", "requests that have a seat")
+        self.running = gauge("num_requests_running", "requests that have a slot")
         self.waiting = gauge("num_requests_waiting", "requests in the queue")
         self.pages = gauge("kv_cache_usage_perc", "share of the pages that is held, 0 to 1")
         self.prompt_tokens = counter("prompt_tokens", "tokens of prompts")
@@ -131,7 +131,7 @@ class EngineMetrics:
         self.num_choices = histogram("request_params_n", (1, 2, 5, 10, 16))
 
     def take_vector(
-        self, length: int, started: Started | None, done: Finished, *, seconds: float
+        self, length: int, started: RequestStarted | None, done: RequestFinished, *, seconds: float
     ) -> None:
         """Count a prompt of ``length`` tokens that became a vector ``seconds`` after it came."""
         self.take_prompt(length, started.num_cached if started is not None else 0, num_choices=1)
@@ -154,7 +154,7 @@ class EngineMetrics:
         self.computed.observe(length - cached)
         self.num_choices.observe(num_choices)
 
-    def take(self, choice: Choice, *, seconds: float, request_id: str = "") -> None:
+    def take(self, choice: ChoiceStream, *, seconds: float, request_id: str = "") -> None:
         """Count one answer that came to its end ``seconds`` after it was asked for."""
         self.success.labels(**self.labels, finished_reason=choice.finish_reason or "stop").inc()
         count = len(choice.tokens)
@@ -219,7 +219,7 @@ class _Families:
         return found
 
 
-class _Counted:
+class _FastHistogram:
     """A histogram that every token may go into: no lock, for one thread observes, and no exemplars.
 
     ``bounds``: the upper bounds of its counts.
@@ -240,11 +240,11 @@ class _Histograms(Collector):
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name, self._text, self._bounds = name, text, bounds
-        self._children: list[tuple[tuple[str, ...], _Counted]] = []
+        self._children: list[tuple[tuple[str, ...], _FastHistogram]] = []
 
-    def child(self, labels: Mapping[str, str]) -> _Counted:
+    def child(self, labels: Mapping[str, str]) -> _FastHistogram:
         """Make a new metric of these labels."""
-        made = _Counted(self._bounds)
+        made = _FastHistogram(self._bounds)
         self._children.append((tuple(labels.values()), made))
         return made
 
@@ -350,7 +350,7 @@ _TOTALS: dict[str, tuple[Callable[[EngineState], int], str]] = {
 }
 
 
-def _cache_info(ready: Ready) -> dict[str, str]:
+def _cache_info(ready: EngineReady) -> dict[str, str]:
     pool = {"num_gpu_blocks": ready.num_pages, "block_size": ready.page_size}
     return {
         key: str(value) for key, value in {**pool, "num_snapshots": ready.num_snapshots}.items()

@@ -37,7 +37,7 @@ _OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ChildExit:
     """How a child process ended.
 
     Attributes:
@@ -106,7 +106,7 @@ class Child:
         self._timeout_s, self._started = timeout_s, time.monotonic()
         self._num_kills = _oom_kills()
         self._is_timed_out = False
-        self._ended: Ended | None = None
+        self._ended: ChildExit | None = None
         self._unread = b""
         self._files = contextlib.ExitStack()
         try:
@@ -134,7 +134,7 @@ class Child:
         """Return the process id, which is also the process group id."""
         return self._process.pid
 
-    def poll(self) -> Ended | None:
+    def poll(self) -> ChildExit | None:
         """Return the end of the child, or None while running. Stop the child after its time
         limit.
         """
@@ -147,7 +147,7 @@ class Child:
             return self.stop()
         return self._finish()
 
-    def wait(self, seconds: float | None = None) -> Ended | None:
+    def wait(self, seconds: float | None = None) -> ChildExit | None:
         """Wait for the child's end. Return None after ``seconds``."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while (ended := self.poll()) is None:
@@ -157,7 +157,7 @@ class Child:
                 self._process.wait(_LOOK_SECONDS)
         return ended
 
-    def stop(self) -> Ended:
+    def stop(self) -> ChildExit:
         """End the process group. Send an interrupt first, to allow cleanup."""
         if self._ended is not None:
             return self._ended
@@ -170,7 +170,7 @@ class Child:
         self._process.wait()
         return self._finish()
 
-    def kill(self) -> Ended:
+    def kill(self) -> ChildExit:
         """Kill the process group immediately."""
         if self._ended is not None:
             return self._ended
@@ -236,7 +236,7 @@ class Child:
         self._output.seek(0)
         return self._output.read()
 
-    def close(self, patience_s: float = 0.0) -> Ended:
+    def close(self, patience_s: float = 0.0) -> ChildExit:
         """Close the input, wait ``patience_s`` seconds, then stop the child. Close its files."""
         self.close_input()
         ended = self.wait(patience_s) or self.stop()
@@ -263,12 +263,12 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
-    def _finish(self) -> Ended:
+    def _finish(self) -> ChildExit:
         said = self._said()
         code = self._process.returncode
         was_killed = code == -signal.SIGKILL and _oom_kills() > self._num_kills
         complained = any(mark.lower() in line.lower() for line in said for mark in _OUT_OF_MEMORY)
-        self._ended = Ended(
+        self._ended = ChildExit(
             code, self._seconds(), said, self._is_timed_out, was_killed or complained
         )
         return self._ended

@@ -19,7 +19,7 @@ from tilewright.compiler.formats import FORMATS, get_format
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.mesh import Split, deal, join, split_heads
-from tilewright.distributed.parallel import RANKS, TENSOR, Parallel, Ranks
+from tilewright.distributed.parallel import RANKS, TENSOR, Parallel, RankAxes
 from tilewright.errors import CompileError
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ class Shares:
         notes: Linears without sharding, with the reason.
     """
 
-    ranks: Ranks
+    ranks: RankAxes
     outputs: dict[Node, Split] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -62,7 +62,7 @@ def plan_shares(graph_module: GraphModule, parallel: Parallel) -> Shares:
         CompileError: More ranks than query heads, or more ranks than whole format blocks.
     """
     products = find_calls(graph_module.graph, ops.linear, ops.expert_linear)
-    shares = Shares(Ranks(parallel.tensor, _expert_parts(products, parallel), parallel.policy))
+    shares = Shares(RankAxes(parallel.tensor, _expert_parts(products, parallel), parallel.policy))
     for product in products:
         group = info(product).tensor_group
         if group == _HEAD:

@@ -14,7 +14,7 @@ from tilewright.compiler.ir.info import Placement, info, set_info
 from tilewright.compiler.ir.recipe import take
 from tilewright.compiler.ir.rewrite import emit, find_calls
 from tilewright.compiler.passes.runner import PassContext, graph_pass
-from tilewright.distributed.parallel import EXPERT, RANKS, Ranks
+from tilewright.distributed.parallel import EXPERT, RANKS, RankAxes
 
 
 @graph_pass
@@ -27,7 +27,7 @@ def take_rank(graph_module: GraphModule, ctx: PassContext) -> int:
     if ctx.parallel.tensor == 1:
         return 0
     assert 0 <= ctx.rank < ctx.parallel.tensor, f"there is no rank {ctx.rank}"
-    ranks = Ranks(ctx.parallel.tensor, _expert_parts(graph_module), ctx.parallel.policy)
+    ranks = RankAxes(ctx.parallel.tensor, _expert_parts(graph_module), ctx.parallel.policy)
     count = 0
     for node in list(graph_module.graph.nodes):
         placement = info(node).placement
@@ -54,7 +54,7 @@ def _expert_parts(graph_module: GraphModule) -> int:
     return 1
 
 
-def _cut(node: Node, placement: Placement, ranks: Ranks, rank: int) -> None:
+def _cut(node: Node, placement: Placement, ranks: RankAxes, rank: int) -> None:
     recipe = info(node).recipe
     assert recipe is not None
     kept = {
@@ -65,7 +65,7 @@ def _cut(node: Node, placement: Placement, ranks: Ranks, rank: int) -> None:
     node.meta["val"] = node.meta["val"].new_empty(recipe.shape)
 
 
-def _make_local(node: Node, ranks: Ranks, rank: int) -> None:
+def _make_local(node: Node, ranks: RankAxes, rank: int) -> None:
     """Replace sizes of the whole model in a call's arguments."""
     if node.target is ops.linear.overload and len(node.args) > 2:
         placement = info(node).placement
@@ -88,7 +88,7 @@ def _make_local(node: Node, ranks: Ranks, rank: int) -> None:
         _choose_local(node, ranks, rank)
 
 
-def _choose_local(product: Node, ranks: Ranks, rank: int) -> None:
+def _choose_local(product: Node, ranks: RankAxes, rank: int) -> None:
     """Map expert indices to this rank's own, and skip experts on other ranks."""
     placement = info(_node(product.args[1])).placement
     dealt = None if placement is None else placement.along(0)

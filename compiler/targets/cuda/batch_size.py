@@ -10,7 +10,7 @@ import torch
 from tilewright.compiler.targets.cuda.memory_budget import check_room, with_passes_that_fit
 from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.compiler.targets.program.instructions import Plan
+from tilewright.compiler.targets.program.instructions import KernelProgram
 from tilewright.errors import CompileError
 
 _KEPT_PAGES = 0.98
@@ -18,7 +18,7 @@ _RANKS_BATCH = 64
 
 
 def with_batch_that_fits(
-    plan: Plan, options: CompileOptions, device: torch.device
+    plan: KernelProgram, options: CompileOptions, device: torch.device
 ) -> CompileOptions:
     """Return ``options`` with the largest batch for the memory, or unchanged without a range.
 
@@ -35,7 +35,9 @@ def with_batch_that_fits(
     return found
 
 
-def _batch_that_fits(plan: Plan, options: CompileOptions, device: torch.device, least: int) -> int:
+def _batch_that_fits(
+    plan: KernelProgram, options: CompileOptions, device: torch.device, least: int
+) -> int:
     if options.parallel.tensor > 1:
         size = _RANKS_BATCH if plan.sequence_states else options.max_batch
         return max(least, min(size, options.max_batch))
@@ -50,7 +52,7 @@ def _batch_that_fits(plan: Plan, options: CompileOptions, device: torch.device, 
     return size
 
 
-def _pages_with(plan: Plan, options: CompileOptions, device: torch.device) -> int:
+def _pages_with(plan: KernelProgram, options: CompileOptions, device: torch.device) -> int:
     """Return the pages of the pool for these options; 0 if they do not fit."""
     try:
         return check_room(plan, with_passes_that_fit(plan, options, device), device).num_pages

@@ -1,4 +1,4 @@
-"""A plan on a device as an `Executable`: buckets of captured steps over the tables of seats."""
+"""A plan on a device as an `Executable`: buckets of captured steps over the tables of slots."""
 
 from __future__ import annotations
 
@@ -13,49 +13,53 @@ from torch import Tensor
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.cuda.collectives.exchange import PROMPT_WIRE
-from tilewright.compiler.targets.cuda.collectives.group import Group, meet
+from tilewright.compiler.targets.cuda.collectives.group import RankGroup, meet
 from tilewright.compiler.targets.cuda.graphs.buckets import Buckets, prepared_rows_of
-from tilewright.compiler.targets.cuda.graphs.capture import Seated, decode_buckets, prompt_buckets
+from tilewright.compiler.targets.cuda.graphs.capture import (
+    CapturedSlots,
+    decode_buckets,
+    prompt_buckets,
+)
 from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
 from tilewright.compiler.targets.cuda.memory_budget import capabilities_of, num_marks
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import choose_now, needs_host
 from tilewright.compiler.targets.cuda.outputs.sampled_tokens import Answers
-from tilewright.compiler.targets.cuda.outputs.sampling_batch import Choice, drawing_of
+from tilewright.compiler.targets.cuda.outputs.sampling_batch import SamplingBatch, drawing_of
 from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.cuda.state.ragged import can_join, one, split
-from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
+from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.state.snapshot_positions import cut
 from tilewright.compiler.targets.cuda.state.swap import Away
 from tilewright.compiler.targets.cuda.state.tables import PagedState
-from tilewright.compiler.targets.cuda.state.token_batch import Rows
+from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.run import Steps
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds, copy_bytes
 from tilewright.compiler.targets.cuda.weights.stream import Weights
-from tilewright.compiler.targets.host.executable import Sitting
+from tilewright.compiler.targets.host.executable import SlotState
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable, MemoryUse
 from tilewright.compiler.targets.interface.step import (
-    Back,
-    Chunk,
-    Close,
-    Copy,
-    Drop,
-    Edit,
-    Load,
-    Open,
-    Out,
-    Pages,
-    Part,
-    Save,
-    Seat,
+    AssignPages,
+    CloseSlot,
+    CopyState,
+    DropSwapped,
+    LoadState,
+    OpenSlot,
+    PrefillChunk,
+    SamplerOutput,
+    SaveState,
+    Slot,
+    StateUpdate,
     Step,
     StepOutput,
+    SwapIn,
+    SwapOut,
 )
 from tilewright.compiler.targets.interface.token_masks import Allowed
-from tilewright.compiler.targets.program.instructions import Plan
-from tilewright.distributed.peers import Peers
+from tilewright.compiler.targets.program.instructions import KernelProgram
+from tilewright.distributed.peers import SetupCollectives
 
 _NUM_ENDS = 16
-"""End tokens of a seat that the device looks for; the host looks for the others."""
+"""End tokens of a slot that the device looks for; the host looks for the others."""
 
 
 class CudaExecutable(Executable):
@@ -67,7 +71,7 @@ class CudaExecutable(Executable):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: KernelProgram,
         weights: Weights,
         options: CompileOptions,
         contract: NumericContract,
@@ -101,21 +105,23 @@ class CudaExecutable(Executable):
         if device.type == "cuda":
             self.device_name = torch.cuda.get_device_name(device)
             self.device_detail = f"{self.device_name}, {self._steps.kernels()}"
-        self._table = SeatTable(options.max_batch, _NUM_ENDS, device)
+        self._table = SlotTable(options.max_batch, _NUM_ENDS, device)
         self._buckets = self._make_buckets(plan, rows, options)
-        self._sittings: dict[Seat, Sitting] = {}
-        self._away = Away(self._sittings, self._state, self._table)
-        self._seated: Seated | None = None
+        self._slot_states: dict[Slot, SlotState] = {}
+        self._away = Away(self._slot_states, self._state, self._table)
+        self._captured_slots: CapturedSlots | None = None
         self._answers = Answers(
-            self._table, self._sittings, leave=self._leave,
-            width=lambda: self.num_choosable, num_seats=options.max_batch,
+            self._table, self._slot_states, leave=self._leave,
+            width=lambda: self.num_choosable, num_slots=options.max_batch,
         )  # fmt: skip
         self._joined = Joined(
-            self._steps, self._state, self._table, self._buckets, self._answers, self._sittings,
+            self._steps, self._state, self._table, self._buckets, self._answers, self._slot_states,
             check=self._check, leave=self._leave,
         )  # fmt: skip
 
-    def _make_buckets(self, plan: Plan, rows: Sequence[int], options: CompileOptions) -> Buckets:
+    def _make_buckets(
+        self, plan: KernelProgram, rows: Sequence[int], options: CompileOptions
+    ) -> Buckets:
         return Buckets(
             self._steps,
             rows=rows,
@@ -127,17 +133,17 @@ class CudaExecutable(Executable):
             prepared_rows=prepared_rows_of(plan, options),
         )
 
-    def join(self, peers: Peers) -> None:
+    def join(self, peers: SetupCollectives) -> None:
         group = meet(peers, self.dealt, self.device, asked=self._asked)
         self.notes = (*self.notes, *group.notes)
         self.unite(group)
 
-    def unite(self, group: Group) -> None:
+    def unite(self, group: RankGroup) -> None:
         """Make this executable's steps those of a rank of ``group``, before the first of them."""
         self._steps.group = self._answers.group = group
 
     @property
-    def _group(self) -> Group | None:
+    def _group(self) -> RankGroup | None:
         return self._steps.group
 
     @torch.no_grad()
@@ -145,10 +151,10 @@ class CudaExecutable(Executable):
         if self._group is not None:
             self._group.check()
         self._apply(step.edits)
-        parts: list[Part] = []
+        parts: list[SamplerOutput] = []
         self._force(step)
         limits = self.capabilities
-        shares = limits.shares_passes(len(self._sittings))
+        shares = limits.shares_passes(len(self._slot_states))
         riding = step.decode if shares and self._rides(step) else ()
         decodes = () if riding else self._buckets.cut(step.decode)
         batches, alone = split(
@@ -156,7 +162,7 @@ class CudaExecutable(Executable):
             marks=limits.marks, most_rows=limits.most_shared, beside=bool(riding),
         )  # fmt: skip
         self._answers.begin(len(decodes) + len(batches) + len(alone))
-        parts += [self._decode(seats, step) for seats in decodes]
+        parts += [self._decode(slots, step) for slots in decodes]
         for index, batch in enumerate(batches):
             parts += self._joined.run(batch, step, () if index else riding)
         parts += [part for each in alone if (part := self._prompt(each, step)) is not None]
@@ -173,13 +179,13 @@ class CudaExecutable(Executable):
         joined = [each for each in step.prompts if can_join(each, limits.marks, most_rows)]
         if not joined:
             return False
-        seats = (*step.decode, *(chunk.seat for chunk in step.prompts if chunk.chooses))
+        slots = (*step.decode, *(chunk.slot for chunk in step.prompts if chunk.chooses))
         num_rows = len(step.decode) + min(len(joined), limits.max_prompts)
-        return num_rows <= limits.passes[-1][0] and self._answers.may_be_captured(seats, step)
+        return num_rows <= limits.passes[-1][0] and self._answers.may_be_captured(slots, step)
 
     @torch.no_grad()
     def prepare(self) -> None:
-        assert not self._sittings, "somebody is seated"
+        assert not self._slot_states, "a slot is in use"
         limits, is_gpu = self.capabilities, self.device.type == "cuda"
         longest = min(limits.max_step_tokens, limits.max_context)
         with self._group.patiently() if self._group else contextlib.nullcontext():
@@ -194,58 +200,58 @@ class CudaExecutable(Executable):
         self._buckets.prepare_next()
 
     def reset(self) -> None:
-        self._seated = None
+        self._captured_slots = None
         self._answers.forget()
-        self._sittings.clear()
+        self._slot_states.clear()
         self._away.forget()
         self._state.reset()
 
-    def _apply(self, edits: Sequence[Edit]) -> None:
+    def _apply(self, edits: Sequence[StateUpdate]) -> None:
         """All edits in their order; those of tables and pages go to the device together."""
-        if any(not isinstance(edit, Pages | Close) for edit in edits):
+        if any(not isinstance(edit, AssignPages | CloseSlot) for edit in edits):
             self._leave()
-        opened: dict[Seat, SamplingParams] = {}
+        opened: dict[Slot, SamplingParams] = {}
         for edit in edits:
-            if isinstance(edit, Open):
-                assert edit.seat not in self._sittings, f"seat {edit.seat} is taken"
-                assert 0 <= edit.seat < self.capabilities.max_seats, f"there is no {edit}"
-                self._sittings[edit.seat] = Sitting(edit.sampling, edit.prompt, edit.keeps)
-                opened[edit.seat] = edit.sampling
-                self._answers.open(edit.seat, edit.sampling.stop_token_ids)
-            elif isinstance(edit, Close):
-                del self._sittings[edit.seat]
-                self._answers.close(edit.seat)
-                self._state.clear(edit.seat)
-            elif isinstance(edit, Pages):
+            if isinstance(edit, OpenSlot):
+                assert edit.slot not in self._slot_states, f"slot {edit.slot} is taken"
+                assert 0 <= edit.slot < self.capabilities.max_num_seqs, f"there is no {edit}"
+                self._slot_states[edit.slot] = SlotState(edit.sampling, edit.prompt, edit.keeps)
+                opened[edit.slot] = edit.sampling
+                self._answers.open(edit.slot, edit.sampling.stop_token_ids)
+            elif isinstance(edit, CloseSlot):
+                del self._slot_states[edit.slot]
+                self._answers.close(edit.slot)
+                self._state.clear(edit.slot)
+            elif isinstance(edit, AssignPages):
                 self._state.note(edit)
             else:
                 self._move(edit)
-        self._state.deal([edit for edit in edits if isinstance(edit, Pages)])
+        self._state.deal([edit for edit in edits if isinstance(edit, AssignPages)])
         self._table.open(opened)
 
-    def _move(self, edit: Edit) -> None:
+    def _move(self, edit: StateUpdate) -> None:
         """Copies of state, within the device or to the host and back."""
-        if isinstance(edit, Copy):
+        if isinstance(edit, CopyState):
             self._state.copy(edit.source, edit.target, edit.num_positions)
-            self._sittings[edit.target].length = edit.num_positions
-        elif isinstance(edit, Save):
-            self._state.save(edit.seat, edit.snapshot, self._sittings[edit.seat].length)
-        elif isinstance(edit, Load):
-            self._sittings[edit.seat].length = self._state.load(edit.seat, edit.snapshot)
+            self._slot_states[edit.target].length = edit.num_positions
+        elif isinstance(edit, SaveState):
+            self._state.save(edit.slot, edit.snapshot, self._slot_states[edit.slot].length)
+        elif isinstance(edit, LoadState):
+            self._slot_states[edit.slot].length = self._state.load(edit.slot, edit.snapshot)
         else:
-            assert isinstance(edit, Out | Back | Drop), edit
+            assert isinstance(edit, SwapOut | SwapIn | DropSwapped), edit
             self._away.apply(edit)
 
     def agreed(self) -> bytes:
         self._leave()
-        return self._table.agreed({seat: each.length for seat, each in self._sittings.items()})
+        return self._table.agreed({slot: each.length for slot, each in self._slot_states.items()})
 
     def _leave(self) -> None:
-        """What the bucket that ran last holds of its seats goes back to the table."""
-        if self._seated is not None:
-            self._seated.settle(self._sittings)
-            self._table.give_back(self._seated.at, self._seated.bucket.rows.tokens)
-            self._seated = None
+        """What the bucket that ran last holds of its slots goes back to the table."""
+        if self._captured_slots is not None:
+            self._captured_slots.settle(self._slot_states)
+            self._table.give_back(self._captured_slots.at, self._captured_slots.bucket.rows.tokens)
+            self._captured_slots = None
 
     def _force(self, step: Step) -> None:
         """Forced tokens into the table, where any are."""
@@ -253,54 +259,54 @@ class CudaExecutable(Executable):
             return
         self._leave()
         self._table.put(list(step.forced), list(step.forced.values()))
-        for seat, token in step.forced.items():
-            self._sittings[seat].force(token)
+        for slot, token in step.forced.items():
+            self._slot_states[slot].force(token)
 
-    def _decode(self, seats: tuple[Seat, ...], step: Step) -> Part:
-        """One token of each of up to as many seats as a bucket has rows."""
-        if self._seated is None or self._seated.seats is not seats:
+    def _decode(self, slots: tuple[Slot, ...], step: Step) -> SamplerOutput:
+        """One token of each of up to as many slots as a bucket has rows."""
+        if self._captured_slots is None or self._captured_slots.slots is not slots:
             self._leave()
-            self._seated = self._sit(seats)
-        seated = self._seated
-        bucket = seated.bucket
-        is_captured = not seated.is_late and self._answers.may_be_captured((), step)
-        longest = seated.advance(self._state)
-        bucket.run(longest, seated.drawing if is_captured and not step.masked else None)
-        logits = bucket.logits[: len(seats)]
+            self._captured_slots = self._fill_slots(slots)
+        running = self._captured_slots
+        bucket = running.bucket
+        is_captured = not running.is_late and self._answers.may_be_captured((), step)
+        longest = running.advance(self._state)
+        bucket.run(longest, running.drawing if is_captured and not step.masked else None)
+        logits = bucket.logits[: len(slots)]
         if step.masked or not is_captured:
-            seated.settle(self._sittings)
+            running.settle(self._slot_states)
         if not is_captured:
-            return self._answers.late(seats, logits, step)
+            return self._answers.late(slots, logits, step)
         if step.masked:
-            return self._answers.masked(seats, bucket, step, seated.drawing)
-        return self._answers.chosen(seats, logits, bucket.choice, step)
+            return self._answers.masked(slots, bucket, step, running.drawing)
+        return self._answers.chosen(slots, logits, bucket.choice, step)
 
-    def _sit(self, seats: tuple[Seat, ...]) -> Seated:
-        """Seats take the rows of the smallest bucket."""
-        bucket = self._buckets.decode(len(seats))
-        lengths = np.array([self._sittings[seat].length for seat in seats], dtype=np.int64)
-        at = bucket.sit(self._table, seats, lengths)
-        chosen = [self._sittings[seat].sampling for seat in seats]
+    def _fill_slots(self, slots: tuple[Slot, ...]) -> CapturedSlots:
+        """Slots take the rows of the smallest bucket."""
+        bucket = self._buckets.decode(len(slots))
+        lengths = np.array([self._slot_states[slot].length for slot in slots], dtype=np.int64)
+        at = bucket.admit(self._table, slots, lengths)
+        chosen = [self._slot_states[slot].sampling for slot in slots]
         is_late = any(map(needs_host, chosen))
-        return Seated(seats, bucket, at, drawing_of(chosen), is_late, lengths)
+        return CapturedSlots(slots, bucket, at, drawing_of(chosen), is_late, lengths)
 
-    def _check(self, chunk: Chunk) -> Sitting:
+    def _check(self, chunk: PrefillChunk) -> SlotState:
         """Who sits where a piece of a prompt belongs; no bucket holds its token any more."""
-        if self._seated is not None and chunk.seat in self._seated.seats:
+        if self._captured_slots is not None and chunk.slot in self._captured_slots.slots:
             self._leave()
-        sitting = self._sittings[chunk.seat]
-        assert chunk.start <= sitting.length, f"seat {chunk.seat}: {chunk.start} leaves a gap"
-        self._state.check(chunk.seat, chunk.end)
-        return sitting
+        slot_state = self._slot_states[chunk.slot]
+        assert chunk.start <= slot_state.length, f"slot {chunk.slot}: {chunk.start} leaves a gap"
+        self._state.check(chunk.slot, chunk.end)
+        return slot_state
 
-    def _prompt(self, chunk: Chunk, step: Step) -> Part | None:
+    def _prompt(self, chunk: PrefillChunk, step: Step) -> SamplerOutput | None:
         """A piece of a prompt; None where nothing is wanted of it."""
-        sitting = self._check(chunk)
+        slot_state = self._check(chunk)
         parts, found = cut(chunk, self.capabilities.marks), None
         assert len(parts) == 1 or not chunk.echoes, "a chunk that echoes is in one piece"
         pooled: list[Tensor] = []
         for part in parts:
-            sitting.length, sitting.token = part.end, None
+            slot_state.length, slot_state.token = part.end, None
             if chunk.pools:
                 rows, _ = one(part, self.device, self._state.marks((part,)))
                 pooled.append(self._steps.pool(rows, from_start=part.start == 0))
@@ -311,10 +317,10 @@ class CudaExecutable(Executable):
             return self._answers.pooled(pooled, len(chunk.tokens))
         return found
 
-    def _run_prompt(self, chunk: Chunk, step: Step) -> Part | None:
+    def _run_prompt(self, chunk: PrefillChunk, step: Step) -> SamplerOutput | None:
         """Captured where it is short, and at most its last token wants logits."""
-        chosen = [self._sittings[seat].sampling for seat in (chunk.seat, *chunk.also)]
-        is_late = self._answers.is_late((chunk.seat, *chunk.also), step)
+        chosen = [self._slot_states[slot].sampling for slot in (chunk.slot, *chunk.also)]
+        is_late = self._answers.is_late((chunk.slot, *chunk.also), step)
         drawing = None if is_late else drawing_of(chosen)
         marks = self._state.marks((chunk,))
         if len(chunk.tokens) <= self._buckets.tokens[-1] and not chunk.echoes:
@@ -329,29 +335,29 @@ class CudaExecutable(Executable):
             if found is None:
                 return None
             logits = found
-            of = (chunk.seat,), (chunk.end,), self.num_choosable, logits[-1:]
+            of = (chunk.slot,), (chunk.end,), self.num_choosable, logits[-1:]
             choice = choose_now(self._table, *of, chosen if not is_late else (), self._group)
         return self._end_prompt(chunk, step, logits, choice, is_late)
 
     def _end_prompt(
-        self, chunk: Chunk, step: Step, logits: Tensor, choice: Choice, is_late: bool
-    ) -> Part | None:
+        self, chunk: PrefillChunk, step: Step, logits: Tensor, choice: SamplingBatch, is_late: bool
+    ) -> SamplerOutput | None:
         if not (chunk.chooses or chunk.echoes):
             return None
-        seats = (chunk.seat, *chunk.also) if chunk.chooses else ()
-        for seat in seats[1:]:
-            self._state.copy(chunk.seat, seat, chunk.end)
-            self._sittings[seat].length = chunk.end
+        slots = (chunk.slot, *chunk.also) if chunk.chooses else ()
+        for slot in slots[1:]:
+            self._state.copy(chunk.slot, slot, chunk.end)
+            self._slot_states[slot].length = chunk.end
         if is_late:
-            return self._answers.late(seats, logits, step, chunk if chunk.echoes else None)
-        if len(seats) > 1:
-            ends = [chunk.end] * len(seats)
-            chosen = [self._sittings[seat].sampling for seat in seats]
-            logits_each, width = logits[-1:].repeat(len(seats), 1), self.num_choosable
-            choice = choose_now(self._table, seats, ends, width, logits_each, chosen, self._group)
-        for row, seat in enumerate(seats):
-            self._table.hold(seat, choice.tokens[row : row + 1])
-        return self._answers.chosen(seats, logits, choice, step)
+            return self._answers.late(slots, logits, step, chunk if chunk.echoes else None)
+        if len(slots) > 1:
+            ends = [chunk.end] * len(slots)
+            chosen = [self._slot_states[slot].sampling for slot in slots]
+            logits_each, width = logits[-1:].repeat(len(slots), 1), self.num_choosable
+            choice = choose_now(self._table, slots, ends, width, logits_each, chosen, self._group)
+        for row, slot in enumerate(slots):
+            self._table.hold(slot, choice.tokens[row : row + 1])
+        return self._answers.chosen(slots, logits, choice, step)
 
     @torch.no_grad()
     def choose(self, output: StepOutput, allowed: Allowed) -> None:
@@ -363,16 +369,16 @@ class CudaExecutable(Executable):
         self._answers.choose(Allowed())
 
     @torch.no_grad()
-    def chosen_experts(self, seats: Sequence[Seat], tokens: Sequence[int]) -> list[int]:
-        """Read a token on each seat and count, layer by layer, the different experts chosen.
+    def chosen_experts(self, slots: Sequence[Slot], tokens: Sequence[int]) -> list[int]:
+        """Read a token on each slot and count, layer by layer, the different experts chosen.
 
         For measurements: it is not captured, and chooses no tokens.
         """
         self._leave()
-        lengths = [self._sittings[seat].length for seat in seats]
-        rows = Rows(*torch.tensor([tokens, lengths, seats]).to(self.device))
-        for seat in seats:
-            self._sittings[seat].length += 1
+        lengths = [self._slot_states[slot].length for slot in slots]
+        rows = TokenBatch(*torch.tensor([tokens, lengths, slots]).to(self.device))
+        for slot in slots:
+            self._slot_states[slot].length += 1
         return self._steps.chosen_experts(rows)
 
     def memory(self) -> MemoryUse:
@@ -383,7 +389,7 @@ class CudaExecutable(Executable):
         return self._state.num_bytes(num_positions, num_sequences)
 
     def close(self) -> None:
-        self._seated = None
+        self._captured_slots = None
         group = self._group if "_steps" in vars(self) else None
         for name in ("_joined", "_buckets", "_steps", "_state", "_weights"):
             vars(self).pop(name, None)  # it may be closed twice

@@ -9,13 +9,13 @@ import torch
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.plan import has_mixers
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.compiler.targets.program.instructions import Plan
+from tilewright.compiler.targets.program.instructions import KernelProgram
 
 _WITHHELD = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 """Read when the library is first used in a process."""
 
 
-def can_promise(plan: Plan, options: CompileOptions) -> bool:
+def can_promise(plan: KernelProgram, options: CompileOptions) -> bool:
     """Return whether strict steps are requested and the kernels of the plan can run them."""
     return options.max_strict_rows > 0 and options.compute != "exact" and not has_mixers(plan)
 
@@ -29,7 +29,7 @@ def withhold_workspace() -> None:
         os.environ.update(_WITHHELD)
 
 
-def invariant_of(plan: Plan, options: CompileOptions, device: torch.device) -> str:
+def invariant_of(plan: KernelProgram, options: CompileOptions, device: torch.device) -> str:
     """Return `Capabilities.invariant`: ``rows`` if strict steps are batch-invariant, else ``none``.
 
     `Capabilities.invariant_rows` limits ``rows`` to small steps if ``options.is_strict`` is false.

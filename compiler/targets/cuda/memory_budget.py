@@ -21,7 +21,7 @@ from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds, co
 from tilewright.compiler.targets.cuda.weights.experts import held_sizes
 from tilewright.compiler.targets.cuda.weights.stream import wanted_by
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions
-from tilewright.compiler.targets.program.instructions import OPERAND, Plan
+from tilewright.compiler.targets.program.instructions import OPERAND, KernelProgram
 from tilewright.distributed.world import place_of
 from tilewright.errors import CompileError
 
@@ -78,14 +78,14 @@ def _device_of_rank(options: CompileOptions) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryBudget:
     """What there is room for: pages of the pool, and weights held once more."""
 
     num_pages: int
     copies: Kinds
 
 
-def check_room(plan: Plan, options: CompileOptions, device: torch.device) -> Room:
+def check_room(plan: KernelProgram, options: CompileOptions, device: torch.device) -> MemoryBudget:
     """Refuse, before anything is loaded, what cannot fit into the GPU's free memory.
 
     Raises:
@@ -95,12 +95,12 @@ def check_room(plan: Plan, options: CompileOptions, device: torch.device) -> Roo
     copies = copies_in(plan, options, free)
     size = copy_bytes(plan, copies)
     if options.memory_fraction is not None and device.type == "cuda":
-        return Room(shared_pages(plan, options, free, size), copies)
+        return MemoryBudget(shared_pages(plan, options, free, size), copies)
     check_fits(plan, options, free, size)
-    return Room(options.max_batch * pages_of(options.max_context), copies)
+    return MemoryBudget(options.max_batch * pages_of(options.max_context), copies)
 
 
-def copies_in(plan: Plan, options: CompileOptions, free: int) -> Kinds:
+def copies_in(plan: KernelProgram, options: CompileOptions, free: int) -> Kinds:
     """Which weights are held once more with so many free bytes: as ``options.copies`` has it; where
     not all have room, e4m3 codes alone, which gain most for their bytes.
     """
@@ -115,7 +115,7 @@ def copies_in(plan: Plan, options: CompileOptions, free: int) -> Kinds:
     return NO_COPIES
 
 
-def _has_room_for(size: int, plan: Plan, options: CompileOptions, room: int) -> bool:
+def _has_room_for(size: int, plan: KernelProgram, options: CompileOptions, room: int) -> bool:
     """Whether something more leaves every context its room, or pages three quarters of theirs, and
     room for a whole context.
     """
@@ -129,7 +129,7 @@ def _has_room_for(size: int, plan: Plan, options: CompileOptions, room: int) -> 
 
 
 def with_passes_that_fit(
-    plan: Plan, options: CompileOptions, device: torch.device
+    plan: KernelProgram, options: CompileOptions, device: torch.device
 ) -> CompileOptions:
     """The options with the largest pass that several prompts share beside which there is room: a
     smaller one rather than none, and beside copies of weights that are asked for. Ranks, whose room
@@ -150,7 +150,11 @@ def with_passes_that_fit(
 
 
 def capabilities_of(
-    plan: Plan, options: CompileOptions, device: torch.device, num_pages: int, reserved: int = 0
+    plan: KernelProgram,
+    options: CompileOptions,
+    device: torch.device,
+    num_pages: int,
+    reserved: int = 0,
 ) -> Capabilities:
     """Return what a plan's steps may be; ``reserved`` bytes of the free memory are taken."""
     invariant, mixes = invariant_of(plan, options, device), has_mixers(plan)
@@ -159,7 +163,7 @@ def capabilities_of(
     joins = shares and options.compute == "fast" and (invariant == "none" or small > 0)
     passes = _passes(plan, options) if joins else ()
     return Capabilities(
-        max_seats=options.max_batch,
+        max_num_seqs=options.max_batch,
         max_context=options.max_context,
         page_size=PAGE,
         num_pages=num_pages,
@@ -179,7 +183,7 @@ def capabilities_of(
     )
 
 
-def marks_each(plan: Plan) -> int:
+def marks_each(plan: KernelProgram) -> int:
     """Positions inside of a piece of a prompt at which its state can be kept as it passes."""
     return MOST_MARKS if plan.sequence_states else 0
 
@@ -189,7 +193,7 @@ def shares_passes_on(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _passes(plan: Plan, options: CompileOptions) -> Passes:
+def _passes(plan: KernelProgram, options: CompileOptions) -> Passes:
     """Those that are captured where pieces and rows share any; of more than the usual tokens where
     several prompts can fill them.
     """
@@ -201,13 +205,13 @@ def _passes(plan: Plan, options: CompileOptions) -> Passes:
     return passes_for(rows, most, has_mixers=has_mixers(plan))
 
 
-def most_shared(plan: Plan, options: CompileOptions) -> int:
+def most_shared(plan: KernelProgram, options: CompileOptions) -> int:
     """Tokens of the largest pass that a plan's mixers share; 0 where there are none."""
     shares = has_mixers(plan) and options.compute == "fast"
     return _passes(plan, options)[-1][1][-1] if shares else 0
 
 
-def most_pieces(plan: Plan, options: CompileOptions) -> int:
+def most_pieces(plan: KernelProgram, options: CompileOptions) -> int:
     """Pieces of prompts that share a pass where any do."""
     if options.compute != "fast":
         return 1
@@ -215,7 +219,7 @@ def most_pieces(plan: Plan, options: CompileOptions) -> int:
     return _JOINED_OF_MIXERS if is_usual else _JOINED
 
 
-def num_marks(plan: Plan, options: CompileOptions) -> int:
+def num_marks(plan: KernelProgram, options: CompileOptions) -> int:
     """Marks of all pieces of a pass: places for state that is no sequence's."""
     return marks_each(plan) * most_pieces(plan, options)
 
@@ -232,7 +236,7 @@ def free_bytes(options: CompileOptions, device: torch.device) -> int:
     return min(free, int(options.memory_fraction * total) - torch.cuda.memory_reserved(device))
 
 
-def shared_pages(plan: Plan, options: CompileOptions, free: int, copies: int = 0) -> int:
+def shared_pages(plan: KernelProgram, options: CompileOptions, free: int, copies: int = 0) -> int:
     """Pages for which there is room beside weights, ``copies`` bytes of some of them, work and what
     each sequence keeps besides.
 
@@ -251,7 +255,7 @@ def shared_pages(plan: Plan, options: CompileOptions, free: int, copies: int = 0
     return found
 
 
-def _left_to_pages(plan: Plan, options: CompileOptions, room: int) -> int:
+def _left_to_pages(plan: KernelProgram, options: CompileOptions, room: int) -> int:
     """Of so many bytes, what is left when each sequence has its own state, and snapshots theirs: an
     eighth, or half of what every context leaves, where further pages find no prefix without.
     """
@@ -261,12 +265,12 @@ def _left_to_pages(plan: Plan, options: CompileOptions, room: int) -> int:
     return left - min(_MAX_SNAPSHOTS * each, share)
 
 
-def _page_bytes(plan: Plan, options: CompileOptions) -> int:
+def _page_bytes(plan: KernelProgram, options: CompileOptions) -> int:
     """Bytes of a page of all states together."""
     return sum(page_bytes(each, _kind(each.format, options)) for each in plan.states)
 
 
-def check_fits(plan: Plan, options: CompileOptions, free: int, copies: int = 0) -> None:
+def check_fits(plan: KernelProgram, options: CompileOptions, free: int, copies: int = 0) -> None:
     """:func:`check_room` for a number of free bytes, and of bytes of weights held once more."""
     sizes = {
         "of weights": weight_bytes(plan),
@@ -286,7 +290,7 @@ def check_fits(plan: Plan, options: CompileOptions, free: int, copies: int = 0) 
     )
 
 
-def _what_fits(plan: Plan, options: CompileOptions, free: int) -> str:
+def _what_fits(plan: KernelProgram, options: CompileOptions, free: int) -> str:
     """Whole pages of the same sequences, or fewer sequences of the same length."""
     left = free - weight_bytes(plan) - work_bytes(plan, options)
     left -= options.max_batch * sequence_bytes(plan.sequence_states)
@@ -304,7 +308,7 @@ def _what_fits(plan: Plan, options: CompileOptions, free: int) -> str:
     return ", or ".join(fits) or "a smaller model, or formats of fewer bits"
 
 
-def weight_bytes(plan: Plan) -> int:
+def weight_bytes(plan: KernelProgram) -> int:
     """Bytes of the plan's tensors on the device."""
     total = 0
     for wanted in wanted_by(plan):
@@ -316,7 +320,7 @@ def weight_bytes(plan: Plan) -> int:
     return total
 
 
-def state_bytes(plan: Plan, options: CompileOptions) -> int:
+def state_bytes(plan: KernelProgram, options: CompileOptions) -> int:
     """Bytes of the page pool, every sequence at full length, and of what else each keeps."""
     num_pages = options.max_batch * pages_of(options.max_context)
     return num_pages * _page_bytes(plan, options) + options.max_batch * sequence_bytes(
@@ -324,7 +328,7 @@ def state_bytes(plan: Plan, options: CompileOptions) -> int:
     )
 
 
-def num_snapshots(plan: Plan, options: CompileOptions, free: int) -> int:
+def num_snapshots(plan: KernelProgram, options: CompileOptions, free: int) -> int:
     """Snapshots of a sequence's own state that there is room for in so many free bytes, beside
     what steps need: at most ``_MAX_SNAPSHOTS``, none where sequences have no such state.
     """
@@ -338,7 +342,7 @@ def most_prompt_tokens(options: CompileOptions) -> int:
     return max(options.max_step_tokens, _LEAST_PROMPT)
 
 
-def work_bytes(plan: Plan, options: CompileOptions) -> int:
+def work_bytes(plan: KernelProgram, options: CompileOptions) -> int:
     """Bytes of a prompt's intermediate values, a dequantised weight, and what libraries take; those
     of the largest prompt or pass that is captured once more, for graphs have memory of their own.
     """
@@ -352,7 +356,7 @@ def work_bytes(plan: Plan, options: CompileOptions) -> int:
     return _WORKSPACE + prompt + marks + _decode_bytes(plan, options)
 
 
-def _pass_bytes(plan: Plan, options: CompileOptions, tokens: int) -> int:
+def _pass_bytes(plan: KernelProgram, options: CompileOptions, tokens: int) -> int:
     """Bytes that a pass of so many tokens of prompts takes while it runs."""
     exact = options.compute == "exact"
     size = 4 if exact else 2
@@ -364,7 +368,7 @@ def _pass_bytes(plan: Plan, options: CompileOptions, tokens: int) -> int:
     return tokens * (buffers + size * widest) + dense + mixer_bytes(plan, tokens)
 
 
-def _decode_bytes(plan: Plan, options: CompileOptions) -> int:
+def _decode_bytes(plan: KernelProgram, options: CompileOptions) -> int:
     """Bytes of a decode step's own values beyond those of the few rows that the workspace holds:
     logits above all, with what choosing from them takes.
     """

@@ -8,7 +8,12 @@ from torch.fx import GraphModule
 
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS
 from tilewright.compiler.targets.program import plan
-from tilewright.compiler.targets.program.instructions import Attend, Mixer, Needs, Plan
+from tilewright.compiler.targets.program.instructions import (
+    AttentionOp,
+    KernelProgram,
+    Mixer,
+    Needs,
+)
 
 NEEDS = Needs(
     target="cuda",
@@ -26,7 +31,7 @@ in 7.8 s on an H200, where 1,024 take 24 ms.
 """
 
 
-def make_plan(graph_module: GraphModule) -> Plan:
+def make_plan(graph_module: GraphModule) -> KernelProgram:
     """The plan of a graph of this target's last stage.
 
     Raises:
@@ -35,21 +40,21 @@ def make_plan(graph_module: GraphModule) -> Plan:
     return plan.make_plan(graph_module, NEEDS)
 
 
-def has_mixers(plan: Plan) -> bool:
+def has_mixers(plan: KernelProgram) -> bool:
     """Whether a plan has experts or linear attention."""
     return any(isinstance(each, Mixer) for each in plan.instructions)
 
 
-def num_multiplied(plan: Plan) -> int:
+def num_multiplied(plan: KernelProgram) -> int:
     """Weights that a token of a prompt is multiplied with: those of all products but the head."""
     return sum(math.prod(each.weight.shape) for each in plan.products[:-1])
 
 
-def far_of(plan: Plan) -> int:
+def far_of(plan: KernelProgram) -> int:
     """Positions before a prompt's token whose attention takes as long as all of its products; 0
     where experts or linear attention make a token something else.
     """
-    attends = [each for each in plan.instructions if isinstance(each, Attend)]
+    attends = [each for each in plan.instructions if isinstance(each, AttentionOp)]
     if has_mixers(plan) or not attends or any(each.window for each in attends):
         return 0
     a_position = sum(2 * each.num_heads * each.state.shape[-1] for each in attends)

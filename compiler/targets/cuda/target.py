@@ -33,11 +33,11 @@ from tilewright.compiler.targets.contract.build import build_contract
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.cuda.numerics import cache_kind, holding, meanings
 from tilewright.compiler.targets.interface.base import (
+    BuiltProgram,
     CompileOptions,
     Emission,
     Executable,
     Holding,
-    Program,
     Progress,
     Stage,
     Target,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     import torch
 
     from tilewright.compiler.targets.cuda.weights.stream import Weights
-    from tilewright.compiler.targets.program.instructions import Plan
+    from tilewright.compiler.targets.program.instructions import KernelProgram
 
 
 class CudaTarget(Target):
@@ -147,7 +147,9 @@ class CudaTarget(Target):
 
         emit_engine(make_plan(emission.lower(self.stages())), emission)
 
-    def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
+    def load(
+        self, program: BuiltProgram, options: CompileOptions, progress: Progress
+    ) -> Executable:
         from tilewright.compiler.targets.cuda.weights.stream import read_weights
 
         graph_module, folder = program.sketch(), program.folder
@@ -178,7 +180,7 @@ class CudaTarget(Target):
 
 def _place(
     graph_module: GraphModule,
-    get_weights: Callable[[Plan, torch.device], Weights],
+    get_weights: Callable[[KernelProgram, torch.device], Weights],
     options: CompileOptions,
     contract: Callable[[GraphModule, CompileOptions], NumericContract],
 ) -> Executable:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tilewright.compiler.sampling.choose import Row, choose_tokens
+from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
 from tilewright.compiler.sampling.draw import log_probabilities
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
@@ -22,18 +22,18 @@ from tilewright.compiler.targets.interface.step import (
     GOES_ON,
     NOT_A_NUMBER,
     Chosen,
-    Chunk,
-    Close,
-    Copy,
-    Edit,
-    Load,
+    CloseSlot,
+    CopyState,
+    LoadState,
     LogProbs,
-    Open,
-    Part,
+    OpenSlot,
     Pooled,
-    Save,
-    Seat,
+    PrefillChunk,
+    SamplerOutput,
+    SaveState,
+    Slot,
     Snapshot,
+    StateUpdate,
     Step,
     StepOutput,
 )
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from torch import Tensor
 
-_NOTHING = Part((), lambda: Chosen((), ()))
+_NOTHING = SamplerOutput((), lambda: Chosen((), ()))
 """A follower's result."""
 
 
@@ -56,7 +56,7 @@ class Batch:
         positions: int64 ``[T]``, consecutive within a slot.
         cu_seqlens: ``[N + 1]``, splits the tokens by slot.
         logit_rows: ``[R]``, token indices for logits, ascending.
-        seats: The slots.
+        slots: The slots.
         decodes: A token per slot, with decode kernels. False: a prefill chunk of a single slot.
     """
 
@@ -64,12 +64,12 @@ class Batch:
     positions: np.ndarray
     cu_seqlens: np.ndarray
     logit_rows: np.ndarray
-    seats: tuple[Seat, ...]
+    slots: tuple[Slot, ...]
     decodes: bool
 
 
 @dataclass(slots=True)
-class Sitting:
+class SlotState:
     """Host-side state of an open slot.
 
     Attributes:
@@ -100,9 +100,9 @@ class Sitting:
             self.counts[self.token] -= 1
         self.hold(token)
 
-    def row(self) -> Row:
+    def row(self) -> SamplingRow:
         """Return the sampler's input for the next token."""
-        return Row(self.sampling, self.length, self.prompt, self.counts)
+        return SamplingRow(self.sampling, self.length, self.prompt, self.counts)
 
 
 class HostExecutable(Executable):
@@ -116,7 +116,7 @@ class HostExecutable(Executable):
     follows = False
 
     def __init__(self) -> None:
-        self._sittings: dict[Seat, Sitting] = {}
+        self._slot_states: dict[Slot, SlotState] = {}
         self._waiting: list[HostChoice] = []
 
     @abstractmethod
@@ -135,33 +135,33 @@ class HostExecutable(Executable):
         """
         raise AssertionError("this executable gives no hidden states")
 
-    def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
+    def copy_state(self, source: Slot, target: Slot, num_positions: int) -> None:
         """Copy the first positions of a slot's state to another slot."""
         raise AssertionError("this executable copies no state")
 
-    def clear_state(self, seat: Seat) -> None:
+    def clear_state(self, slot: Slot) -> None:
         """Discard a slot's state. Its memory may be freed."""
 
-    def save_state(self, seat: Seat, snapshot: Snapshot) -> None:
+    def save_state(self, slot: Slot, snapshot: Snapshot) -> None:
         """Copy a slot's per-sequence state to a snapshot."""
         raise AssertionError("this executable keeps no snapshots")
 
-    def load_state(self, seat: Seat, snapshot: Snapshot) -> int:
+    def load_state(self, slot: Slot, snapshot: Snapshot) -> int:
         """Copy a snapshot's state to a slot. Return its position."""
         raise AssertionError("this executable keeps no snapshots")
 
-    def length(self, seat: Seat) -> int:
+    def length(self, slot: Slot) -> int:
         """Return the number of positions in an open slot's state."""
-        return self._sittings[seat].length
+        return self._slot_states[slot].length
 
     def agreed(self) -> bytes:
-        lengths = {int(seat): each.length for seat, each in self._sittings.items()}
+        lengths = {int(slot): each.length for slot, each in self._slot_states.items()}
         return repr(sorted(lengths.items())).encode()
 
     def reset(self) -> None:
         self._waiting.clear()
-        for seat in list(self._sittings):
-            self._apply(Close(seat))
+        for slot in list(self._slot_states):
+            self._apply(CloseSlot(slot))
 
     def step(self, step: Step) -> StepOutput:
         assert not self._waiting, "the last step is not sampled yet"
@@ -175,8 +175,10 @@ class HostExecutable(Executable):
         return StepOutput(tuple(parts))
 
     def told(self, step: Step) -> Step:
-        held = {seat: self._sittings[seat].token for seat in step.decode if seat in self._sittings}
-        forced = {seat: token for seat, token in held.items() if token is not None}
+        held = {
+            slot: self._slot_states[slot].token for slot in step.decode if slot in self._slot_states
+        }
+        forced = {slot: token for slot, token in held.items() if token is not None}
         return replace(
             step,
             forced={**forced, **step.forced},
@@ -189,138 +191,146 @@ class HostExecutable(Executable):
         self.follows = True
         self.step(step)
 
-    def _apply(self, edit: Edit) -> None:
-        if isinstance(edit, Open):
+    def _apply(self, edit: StateUpdate) -> None:
+        if isinstance(edit, OpenSlot):
             self._open(edit)
-        elif isinstance(edit, Close):
-            del self._sittings[edit.seat]
-            self.clear_state(edit.seat)
-        elif isinstance(edit, Copy):
+        elif isinstance(edit, CloseSlot):
+            del self._slot_states[edit.slot]
+            self.clear_state(edit.slot)
+        elif isinstance(edit, CopyState):
             self._copy(edit.source, edit.target, edit.num_positions)
-        elif isinstance(edit, Save):
-            self.save_state(edit.seat, edit.snapshot)
-        elif isinstance(edit, Load):
-            sitting = self._sittings[edit.seat]
-            position = self.load_state(edit.seat, edit.snapshot)
-            assert not sitting.is_cut or position == sitting.length, f"{edit} is of {position}"
-            sitting.length, sitting.is_cut = position, False
+        elif isinstance(edit, SaveState):
+            self.save_state(edit.slot, edit.snapshot)
+        elif isinstance(edit, LoadState):
+            slot_state = self._slot_states[edit.slot]
+            position = self.load_state(edit.slot, edit.snapshot)
+            assert not slot_state.is_cut or position == slot_state.length, (
+                f"{edit} is of {position}"
+            )
+            slot_state.length, slot_state.is_cut = position, False
         else:
             raise AssertionError(f"{edit}: this executable has neither pages nor places")
 
-    def _open(self, edit: Open) -> None:
-        assert 0 <= edit.seat < self.capabilities.max_seats, f"there is no seat {edit.seat}"
-        held = self._sittings.get(edit.seat)
-        assert (held is not None) == (edit.keeps > 0), f"seat {edit.seat} is taken, or not kept"
+    def _open(self, edit: OpenSlot) -> None:
+        assert 0 <= edit.slot < self.capabilities.max_num_seqs, f"there is no slot {edit.slot}"
+        held = self._slot_states.get(edit.slot)
+        assert (held is not None) == (edit.keeps > 0), f"slot {edit.slot} is taken, or not kept"
         if held is not None:
-            assert edit.keeps <= held.length, f"seat {edit.seat} holds only {held.length} positions"
+            assert edit.keeps <= held.length, f"slot {edit.slot} holds only {held.length} positions"
         else:
-            self.clear_state(edit.seat)
+            self.clear_state(edit.slot)
         is_cut = held is not None and self._cuts(edit.keeps, held)
-        self._sittings[edit.seat] = Sitting(edit.sampling, edit.prompt, edit.keeps, is_cut=is_cut)
+        self._slot_states[edit.slot] = SlotState(
+            edit.sampling, edit.prompt, edit.keeps, is_cut=is_cut
+        )
 
-    def _copy(self, source: Seat, target: Seat, num_positions: int) -> None:
+    def _copy(self, source: Slot, target: Slot, num_positions: int) -> None:
         """Copy the first positions to another slot. The target is open and empty."""
         self.copy_state(source, target, num_positions)
-        self._sittings[target].length = num_positions
-        self._sittings[target].is_cut = self._cuts(num_positions, self._sittings[source])
+        self._slot_states[target].length = num_positions
+        self._slot_states[target].is_cut = self._cuts(num_positions, self._slot_states[source])
 
-    def _cuts(self, num_positions: int, sitting: Sitting) -> bool:
-        return self.capabilities.has_sequence_state and num_positions != sitting.length
+    def _cuts(self, num_positions: int, slot_state: SlotState) -> bool:
+        return self.capabilities.has_sequence_state and num_positions != slot_state.length
 
-    def _run_decode(self, step: Step) -> Part:
+    def _run_decode(self, step: Step) -> SamplerOutput:
         """Decode a token for each slot."""
-        sittings = [self._sittings[seat] for seat in step.decode]
-        tokens = [step.forced.get(s, self._sittings[s].token) for s in step.decode]
-        assert None not in tokens, "a seat that holds no token was stepped"
+        slot_states = [self._slot_states[slot] for slot in step.decode]
+        tokens = [step.forced.get(s, self._slot_states[s].token) for s in step.decode]
+        assert None not in tokens, "a slot that holds no token was stepped"
         count = np.arange(len(step.decode) + 1)
-        positions = np.array([sitting.length for sitting in sittings])
+        positions = np.array([slot_state.length for slot_state in slot_states])
         batch = Batch(np.array(tokens), positions, count, count[:-1], step.decode, True)
         logits = self.forward(batch)
-        for seat, token in step.forced.items():
-            self._sittings[seat].force(token)
-        for sitting in sittings:
-            sitting.length += 1
+        for slot, token in step.forced.items():
+            self._slot_states[slot].force(token)
+        for slot_state in slot_states:
+            slot_state.length += 1
         return self._part(step.decode, logits, step)
 
-    def _run_prompt(self, chunk: Chunk, step: Step) -> Part | None:
+    def _run_prompt(self, chunk: PrefillChunk, step: Step) -> SamplerOutput | None:
         """Run a prefill chunk. Return None if it has no output."""
-        sitting = self._sittings[chunk.seat]
-        assert chunk.start <= sitting.length, f"seat {chunk.seat}: {chunk.start} leaves a gap"
-        assert not sitting.is_cut, f"seat {chunk.seat}: {chunk.start} is not where its state is"
+        slot_state = self._slot_states[chunk.slot]
+        assert chunk.start <= slot_state.length, f"slot {chunk.slot}: {chunk.start} leaves a gap"
+        assert not slot_state.is_cut, f"slot {chunk.slot}: {chunk.start} is not where its state is"
         marks = sorted({*(at for at, _ in chunk.saves), chunk.end})
         every: list[np.ndarray] = []
         start, logits = chunk.start, np.empty((0, self.vocab_size), np.float32)
         for end in marks:
             logits = self._run_piece(chunk, start, end, is_last=end == chunk.end)
             every += [logits.copy()] if chunk.echoes or chunk.pools else []
-            sitting.length, start = end, end
+            slot_state.length, start = end, end
             for at, snapshot in chunk.saves:
                 if at == end:
-                    self.save_state(chunk.seat, snapshot)
-        sitting.token = None
-        for seat in chunk.also:
-            self._copy(chunk.seat, seat, chunk.end)
+                    self.save_state(chunk.slot, snapshot)
+        slot_state.token = None
+        for slot in chunk.also:
+            self._copy(chunk.slot, slot, chunk.end)
         if chunk.pools:
             pooled = pooled_of(np.concatenate(every))
-            return Part((), lambda: Chosen((), (), pooled=pooled))
+            return SamplerOutput((), lambda: Chosen((), (), pooled=pooled))
         if chunk.echoes:
             return self._echo(chunk, np.concatenate(every), step)
         if not chunk.chooses:
             return None
-        seats = (chunk.seat, *chunk.also)
-        return self._part(seats, logits.repeat(len(seats), axis=0) if chunk.also else logits, step)
+        slots = (chunk.slot, *chunk.also)
+        return self._part(slots, logits.repeat(len(slots), axis=0) if chunk.also else logits, step)
 
-    def _run_piece(self, chunk: Chunk, start: int, end: int, *, is_last: bool) -> np.ndarray:
+    def _run_piece(self, chunk: PrefillChunk, start: int, end: int, *, is_last: bool) -> np.ndarray:
         tokens = chunk.tokens[start - chunk.start : end - chunk.start]
         wanted = np.arange(len(tokens) if chunk.echoes else 0)
         if is_last and chunk.chooses and not chunk.echoes:
             wanted = np.array([len(tokens) - 1])
         bounds = np.array([0, len(tokens)])
         positions = np.arange(start, end)
-        batch = Batch(np.array(tokens), positions, bounds, wanted, (chunk.seat,), False)
+        batch = Batch(np.array(tokens), positions, bounds, wanted, (chunk.slot,), False)
         return self.hidden(batch) if chunk.pools else self.forward(batch)
 
-    def _echo(self, chunk: Chunk, logits: np.ndarray, step: Step) -> Part:
+    def _echo(self, chunk: PrefillChunk, logits: np.ndarray, step: Step) -> SamplerOutput:
         """Return log probabilities and logits for all rows. Sample from the last row if
         requested.
         """
         if self.follows:
             return _NOTHING
-        seats = (chunk.seat, *chunk.also) if chunk.chooses else ()
+        slots = (chunk.slot, *chunk.also) if chunk.chooses else ()
         echo = None
         if step.logprobs is not None:
             echoed = chunk.echoed
             echo = log_probs(logits[: len(echoed)], echoed, step.logprobs)
-        choice = self._begin(seats, logits[-1:].repeat(len(seats), axis=0), step, echo)
-        return Part(seats, choice.read, (lambda: tensor_of(logits)) if step.want_logits else None)
+        choice = self._begin(slots, logits[-1:].repeat(len(slots), axis=0), step, echo)
+        return SamplerOutput(
+            slots, choice.read, (lambda: tensor_of(logits)) if step.want_logits else None
+        )
 
-    def _part(self, seats: tuple[Seat, ...], logits: np.ndarray, step: Step) -> Part:
+    def _part(self, slots: tuple[Slot, ...], logits: np.ndarray, step: Step) -> SamplerOutput:
         if self.follows:
             return _NOTHING
         if step.want_logits or step.masked:
             logits = logits.copy()
-        choice = self._begin(seats, logits, step, None)
-        return Part(seats, choice.read, (lambda: tensor_of(logits)) if step.want_logits else None)
+        choice = self._begin(slots, logits, step, None)
+        return SamplerOutput(
+            slots, choice.read, (lambda: tensor_of(logits)) if step.want_logits else None
+        )
 
     def _begin(
         self,
-        seats: tuple[Seat, ...],
+        slots: tuple[Slot, ...],
         logits: np.ndarray,
         step: Step,
         echo: list[LogProbs] | None,
     ) -> HostChoice:
         """Sample a part's tokens, or defer sampling to :meth:`choose`."""
-        choice = HostChoice(seats, logits, step.logprobs, echo, self.num_choosable)
+        choice = HostChoice(slots, logits, step.logprobs, echo, self.num_choosable)
         if step.masked:
             self._waiting.append(choice)
         else:
-            choice.choose(self._sittings, Allowed())
+            choice.choose(self._slot_states, Allowed())
         return choice
 
     def choose(self, output: StepOutput, allowed: Allowed) -> None:
         assert self._waiting or not output.parts, "no choice waits"
         for choice in self._waiting:
-            choice.choose(self._sittings, allowed)
+            choice.choose(self._slot_states, allowed)
         self._waiting.clear()
 
 
@@ -329,7 +339,7 @@ class HostChoice:
     """Rows for sampling on the host, immediately or after the masks arrive.
 
     Attributes:
-        seats: The slots.
+        slots: The slots.
         logits: float32 ``[R, V]``. Only the first ``num_choosable`` columns are sampled.
         num_top: Value of `Step.logprobs`.
         echo: Value for :class:`Chosen`.
@@ -337,24 +347,24 @@ class HostChoice:
         chosen: The result. None before sampling.
     """
 
-    seats: tuple[Seat, ...]
+    slots: tuple[Slot, ...]
     logits: np.ndarray
     num_top: int | None
     echo: list[LogProbs] | None
     num_choosable: int
     chosen: Chosen | None = None
 
-    def choose(self, sittings: Mapping[Seat, Sitting], allowed: Allowed) -> None:
+    def choose(self, slot_states: Mapping[Slot, SlotState], allowed: Allowed) -> None:
         """Sample a token per slot and store it as the slot's next input."""
-        chosen_for = [sittings[seat] for seat in self.seats]
+        chosen_for = [slot_states[slot] for slot in self.slots]
         width = self.num_choosable
-        masks = [allowed.flags(seat, width) for seat in self.seats]
-        rows = [sitting.row() for sitting in chosen_for]
+        masks = [allowed.flags(slot, width) for slot in self.slots]
+        rows = [slot_state.row() for slot_state in chosen_for]
         tokens, is_number = choose_tokens(self.logits[:, :width], rows, masks)
         why = []
-        for sitting, token, good in zip(chosen_for, tokens, is_number, strict=True):
-            sitting.hold(token)
-            ends = token in sitting.sampling.stop_token_ids
+        for slot_state, token, good in zip(chosen_for, tokens, is_number, strict=True):
+            slot_state.hold(token)
+            ends = token in slot_state.sampling.stop_token_ids
             why.append(NOT_A_NUMBER if not good else END_TOKEN if ends else GOES_ON)
         found = None
         if self.num_top is not None:

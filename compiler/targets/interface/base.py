@@ -15,10 +15,10 @@ from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.state import StateSpec
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.interface.capabilities import Capabilities, MemoryUse
-from tilewright.compiler.targets.interface.step import Seat, Step, StepOutput
+from tilewright.compiler.targets.interface.step import Slot, Step, StepOutput
 from tilewright.compiler.targets.interface.token_masks import Allowed
 from tilewright.distributed.parallel import ALONE, Parallel
-from tilewright.distributed.peers import Peers
+from tilewright.distributed.peers import SetupCollectives
 from tilewright.errors import CompileError, ConfigError, NoRoomError, allowed
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Executable(ABC):
         """
         raise AssertionError("this executable offers no late choice")
 
-    def join(self, peers: Peers) -> None:  # noqa: B027 (some have nothing to exchange)
+    def join(self, peers: SetupCollectives) -> None:  # noqa: B027 (some have nothing to exchange)
         """Connect to the executables of the other ranks. All ranks call it before the first
         step.
         """
@@ -199,7 +199,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class BuiltProgram:
     """A target's files in a directory.
 
     Attributes:
@@ -379,7 +379,9 @@ class Target(ABC):
         raise NotImplementedError(f"{self.name}: {kind}")
 
     @abstractmethod
-    def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
+    def load(
+        self, program: BuiltProgram, options: CompileOptions, progress: Progress
+    ) -> Executable:
         """Return the executable for a program from :meth:`build`.
 
         Raises:
@@ -404,9 +406,9 @@ class Target(ABC):
         with temporary as name:
             folder = Path(name)
             self.build(graph_module, get_weight, folder, options, progress)
-            program = Program(folder, contract, lambda: graph_module, lambda: graph_module)
+            program = BuiltProgram(folder, contract, lambda: graph_module, lambda: graph_module)
             return self.load(program, options, progress)
 
 
 __all__ = ["Capabilities", "CompileOptions", "Emission", "Executable", "Holding", "MemoryUse"]
-__all__ += ["Program", "Progress", "Seat", "Stage", "Step", "StepOutput", "Target"]
+__all__ += ["BuiltProgram", "Progress", "Slot", "Stage", "Step", "StepOutput", "Target"]

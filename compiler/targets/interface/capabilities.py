@@ -11,7 +11,7 @@ class Capabilities:
     """Limits of an executable's steps. The scheduler respects them.
 
     Attributes:
-        max_seats: Maximum number of sequences with state.
+        max_num_seqs: Maximum number of sequences with state.
         max_context: Maximum number of positions per sequence.
         page_size: Positions per page. 0: contiguous state, without pages.
         num_pages: Pages in the pool.
@@ -36,7 +36,7 @@ class Capabilities:
             passes. 0: no limit.
     """
 
-    max_seats: int
+    max_num_seqs: int
     max_context: int
     page_size: int = 0
     num_pages: int = 0

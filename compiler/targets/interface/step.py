@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-Seat = NewType("Seat", int)
-"""Index of a running sequence in an executable's tables, from 0 to ``max_seats - 1``."""
+Slot = NewType("Slot", int)
+"""Index of a running sequence in an executable's tables, from 0 to ``max_num_seqs - 1``."""
 
 Snapshot = NewType("Snapshot", int)
 """Number of a snapshot, chosen by the runtime. A snapshot has per-sequence state at a position."""
@@ -31,105 +31,115 @@ GOES_ON, END_TOKEN, NOT_A_NUMBER = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenSlot:
     """Open a slot for a new sequence. The slot is free or retains a prefix.
 
     Attributes:
-        seat: The slot.
+        slot: The slot.
         sampling: Sampling parameters.
         prompt: Tokens before the output. Penalties use them, and ``min_tokens`` counts after them.
         keeps: Number of computed positions to reuse. 0: start empty. Contiguous state: the slot
             retains them. Pages: the pages assigned in this step contain them.
     """
 
-    seat: Seat
+    slot: Slot
     sampling: SamplingParams
     prompt: tuple[int, ...] = ()
     keeps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class CloseSlot:
     """Free a slot. The same step may open the slot again."""
 
-    seat: Seat
+    slot: Slot
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class AssignPages:
     """Assign pages to a slot, starting at index ``first`` of its page table."""
 
-    seat: Seat
+    slot: Slot
     first: int
     ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class SaveState:
     """Copy a slot's per-sequence state from before this step to a snapshot."""
 
-    seat: Seat
+    slot: Slot
     snapshot: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadState:
     """Copy a snapshot's per-sequence state to a slot. The slot's position becomes the
     snapshot's.
     """
 
-    seat: Seat
+    slot: Slot
     snapshot: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class CopyState:
     """Copy a slot's first positions to another slot. The target is open and empty.
 
     Per-sequence state is copied whole. Therefore ``num_positions`` is the source's length, or a
-    :class:`Load` follows. With pages, only positions after the last whole page are copied:
-    :class:`Pages` shares whole pages.
+    :class:`LoadState` follows. With pages, only positions after the last whole page are copied:
+    :class:`AssignPages` shares whole pages.
     """
 
-    source: Seat
-    target: Seat
+    source: Slot
+    target: Slot
     num_positions: int
 
 
 @dataclass(frozen=True, slots=True)
-class Out:
+class SwapOut:
     """Copy a slot's whole state to host memory, before other sequences take its pages."""
 
-    seat: Seat
+    slot: Slot
     place: HostPlace
 
 
 @dataclass(frozen=True, slots=True)
-class Back:
-    """Copy the state of :class:`Out` back to a slot. The slot and its pages must be assigned
+class SwapIn:
+    """Copy the state of :class:`SwapOut` back to a slot. The slot and its pages must be assigned
     before.
     """
 
-    seat: Seat
+    slot: Slot
     place: HostPlace
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
-    """Free the host copy of :class:`Out`, because its sequence has finished."""
+class DropSwapped:
+    """Free the host copy of :class:`SwapOut`, because its sequence has finished."""
 
     place: HostPlace
 
 
-Edit: TypeAlias = Open | Close | Pages | Save | Load | Copy | Out | Back | Drop
+StateUpdate: TypeAlias = (
+    OpenSlot
+    | CloseSlot
+    | AssignPages
+    | SaveState
+    | LoadState
+    | CopyState
+    | SwapOut
+    | SwapIn
+    | DropSwapped
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PrefillChunk:
     """Consecutive prompt tokens for prefill.
 
     Attributes:
-        seat: The slot.
+        slot: The slot.
         start: Position of the first token. Later positions in the slot are discarded.
         tokens: The tokens.
         chooses: Sample the next token after the chunk. The slot reads it in the next decode step.
@@ -144,13 +154,13 @@ class Chunk:
         pools: Return final hidden states as `Pooled`. The chunk then neither samples nor echoes.
     """
 
-    seat: Seat
+    slot: Slot
     start: int
     tokens: tuple[int, ...]
     chooses: bool = False
     saves: tuple[tuple[int, Snapshot], ...] = ()
     echoes: bool = False
-    also: tuple[Seat, ...] = ()
+    also: tuple[Slot, ...] = ()
     next_token: int | None = None
     pools: bool = False
 
@@ -182,10 +192,10 @@ class Step:
         want_logits: Return logits.
     """
 
-    decode: tuple[Seat, ...] = ()
-    prompts: tuple[Chunk, ...] = ()
-    edits: tuple[Edit, ...] = ()
-    forced: Mapping[Seat, int] = field(default_factory=dict)
+    decode: tuple[Slot, ...] = ()
+    prompts: tuple[PrefillChunk, ...] = ()
+    edits: tuple[StateUpdate, ...] = ()
+    forced: Mapping[Slot, int] = field(default_factory=dict)
     masked: bool = False
     logprobs: int | None = None
     want_logits: bool = False
@@ -241,20 +251,20 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SamplerOutput:
     """Results of a step that are available at the same time: decode rows, or ends of prompts.
 
     An echoing or pooling chunk is a separate part. It has no slots if it does not sample.
 
     Attributes:
-        seats: Slots with a sampled token, in the order of the step.
+        slots: Slots with a sampled token, in the order of the step.
         read: Waits for this part and returns it. It may be called repeatedly, and while up to two
             later steps are in flight.
         logits: Returns float32 ``[rows, vocabulary]`` on the host, valid until the next step: a row
             per slot, or per token of an echoing chunk. None: not requested.
     """
 
-    seats: tuple[Seat, ...]
+    slots: tuple[Slot, ...]
     read: Callable[[], Chosen]
     logits: Callable[[], Tensor] | None = None
 
@@ -269,5 +279,5 @@ class StepOutput:
             and reading it waits for the whole step.
     """
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[SamplerOutput, ...] = ()
     is_mixed: bool = False

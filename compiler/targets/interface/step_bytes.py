@@ -6,14 +6,14 @@ from typing import Any, get_args
 
 import msgspec
 
-from tilewright.compiler.targets.interface.step import Chunk, Edit, Seat, Step
+from tilewright.compiler.targets.interface.step import PrefillChunk, Slot, StateUpdate, Step
 
-_EDITS: tuple[type, ...] = get_args(Edit)
+_EDITS: tuple[type, ...] = get_args(StateUpdate)
 _KINDS = {kind: number for number, kind in enumerate(_EDITS)}
 _READERS: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind) for kind in _EDITS]
 _Fields = tuple[
-    tuple[Seat, ...],
-    tuple[Chunk, ...],
+    tuple[Slot, ...],
+    tuple[PrefillChunk, ...],
     tuple[tuple[int, msgspec.Raw], ...],
     dict[int, int],
     bool,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tilewright.compiler.targets.interface.step import Seat
+from tilewright.compiler.targets.interface.step import Slot
 
 _BITS = 32
 
@@ -29,19 +29,19 @@ class Allowed:
     """Token bitmasks for some slots of a step. All other slots may sample any token.
 
     Attributes:
-        seats: Slots with a mask.
-        words: uint32 ``[len(seats), num_words(vocabulary)]``, contiguous. Token ``t`` is bit ``t %
+        slots: Slots with a mask.
+        words: uint32 ``[len(slots), num_words(vocabulary)]``, contiguous. Token ``t`` is bit ``t %
             32`` in word ``t // 32``, with bit 0 lowest. Bits after the vocabulary are ignored.
     """
 
-    seats: tuple[Seat, ...] = ()
+    slots: tuple[Slot, ...] = ()
     words: np.ndarray = field(default_factory=no_words)
 
-    def flags(self, seat: Seat, width: int) -> np.ndarray | None:
+    def flags(self, slot: Slot, width: int) -> np.ndarray | None:
         """Return a slot's allowed tokens as bool ``[width]``. None: all tokens."""
-        if seat not in self.seats:
+        if slot not in self.slots:
             return None
-        words = self.words[self.seats.index(seat)].astype("<u4", copy=False)
+        words = self.words[self.slots.index(slot)].astype("<u4", copy=False)
         return np.unpackbits(words.view(np.uint8), count=width, bitorder="little").view(bool)
 
 

@@ -18,7 +18,7 @@ fp32 logits.
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BufferView:
     """Columns ``[first, first + width)`` of a buffer. ``stride`` is the row length, 0 means
     ``width``.
     """
@@ -30,23 +30,23 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Embed:
+class EmbedOp:
     """Look up an embedding per token."""
 
-    out: Place
+    out: BufferView
     table: WeightRecipe
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearOp:
     """A matmul (``fused_linear``). With ``residual``, add the result to ``out``.
 
     ``compute`` is the requested fidelity by phase.
     """
 
     fqn: str
-    out: Place
-    x: Place
+    out: BufferView
+    x: BufferView
     weight: WeightRecipe
     bias: WeightRecipe | None = None
     norm: WeightRecipe | None = None
@@ -58,15 +58,15 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class Attend:
+class AttentionOp:
     """``rope_attention_step`` on adjacent q, k and v columns.
 
     ``factor`` scales the rotated channels if only some channels rotate. Otherwise ``scale``
     includes it.
     """
 
-    out: Place
-    qkv: Place
+    out: BufferView
+    qkv: BufferView
     state: StateSpec
     inv_freq: WeightRecipe
     num_heads: int
@@ -78,28 +78,28 @@ class Attend:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class GatherOp:
     """Select the stream's rows for logits."""
 
-    out: Place
-    x: Place
+    out: BufferView
+    x: BufferView
 
 
 @dataclass(frozen=True, slots=True)
-class SwiGLU:
+class SwiGLUOp:
     """``silu(gate) * up`` from two matmuls."""
 
-    out: Place
-    gate: Place
-    up: Place
+    out: BufferView
+    gate: BufferView
+    up: BufferView
 
 
 @dataclass(frozen=True, slots=True)
 class NormHeads:
     """Normalize the q and k heads in ``qkv``, in place or to ``out`` together with v."""
 
-    out: Place
-    qkv: Place
+    out: BufferView
+    qkv: BufferView
     q_norm: WeightRecipe
     k_norm: WeightRecipe
     num_heads: int
@@ -107,21 +107,21 @@ class NormHeads:
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class NormOp:
     """An ``rms_norm`` outside matmuls."""
 
-    out: Place
-    x: Place
+    out: BufferView
+    x: BufferView
     weight: WeightRecipe
     eps: float
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce:
+class AllReduceOp:
     """The sum of all ranks' ``x``. ``wire`` is the link format."""
 
-    out: Place
-    x: Place
+    out: BufferView
+    x: BufferView
     wire: str
 
 
@@ -129,10 +129,10 @@ class AllReduce:
 class AllReduceAdd:
     """An all-reduce added to ``out``. With ``norm``, also write its RMSNorm to ``normed``."""
 
-    out: Place
-    x: Place
+    out: BufferView
+    x: BufferView
     wire: str
-    normed: Place | None = None
+    normed: BufferView | None = None
     norm: WeightRecipe | None = None
     eps: float = 0.0
 
@@ -144,29 +144,29 @@ class Elementwise:
     The last input of ``gelu`` is its ``approximate`` mode.
     """
 
-    out: Place
+    out: BufferView
     function: str
-    inputs: tuple[Place | float | str, ...]
+    inputs: tuple[BufferView | float | str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SigmoidGate:
     """``x * sigmoid(gate)``. ``gate`` has a column per column of x, or a single column."""
 
-    out: Place
-    x: Place
-    gate: Place
+    out: BufferView
+    x: BufferView
+    gate: BufferView
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
-    """Expert selection per token, valid up to the next `Route`.
+class TopKRouteOp:
+    """Expert selection per token, valid up to the next `TopKRouteOp`.
 
     This rank has ``count`` experts starting at ``first``. It numbers them from 0. None: all
     experts. Experts on other ranks are ignored.
     """
 
-    logits: Place
+    logits: BufferView
     top_k: int
     renormalise: bool
     first: int = 0
@@ -179,7 +179,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertLinear:
+class ExpertLinearOp:
     """Matmuls with each token's experts, in adjacent columns.
 
     ``x`` is common to all experts, or has adjacent columns per expert. ``compute`` is the requested
@@ -187,8 +187,8 @@ class ExpertLinear:
     """
 
     fqn: str
-    out: Place
-    x: Place
+    out: BufferView
+    x: BufferView
     weight: WeightRecipe
     swiglu: bool
     group: str
@@ -204,11 +204,11 @@ class ExpertSum:
     """
 
     fqn: str
-    out: Place
-    x: Place
+    out: BufferView
+    x: BufferView
     weight: WeightRecipe
     residual: bool
-    shared: tuple[Place, Place] | None
+    shared: tuple[BufferView, BufferView] | None
     group: str
     compute: Compute | None = None
 
@@ -217,24 +217,24 @@ class ExpertSum:
 class Convolve:
     """A causal convolution over channels with its state (``causal_conv1d_step``)."""
 
-    out: Place
-    x: Place
+    out: BufferView
+    x: BufferView
     weight: WeightRecipe
     state: StateSpec
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaRule:
+class DeltaRuleOp:
     """The delta rule with its norm (``delta_rule_norm_step``), after an optional ``convolve``.
 
     A fused kernel for both does not write ``qkv``. No other instruction reads it.
     """
 
-    out: Place
-    qkv: Place
-    a: Place
-    b: Place
-    z: Place
+    out: BufferView
+    qkv: BufferView
+    a: BufferView
+    b: BufferView
+    z: BufferView
     a_log: WeightRecipe
     dt_bias: WeightRecipe
     norm: WeightRecipe
@@ -245,14 +245,14 @@ class DeltaRule:
     convolve: Convolve | None = None
 
 
-Mixer = SigmoidGate | Route | ExpertLinear | ExpertSum | Convolve | DeltaRule
+Mixer = SigmoidGate | TopKRouteOp | ExpertLinearOp | ExpertSum | Convolve | DeltaRuleOp
 """Instructions for experts or linear attention."""
 
-Collective = AllReduce | AllReduceAdd
+Collective = AllReduceOp | AllReduceAdd
 """Collectives within a step."""
 
-Plain = Embed | Linear | Gather | SwiGLU | NormHeads | Norm | Elementwise | Collective
-Instruction = Plain | Attend | Mixer
+Plain = EmbedOp | LinearOp | GatherOp | SwiGLUOp | NormHeads | NormOp | Elementwise | Collective
+Instruction = Plain | AttentionOp | Mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class KernelProgram:
     """A kernel program: instructions in order. The last instruction writes the logits.
 
     ``dealt`` is the number of logit columns per rank. Empty: each rank has all columns.
@@ -277,37 +277,37 @@ class Plan:
     @property
     def states(self) -> tuple[StateSpec, ...]:
         """Return the KV caches in layer order."""
-        return tuple(each.state for each in self.instructions if isinstance(each, Attend))
+        return tuple(each.state for each in self.instructions if isinstance(each, AttentionOp))
 
     @property
     def sequence_states(self) -> tuple[StateSpec, ...]:
         """Return the per-sequence states in layer order."""
         found: list[StateSpec] = []
         for each in self.instructions:
-            if isinstance(each, DeltaRule) and each.convolve is not None:
+            if isinstance(each, DeltaRuleOp) and each.convolve is not None:
                 found.append(each.convolve.state)
-            if isinstance(each, Convolve | DeltaRule):
+            if isinstance(each, Convolve | DeltaRuleOp):
                 found.append(each.state)
         return tuple(found)
 
     @property
-    def products(self) -> tuple[Linear, ...]:
+    def products(self) -> tuple[LinearOp, ...]:
         """Return the linears in order, without expert linears."""
-        return tuple(each for each in self.instructions if isinstance(each, Linear))
+        return tuple(each for each in self.instructions if isinstance(each, LinearOp))
 
     @property
     def hidden_size(self) -> int:
         """Return the columns of gathered rows. 0: no rows are gathered."""
-        return next((each.x.width for each in self.instructions if isinstance(each, Gather)), 0)
+        return next((each.x.width for each in self.instructions if isinstance(each, GatherOp)), 0)
 
     @property
     def final_norm(self) -> tuple[WeightRecipe, float] | None:
         """Return the norm after the gather. None: rows are normalized before it."""
-        gathers = [n for n, each in enumerate(self.instructions) if isinstance(each, Gather)]
+        gathers = [n for n, each in enumerate(self.instructions) if isinstance(each, GatherOp)]
         following = self.instructions[gathers[0] + 1] if gathers else None
-        if isinstance(following, Norm):
+        if isinstance(following, NormOp):
             return following.weight, following.eps
-        if isinstance(following, Linear) and following.norm is not None:
+        if isinstance(following, LinearOp) and following.norm is not None:
             return following.norm, following.eps
         return None
 
@@ -317,7 +317,7 @@ class Plan:
         if self.dealt:
             return sum(self.dealt)
         last = self.instructions[-1]
-        assert not isinstance(last, Route)
+        assert not isinstance(last, TopKRouteOp)
         return last.out.width
 
 

@@ -21,21 +21,21 @@ from tilewright.compiler.targets.program.instructions import (
     OPERAND,
     PRODUCT,
     RESIDUAL,
-    AllReduce,
     AllReduceAdd,
-    Attend,
+    AllReduceOp,
+    AttentionOp,
     Buffer,
+    BufferView,
     Elementwise,
-    Embed,
-    Gather,
+    EmbedOp,
+    GatherOp,
     Instruction,
-    Linear,
+    KernelProgram,
+    LinearOp,
     Needs,
-    Norm,
     NormHeads,
-    Place,
-    Plan,
-    SwiGLU,
+    NormOp,
+    SwiGLUOp,
 )
 from tilewright.compiler.targets.program.plan_mixers import EXPERTS, MIXERS, recipe_of, values_read
 from tilewright.errors import CompileError
@@ -53,7 +53,7 @@ _FUNCTIONS: dict[Any, str] = {
 }
 
 
-def make_plan(graph_module: GraphModule, needs: Needs) -> Plan:
+def make_plan(graph_module: GraphModule, needs: Needs) -> KernelProgram:
     """Return the kernel program for a graph after a target's last stage.
 
     Raises:
@@ -74,26 +74,26 @@ class Lowering:
             if node.target not in _PIECES
             for read in values_read(node)
         }
-        self._places: dict[Node, Place] = {}
+        self._places: dict[Node, BufferView] = {}
         self._buffers: list[Buffer] = []
         self._free: dict[tuple[str, int], list[int]] = {}
         self._instructions: list[Instruction] = []
         self.routed: Node | None = None  # the router for the current selection
         self._dealt: tuple[int, ...] = ()
 
-    def run(self) -> Plan:
+    def run(self) -> KernelProgram:
         for node in self._nodes:
             if node.op == "call_function":
                 self._lower(node)
                 for read in values_read(node) if node.target not in _PIECES else ():
                     self._release(_whole(read), node)
-        return Plan(tuple(self._instructions), tuple(self._buffers), self._dealt)
+        return KernelProgram(tuple(self._instructions), tuple(self._buffers), self._dealt)
 
     def append(self, instruction: Instruction) -> None:
         """Append an instruction."""
         self._instructions.append(instruction)
 
-    def place(self, node: Node) -> Place:
+    def place(self, node: Node) -> BufferView:
         """Return the columns of a node's value."""
         return self._places[node]
 
@@ -103,26 +103,26 @@ class Lowering:
         if target is ops.embedding.overload:
             tokens, table = args[:2]
             assert tokens.target == "tokens"
-            self.append(Embed(self.take(node, RESIDUAL), recipe_of(table)))
+            self.append(EmbedOp(self.take(node, RESIDUAL), recipe_of(table)))
         elif target is ops.linear.overload or target is ops.fused_linear.overload:
             self._linear(node, ops.FusedArguments.of(args))
         elif target is ops.rope_attention_step.overload:
             self._attend(node)
         elif target is torch.ops.aten.index_select.default:
             x = self._places[args[0]]
-            self.append(Gather(self.take(node, RESIDUAL), x))
+            self.append(GatherOp(self.take(node, RESIDUAL), x))
         elif target is ops.swiglu.overload:
             gate, up = (self._places[part] for part in args)
-            self.append(SwiGLU(self.take(node, OPERAND), gate, up))
+            self.append(SwiGLUOp(self.take(node, OPERAND), gate, up))
         elif target is ops.rms_norm.overload:
             x, weight, eps = args
             out = self.take(node, self.role(node))
-            self.append(Norm(out, self._places[x], recipe_of(weight), eps))
+            self.append(NormOp(out, self._places[x], recipe_of(weight), eps))
         elif target in _FUNCTIONS:
             self._elementwise(node)
         elif target is ops.all_reduce.overload:
             x = self._places[args[0]]
-            self.append(AllReduce(self.take(node, self.role(node)), x, args[2]))
+            self.append(AllReduceOp(self.take(node, self.role(node)), x, args[2]))
         elif target is ops.all_reduce_add.overload:
             self._all_reduce_add(node)
         elif target is ops.all_gather.overload and _becomes_the_output(next(iter(node.users))):
@@ -141,7 +141,7 @@ class Lowering:
 
     def _linear(self, node: Node, given: ops.FusedArguments) -> None:
         facts = info(node)
-        linear = Linear(
+        linear = LinearOp(
             fqn=facts.fqn,
             out=self._out_of_product(node, given.residual, given.swiglu),
             x=self.place(given.x),
@@ -156,7 +156,7 @@ class Lowering:
         )
         self.append(linear)
 
-    def _out_of_product(self, node: Node, residual: Node | None, swiglu: bool) -> Place:
+    def _out_of_product(self, node: Node, residual: Node | None, swiglu: bool) -> BufferView:
         if residual is not None:
             return self.add_to(node, residual)
         if node in self._places:  # columns in a buffer allocated by another linear
@@ -172,7 +172,7 @@ class Lowering:
             return self._places[node]
         return self.take(node, PRODUCT)
 
-    def add_to(self, node: Node, residual: Node) -> Place:
+    def add_to(self, node: Node, residual: Node) -> BufferView:
         """Return the columns of a sum: the residual's own."""
         if self._last_reader[residual] is not node:
             raise CompileError(f"{info(node).fqn}: its residual is read again later")
@@ -184,7 +184,7 @@ class Lowering:
         widths = [width_of(part) for part in parts]
         buffer = self._buffer(PRODUCT, sum(widths))
         for index, part in enumerate(parts):
-            self._places[part] = Place(
+            self._places[part] = BufferView(
                 buffer, widths[index], sum(widths[:index]), stride=sum(widths)
             )
 
@@ -221,13 +221,13 @@ class Lowering:
         """
         return OPERAND if any(_reads_as_it_is(each, node) for each in node.users) else RESIDUAL
 
-    def _piece(self, node: Node) -> Place:
+    def _piece(self, node: Node) -> BufferView:
         """Return an output slice's columns."""
         pieces: Any = node.args[0]
         index: Any = node.args[1]
         whole, sizes = self._places[pieces.args[0]], pieces.args[1]
         first = whole.first + sum(sizes[:index])
-        return Place(whole.buffer, sizes[index], first, stride=whole.stride or whole.width)
+        return BufferView(whole.buffer, sizes[index], first, stride=whole.stride or whole.width)
 
     def _attend(self, node: Node) -> None:
         given = ops.RopeAttentionArguments.of(node.args)
@@ -237,12 +237,12 @@ class Lowering:
         place = normed = self._qkv_of(given)
         if given.q_norm is not None:
             if place.stride:  # columns of a wider buffer: write to a separate buffer
-                normed = Place(self._buffer(PRODUCT, place.width), place.width)
+                normed = BufferView(self._buffer(PRODUCT, place.width), place.width)
             norms = recipe_of(given.q_norm), recipe_of(given.k_norm)
             self.append(NormHeads(normed, place, *norms, given.num_heads, given.norm_eps))
         inv_freq = recipe_of(given.inv_freq)
         turns_all = 2 * inv_freq.shape[0] == state.shape[-1]
-        attend = Attend(
+        attend = AttentionOp(
             out=self.take(node, OPERAND),
             qkv=normed,
             state=state,
@@ -258,7 +258,7 @@ class Lowering:
         if normed != place:
             self._give(normed)
 
-    def _qkv_of(self, given: ops.RopeAttentionArguments) -> Place:
+    def _qkv_of(self, given: ops.RopeAttentionArguments) -> BufferView:
         """Return the adjacent columns of q, k and v."""
         q = self.place(given.q)
         if given.key is None:
@@ -268,7 +268,7 @@ class Lowering:
         assert ends == [k.first, v.first] and q.buffer == k.buffer == v.buffer
         width = q.width + k.width + v.width
         stride = 0 if width == q.stride else q.stride
-        return Place(q.buffer, width, q.first, stride)
+        return BufferView(q.buffer, width, q.first, stride)
 
     def _check_attention(
         self, node: Node, given: ops.RopeAttentionArguments, head_dim: int
@@ -284,12 +284,12 @@ class Lowering:
                 f"allowed: --target {self.needs.others}"
             )
 
-    def take(self, node: Node, role: str) -> Place:
+    def take(self, node: Node, role: str) -> BufferView:
         """Allocate columns for a value. Matmul outputs are padded to whole tiles of weight rows."""
         width, stride, whole = width_of(node), 0, self.needs.row_multiple
         if role == PRODUCT and width % whole:
             stride = -(-width // whole) * whole
-        place = Place(self._buffer(role, stride or width), width, stride=stride)
+        place = BufferView(self._buffer(role, stride or width), width, stride=stride)
         self._places[node] = place
         return place
 
@@ -311,7 +311,7 @@ class Lowering:
             return
         self._give(place)
 
-    def _give(self, place: Place) -> None:
+    def _give(self, place: BufferView) -> None:
         """Mark a buffer as free."""
         buffer = self._buffers[place.buffer]
         free = self._free.setdefault(_kind(buffer.role, buffer.width), [])

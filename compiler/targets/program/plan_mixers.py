@@ -15,15 +15,15 @@ from tilewright.compiler.targets.program.instructions import (
     OPERAND,
     PRODUCT,
     RESIDUAL,
+    BufferView,
     Convolve,
-    DeltaRule,
-    ExpertLinear,
+    DeltaRuleOp,
+    ExpertLinearOp,
     ExpertSum,
     Instruction,
     Needs,
-    Place,
-    Route,
     SigmoidGate,
+    TopKRouteOp,
 )
 from tilewright.errors import CompileError
 
@@ -33,7 +33,7 @@ EXPERTS = (ops.expert_linear.overload, ops.fused_expert_linear.overload)
 _LOCAL = ops.local_experts.overload
 
 
-class Lowering(Protocol):
+class LoweringState(Protocol):
     """The lowering state: instructions and the columns of values.
 
     ``routed`` is the router for the current expert selection.
@@ -43,13 +43,13 @@ class Lowering(Protocol):
     needs: Needs
 
     def append(self, instruction: Instruction) -> None: ...
-    def place(self, node: Node) -> Place: ...
-    def take(self, node: Node, role: str) -> Place: ...
-    def add_to(self, node: Node, residual: Node) -> Place: ...
+    def place(self, node: Node) -> BufferView: ...
+    def take(self, node: Node, role: str) -> BufferView: ...
+    def add_to(self, node: Node, residual: Node) -> BufferView: ...
     def role(self, node: Node) -> str: ...
 
 
-def _route(lowering: Lowering, node: Node) -> None:
+def _route(lowering: LoweringState, node: Node) -> None:
     logits, top_k, renormalise = node.args
     assert isinstance(logits, Node) and isinstance(top_k, int)
     own = [each for chosen in node.users for each in chosen.users if each.target is _LOCAL]
@@ -60,16 +60,16 @@ def _route(lowering: Lowering, node: Node) -> None:
             f"{lowering.needs.target}; allowed: --expert-parallel 1"
         )
     assert isinstance(first, int) and (count is None or isinstance(count, int))
-    route = Route(lowering.place(logits), top_k, bool(renormalise), first, count)
+    route = TopKRouteOp(lowering.place(logits), top_k, bool(renormalise), first, count)
     lowering.append(route)
     lowering.routed = node
 
 
-def _local_experts(lowering: Lowering, node: Node) -> None:
+def _local_experts(lowering: LoweringState, node: Node) -> None:
     """Emit nothing: the router's instruction includes it."""
 
 
-def _expert_linear(lowering: Lowering, node: Node) -> None:
+def _expert_linear(lowering: LoweringState, node: Node) -> None:
     given = ops.FusedExpertArguments.of(node.args)
     for choice in (given.experts, given.weights):
         chosen = choice.args[0] if choice is not None and choice.target is _LOCAL else choice
@@ -78,7 +78,7 @@ def _expert_linear(lowering: Lowering, node: Node) -> None:
     group = facts.tensor_group or ""
     if given.weights is None:
         out = lowering.take(node, OPERAND if given.swiglu else PRODUCT)
-        product = ExpertLinear(facts.fqn, out, x, weight, given.swiglu, group, facts.compute)
+        product = ExpertLinearOp(facts.fqn, out, x, weight, given.swiglu, group, facts.compute)
         lowering.append(product)
         return
     shared = None
@@ -93,7 +93,7 @@ def _expert_linear(lowering: Lowering, node: Node) -> None:
     lowering.append(total)
 
 
-def _sigmoid_gate(lowering: Lowering, node: Node) -> None:
+def _sigmoid_gate(lowering: LoweringState, node: Node) -> None:
     x, gate = (lowering.place(each) for each in node.args)  # type: ignore[arg-type]
     lowering.append(SigmoidGate(lowering.take(node, lowering.role(node)), x, gate))
 
@@ -122,19 +122,19 @@ def _belongs_to_its_reader(convolution: Node) -> bool:
     return any(_convolution_of(reader) is convolution for reader in convolution.users)
 
 
-def _convolve(lowering: Lowering, node: Node) -> None:
+def _convolve(lowering: LoweringState, node: Node) -> None:
     if not _belongs_to_its_reader(node):
         lowering.append(_convolution(lowering, node))
 
 
-def _convolution(lowering: Lowering, node: Node) -> Convolve:
+def _convolution(lowering: LoweringState, node: Node) -> Convolve:
     x, weight, window = node.args[:3]
     assert isinstance(x, Node)
     place, state = lowering.place(x), _state(window)
     return Convolve(lowering.take(node, PRODUCT), place, recipe_of(weight), state)
 
 
-def _delta_rule(lowering: Lowering, node: Node) -> None:
+def _delta_rule(lowering: LoweringState, node: Node) -> None:
     given = ops.DeltaNormArguments(*node.args)  # type: ignore[arg-type]
     state = _state(given.state)
     most = lowering.needs.max_delta_dim
@@ -147,7 +147,7 @@ def _delta_rule(lowering: Lowering, node: Node) -> None:
     convolution = _convolution_of(node)
     convolve = None if convolution is None else _convolution(lowering, convolution)
     qkv, a, b, z = (lowering.place(each) for each in (given.qkv, given.a, given.b, given.z))
-    rule = DeltaRule(
+    rule = DeltaRuleOp(
         out=lowering.take(node, OPERAND),
         qkv=qkv,
         a=a,
@@ -165,7 +165,7 @@ def _delta_rule(lowering: Lowering, node: Node) -> None:
     lowering.append(rule)
 
 
-MIXERS: dict[Any, Callable[[Lowering, Node], None]] = {
+MIXERS: dict[Any, Callable[[LoweringState, Node], None]] = {
     ops.router.overload: _route,
     _LOCAL: _local_experts,
     ops.expert_linear.overload: _expert_linear,

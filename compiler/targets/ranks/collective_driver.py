@@ -19,15 +19,17 @@ from tilewright.compiler.ops.collectives import GROUPS
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CollectiveCall:
     """A rank's collective call: the overload and its arguments."""
 
     target: Any
     args: tuple[Any, ...]
 
 
-def advance(graph_module: GraphModule, arguments: Sequence[Any]) -> Generator[Call, Any, Any]:
-    """Run a graph on its input values. Yield each collective :class:`Call`, receive its result, and
+def advance(
+    graph_module: GraphModule, arguments: Sequence[Any]
+) -> Generator[CollectiveCall, Any, Any]:
+    """Run a graph on its input values. Yield each collective :class:`CollectiveCall`, receive its result, and
     return the graph's result.
 
     Values are freed after their last reader.
@@ -41,7 +43,7 @@ def advance(graph_module: GraphModule, arguments: Sequence[Any]) -> Generator[Ca
         if node.op == "output":
             return args[0]
         if node.target in ops.COLLECTIVES:
-            values[node] = yield Call(node.target, args)
+            values[node] = yield CollectiveCall(node.target, args)
         else:
             values[node] = node.target(*args, **node.kwargs)
         for source in node.all_input_nodes:

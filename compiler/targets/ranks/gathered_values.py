@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from tilewright.compiler.ops.collectives import GROUPS
-from tilewright.distributed.peers import Peers
+from tilewright.distributed.peers import SetupCollectives
 from tilewright.errors import ExchangeError
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
@@ -26,7 +26,7 @@ _PIECE = 1 << 18
 _LENGTH = struct.Struct("<q")
 
 
-class Exchange:
+class SocketAllGather:
     """All-gather over sockets to all ranks. Calls are numbered from 1."""
 
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket], limit_s: float) -> None:
@@ -36,7 +36,7 @@ class Exchange:
             each.setblocking(False)
 
     @classmethod
-    def of(cls, peers: Peers) -> Exchange:
+    def of(cls, peers: SetupCollectives) -> SocketAllGather:
         """Connect to every other rank. All ranks must call this method."""
         return cls(peers.rank, peers.connect(), peers.limit_s)
 
@@ -108,7 +108,7 @@ class Exchange:
 class RankInterpreter(fx.Interpreter):
     """Runs a rank's graph. Its collectives use an exchange with all ranks."""
 
-    def __init__(self, graph_module: fx.GraphModule, exchange: Exchange) -> None:
+    def __init__(self, graph_module: fx.GraphModule, exchange: SocketAllGather) -> None:
         super().__init__(graph_module)
         self._exchange = exchange
 

@@ -44,7 +44,7 @@ class Agrees(Protocol):
         """
 
 
-class Trace:
+class StepChecksum:
     """The steps received by a rank: their number and a checksum."""
 
     def __init__(self) -> None:
@@ -59,5 +59,5 @@ class Trace:
     def summary(self, executable: Executable) -> bytes:
         """Return a text for comparison. It is equal on all ranks between the same two steps."""
         said = executable.agreed() if isinstance(executable, Agrees) else b""
-        seats = hashlib.sha256(said).hexdigest()[:12]
-        return f"{self.num_steps} steps {self._sum:08x}, seats {seats}".encode()
+        slots = hashlib.sha256(said).hexdigest()[:12]
+        return f"{self.num_steps} steps {self._sum:08x}, slots {slots}".encode()

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from tilewright.compiler.targets.interface.base import Executable, MemoryUse
-from tilewright.compiler.targets.interface.step import Seat, Step, StepOutput
+from tilewright.compiler.targets.interface.step import Slot, Step, StepOutput
 from tilewright.compiler.targets.interface.step_bytes import read_step, step_bytes
 from tilewright.compiler.targets.interface.token_masks import Allowed
-from tilewright.compiler.targets.ranks.rank_check import Trace, steps_between
+from tilewright.compiler.targets.ranks.rank_check import StepChecksum, steps_between
 from tilewright.distributed.channel import ChannelClosedError
 from tilewright.distributed.group import (
     END,
@@ -23,14 +23,14 @@ from tilewright.distributed.group import (
     Follower,
     Leader,
 )
-from tilewright.distributed.launch import Ranks
-from tilewright.distributed.peers import Peers
+from tilewright.distributed.launch import LaunchedRanks
+from tilewright.distributed.peers import SetupCollectives
 from tilewright.errors import ExchangeError, RankError, one_line
 
 _KINDS = range(FIRST_FREE_KIND, FIRST_FREE_KIND + 6)
 _STEP, _AGAIN, _RESET, _PREPARE, _CHOSEN, _CHECK = _KINDS
 _LIMITS = (
-    *("max_seats", "num_pages", "num_snapshots"),
+    *("max_num_seqs", "num_pages", "num_snapshots"),
     *("max_prompts", "max_step_tokens", "most_shared"),
 )
 
@@ -41,7 +41,7 @@ class ShardedExecutable(Executable):
     Memory is the leader's.
     """
 
-    def __init__(self, own: Executable, ranks: Ranks) -> None:
+    def __init__(self, own: Executable, ranks: LaunchedRanks) -> None:
         self.own, self._ranks = own, ranks
         self._leader: Leader = ranks.leader
         self.capabilities, self.contract = own.capabilities, own.contract
@@ -49,8 +49,8 @@ class ShardedExecutable(Executable):
         self.device_name, self.device_detail = own.device_name, own.device_detail
         self.notes = own.notes
         self.mesh = f"1x{ranks.leader.size}"
-        self._last: tuple[Seat, ...] | None = None
-        self._trace, self._between = Trace(), steps_between()
+        self._last: tuple[Slot, ...] | None = None
+        self._trace, self._between = StepChecksum(), steps_between()
         ranks.leader.is_ready()
 
     @property
@@ -142,7 +142,7 @@ class ShardedExecutable(Executable):
         raise AssertionError("a failed group has a failure")
 
 
-def meet(own: Executable, peers: Peers) -> None:
+def meet(own: Executable, peers: SetupCollectives) -> None:
     """Connect a rank's executable and reduce its capabilities to the minimum over all ranks.
 
     All ranks call this function.
@@ -167,7 +167,7 @@ def serve_steps(executable: Executable, follower: Follower) -> None:
         RankError: The leader disconnected, or a collective failed.
     """
     follower.is_ready()
-    again, trace = Step(), Trace()
+    again, trace = Step(), StepChecksum()
     while True:
         try:
             message = follower.receive()

@@ -15,12 +15,12 @@ from tilewright.compiler.targets.interface.base import (
     Capabilities,
     CompileOptions,
     MemoryUse,
-    Seat,
+    Slot,
 )
 from tilewright.compiler.targets.interface.step import Snapshot
 from tilewright.compiler.targets.interface.threads import torch_threads
-from tilewright.compiler.targets.tenstorrent.emulate.run import Emulator, Work
-from tilewright.compiler.targets.tenstorrent.program.chips import Parts
+from tilewright.compiler.targets.tenstorrent.emulate.run import Emulator, EmulatorBatch
+from tilewright.compiler.targets.tenstorrent.program.chips import PerChip
 from tilewright.compiler.targets.tenstorrent.program.instructions import DeviceProgram
 from tilewright.compiler.targets.tenstorrent.program.memory_plan import plan_memory
 
@@ -30,21 +30,21 @@ _NUM_SNAPSHOTS = 64
 class EmulatedExecutable(HostExecutable):
     """A board's numbers from this machine; its speed says nothing of the board's.
 
-    A pass is a piece of one prompt, or one token of each of several seats.
+    A pass is a piece of one prompt, or one token of each of several slots.
     """
 
     def __init__(
         self,
         prefill: DeviceProgram,
         decode: DeviceProgram,
-        weights: Mapping[str, Parts],
+        weights: Mapping[str, PerChip],
         options: CompileOptions,
         contract: NumericContract,
     ) -> None:
         super().__init__()
         self.contract = contract
         self.capabilities = Capabilities(
-            max_seats=options.max_batch,
+            max_num_seqs=options.max_batch,
             max_context=options.max_context,
             cell=32,
             num_snapshots=_NUM_SNAPSHOTS if decode.states else 0,
@@ -56,13 +56,13 @@ class EmulatedExecutable(HostExecutable):
         self._prefill, self._decode = prefill, decode
         self._device = emulation_device()
         self._num_threads = options.num_threads
-        self._caches = {cache.name: Parts(decode.mesh, cache.over) for cache in decode.caches}
+        self._caches = {cache.name: PerChip(decode.mesh, cache.over) for cache in decode.caches}
         for cache in decode.caches:
             shape = (options.max_batch, options.max_context, cache.num_heads, cache.head_dim)
             dealt = self._caches[cache.name]
             for chip in dealt.chips():
                 dealt[chip] = torch.zeros(shape, dtype=torch.bfloat16, device=self._device)
-        self._states = {state.name: Parts(decode.mesh, state.over) for state in decode.states}
+        self._states = {state.name: PerChip(decode.mesh, state.over) for state in decode.states}
         for state in decode.states:
             of_state = self._states[state.name]
             for chip in of_state.chips():
@@ -73,30 +73,30 @@ class EmulatedExecutable(HostExecutable):
 
     def forward(self, batch: Batch) -> np.ndarray:
         bounds = tuple(batch.cu_seqlens.tolist())
-        work = Work(
+        work = EmulatorBatch(
             tokens=torch.from_numpy(batch.tokens).to(self._device),
             positions=torch.from_numpy(batch.positions).to(self._device),
             first_positions=tuple(batch.positions[list(bounds[:-1])].tolist()),
             logit_rows=torch.from_numpy(batch.logit_rows).to(self._device),
             bounds=bounds,
-            slots=tuple(int(slot) for slot in batch.seats),
+            slots=tuple(int(slot) for slot in batch.slots),
         )
         program = self._decode if batch.decodes else self._prefill
         with torch_threads(self._num_threads):
             logits = self._emulator.run(program, work)
         return logits.float().cpu().numpy()
 
-    def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
+    def copy_state(self, source: Slot, target: Slot, num_positions: int) -> None:
         for tensor in self._parts(self._caches):
             tensor[target, :num_positions] = tensor[source, :num_positions]
         for tensor in self._parts(self._states):
             tensor[target] = tensor[source]
 
-    def save_state(self, slot: Seat, snapshot: Snapshot) -> None:
+    def save_state(self, slot: Slot, snapshot: Snapshot) -> None:
         kept = [tensor[slot].clone() for tensor in self._parts(self._states)]
         self._snapshots[snapshot] = self.length(slot), kept
 
-    def load_state(self, slot: Seat, snapshot: Snapshot) -> int:
+    def load_state(self, slot: Slot, snapshot: Snapshot) -> int:
         position, kept = self._snapshots[snapshot]
         for tensor, values in zip(self._parts(self._states), kept, strict=True):
             tensor[slot] = values
@@ -122,7 +122,7 @@ class EmulatedExecutable(HostExecutable):
         self._states.clear()
 
     @staticmethod
-    def _parts(by_name: Mapping[str, Parts]) -> list[Tensor]:
+    def _parts(by_name: Mapping[str, PerChip]) -> list[Tensor]:
         return [tensor for dealt in by_name.values() for tensor in dealt.parts().values()]
 
 

@@ -30,11 +30,11 @@ from tilewright.compiler.targets.contract.record import (
 )
 from tilewright.compiler.targets.host.tensor_files import save_tensors
 from tilewright.compiler.targets.interface.base import (
+    BuiltProgram,
     CompileOptions,
     Emission,
     Executable,
     Holding,
-    Program,
     Progress,
     Stage,
     Target,
@@ -42,7 +42,7 @@ from tilewright.compiler.targets.interface.base import (
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
 from tilewright.compiler.targets.tenstorrent.lower.graph import lower_program
 from tilewright.compiler.targets.tenstorrent.program.chips import (
-    Parts,
+    PerChip,
     axes_of,
     check_part,
     load_weight,
@@ -232,7 +232,9 @@ class BoardTarget(Target):
         emission.write("model.py", emit_ttnn(prefill, decode, title=emission.title).encode())
         write_weights(decode, emission.get_weight, emission.folder)
 
-    def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
+    def load(
+        self, program: BuiltProgram, options: CompileOptions, progress: Progress
+    ) -> Executable:
         _check_emulator()
         graph_module, path = program.graph(), program.folder / _WEIGHTS
         prefill, decode = self.programs(graph_module, options)
@@ -241,7 +243,7 @@ class BoardTarget(Target):
         try:
             parts = load_file(path)
             for weight in decode.weights:
-                dealt[weight.name] = Parts(self.mesh, axes_of(weight))
+                dealt[weight.name] = PerChip(self.mesh, axes_of(weight))
                 for chip in dealt[weight.name].chips():
                     name = f"{weight.name}@{chip[0]}.{chip[1]}"
                     dealt[weight.name][chip] = check_part(weight, name, parts[name])
@@ -270,7 +272,7 @@ class BoardTarget(Target):
         decode: DeviceProgram,
         get_weight: Callable[[str], Tensor],
         progress: Progress,
-    ) -> dict[str, Parts]:
+    ) -> dict[str, PerChip]:
         dealt, weights = {}, decode.weights
         for done, weight in enumerate(weights):
             dealt[weight.name] = load_weight(weight, self.mesh, get_weight)
@@ -289,7 +291,7 @@ def _check_emulator() -> None:
 def _executable(
     prefill: DeviceProgram,
     decode: DeviceProgram,
-    weights: Mapping[str, Parts],
+    weights: Mapping[str, PerChip],
     options: CompileOptions,
     contract: NumericContract,
 ) -> Executable:

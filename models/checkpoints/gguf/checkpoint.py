@@ -43,7 +43,7 @@ from tilewright.models.checkpoints.gguf.hybrid import (
 )
 from tilewright.models.checkpoints.gguf.parts import parts_of, stem_of
 from tilewright.models.checkpoints.mapped_file import map_file, release
-from tilewright.models.checkpoints.pieces import Piece, View, expert_views, merged_type
+from tilewright.models.checkpoints.pieces import TensorSlice, View, expert_views, merged_type
 from tilewright.models.checkpoints.spelling.keys import Keys
 from tilewright.models.checkpoints.spelling.rope import gguf_longrope
 from tilewright.models.config import ModelConfig
@@ -226,7 +226,7 @@ class GGUFCheckpoint:
         for piece in view.rows(start, stop):
             yield piece.tensor, self._share(piece), piece.first, piece.stop
 
-    def _share(self, piece: Piece) -> GGUFTensor:
+    def _share(self, piece: TensorSlice) -> GGUFTensor:
         whole = self._tensors[piece.tensor]
         if piece.expert is None:
             return whole

@@ -120,7 +120,7 @@ class GGUFHeader:
     spans: Mapping[str, tuple[int, int]]
 
 
-class _Cursor:
+class _HeaderCursor:
     """A position in the file with bounds checks."""
 
     def __init__(self, data: memoryview, path: Path) -> None:
@@ -188,7 +188,7 @@ def read_header(data: memoryview, path: Path) -> GGUFHeader:
     Raises:
         CheckpointError: A field is invalid or exceeds the file.
     """
-    cursor = _Cursor(data, path)
+    cursor = _HeaderCursor(data, path)
     if bytes(cursor.take(4, "magic")) != MAGIC:
         raise CheckpointError(f"{path}: not a GGUF file (it does not begin with {MAGIC.decode()})")
     version = cursor.u32("version")
@@ -233,7 +233,7 @@ def read_header(data: memoryview, path: Path) -> GGUFHeader:
     return GGUFHeader(metadata, tensors, min(start, len(data)), alignment, spans)
 
 
-def _value(cursor: _Cursor, key: str) -> object:
+def _value(cursor: _HeaderCursor, key: str) -> object:
     kind = cursor.u32(f"type of {key!r}")
     if kind == _STRING:
         return cursor.string(f"value of {key!r}")
@@ -248,7 +248,7 @@ def _value(cursor: _Cursor, key: str) -> object:
     return bool(value) if kind == _BOOL else value.item()
 
 
-def _array(cursor: _Cursor, key: str) -> object:
+def _array(cursor: _HeaderCursor, key: str) -> object:
     kind = cursor.u32(f"element type of {key!r}")
     if kind in _SCALARS:
         dtype = np.dtype(_SCALARS[kind])
@@ -263,7 +263,7 @@ def _array(cursor: _Cursor, key: str) -> object:
     return _strings(cursor, key, count)
 
 
-def _strings(cursor: _Cursor, key: str, count: int) -> list[str]:
+def _strings(cursor: _HeaderCursor, key: str, count: int) -> list[str]:
     """Read a vocabulary with hundreds of thousands of strings. The loop is flat for speed."""
     data, at, size = cursor.data, cursor.at, len(cursor.data)
     length_of = struct.Struct("<Q").unpack_from
@@ -285,7 +285,7 @@ def _strings(cursor: _Cursor, key: str, count: int) -> list[str]:
     return strings
 
 
-def _tensor_row(cursor: _Cursor) -> tuple[str, tuple[int, ...], str, int]:
+def _tensor_row(cursor: _HeaderCursor) -> tuple[str, tuple[int, ...], str, int]:
     name = cursor.string("tensor name")
     shown = repr(name[:80])
     num_dims = cursor.u32(f"number of axes of tensor {shown}")
@@ -314,7 +314,7 @@ def _stored_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) // block * block_bytes
 
 
-def _refuse_overlaps(cursor: _Cursor, tensors: Mapping[str, GGUFTensor]) -> None:
+def _refuse_overlaps(cursor: _HeaderCursor, tensors: Mapping[str, GGUFTensor]) -> None:
     """Check that tensors do not overlap. Together they then fit in the file."""
     end = 0
     for tensor in sorted(tensors.values(), key=lambda tensor: tensor.start):

@@ -28,7 +28,7 @@ _HEAD, _OUTPUT = "lm_head.weight", "output.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _GgufEntry:
     """A tensor of the new file: ``name`` in GGUF, ``source`` in the calibrated folder."""
 
     name: str
@@ -64,14 +64,14 @@ def write_replacement(
         progress("weights", done + 1, len(entries))
 
 
-def _entries(original: GGUFCheckpoint, calibrated: CalibratedCheckpoint) -> Iterator[_Entry]:
+def _entries(original: GGUFCheckpoint, calibrated: CalibratedCheckpoint) -> Iterator[_GgufEntry]:
     for name, tensor in original.stored_tensors():
         yield _entry(tensor.name, name, calibrated)
     if _HEAD in calibrated.names and _HEAD not in original.names:
         yield _entry(_OUTPUT, _HEAD, calibrated)
 
 
-def _entry(name: str, source: str, calibrated: CalibratedCheckpoint) -> _Entry:
+def _entry(name: str, source: str, calibrated: CalibratedCheckpoint) -> _GgufEntry:
     meta, codes = calibrated.names[source], calibrated.calibrated(source)
     if codes is not None and meta.dtype == "F32":
         raise CheckpointError(
@@ -80,10 +80,10 @@ def _entry(name: str, source: str, calibrated: CalibratedCheckpoint) -> _Entry:
         )
     _, block, block_bytes = TENSOR_TYPES[meta.dtype]
     nbytes = math.prod(meta.shape) // block * block_bytes
-    return _Entry(name, source, meta.shape, meta.dtype, nbytes)
+    return _GgufEntry(name, source, meta.shape, meta.dtype, nbytes)
 
 
-def _data(original: GGUFCheckpoint, calibrated: CalibratedCheckpoint, entry: _Entry) -> Bytes:
+def _data(original: GGUFCheckpoint, calibrated: CalibratedCheckpoint, entry: _GgufEntry) -> Bytes:
     """Return a tensor's bytes, rows in the file's order."""
     if entry.dtype in ("F32", "F16", "BF16"):
         rows: Bytes = calibrated.get(entry.source).contiguous().view(torch.uint8).numpy()
@@ -98,7 +98,7 @@ def _data(original: GGUFCheckpoint, calibrated: CalibratedCheckpoint, entry: _En
     return placed
 
 
-def _header(path: Path, original: GGUFHeader, entries: list[_Entry]) -> bytes:
+def _header(path: Path, original: GGUFHeader, entries: list[_GgufEntry]) -> bytes:
     """Return everything before the data.
 
     The metadata is that of the original, without its parts, and with the type of the new file.

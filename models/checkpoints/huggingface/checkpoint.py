@@ -33,7 +33,7 @@ from tilewright.models.checkpoints.base import (
 from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.checkpoints.huggingface.shards import INDEX, find_shards
 from tilewright.models.checkpoints.json_file import read_json
-from tilewright.models.checkpoints.pieces import Piece, View, expert_views, merged_type
+from tilewright.models.checkpoints.pieces import TensorSlice, View, expert_views, merged_type
 from tilewright.models.checkpoints.quantized.base import QuantizedTensor, RawModel, RawTensor
 from tilewright.models.checkpoints.quantized.methods import take_quantized
 
@@ -152,7 +152,7 @@ class SafetensorsCheckpoint:
         except (SafetensorError, OSError) as error:
             raise _unreadable(self.path / shard, error) from None
 
-    def _read_piece(self, piece: Piece, columns: slice) -> Tensor:
+    def _read_piece(self, piece: TensorSlice, columns: slice) -> Tensor:
         rows = slice(piece.first, piece.stop)
         if piece.expert is None:
             return self._read(piece.tensor, (rows, columns))
@@ -184,7 +184,7 @@ class SafetensorsCheckpoint:
         if name not in self.names:
             raise unknown_tensor(self.path, name, self.names)
         start, stop = row_range(rows, self.names[name].shape[0])
-        pieces = [Piece(name, start, stop)]
+        pieces = [TensorSlice(name, start, stop)]
         if name in self._views:
             pieces = list(self._views[name].rows(start, stop))
         kinds, parts = set(), []

@@ -23,7 +23,7 @@ _LABEL = "compressed-tensors"
 
 
 @dataclass(frozen=True, slots=True)
-class PackedTensor(IntegerTensor):
+class CompressedTensor(IntegerTensor):
     """Codes in words or bytes ``[N, ...]``, scales ``[N, groups]``, and zeros if not symmetric.
 
     Attributes:
@@ -236,7 +236,7 @@ def _add(
 ) -> None:
     parts = (*names, *(name for name in (zeros, order) if name is not None))
     group = shape[1] // groups
-    model.add(module, PackedTensor(shape, parts, bits, group, zeros, order, is_packed))
+    model.add(module, CompressedTensor(shape, parts, bits, group, zeros, order, is_packed))
 
 
 def _block_of(model: RawModel, module: str) -> list[int] | None:

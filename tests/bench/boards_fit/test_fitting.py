@@ -9,7 +9,12 @@ import pytest
 from bench.boards_fit import fitting as fit_perf_model
 from bench.boards_fit.fitting import DECODE_NAMES, Sample, fit, held_out, rank_correlation
 from tilewright.compiler.targets.tenstorrent.perf.constants import START, Constants
-from tilewright.compiler.targets.tenstorrent.perf.work import COLLECTIVE, MATMUL, SMALL, Work
+from tilewright.compiler.targets.tenstorrent.perf.work import (
+    COLLECTIVE,
+    MATMUL,
+    SMALL,
+    InstructionCost,
+)
 
 TRUE = dataclasses.replace(
     START, bank_bytes_per_s=230e9, op_seconds=7e-6, ring_seconds=20e-6, step_seconds=2e-3
@@ -20,9 +25,9 @@ NAMES = ("bank_bytes_per_s", "op_seconds", "ring_seconds", "step_seconds")
 def sample(index: int, *, factor: float = 1.0) -> Sample:
     """Made-up work: layers, bytes and chips vary, each in its own way."""
     layers, size, steps = 10 + 7 * (index % 5), 1e6 * (1 + index % 3), index % 2
-    product = Work(MATMUL, "Matmul", "ff2", 2, bytes_read=int(size * 8), is_one_row=True)
-    ring = Work(COLLECTIVE, "ReduceScatter", "", ring_steps=7 * steps, link_bytes=1000)
-    work = ((product, layers), (Work(SMALL, "Add", ""), 12 * layers), (ring, 2 * layers))
+    product = InstructionCost(MATMUL, "Matmul", "ff2", 2, bytes_read=int(size * 8), is_one_row=True)
+    ring = InstructionCost(COLLECTIVE, "ReduceScatter", "", ring_steps=7 * steps, link_bytes=1000)
+    work = ((product, layers), (InstructionCost(SMALL, "Add", ""), 12 * layers), (ring, 2 * layers))
     found = Sample(f"m{index}", f"b{steps}", "made up", 1.0, work, True)
     return dataclasses.replace(found, seconds=factor * found.predict(TRUE))
 

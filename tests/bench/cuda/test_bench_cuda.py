@@ -32,10 +32,10 @@ from bench.cuda.rows import (
     BenchRow,
 )
 from tilewright.compiler.targets.host.executable import HostExecutable
-from tilewright.compiler.targets.interface.base import Seat
+from tilewright.compiler.targets.interface.base import Slot
 from tilewright.errors import CheckpointError, CompileError
-from tilewright.evaluate.measure.roofline import Work
-from tilewright.evaluate.measure.timing import Run
+from tilewright.evaluate.measure.roofline import StepTraffic
+from tilewright.evaluate.measure.timing import TimedRun
 from tilewright.evaluate.report.perf_md import parse
 from tilewright.evaluate.report.perf_tables import render_results
 from tilewright.evaluate.report.table import Table
@@ -45,7 +45,7 @@ from tilewright.evaluate.results.selection import BATCH_32, SHORT, speed_table
 from tilewright.models import shapes
 
 CEILINGS = Ceilings("made up", (100.0,), (1000.0,), "bf16")
-WORKS = Work({}, 500.0), Work({"ff2": 10.0}, 1.0)
+WORKS = StepTraffic({}, 500.0), StepTraffic({"ff2": 10.0}, 1.0)
 """A prompt of 0.5 s and a decode step of 0.1 s at these ceilings."""
 
 
@@ -53,8 +53,8 @@ def tiny(name: str, metric: str = DECODE, **changes: Any) -> BenchRow:
     return BenchRow(name, "tiny", "bf16", metric, **{"floor": 1.0, **changes})
 
 
-def run(ttft_ms: float, decode_tsu: float) -> Run:
-    return Run(Repeat(ttft_ms=ttft_ms, decode_tsu=decode_tsu), ())
+def run(ttft_ms: float, decode_tsu: float) -> TimedRun:
+    return TimedRun(Repeat(ttft_ms=ttft_ms, decode_tsu=decode_tsu), ())
 
 
 def choices(rows: Sequence[BenchRow], results: Path | None = None, **changes: Any) -> Choices:
@@ -280,9 +280,9 @@ def test_routing_is_told_of_models_that_choose(
     counted = []
 
     def chosen_experts(
-        self: HostExecutable, seats: Sequence[Seat], tokens: Sequence[int]
+        self: HostExecutable, slots: Sequence[Slot], tokens: Sequence[int]
     ) -> list[int]:
-        counted.append(([self.length(seat) for seat in seats], len(tokens)))
+        counted.append(([self.length(slot) for slot in slots], len(tokens)))
         return [2, 5]
 
     monkeypatch.setattr(HostExecutable, "chosen_experts", chosen_experts, raising=False)

@@ -9,7 +9,14 @@ from typing import Any
 
 from tilewright.evaluate.results.record import Accuracy, Repeat, Result, medians, pack_hits
 from tilewright.evaluate.sweep.cell import Cell
-from tilewright.evaluate.sweep.journal import VERSION, Event, Finished, Journal, Planned, Started
+from tilewright.evaluate.sweep.journal import (
+    VERSION,
+    Event,
+    Planned,
+    SweepJournal,
+    TrialFinished,
+    TrialStarted,
+)
 
 NUM_POSITIONS = 512
 NUM_ROUNDS = 3
@@ -52,10 +59,10 @@ def planned(base: str = "id-mlp-bf16-bf16") -> Planned:
     )
 
 
-def create(path: Path, names: Sequence[str] = PUBLISHED) -> Journal:
+def create(path: Path, names: Sequence[str] = PUBLISHED) -> SweepJournal:
     """A sweep in which nothing has begun: all accuracies, then the rounds."""
     found = [cell for name in names for cell in cells(name)]
-    return Journal.create(path, planned(), sorted(found, key=lambda c: (c.kind, c.round)))
+    return SweepJournal.create(path, planned(), sorted(found, key=lambda c: (c.kind, c.round)))
 
 
 def result(cell: Cell, *, num_top1: int = 470, speed: float = 100.0, **changes: Any) -> Result:
@@ -96,28 +103,28 @@ def result(cell: Cell, *, num_top1: int = 470, speed: float = 100.0, **changes: 
     return Result(**{**fields, **changes})
 
 
-def start(cell: Cell, minute: int = 0) -> Started:
+def start(cell: Cell, minute: int = 0) -> TrialStarted:
     """It was started then."""
-    return Started(cell.id, f"2026-01-01T00:{minute:02}:00.000000+00:00")
+    return TrialStarted(cell.id, f"2026-01-01T00:{minute:02}:00.000000+00:00")
 
 
 def done(cell: Cell, **figures: Any) -> list[Event]:
     """It was started and is done."""
     values = result(cell, **figures).to_dict()
-    return [start(cell), Finished(cell=cell.id, outcome="done", seconds=12.5, result=values)]
+    return [start(cell), TrialFinished(cell=cell.id, outcome="done", seconds=12.5, result=values)]
 
 
 def failed(cell: Cell, reason: str = "it crashed", *, outcome: Any = "failed") -> list[Event]:
     """It was started and has ended otherwise."""
-    return [start(cell), Finished(cell=cell.id, outcome=outcome, seconds=3.25, reason=reason)]
+    return [start(cell), TrialFinished(cell=cell.id, outcome=outcome, seconds=3.25, reason=reason)]
 
 
-def finish(journal: Journal, name: str, **figures: Any) -> None:
+def finish(journal: SweepJournal, name: str, **figures: Any) -> None:
     """All cells of a configuration are done."""
     journal.append(*(event for cell in cells(name) for event in done(cell, **figures)))
 
 
-def twelve(path: Path) -> Journal:
+def twelve(path: Path) -> SweepJournal:
     """The twelve settings: nine are done, one has failed in part, two have not begun."""
     journal = create(path)
     for index, name in enumerate(PUBLISHED[:9]):
@@ -130,7 +137,7 @@ def twelve(path: Path) -> Journal:
 FOUR = ("mlp-bf16-bf16", "mlp-bfp8-bfp8", "mlp-bfp4-bfp4", "wo-bfp4-activation-mixed")
 
 
-def four(path: Path) -> Journal:
+def four(path: Path) -> SweepJournal:
     """The base done, the second faster, less accurate and done, the third half done and failed."""
     journal = create(path, FOUR)
     finish(journal, FOUR[0], num_top1=500, speed=80.0)

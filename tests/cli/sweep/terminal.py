@@ -12,13 +12,13 @@ from textual.widgets import Footer
 
 from tilewright.cli.sweep import show_app
 from tilewright.cli.sweep.show_app import LinesTable, SweepApp
-from tilewright.evaluate.sweep.journal import Journal
+from tilewright.evaluate.sweep.journal import SweepJournal
 
 SIZE = (80, 24)
 Script = Callable[[Pilot[None], SweepApp], Awaitable[None]]
 
 
-def drive(journal: Journal, script: Script, *, size: tuple[int, int] = SIZE) -> SweepApp:
+def drive(journal: SweepJournal, script: Script, *, size: tuple[int, int] = SIZE) -> SweepApp:
     """Run the view without a terminal, and a script of keys on it."""
     app = SweepApp(journal)
 

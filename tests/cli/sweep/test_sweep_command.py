@@ -15,7 +15,7 @@ from tilewright.cli.arguments.sweep import read_options
 from tilewright.cli.main import main
 from tilewright.cli.sweep.run import plan_cells
 from tilewright.compiler.artifacts.paths import MANIFEST
-from tilewright.evaluate.sweep.journal import Journal
+from tilewright.evaluate.sweep.journal import SweepJournal
 
 GRID = ("--precisions", "all-q80")
 
@@ -130,7 +130,7 @@ def test_a_sweep_is_resumed_as_it_was_asked_for(tmp_path: Path, refused: Refused
     path = tmp_path / "sweep.jsonl"
     header = planned("grid")
     header.options.update(models="smollm2", precisions="all-q80")
-    Journal.create(path, header, [cell("a")])
+    SweepJournal.create(path, header, [cell("a")])
     before = path.read_bytes()
     argv = ["--results", str(path), "--resume", "--models", "smollm2", "--precisions"]
     found = refused(*argv, "all-bfp8", verb="sweep")

@@ -24,14 +24,14 @@ from tilewright.cli.sweep.main import main
 from tilewright.errors import ConfigError
 from tilewright.evaluate.report.markdown import TableBlock as MarkdownTable
 from tilewright.evaluate.report.markdown import parse_blocks
-from tilewright.evaluate.sweep.journal import Added, Journal
+from tilewright.evaluate.sweep.journal import Added, SweepJournal
 
 NAMES = FOUR
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Journal:
+def journal(tmp_path: Path) -> SweepJournal:
     return four(tmp_path / "pareto.jsonl")
 
 
@@ -43,21 +43,21 @@ def run(capsys: pytest.CaptureFixture[str], verb: str, *argv: object) -> str:
     return captured.out
 
 
-def status(capsys: pytest.CaptureFixture[str], journal: Journal, *argv: str) -> dict:
+def status(capsys: pytest.CaptureFixture[str], journal: SweepJournal, *argv: str) -> dict:
     return json.loads(run(capsys, "status", journal.path, "--json", *argv))
 
 
-def appended(journal: Journal, num_before: int) -> list[dict]:
+def appended(journal: SweepJournal, num_before: int) -> list[dict]:
     lines = journal.path.read_text().splitlines()
     return [json.loads(line) for line in lines[num_before:]]
 
 
-def num_lines(journal: Journal) -> int:
+def num_lines(journal: SweepJournal) -> int:
     return len(journal.path.read_text().splitlines())
 
 
 def test_status_is_a_table_of_configurations(
-    journal: Journal, capsys: pytest.CaptureFixture[str]
+    journal: SweepJournal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = run(capsys, "status", journal.path).splitlines()
     assert lines[0] == "pareto.jsonl: plan pareto, not running"
@@ -78,7 +78,7 @@ def test_status_is_a_table_of_configurations(
 
 
 def test_status_as_json_has_the_figures_unrounded(
-    journal: Journal, capsys: pytest.CaptureFixture[str]
+    journal: SweepJournal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = status(capsys, journal)
     assert (found["plan"], found["is_running"], found["num_cells"]) == ("pareto", False, 16)
@@ -91,7 +91,7 @@ def test_status_as_json_has_the_figures_unrounded(
     assert list(row) == [column.key for column in tables.CONFIGURATION_COLUMNS]
 
 
-def test_status_of_cells(journal: Journal, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_cells(journal: SweepJournal, capsys: pytest.CaptureFixture[str]) -> None:
     rows = status(capsys, journal, "--cells")["rows"]
     assert [row["cell"] for row in rows] == list(journal.state.cells)
     by_id = {row["cell"]: row for row in rows}
@@ -105,7 +105,7 @@ def test_status_of_cells(journal: Journal, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_what_runs_is_running_while_a_process_holds_the_sweep(
-    journal: Journal, capsys: pytest.CaptureFixture[str]
+    journal: SweepJournal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with journal.hold():
         found = status(capsys, journal, "--cells")
@@ -135,14 +135,14 @@ def test_a_finished_sweep_has_nothing_left(
     ],
 )
 def test_status_is_sorted_by_any_column(
-    column: str, order: list[int], journal: Journal, capsys: pytest.CaptureFixture[str]
+    column: str, order: list[int], journal: SweepJournal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = status(capsys, journal, "--sort", column)["rows"]
     assert [row["name"] for row in rows] == [NAMES[index] for index in order]
 
 
 def test_sorting_in_reverse_keeps_what_is_unknown_last(
-    journal: Journal, capsys: pytest.CaptureFixture[str]
+    journal: SweepJournal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = status(capsys, journal, "--sort", "speed", "--reverse")["rows"]
     assert [row["speed"] for row in rows] == [80.0, 90.0, 120.0, None]
@@ -209,7 +209,9 @@ def test_each_model_has_its_own_front_and_is_named(
     assert len(tables.find_cells(journal.state, expected[1])) == 4
 
 
-def test_markdown_is_the_same_table(journal: Journal, capsys: pytest.CaptureFixture[str]) -> None:
+def test_markdown_is_the_same_table(
+    journal: SweepJournal, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = run(capsys, "status", journal.path, "--markdown", "--sort", "speed")
     table, rest = parse_blocks(text, name="status")
     assert isinstance(table, MarkdownTable)
@@ -229,7 +231,7 @@ def test_names_that_are_not_fit_to_print(
 
 
 def test_cancel_by_name_by_id_and_by_prefix(
-    journal: Journal, capsys: pytest.CaptureFixture[str]
+    journal: SweepJournal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = num_lines(journal)
     fourth = cells(NAMES[3])
@@ -247,7 +249,7 @@ def test_cancel_by_name_by_id_and_by_prefix(
     assert status(capsys, journal)["rows"][3]["done"] == "0/4 cancelled"
 
 
-def test_cancel_what_runs(journal: Journal, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cancel_what_runs(journal: SweepJournal, capsys: pytest.CaptureFixture[str]) -> None:
     running = cells(NAMES[2])[3]
     with journal.hold():
         text = run(capsys, "cancel", journal.path, running.id)
@@ -258,7 +260,7 @@ def test_cancel_what_runs(journal: Journal, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_cancel_of_what_has_ended_appends_nothing(
-    journal: Journal, capsys: pytest.CaptureFixture[str]
+    journal: SweepJournal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = journal.path.read_bytes()
     text = run(capsys, "cancel", journal.path, NAMES[0])
@@ -267,7 +269,7 @@ def test_cancel_of_what_has_ended_appends_nothing(
 
 
 def test_restart_by_name_and_of_all_that_failed(
-    journal: Journal, capsys: pytest.CaptureFixture[str]
+    journal: SweepJournal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = num_lines(journal)
     text = run(capsys, "restart", journal.path, "--failed")
@@ -312,7 +314,7 @@ def test_every_kind_of_failure_is_restarted(
         ("status", ["--json", "--markdown"], "argument --markdown: not allowed with"),
     ],
 )
-def test_what_is_refused(verb: str, argv: list[str], message: str, journal: Journal) -> None:
+def test_what_is_refused(verb: str, argv: list[str], message: str, journal: SweepJournal) -> None:
     before = journal.path.read_bytes()
     with pytest.raises(ConfigError) as caught:
         main([verb, str(journal.path), *argv])
@@ -342,7 +344,9 @@ def test_what_is_no_sweep_is_refused(verb: str, tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [other]
 
 
-def test_a_torn_last_line_is_said(journal: Journal, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_torn_last_line_is_said(
+    journal: SweepJournal, capsys: pytest.CaptureFixture[str]
+) -> None:
     with journal.path.open("a") as file:
         file.write('{"event": "star')
     assert main(["status", str(journal.path)]) == 0
@@ -352,7 +356,7 @@ def test_a_torn_last_line_is_said(journal: Journal, capsys: pytest.CaptureFixtur
     assert "dropped a last line cut short" in captured.err
 
 
-def test_the_command_is_a_process_without_torch(journal: Journal) -> None:
+def test_the_command_is_a_process_without_torch(journal: SweepJournal) -> None:
     code = (
         "import sys; from tilewright.cli.sweep.main import main; "
         f"main(['status', {str(journal.path)!r}]); "
@@ -363,7 +367,7 @@ def test_the_command_is_a_process_without_torch(journal: Journal) -> None:
 
 
 def test_errors_leave_by_the_usual_way(
-    journal: Journal, capsys: pytest.CaptureFixture[str]
+    journal: SweepJournal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli(["sweep", "cancel", str(journal.path), "nothing"]) == 2
     captured = capsys.readouterr()

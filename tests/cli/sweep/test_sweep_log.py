@@ -9,11 +9,11 @@ import pytest
 from tests.cli.sweep.journals import FOUR, cells, four, start
 from tilewright.cli.sweep import control
 from tilewright.cli.sweep.main import main
-from tilewright.evaluate.sweep.journal import Asked, Journal
+from tilewright.evaluate.sweep.journal import SweepJournal, TrialCommand
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Journal:
+def journal(tmp_path: Path) -> SweepJournal:
     return four(tmp_path / "pareto.jsonl")
 
 
@@ -24,12 +24,12 @@ def log(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     return captured.out
 
 
-def write_log(journal: Journal, cell_id: str, text: bytes) -> None:
+def write_log(journal: SweepJournal, cell_id: str, text: bytes) -> None:
     journal.log_path("any").parent.mkdir(exist_ok=True)
     journal.log_path(cell_id).write_bytes(text)
 
 
-def test_the_log_of_a_cell(journal: Journal, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_of_a_cell(journal: SweepJournal, capsys: pytest.CaptureFixture[str]) -> None:
     cell = cells(FOUR[2])[2]
     said = b"compile  10 %\rcompile 100 %\n\x1b[31mTraceback\x1b[0m: \x07broken\xff\n"
     write_log(journal, cell.id, said)
@@ -44,10 +44,10 @@ def test_the_log_of_a_cell(journal: Journal, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_log_of_a_configuration_is_that_of_its_newest_cell(
-    journal: Journal, capsys: pytest.CaptureFixture[str]
+    journal: SweepJournal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     newest = cells(FOUR[2])[1]
-    journal.append(Asked(newest.id, "restart"), start(newest, 5))
+    journal.append(TrialCommand(newest.id, "restart"), start(newest, 5))
     write_log(journal, newest.id, b"here it is\n")
     with journal.hold():
         text = log(capsys, journal.path, FOUR[2])
@@ -56,7 +56,7 @@ def test_the_log_of_a_configuration_is_that_of_its_newest_cell(
 
 
 def test_logs_that_are_missing_empty_or_no_files(
-    journal: Journal, capsys: pytest.CaptureFixture[str]
+    journal: SweepJournal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cell = cells(FOUR[3])[0]
     text = log(capsys, journal.path, cell.id)
@@ -69,7 +69,7 @@ def test_logs_that_are_missing_empty_or_no_files(
     assert f"no log: {place}: " in log(capsys, journal.path, cell.id)
 
 
-def test_of_a_long_log_the_end_is_shown(journal: Journal) -> None:
+def test_of_a_long_log_the_end_is_shown(journal: SweepJournal) -> None:
     state = journal.state.cells[cells(FOUR[0])[0].id]
     write_log(journal, state.cell.id, b"first\n" + 1000 * b"x" + b"\nlast\n")
     text = control.log_text(journal, state, is_held=False, max_bytes=100)

@@ -189,7 +189,7 @@ def test_a_search_resumed_without_options_is_the_search_it_was(
     first = read_options(["search", *argv, *place])
     header = planned("search")
     header.options.update(first.asked)
-    journal = run.Journal.create(first.results, header, [cell("a")])
+    journal = run.SweepJournal.create(first.results, header, [cell("a")])
     resumed = read_options(["search", *place, "--resume", "--jobs", "1"])
     assert same_search(search._as_begun(resumed, journal), first)
 

@@ -21,7 +21,12 @@ from tests.sweep_cells import (
 from tilewright.cli.sweep.progress import sweep_progress
 from tilewright.cli.sweep.run import say_result
 from tilewright.evaluate.sweep.cell import Cell
-from tilewright.evaluate.sweep.journal import Asked, Finished, Journal, Started
+from tilewright.evaluate.sweep.journal import (
+    SweepJournal,
+    TrialCommand,
+    TrialFinished,
+    TrialStarted,
+)
 
 LONG = "exit code 1: " + "no room [/left] in [red]" + "x" * 200
 
@@ -33,12 +38,12 @@ def console(*, is_terminal: bool = False) -> tuple[Console, io.StringIO]:
     return found, file
 
 
-def sweep(tmp_path: Path, cells: list[Cell]) -> Journal:
-    return Journal.create(tmp_path / "sweep.jsonl", planned(), cells)
+def sweep(tmp_path: Path, cells: list[Cell]) -> SweepJournal:
+    return SweepJournal.create(tmp_path / "sweep.jsonl", planned(), cells)
 
 
-def ended(of: Cell, outcome: str, reason: str = "") -> Finished:
-    return Finished(cell=of.id, outcome=outcome, seconds=2.0, reason=reason)  # type: ignore[arg-type]
+def ended(of: Cell, outcome: str, reason: str = "") -> TrialFinished:
+    return TrialFinished(cell=of.id, outcome=outcome, seconds=2.0, reason=reason)  # type: ignore[arg-type]
 
 
 def test_a_log_has_a_line_for_every_cell_that_has_ended(tmp_path: Path) -> None:
@@ -54,7 +59,7 @@ def test_a_log_has_a_line_for_every_cell_that_has_ended(tmp_path: Path) -> None:
     with sweep_progress(to, jobs=1) as report:
         report(journal)
         for event in (
-            Started(right.id, "2026-01-02T00:00:00+00:00"),
+            TrialStarted(right.id, "2026-01-02T00:00:00+00:00"),
             done(right, accuracy_result(right, hits(4)), seconds=12.0),
             done(fast, speed_result(fast, [90.0, 100.0, 110.0]), seconds=3.0),
             ended(bad, "failed", LONG),
@@ -116,7 +121,7 @@ def test_a_cell_that_ran_again_is_said_again(tmp_path: Path) -> None:
         for _ in range(2):
             journal.append(ended(of, "failed", "why"))
             report(journal)
-            journal.append(Asked(of.id, "restart"))
+            journal.append(TrialCommand(of.id, "restart"))
             report(journal)
     assert len(file.getvalue().splitlines()) == 2
 
@@ -126,7 +131,7 @@ def test_a_terminal_has_a_bar_and_odd_names_break_nothing(tmp_path: Path) -> Non
     journal = sweep(tmp_path, [of, odd])
     to, file = console(is_terminal=True)
     with sweep_progress(to, jobs=1) as report:
-        journal.append(*(Started(each.id, "2026-01-02T00:00:00+00:00") for each in (of, odd)))
+        journal.append(*(TrialStarted(each.id, "2026-01-02T00:00:00+00:00") for each in (of, odd)))
         report(journal)
         journal.append(ended(of, "failed", LONG))
         report(journal)
@@ -140,13 +145,13 @@ def test_the_end_says_what_failed_and_how_to_go_on(
 ) -> None:
     fine, bad, unwanted = cells = [cell("a"), cell("b"), cell("c")]
     journal = sweep(tmp_path, cells)
-    journal.append(done(fine, speed_result(fine, [100.0])), Asked(unwanted.id, "cancel"))
+    journal.append(done(fine, speed_result(fine, [100.0])), TrialCommand(unwanted.id, "cancel"))
     journal.append(ended(bad, "out of memory", LONG))
     assert say_result(journal) == 1
     first, second = capfd.readouterr().err.splitlines()
     assert first == f"b performance-ci-1 round 1: out of memory: {LONG}"
     assert second.startswith(f"{journal.path}: 1 of 3 cells done, 1 failed, 1 cancelled; ")
     assert second.endswith(f"tilewright sweep export {journal.path}")
-    journal.append(Asked(bad.id, "restart"), done(bad, speed_result(bad, [1.0])))
+    journal.append(TrialCommand(bad.id, "restart"), done(bad, speed_result(bad, [1.0])))
     assert say_result(journal) == 0
     assert "2 of 3 cells done, 1 cancelled;" in capfd.readouterr().err

@@ -15,7 +15,7 @@ from tests.sweep_cells import cell, done, planned, speed_result
 from tilewright.cli.arguments.sweep import read_options
 from tilewright.cli.main import main
 from tilewright.cli.sweep import run
-from tilewright.evaluate.sweep.journal import Asked, Journal, Planned, Started
+from tilewright.evaluate.sweep.journal import Planned, SweepJournal, TrialCommand, TrialStarted
 from tilewright.evaluate.sweep.runner import BENCH
 from tilewright.utils.child_process import PYTHON
 from tilewright.utils.environment import environment
@@ -40,7 +40,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def swept(path: Path, tiny_gguf: Path) -> Journal:
+def swept(path: Path, tiny_gguf: Path) -> SweepJournal:
     """Two configurations, timed once; begun in a folder whose packages are named as ours."""
     for name in ("models", "compiler", "tilewright", "bench"):
         (path.parent / name).mkdir()
@@ -48,7 +48,7 @@ def swept(path: Path, tiny_gguf: Path) -> Journal:
     argv = ["--models", str(tiny_gguf), *GRID, *CASES, "--results", path.name]
     with contextlib.chdir(path.parent):
         assert main(["sweep", *argv]) == 0
-    return Journal.open(path)
+    return SweepJournal.open(path)
 
 
 def lines(path: Path) -> int:
@@ -56,7 +56,7 @@ def lines(path: Path) -> int:
 
 
 def test_a_sweep_runs_from_options_to_tables(
-    swept: Journal, capfd: pytest.CaptureFixture[str]
+    swept: SweepJournal, capfd: pytest.CaptureFixture[str]
 ) -> None:
     base, other = swept.state.cells.values()
     assert (base.cell.precision, other.cell.precision) == ("all-bfp8", "all-q80")
@@ -76,13 +76,13 @@ def test_a_sweep_runs_from_options_to_tables(
     assert "all-q80" in out and "all-bfp8" in out
 
 
-def test_a_user_s_packages_of_our_names_are_not_in_the_way(swept: Journal) -> None:
+def test_a_user_s_packages_of_our_names_are_not_in_the_way(swept: SweepJournal) -> None:
     """The sweep began beside such packages, each of which would have ended a cell."""
     assert (swept.path.parent / "models" / "__init__.py").exists()
     assert swept.state.count("done") == 2
 
 
-def test_what_a_plan_says_weights_weigh_is_what_they_weigh(swept: Journal) -> None:
+def test_what_a_plan_says_weights_weigh_is_what_they_weigh(swept: SweepJournal) -> None:
     differences = {
         (state.result.resident_bytes or 0) - (state.cell.weight_bytes or 0)
         for state in swept.state.cells.values()
@@ -92,7 +92,7 @@ def test_what_a_plan_says_weights_weigh_is_what_they_weigh(swept: Journal) -> No
 
 
 def test_nothing_is_left_to_resume(
-    swept: Journal, capfd: pytest.CaptureFixture[str], tiny_gguf: Path
+    swept: SweepJournal, capfd: pytest.CaptureFixture[str], tiny_gguf: Path
 ) -> None:
     before = swept.path.read_bytes()
     for argv in ([], ["--models", str(tiny_gguf), *GRID, *CASES]):
@@ -108,7 +108,7 @@ def test_nothing_is_left_to_resume(
 
 
 def test_a_restarted_cell_is_run_again_and_no_other(
-    swept: Journal, capfd: pytest.CaptureFixture[str]
+    swept: SweepJournal, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first, second = swept.state.cells
     before = lines(swept.path)
@@ -130,7 +130,7 @@ def test_a_restarted_cell_is_run_again_and_no_other(
     assert {each["cell"] for each in added} == {second} and second != first
 
 
-def test_the_outcome_is_exported(swept: Journal, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_outcome_is_exported(swept: SweepJournal, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "export", str(swept.path), "--markdown", "-"]) == 0
     out = capfd.readouterr().out
     assert "all-q80" in out and "|" in out
@@ -146,7 +146,7 @@ def test_accuracy_speed_and_a_front(
     path = tmp_path / "sweep.jsonl"
     argv = ["--models", str(tiny_gguf), *GRID, *CASES, "performance-top-1", "--jobs", "2"]
     assert main(["sweep", *argv, "--results", str(path)]) == 0
-    state = Journal.open(path).state
+    state = SweepJournal.open(path).state
     kinds = [each.cell.kind for each in state.cells.values()]
     assert kinds == ["accuracy", "accuracy", "speed", "speed"] and state.count("done") == 4
     capfd.readouterr()
@@ -170,7 +170,7 @@ def test_a_sweep_that_is_killed_goes_on(tiny_gguf: Path, tmp_path: Path) -> None
     child.wait()
     first = next(line for line in path.read_bytes().splitlines() if b'"finished"' in line)
     subprocess.run([*command, *argv, "--resume"], check=True, capture_output=True)
-    state = Journal.open(path).state
+    state = SweepJournal.open(path).state
     assert state.count("done") == 2
     finished = [json.loads(x) for x in path.read_bytes().splitlines() if b'"finished"' in x]
     ids = [each["cell"] for each in finished]
@@ -192,7 +192,7 @@ def test_a_cell_takes_little_longer_than_the_demo_s_own_run_of_it(
         path = tmp_path / f"{number}.jsonl"
         argv = ["--models", str(tiny_gguf), "--precisions", "all-q80", "--base", "all-q80"]
         assert main(["sweep", *argv, *CASES, "--rounds", "1", "--results", str(path)]) == 0
-        (state,) = Journal.open(path).state.cells.values()
+        (state,) = SweepJournal.open(path).state.cells.values()
         assert state.status == "done" and state.seconds is not None
         cells.append(state.seconds)
         begun = time.perf_counter()
@@ -217,11 +217,11 @@ def test_a_torn_last_line_is_said_once_and_the_sweep_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     fine, stopped = cell("a"), cell("b")
-    journal = Journal.create(tmp_path / "sweep.jsonl", header(), [fine, stopped])
+    journal = SweepJournal.create(tmp_path / "sweep.jsonl", header(), [fine, stopped])
     journal.append(
         done(fine, speed_result(fine, [100.0])),
-        Started(stopped.id, "2026-01-02T00:00:00+00:00"),
-        Asked(stopped.id, "cancel"),  # so that going on needs no process
+        TrialStarted(stopped.id, "2026-01-02T00:00:00+00:00"),
+        TrialCommand(stopped.id, "cancel"),  # so that going on needs no process
     )
     whole = journal.path.read_bytes()
     with journal.path.open("ab") as file:
@@ -234,13 +234,13 @@ def test_a_torn_last_line_is_said_once_and_the_sweep_goes_on(
     assert "1 of 2 cells done, 1 cancelled" in (rest[-1] if rest else progress)
     assert len(rest) <= 1 and len(recwarn) == 0
     assert journal.path.read_bytes().startswith(whole + b'{"event":"finished"')
-    assert Journal.open(journal.path).state.count("cancelled") == 1
+    assert SweepJournal.open(journal.path).state.count("cancelled") == 1
 
 
 def test_a_sweep_that_runs_elsewhere_is_left_alone(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    journal = Journal.create(tmp_path / "sweep.jsonl", header(), [cell("a")])
+    journal = SweepJournal.create(tmp_path / "sweep.jsonl", header(), [cell("a")])
     before = journal.path.read_bytes()
     with journal.hold():
         assert main(["sweep", "--results", str(journal.path), "--resume"]) == 2
@@ -292,7 +292,7 @@ def test_figures_of_other_code_are_not_taken_without_a_word(
     """They are refused by name, kept or run again, as is said."""
     ours, theirs = cell("ours"), cell("theirs")
     now = environment()
-    journal = Journal.create(tmp_path / "sweep.jsonl", header(), [ours, theirs])
+    journal = SweepJournal.create(tmp_path / "sweep.jsonl", header(), [ours, theirs])
     same = {"commit": now.commit, "versions": now.versions}
     older = {"commit": "0123456789abcdef", "versions": {**now.versions, "torch": "1.0"}}
     journal.append(
@@ -310,4 +310,6 @@ def test_figures_of_other_code_are_not_taken_without_a_word(
     assert theirs.id in capfd.readouterr().err and journal.path.read_bytes() == before
     monkeypatch.setattr(run, "run_journal", lambda journal, options: 0)
     assert main([*resumed, "--other-code", "rerun"]) == 0
-    assert [each.cell.id for each in Journal.open(journal.path).state.open_cells()] == [theirs.id]
+    assert [each.cell.id for each in SweepJournal.open(journal.path).state.open_cells()] == [
+        theirs.id
+    ]

@@ -13,7 +13,7 @@ from tilewright.cli.arguments.sweep import SweepOptions
 from tilewright.cli.main import main
 from tilewright.cli.sweep import search
 from tilewright.compiler.precision import load_precision
-from tilewright.evaluate.sweep.journal import Journal
+from tilewright.evaluate.sweep.journal import SweepJournal
 from tilewright.evaluate.sweep.model import SweptModel, swept_model
 from tilewright.models import load_model
 from tilewright.utils.child_process import Child
@@ -30,7 +30,7 @@ def runners(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Planted]:
     found: list[Planted] = []
 
     @contextmanager
-    def runner_of(journal: Journal, options: SweepOptions) -> Iterator[Planted]:
+    def runner_of(journal: SweepJournal, options: SweepOptions) -> Iterator[Planted]:
         argument = next(iter(journal.state.cells.values())).cell.model
         found.append(Planted(journal, swept_model(load_model(argument), argument)))
         with journal.hold():
@@ -63,7 +63,7 @@ def test_a_search_writes_what_it_found(
     assert "the search measures the sensitivities first" in err
     resolved = model.resolve(load_precision(str(path)))
     assert 1e-4 < planted_kl(model, resolved.heading()) <= 0.05
-    journal = Journal.open(path.with_suffix(".jsonl"))
+    journal = SweepJournal.open(path.with_suffix(".jsonl"))
     assert journal.state.planned.base == model.resolve(load_precision("bf16")).id
     assert resolved.id in {each.cell.precision_id for each in journal.state.cells.values()}
 

@@ -20,7 +20,7 @@ from tests.cli.sweep.journals import (
 from tilewright.cli.main import main as cli
 from tilewright.cli.sweep.main import main
 from tilewright.errors import ConfigError
-from tilewright.evaluate.sweep.journal import Journal
+from tilewright.evaluate.sweep.journal import SweepJournal
 
 pytest.importorskip("textual")
 
@@ -34,11 +34,11 @@ NAMES = PUBLISHED
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Journal:
+def journal(tmp_path: Path) -> SweepJournal:
     return twelve(tmp_path / "pareto.jsonl")
 
 
-def test_all_of_the_table_is_seen_in_80_columns(journal: Journal) -> None:
+def test_all_of_the_table_is_seen_in_80_columns(journal: SweepJournal) -> None:
     async def script(pilot: Pilot[None], app: SweepApp) -> None:
         lines = screen(app)
         assert {len(line) for line in lines} == {80}
@@ -98,7 +98,7 @@ def test_nothing_of_table_and_footer_is_cut(tmp_path: Path) -> None:
     drive(journal, script)
 
 
-def test_a_wider_screen_has_the_names_whole(journal: Journal) -> None:
+def test_a_wider_screen_has_the_names_whole(journal: SweepJournal) -> None:
     async def script(pilot: Pilot[None], app: SweepApp) -> None:
         assert NAMES[11] not in names(app)
         await pilot.resize_terminal(100, 24)
@@ -107,7 +107,7 @@ def test_a_wider_screen_has_the_names_whole(journal: Journal) -> None:
     drive(journal, script)
 
 
-def test_s_goes_through_the_columns_and_reverses(journal: Journal) -> None:
+def test_s_goes_through_the_columns_and_reverses(journal: SweepJournal) -> None:
     async def script(pilot: Pilot[None], app: SweepApp) -> None:
         assert names(app)[0] == NAMES[0]
         await press(pilot, "s")
@@ -127,7 +127,7 @@ def test_s_goes_through_the_columns_and_reverses(journal: Journal) -> None:
     drive(journal, script)
 
 
-def test_a_click_on_a_title_sorts_by_it(journal: Journal) -> None:
+def test_a_click_on_a_title_sorts_by_it(journal: SweepJournal) -> None:
     async def script(pilot: Pilot[None], app: SweepApp) -> None:
         place = screen(app)[2].index("t/s/u") + 2
         await pilot.click(LinesTable, offset=(place, 0))
@@ -140,7 +140,7 @@ def test_a_click_on_a_title_sorts_by_it(journal: Journal) -> None:
     drive(journal, script)
 
 
-def test_a_column_that_the_other_table_has_not_is_given_up(journal: Journal) -> None:
+def test_a_column_that_the_other_table_has_not_is_given_up(journal: SweepJournal) -> None:
     async def script(pilot: Pilot[None], app: SweepApp) -> None:
         await press(pilot, *("s" for _ in range(9)))
         assert "by mb" in screen(app)[0]
@@ -150,7 +150,7 @@ def test_a_column_that_the_other_table_has_not_is_given_up(journal: Journal) -> 
     drive(journal, script)
 
 
-def test_m_shows_the_markdown_and_w_writes_it(journal: Journal) -> None:
+def test_m_shows_the_markdown_and_w_writes_it(journal: SweepJournal) -> None:
     place = journal.path.with_name("pareto-table.md")
 
     async def script(pilot: Pilot[None], app: SweepApp) -> None:
@@ -172,7 +172,7 @@ def test_m_shows_the_markdown_and_w_writes_it(journal: Journal) -> None:
     ]
 
 
-def test_what_cannot_be_written_is_said(journal: Journal) -> None:
+def test_what_cannot_be_written_is_said(journal: SweepJournal) -> None:
     journal.path.with_name("pareto-table.md").mkdir()
 
     async def script(pilot: Pilot[None], app: SweepApp) -> None:
@@ -234,7 +234,7 @@ def test_an_empty_sweep_has_nothing_to_do(tmp_path: Path) -> None:
     assert journal.path.read_bytes() == before
 
 
-def test_escape_goes_back_and_never_quits(journal: Journal) -> None:
+def test_escape_goes_back_and_never_quits(journal: SweepJournal) -> None:
     async def script(pilot: Pilot[None], app: SweepApp) -> None:
         await press(pilot, "c")
         assert app.table_screen.shows_cells
@@ -247,7 +247,7 @@ def test_escape_goes_back_and_never_quits(journal: Journal) -> None:
 
 
 @pytest.mark.parametrize("key", ["q", "ctrl+c"])
-def test_keys_that_quit(key: str, journal: Journal) -> None:
+def test_keys_that_quit(key: str, journal: SweepJournal) -> None:
     async def script(pilot: Pilot[None], app: SweepApp) -> None:
         assert not app._exit
         await press(pilot, key)
@@ -282,13 +282,13 @@ def pretend_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, name, Terminal(getattr(sys, name)))
 
 
-def test_without_a_terminal_it_points_to_status(journal: Journal) -> None:
+def test_without_a_terminal_it_points_to_status(journal: SweepJournal) -> None:
     status = f"tilewright sweep status {journal.path}"
     assert refuse(str(journal.path)).endswith(f"allowed: a terminal, or {status}")
 
 
 def test_without_the_library_it_says_what_to_install(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
+    journal: SweepJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_terminal(monkeypatch)
     for name in [each for each in sys.modules if each.partition(".")[0] == "textual"]:
@@ -300,7 +300,7 @@ def test_without_the_library_it_says_what_to_install(
 
 
 def test_the_command_runs_the_view_and_gives_its_code(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
+    journal: SweepJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_terminal(monkeypatch)
     seen: list[Path] = []

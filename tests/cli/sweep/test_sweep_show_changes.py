@@ -15,7 +15,7 @@ from tests.cli.sweep.journals import (
     start,
     twelve,
 )
-from tilewright.evaluate.sweep.journal import Added, Asked, Finished, Journal
+from tilewright.evaluate.sweep.journal import Added, SweepJournal, TrialCommand, TrialFinished
 
 pytest.importorskip("textual")
 
@@ -29,11 +29,11 @@ NAMES = PUBLISHED
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Journal:
+def journal(tmp_path: Path) -> SweepJournal:
     return twelve(tmp_path / "pareto.jsonl")
 
 
-def test_x_cancels_after_a_yes(journal: Journal) -> None:
+def test_x_cancels_after_a_yes(journal: SweepJournal) -> None:
     before = journal.path.read_bytes()
 
     async def script(pilot: Pilot[None], app: SweepApp) -> None:
@@ -53,11 +53,11 @@ def test_x_cancels_after_a_yes(journal: Journal) -> None:
     drive(journal, script)
     added = journal.path.read_bytes().removeprefix(before).splitlines()
     assert len(added) == 4 and all(b'"what":"cancel"' in line for line in added)
-    state = Journal.open(journal.path).state
+    state = SweepJournal.open(journal.path).state
     assert {state.cells[cell.id].status for cell in cells(NAMES[11])} == {"cancelled"}
 
 
-def test_r_restarts_after_a_yes_and_says_what_is_lost(journal: Journal) -> None:
+def test_r_restarts_after_a_yes_and_says_what_is_lost(journal: SweepJournal) -> None:
     async def script(pilot: Pilot[None], app: SweepApp) -> None:
         await go_to(pilot, app, 9)
         await press(pilot, "r")
@@ -70,16 +70,16 @@ def test_r_restarts_after_a_yes_and_says_what_is_lost(journal: Journal) -> None:
         assert "0/4 interrupted" in line_of(app, "wo-")
 
     drive(journal, script)
-    state = Journal.open(journal.path).state
+    state = SweepJournal.open(journal.path).state
     statuses = [state.cells[cell.id].status for cell in cells(NAMES[9])]
     assert statuses == ["queued", "queued", "running", "queued"]
 
 
-def test_x_on_a_cell_that_runs(journal: Journal) -> None:
+def test_x_on_a_cell_that_runs(journal: SweepJournal) -> None:
     running = cells(NAMES[9])[2]
 
     async def script(pilot: Pilot[None], app: SweepApp) -> None:
-        with Journal.open(journal.path).hold():
+        with SweepJournal.open(journal.path).hold():
             await until(pilot, lambda: "plan pareto, running" in screen(app)[0])
             await press(pilot, "c", "s", "s", "s", "s", "s")
             assert "by status" in screen(app)[0]
@@ -96,8 +96,8 @@ def test_x_on_a_cell_that_runs(journal: Journal) -> None:
     drive(journal, script)
 
 
-def test_what_another_process_appends_is_shown(journal: Journal) -> None:
-    other = Journal.open(journal.path)
+def test_what_another_process_appends_is_shown(journal: SweepJournal) -> None:
+    other = SweepJournal.open(journal.path)
 
     async def script(pilot: Pilot[None], app: SweepApp) -> None:
         await press(pilot, "down", "down")
@@ -114,9 +114,9 @@ def test_what_another_process_appends_is_shown(journal: Journal) -> None:
     drive(journal, script)
 
 
-def test_a_line_that_is_being_written_is_waited_for(journal: Journal) -> None:
+def test_a_line_that_is_being_written_is_waited_for(journal: SweepJournal) -> None:
     cell = cells(NAMES[11])[0]
-    values = next(each for each in done(cell, num_top1=256) if isinstance(each, Finished))
+    values = next(each for each in done(cell, num_top1=256) if isinstance(each, TrialFinished))
     line = msgspec.json.encode(values)
 
     async def script(pilot: Pilot[None], app: SweepApp) -> None:
@@ -142,7 +142,7 @@ def test_a_line_that_is_being_written_is_waited_for(journal: Journal) -> None:
     ],
 )
 def test_a_malformed_line_is_said_and_the_view_stays(
-    line: bytes, said: str, journal: Journal
+    line: bytes, said: str, journal: SweepJournal
 ) -> None:
     async def script(pilot: Pilot[None], app: SweepApp) -> None:
         with journal.path.open("ab") as file:
@@ -156,7 +156,7 @@ def test_a_malformed_line_is_said_and_the_view_stays(
     drive(journal, script, size=(250, 24))
 
 
-def test_a_file_that_goes_away_is_said(journal: Journal) -> None:
+def test_a_file_that_goes_away_is_said(journal: SweepJournal) -> None:
     async def script(pilot: Pilot[None], app: SweepApp) -> None:
         journal.path.unlink()
         await until(pilot, lambda: "No such file" in text(app))
@@ -168,18 +168,18 @@ def test_a_file_that_goes_away_is_said(journal: Journal) -> None:
     drive(journal, script, size=(250, 24))
 
 
-def test_an_asked_cell_of_a_finished_sweep_is_queued_again(journal: Journal) -> None:
+def test_an_asked_cell_of_a_finished_sweep_is_queued_again(journal: SweepJournal) -> None:
     cell = cells(NAMES[0])[0]
 
     async def script(pilot: Pilot[None], app: SweepApp) -> None:
-        Journal.open(journal.path).append(Asked(cell.id, "restart"))
+        SweepJournal.open(journal.path).append(TrialCommand(cell.id, "restart"))
         await until(pilot, lambda: "3/4 queued" in screen(app)[3])
         assert "150.5" in screen(app)[3] and "82.0" not in screen(app)[3]
 
     drive(journal, script)
 
 
-def test_enter_shows_the_log_of_the_newest_cell_as_it_grows(journal: Journal) -> None:
+def test_enter_shows_the_log_of_the_newest_cell_as_it_grows(journal: SweepJournal) -> None:
     running = cells(NAMES[9])[2]
     journal.append(start(running, 30))
     journal.log_path("any").parent.mkdir()

@@ -22,7 +22,7 @@ from tilewright.evaluate.cases.cases import (
 from tilewright.evaluate.cases.prompts import (
     MAX_FILE_BYTES,
     MAX_TEXT_BYTES,
-    Prompt,
+    BenchPrompt,
     accuracy_text,
     bench_text,
     cut_prompts,
@@ -209,7 +209,7 @@ def test_cut_prompts_differ_and_repeat_the_text() -> None:
 
 def test_reading_prompts(tmp_path: Path) -> None:
     path = written(tmp_path, [{"prompt": "Grüße 🙂"}, {"prompt": "b", "max_tokens": 7}])
-    assert read_prompts(str(path)) == [Prompt("Grüße 🙂"), Prompt("b", 7)]
+    assert read_prompts(str(path)) == [BenchPrompt("Grüße 🙂"), BenchPrompt("b", 7)]
 
 
 @pytest.mark.parametrize(

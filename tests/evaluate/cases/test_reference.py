@@ -16,7 +16,7 @@ from tests.tiny import compiled, prefill, random_tokens, tiny_model
 from tilewright.errors import ConfigError
 from tilewright.evaluate.cases.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
 from tilewright.evaluate.cases.reference import (
-    Reference,
+    AccuracyReference,
     Subject,
     build_reference,
     cached_logits,
@@ -31,7 +31,7 @@ from tilewright.evaluate.cases.reference import (
 SUBJECT = Subject("a model", "m" * 64, "t" * 64, "x" * 64)
 
 
-def make(**changes: Any) -> Reference:
+def make(**changes: Any) -> AccuracyReference:
     fields: dict[str, Any] = {
         "subject": SUBJECT,
         "prefill": 2,
@@ -40,7 +40,7 @@ def make(**changes: Any) -> Reference:
         "margins": (0.5, 1.25),
         "versions": {"torch": "2"},
     }
-    return Reference(**{**fields, **changes})
+    return AccuracyReference(**{**fields, **changes})
 
 
 @given(

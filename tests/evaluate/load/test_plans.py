@@ -20,10 +20,10 @@ from tilewright.evaluate.load.contest import LEVELS, contest
 from tilewright.evaluate.load.figures import Figures, rows_of, summary
 from tilewright.evaluate.load.plans import PLANS
 from tilewright.evaluate.load.schemas import keeps
-from tilewright.evaluate.load.shape import Shape
+from tilewright.evaluate.load.shape import LoadConfig
 from tilewright.evaluate.load.soak import _left
 
-SMALL = Shape(
+SMALL = LoadConfig(
     requests=12,
     concurrency=4,
     input_tokens=8,
@@ -34,7 +34,7 @@ SMALL = Shape(
 )
 
 
-def run(server: Server, name: str, shape: Shape = SMALL) -> list[Figures]:
+def run(server: Server, name: str, shape: LoadConfig = SMALL) -> list[Figures]:
     async def ask() -> list[Figures]:
         async with connected(server.url, "any") as client:
             return await rows_of(PLANS[name].run(client, shape))
@@ -50,7 +50,7 @@ def test_a_plan_ends_without_a_failed_request(server: Server, name: str) -> None
 
 def test_what_is_measured_is_there(server: Server) -> None:
     """Of answers long enough that no busy machine sends one in a single chunk."""
-    (row,) = run(server, "streams", Shape(requests=3, rate=200.0, output_tokens=350))
+    (row,) = run(server, "streams", LoadConfig(requests=3, rate=200.0, output_tokens=350))
     assert row["output_tokens"] == 1050
     assert {"ttft_ms_p50", "itl_ms_p99", "tpot_ms_p50"} <= row.keys()
     assert [each["users"] for each in run(server, "overhead")] == [1, 4]
@@ -76,13 +76,13 @@ def test_an_intruder_is_made_before_there_is_a_stream_to_silence(
 ) -> None:
     """To draw 64,000 ids takes this process tens of milliseconds in which it hears nobody."""
     events: list[str] = []
-    body = Shape.body
+    body = LoadConfig.body
 
     def drawn(*args: Any, **sizes: Any) -> dict[str, Any]:
         events.append("drawn")
         return body(*args, **sizes)
 
-    monkeypatch.setattr(Shape, "body", drawn)
+    monkeypatch.setattr(LoadConfig, "body", drawn)
     asyncio.run(rows_of(PLANS["intruder"].run(_Streaming(events), SMALL)))
     assert events == ["drawn"] * 5 + ["asked"] * 5
 
@@ -109,7 +109,7 @@ class _Forgetful(Client):
 
 
 class _Remembering(Client):
-    """Shares all that it has read and said, as an engine that keeps its seats does."""
+    """Shares all that it has read and said, as an engine that keeps its slots does."""
 
     def __init__(self) -> None:
         self.known: list[list[int]] = []
@@ -212,7 +212,7 @@ def test_the_contest_asks_the_same_at_each_level(is_told: bool) -> None:
             asked.append(body)
             return Heard(times=[0.0], count=2, num_prompt=3)
 
-    shape = Shape(output_tokens=1024, drawn_lengths=is_told)
+    shape = LoadConfig(output_tokens=1024, drawn_lengths=is_told)
     rows = asyncio.run(rows_of(contest(Told(), shape)))  # type: ignore[arg-type]
     assert [row.get("weight") for row in rows[:-1]] == [1, 1, 2, 2, 4, 4, 8]
     assert len(asked) == 66 * len(LEVELS) and rows[-1]["lengths"] == "drawn"
@@ -242,7 +242,7 @@ def test_the_contest_empties_the_cache_before_every_level(said: int) -> None:
         async def whole(self, path: str, body: dict[str, object]) -> Heard:
             return Heard(error="no template")
 
-    run = rows_of(contest(Told(), Shape(flush=True, levels=(4, 64))))  # type: ignore[arg-type]
+    run = rows_of(contest(Told(), LoadConfig(flush=True, levels=(4, 64))))  # type: ignore[arg-type]
     if said == 200:
         rows = asyncio.run(run)
         assert [row.get("users") for row in rows] == [4, 64, None]

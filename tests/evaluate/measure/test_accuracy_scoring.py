@@ -16,7 +16,7 @@ from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import Step, StepOutput
 from tilewright.errors import CompileError
 from tilewright.evaluate.cases.cases import ACCURACY_CONTEXT
-from tilewright.evaluate.cases.reference import Reference, Subject, build_reference
+from tilewright.evaluate.cases.reference import AccuracyReference, Subject, build_reference
 from tilewright.evaluate.measure import accuracy
 from tilewright.evaluate.measure.accuracy import (
     BASE,
@@ -33,9 +33,9 @@ from tilewright.evaluate.results.stats import mcnemar, wilson_interval
 SUBJECT = Subject("tiny", "m", "t", "x")
 
 
-def reference_of(*guesses: tuple[int, ...]) -> Reference:
+def reference_of(*guesses: tuple[int, ...]) -> AccuracyReference:
     tokens = tuple(range(2 + len(guesses)))
-    return Reference(SUBJECT, 2, tokens, guesses, (0.0,) * len(guesses), {})
+    return AccuracyReference(SUBJECT, 2, tokens, guesses, (0.0,) * len(guesses), {})
 
 
 FIVES = ((1, 2, 3, 4, 5), (6, 7, 8, 9, 0), (3, 1, 4, 5, 9), (2, 7, 1, 8, 0))
@@ -179,13 +179,13 @@ def executable(target: str, weights: str = "fp32") -> Executable:
 
 
 @pytest.fixture(scope="module")
-def truth() -> tuple[Reference, torch.Tensor]:
+def truth() -> tuple[AccuracyReference, torch.Tensor]:
     return build_reference(executable("reference"), SUBJECT, random_tokens(ACCURACY_CONTEXT))
 
 
 @pytest.mark.parametrize("target", ["reference", "cpu"])
 def test_the_same_model_is_right_everywhere(
-    truth: tuple[Reference, torch.Tensor], target: str
+    truth: tuple[AccuracyReference, torch.Tensor], target: str
 ) -> None:
     reference, expected = truth
     told: list[tuple[int, int]] = []
@@ -199,7 +199,7 @@ def test_the_same_model_is_right_everywhere(
     found.close()
 
 
-def test_a_coarser_format_is_less_right(truth: tuple[Reference, torch.Tensor]) -> None:
+def test_a_coarser_format_is_less_right(truth: tuple[AccuracyReference, torch.Tensor]) -> None:
     """And the logits are compared at the position they belong to: shifted ones diverge far more."""
     reference, expected = truth
     found = executable("cpu", "bfp4")
@@ -211,7 +211,7 @@ def test_a_coarser_format_is_less_right(truth: tuple[Reference, torch.Tensor]) -
     assert 200 < accuracy.num_top1 < 512
 
 
-def test_without_logits_guesses_are_the_same(truth: tuple[Reference, torch.Tensor]) -> None:
+def test_without_logits_guesses_are_the_same(truth: tuple[AccuracyReference, torch.Tensor]) -> None:
     reference, expected = truth
     found = executable("cpu", "bfp8")
     without, known = (teacher_force(found, reference, each) for each in (None, expected))

@@ -20,7 +20,7 @@ from tilewright.evaluate.measure.roofline import (
     EMBEDDING,
     OTHER,
     STATE,
-    Work,
+    StepTraffic,
     decode_work,
     limit_seconds,
     prefill_work,
@@ -51,7 +51,10 @@ def compiled(target: str, weights: str = "fp32", **changes: Any) -> Compiled:
 
 def test_the_limit_is_the_longer_of_reading_and_computing() -> None:
     assert (CEILINGS.bytes_per_s, CEILINGS.flops_per_s) == (100.0, 1000.0)
-    reads, computes = Work({"ff2": 150.0, "wo": 50.0}, 100.0), Work({"ff2": 50.0}, 3000.0)
+    reads, computes = (
+        StepTraffic({"ff2": 150.0, "wo": 50.0}, 100.0),
+        StepTraffic({"ff2": 50.0}, 3000.0),
+    )
     assert limit_seconds(reads, CEILINGS) == 2.0
     assert limit_seconds(computes, CEILINGS) == 3.0
 
@@ -97,7 +100,7 @@ def test_a_prompt_attends_to_half_of_itself() -> None:
     made.executable.close()
 
 
-def cuda_work(weights: str, **changes: Any) -> Work:
+def cuda_work(weights: str, **changes: Any) -> StepTraffic:
     """Of the graph that the CUDA target lowers to; no device is needed."""
     model = tiny_model(hidden_size=128, intermediate_size=256, head_dim=32, **changes)
     graph, _ = lowered(model, target="cuda", precision=precision_of(weights))

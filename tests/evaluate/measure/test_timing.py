@@ -10,7 +10,7 @@ from tests.runtime.queued import QueuedExecutable
 from tests.tiny import compiled, random_tokens, tiny_model
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
-from tilewright.evaluate.measure.timing import Job, figures, time_jobs
+from tilewright.evaluate.measure.timing import TimedRequest, figures, time_jobs
 from tilewright.runtime.scheduling.request_state import RequestState
 
 
@@ -83,9 +83,9 @@ def served() -> Served:
     return Served(compiled(tiny_model(num_layers=1), "null", max_batch=3))
 
 
-def make_jobs(*wanted: int) -> list[Job]:
+def make_jobs(*wanted: int) -> list[TimedRequest]:
     return [
-        Job(tuple(random_tokens(3 + index, seed=index)), SamplingParams(max_tokens=count))
+        TimedRequest(tuple(random_tokens(3 + index, seed=index)), SamplingParams(max_tokens=count))
         for index, count in enumerate(wanted)
     ]
 
@@ -125,7 +125,7 @@ def test_without_rotation_every_user_keeps_its_prompt(served: Served) -> None:
 def test_no_figure_comes_from_a_cache() -> None:
     """Four users with one prompt, thrice: each computes all of it."""
     executable = QueuedExecutable(page_size=4, num_pages=64, runs_ahead=False)
-    job = Job(tuple(range(20)), SamplingParams(max_tokens=3))
+    job = TimedRequest(tuple(range(20)), SamplingParams(max_tokens=3))
     time_jobs(executable, [job] * 4, num_repeats=2)
     computed = sum(len(chunk.tokens) for step in executable.given for chunk in step.prompts)
     assert computed == 3 * 4 * 20

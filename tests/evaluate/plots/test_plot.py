@@ -14,7 +14,7 @@ from matplotlib.text import Annotation, Text
 
 from tilewright.errors import ConfigError
 from tilewright.evaluate.plots import plot
-from tilewright.evaluate.results.pareto import Placed, Point
+from tilewright.evaluate.results.pareto import ParetoRank, Point
 
 ROWS = {
     "fp32": (60, 99.5, "front"),
@@ -32,11 +32,11 @@ ROWS = {
 }
 
 
-def place(name: str, speed: float, top1: float, standing: Any = "front", **more: Any) -> Placed:
-    return Placed(Point(name, speed, top1, **more), standing, None, ())
+def place(name: str, speed: float, top1: float, standing: Any = "front", **more: Any) -> ParetoRank:
+    return ParetoRank(Point(name, speed, top1, **more), standing, None, ())
 
 
-def realistic() -> list[Placed]:
+def realistic() -> list[ParetoRank]:
     return [
         place(
             name,
@@ -50,7 +50,7 @@ def realistic() -> list[Placed]:
     ]
 
 
-def draw(placed: list[Placed], **more: Any) -> Figure:
+def draw(placed: list[ParetoRank], **more: Any) -> Figure:
     names = {"title": "a title", "speed_label": "speed (t/s/u)", "accuracy_label": "top-1 (%)"}
     return plot.draw_front(placed, **{**names, **more})
 

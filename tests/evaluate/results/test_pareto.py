@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tilewright.evaluate.report import perf_md
 from tilewright.evaluate.results.pareto import (
     Comparison,
-    Placed,
+    ParetoRank,
     Point,
     compare_speed,
     compare_top1,
@@ -45,7 +45,7 @@ def predicted(name: str, speed: float, wrong: range = range(0), *, error: float 
     return dataclasses.replace(point, speed_error=error)
 
 
-def placed(*points: Point) -> dict[str, Placed]:
+def placed(*points: Point) -> dict[str, ParetoRank]:
     return {each.point.name: each for each in front(points)}
 
 
@@ -250,7 +250,7 @@ def test_equal_points_share_the_front_and_say_so() -> None:
 def test_no_points_and_one() -> None:
     assert front([]) == []
     one = Point("a", 1.0, 0.0)
-    assert front([one]) == [Placed(one, "front", None, ())]
+    assert front([one]) == [ParetoRank(one, "front", None, ())]
 
 
 def test_bad_points_are_refused() -> None:

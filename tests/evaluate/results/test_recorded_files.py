@@ -13,7 +13,7 @@ from tilewright.evaluate.report.comparisons import read_parts, read_rows
 from tilewright.evaluate.results import keys
 from tilewright.evaluate.results.record import KEYS
 from tilewright.evaluate.results.result_file import dumps, loads
-from tilewright.evaluate.sweep.journal import Journal
+from tilewright.evaluate.sweep.journal import SweepJournal
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 FILES = sorted(RESULTS.rglob("*.json*"))
@@ -72,7 +72,7 @@ def test_committed_file_parses(path: Path) -> None:
         if path.suffix == ".json":
             assert read_parts(path)
         elif "event" in first_of(path):
-            assert Journal.open(path).state.cells
+            assert SweepJournal.open(path).state.cells
         elif "schema" in first_of(path):
             for line in lines:
                 assert has_all(json.loads(dumps(loads(line))), json.loads(line))
@@ -82,7 +82,7 @@ def test_committed_file_parses(path: Path) -> None:
 
 @pytest.mark.parametrize("name", TRIAL_IDS)
 def test_recorded_trial_ids_are_unchanged(name: str) -> None:
-    found = list(Journal.open(RESULTS / f"{name}.jsonl").state.cells)
+    found = list(SweepJournal.open(RESULTS / f"{name}.jsonl").state.cells)
     assert tuple(found[quarter * len(found) // 4] for quarter in range(4)) == TRIAL_IDS[name]
 
 

@@ -15,24 +15,24 @@ from tilewright.errors import ConfigError
 from tilewright.evaluate.report import display
 from tilewright.evaluate.report.table import Table, csv_text
 from tilewright.evaluate.results.record import Paired
-from tilewright.evaluate.results.row import COLUMNS, Row, cells, table_of
+from tilewright.evaluate.results.row import COLUMNS, ResultRow, cells, table_of
 from tilewright.evaluate.results.stats import mean_and_error, mean_interval, mean_ratio
 from tilewright.utils.json_lines import read_records
 
 
 def test_a_row_says_what_its_record_does_in_every_output() -> None:
     result = full()
-    row = Row.of(result, result.accuracy)
+    row = ResultRow.of(result, result.accuracy)
     assert row.top1_percent == 100 * 470 / 512 and row.repeats == 2
     shown = dict(zip(COLUMNS, cells(row, COLUMNS), strict=True))
     assert shown["Top-1 (%)"] == "91.8" and shown["vs base"] == "bf16 +3 -10 p=0.092"
     assert shown["Batch x prompt"] == "1 x 128" and shown["Peak (MB)"] == "1099512"
     assert shown["KL"] == "0.3" and shown["TTFT (ms)"] == "100.9"
-    assert set(cells(Row(), COLUMNS)) == {""}
+    assert set(cells(ResultRow(), COLUMNS)) == {""}
     assert csv_text([row.values(["top1_percent", "base"])]) == "top1_percent,base\n91.796875,bf16\n"
     assert "| 91.8      | " in table_of(["Top-1 (%)", "KL"], [row]).markdown()
     random = make(weights="random", mesh="1x2", dp=4)
-    assert cells(Row.of(of=random, names=["a", "b"]), ["Model", "Device", "Precision"]) == (
+    assert cells(ResultRow.of(of=random, names=["a", "b"]), ["Model", "Device", "Precision"]) == (
         "SmolLM2-135M-Instruct (random weights)",
         "CPU (1x2) (DP=4)",
         "a, b",

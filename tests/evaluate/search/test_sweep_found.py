@@ -19,7 +19,7 @@ from tests.sweep_cells import (
 from tilewright.evaluate.results.record import Accuracy
 from tilewright.evaluate.search.report import (
     COLUMNS,
-    Found,
+    SearchResult,
     about_predictions,
     against,
     is_better,
@@ -55,7 +55,7 @@ def cells_of(found: SweptRow) -> tuple[CellState, ...]:
 def test_the_table_has_a_line_a_configuration() -> None:
     winner = row("step-3", [50.0, 52.0, 51.0], 83_600_000, wrong=2)
     bare = SweptRow(("none",), cells_of(winner), {}, {}, None, {})
-    found = Found(shown=[(winner, row("x", wrong=4).accuracy, True), (bare, None, False)])
+    found = SearchResult(shown=[(winner, row("x", wrong=4).accuracy, True), (bare, None, False)])
     assert [dict(zip(COLUMNS, line, strict=True)) for line in found.table().rows] == [
         {
             "configuration": "step-3",
@@ -76,7 +76,7 @@ def test_the_table_has_a_line_a_configuration() -> None:
             "within bounds": "no",
         },
     ]
-    assert Found().table().rows == () and Found().yaml is None
+    assert SearchResult().table().rows == () and SearchResult().yaml is None
 
 
 def test_uniform_configurations_within_the_bounds_are_compared() -> None:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from tilewright.compiler.precision import OP_GROUP_OF, PHASES, PrecisionConfig, load_precision
 from tilewright.evaluate.search.found_yaml import render, usual_levels
-from tilewright.evaluate.search.levels import PRODUCT_GROUPS, Level, Part, assign
+from tilewright.evaluate.search.levels import PRODUCT_GROUPS, Level, SweepUnit, assign
 
 NUM_LAYERS = 3
 PARTS = [
-    *(Part(g, layer) for g in PRODUCT_GROUPS if g != "lm_head" for layer in range(NUM_LAYERS)),
-    Part("lm_head"),
+    *(SweepUnit(g, layer) for g in PRODUCT_GROUPS if g != "lm_head" for layer in range(NUM_LAYERS)),
+    SweepUnit("lm_head"),
 ]
 LEVELS = [Level.parse(text) for text in ("bfp8", "bfp4", "q40", "bfp8:lofi", "fp16:hifi3")]
 BASES = ("bf16", "base", "all-bfp4", "mlp-bf16-bfp4", "performance")
@@ -24,10 +24,10 @@ BF16 = load_precision("bf16")
 
 DENSE = [part for part in PARTS if part.group in ("ff1_3", "ff2", "wqkv", "wo", "lm_head")]
 HYBRID = [
-    *(Part(g, layer) for g in ("delta_in", "delta_out") for layer in (0, 1)),
-    *(Part(g, 2) for g in ("wqkv", "wo")),
-    *(Part(g, layer) for g in ("experts_ff1_3", "shared_ff1_3", "ff2") for layer in (0, 1, 2)),
-    Part("lm_head"),
+    *(SweepUnit(g, layer) for g in ("delta_in", "delta_out") for layer in (0, 1)),
+    *(SweepUnit(g, 2) for g in ("wqkv", "wo")),
+    *(SweepUnit(g, layer) for g in ("experts_ff1_3", "shared_ff1_3", "ff2") for layer in (0, 1, 2)),
+    SweepUnit("lm_head"),
 ]
 
 choices, dense_choices, hybrid_choices = (
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("found")
 
 
-def rendered(levels: Mapping[Part, Level | None], base: PrecisionConfig = BF16) -> str:
+def rendered(levels: Mapping[SweepUnit, Level | None], base: PrecisionConfig = BF16) -> str:
     return render(
         base,
         levels,
@@ -61,7 +61,7 @@ def read_back(text: str, folder: Path) -> PrecisionConfig:
 
 @given(levels=choices | dense_choices | hybrid_choices, base_name=st.sampled_from(BASES))
 def test_the_file_means_what_was_measured(
-    levels: dict[Part, Level | None], base_name: str, folder: Path
+    levels: dict[SweepUnit, Level | None], base_name: str, folder: Path
 ) -> None:
     base = load_precision(base_name)
     lowered = {part: level for part, level in levels.items() if level is not None}
@@ -88,7 +88,7 @@ def test_the_file_means_what_was_measured(
 
 @given(choices)
 def test_every_exception_has_its_reason_and_no_map_is_empty(
-    levels: dict[Part, Level | None],
+    levels: dict[SweepUnit, Level | None],
 ) -> None:
     lines = rendered(levels).splitlines()
     usual = usual_levels(levels)
@@ -107,9 +107,9 @@ def test_every_exception_has_its_reason_and_no_map_is_empty(
 
 def test_the_file_by_hand() -> None:
     bfp8, bfp4 = Level.parse("bfp8"), Level.parse("bfp4")
-    levels: dict[Part, Level | None] = dict.fromkeys(DENSE, bfp8)
+    levels: dict[SweepUnit, Level | None] = dict.fromkeys(DENSE, bfp8)
     levels |= dict.fromkeys([part for part in DENSE if part.group in ("wo", "lm_head")])
-    levels |= {Part("wo", 2): bfp4, Part("ff2", 0): None, Part("wqkv", 2): bfp4}
+    levels |= {SweepUnit("wo", 2): bfp4, SweepUnit("ff2", 0): None, SweepUnit("wqkv", 2): bfp4}
     assert rendered(levels) == (
         "# Found by a test: Tiny (hash) on cpu,\n"
         "# top-1 99 % \u2265 95 %.\n"
@@ -148,9 +148,11 @@ def test_the_file_of_a_mixture_of_experts_by_hand() -> None:
     """What follows is named, and what is shared has the highest fidelity that is asked for."""
     bfp8, bfp4 = Level.parse("bfp8"), Level.parse("bfp4")
     groups = ("ff1_3", "experts_ff1_3")
-    levels: dict[Part, Level | None] = {Part(g, layer): bfp8 for g in groups for layer in range(3)}
-    levels |= {Part("experts_ff1_3", layer): None for layer in (1, 2)}
-    levels |= {Part("delta_out", layer): bfp4 for layer in (0, 1)}
+    levels: dict[SweepUnit, Level | None] = {
+        SweepUnit(g, layer): bfp8 for g in groups for layer in range(3)
+    }
+    levels |= {SweepUnit("experts_ff1_3", layer): None for layer in (1, 2)}
+    levels |= {SweepUnit("delta_out", layer): bfp4 for layer in (0, 1)}
     text = rendered(levels)
     assert text[text.index("precision:") :] == (
         "precision:\n"
@@ -182,7 +184,7 @@ def test_a_search_that_lowers_nothing_is_its_base(tmp_path: Path) -> None:
 
 
 def test_exceptions_alone_have_no_global_maps(tmp_path: Path) -> None:
-    levels = {**dict.fromkeys(DENSE), Part("wqkv", 1): LEVELS[0]}
+    levels = {**dict.fromkeys(DENSE), SweepUnit("wqkv", 1): LEVELS[0]}
     text = rendered(levels)
     assert "layers:" in text and "precision:" not in text and "fidelity:" not in text
     found = read_back(text, tmp_path).resolve(NUM_LAYERS)
@@ -190,7 +192,7 @@ def test_exceptions_alone_have_no_global_maps(tmp_path: Path) -> None:
 
 
 def test_the_head_alone(tmp_path: Path) -> None:
-    text = rendered({**dict.fromkeys(PARTS), Part("lm_head"): LEVELS[1]})
+    text = rendered({**dict.fromkeys(PARTS), SweepUnit("lm_head"): LEVELS[1]})
     assert "layers:" not in text
     found = read_back(text, tmp_path).resolve(NUM_LAYERS)
     assert (found.format("lm_head"), found.fidelity("li_lm_head", "decode")) == ("bfp4", "lofi")
@@ -199,9 +201,9 @@ def test_the_head_alone(tmp_path: Path) -> None:
 def test_the_usual_level_is_the_most_common_one() -> None:
     a, b = LEVELS[:2]
     levels = {
-        **{Part("ff2", layer): level for layer, level in enumerate((a, b, b))},
-        **{Part("wo", layer): level for layer, level in enumerate((None, None, a))},
-        Part("lm_head"): a,
+        **{SweepUnit("ff2", layer): level for layer, level in enumerate((a, b, b))},
+        **{SweepUnit("wo", layer): level for layer, level in enumerate((None, None, a))},
+        SweepUnit("lm_head"): a,
     }
     assert usual_levels(levels) == {"ff2": b, "wo": None, "lm_head": a}
     assert usual_levels({}) == {}

@@ -34,9 +34,9 @@ from tilewright.compiler.precision import load_precision
 from tilewright.errors import ConfigError
 from tilewright.evaluate.search.levels import PRODUCT_GROUPS, Level
 from tilewright.evaluate.search.plan import GUARD, adopt, searched_place
-from tilewright.evaluate.search.report import Found
+from tilewright.evaluate.search.report import SearchResult
 from tilewright.evaluate.sweep import plans
-from tilewright.evaluate.sweep.journal import Added, Journal
+from tilewright.evaluate.sweep.journal import Added, SweepJournal
 from tilewright.evaluate.sweep.model import SweptModel
 from tilewright.evaluate.sweep.summary import rows
 from tilewright.utils.plain_yaml import parse_yaml
@@ -48,7 +48,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> SweptModel:
 
 
 @pytest.fixture(scope="module")
-def searched(tmp_path_factory: pytest.TempPathFactory, model: SweptModel) -> tuple[Found, Planted]:
+def searched(
+    tmp_path_factory: pytest.TempPathFactory, model: SweptModel
+) -> tuple[SearchResult, Planted]:
     """One for the tests that only look at it."""
     return search(tmp_path_factory.mktemp("searched"), asked(model))
 
@@ -92,7 +94,9 @@ def test_no_uniform_configuration_within_the_bound_is_faster(
     assert asked_for == len({cell.id for cell in runner.measured}), "a cell was run twice"
 
 
-def test_the_winner_mixes_levels_and_spends_the_bound(searched: tuple[Found, Planted]) -> None:
+def test_the_winner_mixes_levels_and_spends_the_bound(
+    searched: tuple[SearchResult, Planted],
+) -> None:
     found, runner = searched
     best = winner(found)
     assert not is_uniform(best)
@@ -105,7 +109,7 @@ def test_the_winner_mixes_levels_and_spends_the_bound(searched: tuple[Found, Pla
     assert len(bisected) <= 8, "more than a bisection"
 
 
-def test_the_file_says_where_it_comes_from(searched: tuple[Found, Planted]) -> None:
+def test_the_file_says_where_it_comes_from(searched: tuple[SearchResult, Planted]) -> None:
     found, runner = searched
     lines = (found.yaml or "").splitlines()
     head = "\n".join(line for line in lines if line.startswith("# "))
@@ -126,7 +130,7 @@ def test_the_file_says_where_it_comes_from(searched: tuple[Found, Planted]) -> N
 
 
 def test_uniform_configurations_and_the_winner_are_timed_in_common_later_rounds(
-    searched: tuple[Found, Planted],
+    searched: tuple[SearchResult, Planted],
 ) -> None:
     found, runner = searched
     later = list(range(ROUNDS, 2 * ROUNDS))
@@ -183,11 +187,11 @@ def test_accuracy_and_bytes_are_bound_together(tmp_path: Path, model: SweptModel
 
 
 def test_a_resumed_search_measures_nothing_again(
-    model: SweptModel, searched: tuple[Found, Planted]
+    model: SweptModel, searched: tuple[SearchResult, Planted]
 ) -> None:
     found, runner = searched
     size = runner.journal.path.stat().st_size
-    again = Planted(Journal.open(runner.journal.path), model)
+    again = Planted(SweepJournal.open(runner.journal.path), model)
     repeated = run(again, asked(model))
     assert again.measured == []
     assert runner.journal.path.stat().st_size == size
@@ -195,14 +199,14 @@ def test_a_resumed_search_measures_nothing_again(
 
 
 def test_a_search_cut_short_anywhere_ends_the_same(
-    tmp_path: Path, model: SweptModel, searched: tuple[Found, Planted]
+    tmp_path: Path, model: SweptModel, searched: tuple[SearchResult, Planted]
 ) -> None:
     found, runner = searched
     lines = runner.journal.path.read_bytes().splitlines(keepends=True)
     for share in (0.4, 0.95):
         path = tmp_path / f"{share}.jsonl"
         path.write_bytes(b"".join(lines[: int(share * len(lines))]))
-        again = Planted(Journal.open(path), model)
+        again = Planted(SweepJournal.open(path), model)
         kept = again.journal.state.count("done")
         assert run(again, asked(model)).yaml == found.yaml
         assert len(again.measured) == runner.journal.state.count("done") - kept
@@ -257,7 +261,7 @@ def test_a_winner_that_cannot_be_timed_is_still_written(tmp_path: Path, model: S
 
 
 def test_a_held_out_text_may_ask_for_a_safer_one(
-    tmp_path: Path, model: SweptModel, searched: tuple[Found, Planted]
+    tmp_path: Path, model: SweptModel, searched: tuple[SearchResult, Planted]
 ) -> None:
     easy, _ = searched
     hard, _ = search(tmp_path / "hard", asked(model), held_out=1.3)
@@ -278,7 +282,7 @@ def test_a_held_out_text_may_refuse_all(tmp_path: Path, model: SweptModel) -> No
 
 
 def test_known_accuracies_are_not_measured_again(
-    tmp_path: Path, model: SweptModel, searched: tuple[Found, Planted]
+    tmp_path: Path, model: SweptModel, searched: tuple[SearchResult, Planted]
 ) -> None:
     known = known_sensitivities(tmp_path / "sensitivity.jsonl", model)
     of = replace(asked(model), takes_other_code=True)
@@ -347,7 +351,7 @@ def test_sensitivities_that_have_not_run_are_refused(tmp_path: Path, model: Swep
     probes = plans.sensitivity_entries(model, "cpu", "CPU", base=base, level=Level.parse("bfp8"))
     cells = plans.cells(probes, plans.Measures())
     header = planned("sensitivity", base=cells[0].precision_id)
-    known = Journal.create(tmp_path / "sensitivity.jsonl", header, cells)
+    known = SweepJournal.create(tmp_path / "sensitivity.jsonl", header, cells)
     with pytest.raises(ConfigError, match="no accuracy yet"):
         asked(model).first_cells(known)
 
@@ -385,10 +389,12 @@ def test_a_uniform_configuration_may_be_better(tmp_path: Path, model: SweptModel
     assert any("is better: nothing is gained" in line for line in found.comments)
 
 
-def test_rows_of_the_search_are_rows_of_its_file(searched: tuple[Found, Planted]) -> None:
+def test_rows_of_the_search_are_rows_of_its_file(searched: tuple[SearchResult, Planted]) -> None:
     """What is printed can be exported later: the same figures stand in the file."""
     found, runner = searched
-    kept = {row.cell.precision_id: row for row in rows(Journal.open(runner.journal.path).state)}
+    kept = {
+        row.cell.precision_id: row for row in rows(SweepJournal.open(runner.journal.path).state)
+    }
     for row, held_out, _ in found.shown:
         same = kept[row.cell.precision_id]
         assert same.accuracy == row.accuracy and same.accuracies["held-out"] == held_out

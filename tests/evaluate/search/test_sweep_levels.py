@@ -22,13 +22,13 @@ from tilewright.compiler.precision import (
     parse_heading,
 )
 from tilewright.errors import ConfigError
-from tilewright.evaluate.search.levels import PRODUCT_GROUPS, Level, Part, assign, rank
+from tilewright.evaluate.search.levels import PRODUCT_GROUPS, Level, SweepUnit, assign, rank
 
 NUM_LAYERS = 4
 IN_LAYERS = ("ff1_3", "ff2", "wqkv", "wo", "kv_cache", "activation")
 PARTS = [
-    *(Part(group) for group in (*IN_LAYERS, "lm_head", "embedding")),
-    *(Part(group, layer) for group in IN_LAYERS for layer in range(NUM_LAYERS)),
+    *(SweepUnit(group) for group in (*IN_LAYERS, "lm_head", "embedding")),
+    *(SweepUnit(group, layer) for group in IN_LAYERS for layer in range(NUM_LAYERS)),
 ]
 OFFERED = [name for name in FORMATS if FORMATS[name].is_offered]
 LEVELS = [Level(form, fidelity) for form in OFFERED for fidelity in FIDELITIES]
@@ -53,7 +53,7 @@ BASES = [
 
 
 @st.composite
-def choices(draw: st.DrawFn) -> dict[Part, Level]:
+def choices(draw: st.DrawFn) -> dict[SweepUnit, Level]:
     """Levels of some parts, of all layers or of one, in any order."""
     parts = draw(st.lists(st.sampled_from(PARTS), unique=True, max_size=8))
     return {
@@ -62,9 +62,9 @@ def choices(draw: st.DrawFn) -> dict[Part, Level]:
     }
 
 
-def wanted(chosen: Mapping[Part, Level], group: str, layer: int | None) -> Level | None:
+def wanted(chosen: Mapping[SweepUnit, Level], group: str, layer: int | None) -> Level | None:
     """What a part was chosen to have: a single layer's choice beats one for all layers."""
-    return chosen.get(Part(group, layer), chosen.get(Part(group)))
+    return chosen.get(SweepUnit(group, layer), chosen.get(SweepUnit(group)))
 
 
 def formats(resolved: ResolvedPrecision) -> dict[tuple[str, int | None], str]:
@@ -81,7 +81,7 @@ def formats(resolved: ResolvedPrecision) -> dict[tuple[str, int | None], str]:
 
 @given(st.sampled_from(BASES), choices())
 def test_parts_have_what_was_chosen_and_the_rest_what_the_base_has(
-    base_name: str, chosen: dict[Part, Level]
+    base_name: str, chosen: dict[SweepUnit, Level]
 ) -> None:
     base = load_precision(base_name)
     before = base.resolve(NUM_LAYERS)
@@ -106,7 +106,7 @@ def test_parts_have_what_was_chosen_and_the_rest_what_the_base_has(
 
 
 @given(st.sampled_from(BASES), choices())
-def test_the_heading_says_the_same(base_name: str, chosen: dict[Part, Level]) -> None:
+def test_the_heading_says_the_same(base_name: str, chosen: dict[SweepUnit, Level]) -> None:
     """It is what a cell's run is given instead of the configuration."""
     made = assign(load_precision(base_name), chosen, name="x", num_layers=NUM_LAYERS)
     resolved = made.resolve(NUM_LAYERS)
@@ -132,9 +132,9 @@ PLACES = {
 
 
 @st.composite
-def hybrid_choices(draw: st.DrawFn) -> dict[Part, Level]:
-    parts = [Part(group) for group in PLACES]
-    parts += [Part(group, layer) for group, layers in PLACES.items() for layer in layers]
+def hybrid_choices(draw: st.DrawFn) -> dict[SweepUnit, Level]:
+    parts = [SweepUnit(group) for group in PLACES]
+    parts += [SweepUnit(group, layer) for group, layers in PLACES.items() for layer in layers]
     chosen = draw(st.lists(st.sampled_from(parts), unique=True, max_size=8))
     return {
         part: draw(st.sampled_from([level for level in LEVELS if level.is_for(part.group)]))
@@ -143,7 +143,7 @@ def hybrid_choices(draw: st.DrawFn) -> dict[Part, Level]:
 
 
 @given(st.sampled_from(BASES), hybrid_choices())
-def test_no_part_of_a_model_lowers_another(base_name: str, chosen: dict[Part, Level]) -> None:
+def test_no_part_of_a_model_lowers_another(base_name: str, chosen: dict[SweepUnit, Level]) -> None:
     """Every group has its own format or the base's; products the highest fidelity of those that
     share it: a group that nobody chose has no less than in the base.
     """
@@ -170,7 +170,7 @@ def test_no_part_of_a_model_lowers_another(base_name: str, chosen: dict[Part, Le
 
 @given(hybrid_choices(), st.randoms(use_true_random=False))
 def test_the_order_of_parts_that_share_products_does_not_matter(
-    chosen: dict[Part, Level], random: Random
+    chosen: dict[SweepUnit, Level], random: Random
 ) -> None:
     items = list(chosen.items())
     random.shuffle(items)
@@ -186,7 +186,7 @@ def test_a_model_of_neither_experts_nor_gates_is_as_without_its_groups() -> None
     """What has been recorded of dense models stays valid."""
     base = load_precision("bf16")
     dense = {group: range(NUM_LAYERS) for group in ("wqkv", "wo", "ff1_3", "ff2")}
-    for part in (Part("ff1_3"), Part("wqkv", 2)):
+    for part in (SweepUnit("ff1_3"), SweepUnit("wqkv", 2)):
         choice = {part: Level.parse("bfp4")}
         ids = {
             assign(base, choice, name="x", num_layers=NUM_LAYERS, groups=groups)
@@ -199,7 +199,7 @@ def test_a_model_of_neither_experts_nor_gates_is_as_without_its_groups() -> None
 
 def test_a_follower_keeps_what_the_base_has_for_this_model() -> None:
     base = load_precision("accuracy")
-    choice = {Part("wqkv"): Level.parse("bfp4")}
+    choice = {SweepUnit("wqkv"): Level.parse("bfp4")}
     groups = {"wqkv": (1,), "delta_in": (0,)}
     for name in ("Llama3-8B", None):
         made = assign(base, choice, name="x", num_layers=2, groups=groups, model_name=name)
@@ -216,7 +216,10 @@ def test_fidelities_have_a_total_order() -> None:
 
 def test_the_order_of_choices_does_not_matter() -> None:
     base = load_precision("bf16")
-    one, all_layers = (Part("ff2", 1), Level.parse("bfp4")), (Part("ff2"), Level.parse("bfp8"))
+    one, all_layers = (
+        (SweepUnit("ff2", 1), Level.parse("bfp4")),
+        (SweepUnit("ff2"), Level.parse("bfp8")),
+    )
     ids = {
         assign(base, dict(order), name="x", num_layers=3).resolve(3).id
         for order in ((one, all_layers), (all_layers, one))
@@ -225,7 +228,7 @@ def test_the_order_of_choices_does_not_matter() -> None:
 
 
 def test_the_only_layer_is_a_layer() -> None:
-    choice = {Part("ff2"): Level.parse("bfp8"), Part("ff2", 0): Level.parse("bfp4")}
+    choice = {SweepUnit("ff2"): Level.parse("bfp8"), SweepUnit("ff2", 0): Level.parse("bfp4")}
     made = assign(load_precision("bf16"), choice, name="x", num_layers=1)
     assert made.resolve(1).format("ff2", layer=0) == "bfp4"
 
@@ -233,7 +236,7 @@ def test_the_only_layer_is_a_layer() -> None:
 def test_exceptions_for_a_model_do_not_come_through() -> None:
     base = load_precision("accuracy")
     assert base.resolve(2, "Llama3-8B").fidelity("li_ff2", "decode") == "hifi2fp16"
-    made = assign(base, {Part("ff2"): Level.parse("bfp4")}, name="x", num_layers=2)
+    made = assign(base, {SweepUnit("ff2"): Level.parse("bfp4")}, name="x", num_layers=2)
     resolved = made.resolve(2, "Llama3-8B")
     assert resolved.format("ff2", layer=1) == "bfp4"
     assert resolved.fidelity("li_ff2", "decode", layer=1) == "lofi"
@@ -246,22 +249,22 @@ def test_a_base_with_a_rule_by_name_is_refused() -> None:
         "layer_cfg = {*.down_proj: {ff2: bf16, li_ff2: hifi4}}"
     )
     with pytest.raises(ConfigError, match=r"rule for names, '\*.down_proj'; allowed"):
-        assign(base, {Part("ff2"): Level.parse("bfp4")}, name="x", num_layers=2)
+        assign(base, {SweepUnit("ff2"): Level.parse("bfp4")}, name="x", num_layers=2)
 
 
 def test_a_configuration_says_what_it_is() -> None:
     base = load_precision("bf16")
-    choice = {Part("ff2", 1): Level.parse("bfp8"), Part("lm_head"): Level.parse("q40")}
+    choice = {SweepUnit("ff2", 1): Level.parse("bfp8"), SweepUnit("lm_head"): Level.parse("q40")}
     made = assign(base, choice, name="mine", num_layers=2)
     assert (made.name, made.inherits) == ("mine", "bf16")
     assert made.description == "bf16, with 1.ff2 bfp8:hifi2, lm_head q40:lofi"
-    many = {Part("ff2", layer): Level.parse("bfp8") for layer in range(40)}
+    many = {SweepUnit("ff2", layer): Level.parse("bfp8") for layer in range(40)}
     long: PrecisionConfig = assign(base, many, name="mine", num_layers=40)
     assert long.description == "bf16, changed"
 
 
 def test_a_layer_that_is_not_there_is_refused() -> None:
-    made = assign(load_precision("bf16"), {Part("ff2", 2): LEVELS[0]}, name="x", num_layers=2)
+    made = assign(load_precision("bf16"), {SweepUnit("ff2", 2): LEVELS[0]}, name="x", num_layers=2)
     with pytest.raises(ConfigError, match="allowed: 0 to 1"):
         made.resolve(2)
 

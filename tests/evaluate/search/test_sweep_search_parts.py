@@ -13,19 +13,19 @@ from tilewright.compiler.precision import load_precision
 from tilewright.evaluate.search.candidates import (
     BASE_OPTION,
     Held,
-    Option,
+    LevelOption,
     groups_without_shares,
     part_options,
 )
-from tilewright.evaluate.search.levels import Level, Part
+from tilewright.evaluate.search.levels import Level, SweepUnit
 from tilewright.evaluate.sweep.cost_model import CostModel
 from tilewright.evaluate.sweep.model import SweptModel, swept_model
 from tilewright.evaluate.sweep.sensitivity import Lowered, Sensitivity
 from tilewright.evaluate.sweep.summary import SweptRow
 
 BFP8, BFP4 = Level.parse("bfp8"), Level.parse("bfp4")
-FF2 = [Part("ff2", layer) for layer in range(2)]
-HEAD = Part("lm_head")
+FF2 = [SweepUnit("ff2", layer) for layer in range(2)]
+HEAD = SweepUnit("lm_head")
 HELD: dict[Level | None, Held] = {
     None: {
         ("ff2", 0, "dense"): 1000,
@@ -71,7 +71,7 @@ def sensitivity(*parts: Lowered) -> Sensitivity:
 
 def items(
     *parts: Lowered, losses: Mapping[tuple[str, Level], float] = LOSSES
-) -> dict[Part, dict[Level | None, Option]]:
+) -> dict[SweepUnit, dict[Level | None, LevelOption]]:
     found = part_options([*FF2, HEAD], sensitivity(*parts), losses, HELD, COSTS)
     assert list(found) == [*FF2, HEAD]
     assert all(options[0] == BASE_OPTION for options in found.values())
@@ -81,7 +81,11 @@ def items(
 def test_single_parts_are_every_group_of_every_layer_and_the_head() -> None:
     found = asked(swept(num_layers=3)).parts()
     assert set(found) == {
-        *(Part(group, layer) for group in ("ff1_3", "ff2", "wqkv", "wo") for layer in range(3)),
+        *(
+            SweepUnit(group, layer)
+            for group in ("ff1_3", "ff2", "wqkv", "wo")
+            for layer in range(3)
+        ),
         HEAD,
     }
     assert len(found) == 4 * 3 + 1
@@ -103,7 +107,7 @@ def test_layers_that_were_not_all_measured_share_alike() -> None:
 
 
 def test_groups_whose_layers_were_not_all_measured_are_named() -> None:
-    parts = [*FF2, HEAD, Part("wo", 0), Part("wo", 1)]
+    parts = [*FF2, HEAD, SweepUnit("wo", 0), SweepUnit("wo", 1)]
     measured = [lowered(str(part), 0.1) for part in parts]
     assert groups_without_shares(parts, sensitivity(*measured)) == []
     assert groups_without_shares(parts, sensitivity(*measured[1:4])) == ["ff2", "wo"]

@@ -16,27 +16,27 @@ from hypothesis import strategies as st
 from tilewright.evaluate.search.candidates import (
     BASE_OPTION,
     Choices,
-    Option,
+    LevelOption,
     Price,
     first_meeting,
     plan_path,
     shares,
     within_bytes,
 )
-from tilewright.evaluate.search.levels import Level, Part
+from tilewright.evaluate.search.levels import Level, SweepUnit
 
 LEVELS = [Level.parse(text) for text in ("bfp8", "bfp4", "bfp2")]
-FF2 = Part("ff2", 0)
+FF2 = SweepUnit("ff2", 0)
 PRICES = st.sampled_from(["ms", "bytes"])
 
 
 @st.composite
-def part_options(draw: st.DrawFn, max_parts: int = 3) -> dict[Part, list[Option]]:
+def part_options(draw: st.DrawFn, max_parts: int = 3) -> dict[SweepUnit, list[LevelOption]]:
     """A few parts of up to three levels, some of which save less than nothing."""
     found = {}
     for layer in range(draw(st.integers(1, max_parts))):
         options = [
-            Option(
+            LevelOption(
                 level,
                 float(draw(st.integers(0, 12))),
                 float(draw(st.integers(-4, 12))),
@@ -44,7 +44,7 @@ def part_options(draw: st.DrawFn, max_parts: int = 3) -> dict[Part, list[Option]
             )
             for level in LEVELS[: draw(st.integers(0, 3))]
         ]
-        found[Part("ff2", layer)] = [BASE_OPTION, *options]
+        found[SweepUnit("ff2", layer)] = [BASE_OPTION, *options]
     return found
 
 
@@ -66,7 +66,7 @@ def bargains(path: Sequence[Choices], price: Price) -> list[float]:
 
 @given(part_options(), PRICES)
 def test_every_step_wins_accuracy_and_costs_savings(
-    found: dict[Part, list[Option]], price: Price
+    found: dict[SweepUnit, list[LevelOption]], price: Price
 ) -> None:
     path = plan_path(found, price)
     for before, after in pairwise(path):
@@ -80,7 +80,7 @@ def test_every_step_wins_accuracy_and_costs_savings(
 
 @given(part_options(), PRICES)
 def test_the_ends_are_the_cheapest_and_the_most_accurate(
-    found: dict[Part, list[Option]], price: Price
+    found: dict[SweepUnit, list[LevelOption]], price: Price
 ) -> None:
     path = plan_path(found, price)
     for part, options in found.items():
@@ -96,7 +96,7 @@ def test_the_ends_are_the_cheapest_and_the_most_accurate(
 
 @given(part_options(), PRICES)
 def test_no_other_choice_saves_as_much_and_loses_less(
-    found: dict[Part, list[Option]], price: Price
+    found: dict[SweepUnit, list[LevelOption]], price: Price
 ) -> None:
     """By trying all of them: the relaxation is exact at every step."""
     every = [
@@ -110,7 +110,7 @@ def test_no_other_choice_saves_as_much_and_loses_less(
 
 @given(part_options(), PRICES)
 def test_each_candidate_is_best_for_its_bargain(
-    found: dict[Part, list[Option]], price: Price
+    found: dict[SweepUnit, list[LevelOption]], price: Price
 ) -> None:
     """Everett's multiplier: with the last step's bargain as the price of a unit."""
     path = plan_path(found, price)
@@ -122,10 +122,13 @@ def test_each_candidate_is_best_for_its_bargain(
             assert mine == pytest.approx(min(costs), abs=1e-9)
 
 
-def path_of(*options: tuple[float, float], price: Price = "ms") -> tuple[Option, list[Option]]:
+def path_of(
+    *options: tuple[float, float], price: Price = "ms"
+) -> tuple[LevelOption, list[LevelOption]]:
     """Where a part of (KL lost, saved) options starts, and what its steps take it to."""
     made = [
-        Option(LEVELS[at % 3], lost, gain, round(gain)) for at, (lost, gain) in enumerate(options)
+        LevelOption(LEVELS[at % 3], lost, gain, round(gain))
+        for at, (lost, gain) in enumerate(options)
     ]
     start, *steps = (choices[FF2] for choices in plan_path({FF2: [BASE_OPTION, *made]}, price))
     return start, steps
@@ -157,7 +160,7 @@ def test_what_costs_nothing_is_never_given_up() -> None:
 
 
 def test_bytes_and_time_are_two_prices() -> None:
-    fast, small = Option(LEVELS[0], 1.0, 9.0, 1), Option(LEVELS[1], 1.0, 1.0, 9)
+    fast, small = LevelOption(LEVELS[0], 1.0, 9.0, 1), LevelOption(LEVELS[1], 1.0, 1.0, 9)
     options = {FF2: [BASE_OPTION, fast, small]}
     assert plan_path(options, "ms")[0][FF2] == fast
     assert plan_path(options, "bytes")[0][FF2] == small
@@ -204,7 +207,7 @@ def test_with_noise_what_is_found_meets_the_bound(noisy: list[bool]) -> None:
 
 @given(part_options(), PRICES, st.integers(-10, 60))
 def test_the_most_steps_within_a_size(
-    found: dict[Part, list[Option]], price: Price, max_bytes: int
+    found: dict[SweepUnit, list[LevelOption]], price: Price, max_bytes: int
 ) -> None:
     path = plan_path(found, price)
     base = 24
@@ -224,7 +227,7 @@ LOSSES: st.SearchStrategy[Sequence[tuple[float, float]]] = st.lists(
 
 @given(LOSSES)
 def test_shares_add_up_and_none_is_for_free(measured: Sequence[tuple[float, float]]) -> None:
-    parts = [Part("ff2", layer) for layer in range(len(measured))]
+    parts = [SweepUnit("ff2", layer) for layer in range(len(measured))]
     found = shares(
         {part: lost for part, (lost, _) in zip(parts, measured, strict=True)},
         {part: error for part, (_, error) in zip(parts, measured, strict=True)},
@@ -238,13 +241,13 @@ def test_shares_add_up_and_none_is_for_free(measured: Sequence[tuple[float, floa
 
 
 def test_shares_with_an_unknown_error() -> None:
-    a, b = Part("ff2", 0), Part("ff2", 1)
+    a, b = SweepUnit("ff2", 0), SweepUnit("ff2", 1)
     found = shares({a: 0.3, b: 0.1}, {a: math.inf, b: 0.01})
     assert sum(found.values()) == pytest.approx(1)
 
 
 def test_shares_by_hand() -> None:
-    a, b, c = (Part("ff2", layer) for layer in range(3))
+    a, b, c = (SweepUnit("ff2", layer) for layer in range(3))
     found = shares({a: 0.3, b: 0.1, c: -0.2}, {a: 0.1, b: 0.4, c: 0.0})
     assert found[a] == pytest.approx(0.3 / 0.5) and found[b] == pytest.approx(0.2 / 0.5)
     assert found[c] == pytest.approx(0, abs=1e-9)

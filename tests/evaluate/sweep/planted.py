@@ -21,12 +21,12 @@ from tests.sweep_cells import planned, result, speed_result
 from tilewright.compiler.precision import load_precision
 from tilewright.evaluate.results.record import Accuracy, Result, pack_hits
 from tilewright.evaluate.search.levels import Level
-from tilewright.evaluate.search.plan import Bounds, Search, searched_place
-from tilewright.evaluate.search.report import Found
+from tilewright.evaluate.search.plan import Bounds, SearchSpec, searched_place
+from tilewright.evaluate.search.report import SearchResult
 from tilewright.evaluate.search.search_runner import hunt
 from tilewright.evaluate.sweep import plans
 from tilewright.evaluate.sweep.cell import Cell
-from tilewright.evaluate.sweep.journal import Added, CellState, Finished, Journal
+from tilewright.evaluate.sweep.journal import Added, CellState, SweepJournal, TrialFinished
 from tilewright.evaluate.sweep.model import SweptModel, swept_model
 from tilewright.evaluate.sweep.plans import Measures
 from tilewright.evaluate.sweep.runner import Runner
@@ -69,7 +69,7 @@ class Planted:
     KL is on the held-out text. ``fails``: which cells go wrong.
     """
 
-    journal: Journal
+    journal: SweepJournal
     model: SweptModel
     held_out: float = 1.0
     fails: Callable[[Cell], bool] = lambda cell: False
@@ -85,7 +85,7 @@ class Planted:
         self.measured += new
         return [self.journal.state.cells[cell.id] for cell in cells]
 
-    def _finished(self, cell: Cell) -> Finished:
+    def _finished(self, cell: Cell) -> TrialFinished:
         return failed_event(cell) if self.fails(cell) else done_event(cell, self.result(cell))
 
     def result(self, cell: Cell) -> Result:
@@ -132,10 +132,10 @@ def planted_accuracy(kl: float, text: str | None = None) -> Accuracy:
     )
 
 
-def asked(model: SweptModel, *, levels: Sequence[str] = LEVELS, **bounds: float) -> Search:
+def asked(model: SweptModel, *, levels: Sequence[str] = LEVELS, **bounds: float) -> SearchSpec:
     """A search on the cpu from bf16."""
     device, base = searched_place(model, "cpu", (), "bf16")
-    return Search(
+    return SearchSpec(
         model=model,
         target="cpu",
         device=device,
@@ -147,23 +147,23 @@ def asked(model: SweptModel, *, levels: Sequence[str] = LEVELS, **bounds: float)
     )
 
 
-def begin(path: Path, of: Search, known: Journal | None) -> Journal:
+def begin(path: Path, of: SearchSpec, known: SweepJournal | None) -> SweepJournal:
     first = of.first_cells(known)
-    return Journal.create(path, planned("search", base=first[0].precision_id), first)
+    return SweepJournal.create(path, planned("search", base=first[0].precision_id), first)
 
 
-def run(runner: Planted, of: Search, known: Journal | None = None) -> Found:
+def run(runner: Planted, of: SearchSpec, known: SweepJournal | None = None) -> SearchResult:
     return hunt(of, cast(Runner, runner), known)
 
 
-def search(tmp_path: Path, of: Search, **changes: object) -> tuple[Found, Planted]:
+def search(tmp_path: Path, of: SearchSpec, **changes: object) -> tuple[SearchResult, Planted]:
     """A whole search that measures its sensitivities itself."""
     journal = begin(tmp_path / "search.jsonl", of, None)
     runner = Planted(journal, of.model, **changes)  # type: ignore[arg-type]
     return run(runner, of), runner
 
 
-def winner(found: Found) -> SweptRow:
+def winner(found: SearchResult) -> SweptRow:
     """The last row that is shown."""
     assert found.yaml is not None
     return found.shown[-1][0]
@@ -185,11 +185,11 @@ def sizes(model: SweptModel) -> dict[str, int]:
     return {cell.precision: cell.weight_bytes or 0 for cell in cells}
 
 
-def known_sensitivities(path: Path, model: SweptModel, level: str = "bfp8") -> Journal:
+def known_sensitivities(path: Path, model: SweptModel, level: str = "bfp8") -> SweepJournal:
     """A sensitivity sweep that has run."""
     base = load_precision("bf16")
     probes = plans.sensitivity_entries(model, "cpu", "CPU", base=base, level=Level.parse(level))
     cells = plans.cells(probes, plans.Measures(rounds=ROUNDS))
-    journal = Journal.create(path, planned("sensitivity", base=cells[0].precision_id), cells)
+    journal = SweepJournal.create(path, planned("sensitivity", base=cells[0].precision_id), cells)
     Planted(journal, model).measure(cells)
     return journal

@@ -21,7 +21,7 @@ from tilewright.errors import ConfigError
 from tilewright.evaluate.cases.cases import CASES
 from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.estimate import remaining_seconds, seconds, total_seconds
-from tilewright.evaluate.sweep.journal import Added, Finished, Started, SweepState
+from tilewright.evaluate.sweep.journal import Added, SweepState, TrialFinished, TrialStarted
 
 NAMES = st.sampled_from("abc")
 CELLS = st.one_of(
@@ -102,9 +102,9 @@ def test_finished_cells_correct_the_guess() -> None:
     left = guesses[0] + guesses[4] + guesses[5]
     assert remaining_seconds(state) == pytest.approx(3.0 * left)
     assert remaining_seconds(state) > 0.9 * whole
-    state.apply(Finished(cell=cells[4].id, outcome="failed", seconds=1000.0, reason="why"))
+    state.apply(TrialFinished(cell=cells[4].id, outcome="failed", seconds=1000.0, reason="why"))
     assert remaining_seconds(state) == pytest.approx(3.0 * (guesses[0] + guesses[5]))
-    state.apply(Started(cells[5].id, "2026-01-02T03:04:05+00:00"))
+    state.apply(TrialStarted(cells[5].id, "2026-01-02T03:04:05+00:00"))
     assert remaining_seconds(state) == pytest.approx(3.0 * (guesses[0] + guesses[5]))
 
 

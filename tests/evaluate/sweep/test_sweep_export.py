@@ -31,7 +31,7 @@ from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.results.result_file import dumps, loads
 from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.export import SUMMARY_COLUMNS, csv_text, markdown, to_results
-from tilewright.evaluate.sweep.journal import Added, Finished, Started, SweepState
+from tilewright.evaluate.sweep.journal import Added, SweepState, TrialFinished, TrialStarted
 from tilewright.evaluate.sweep.standings import ranked
 from tilewright.evaluate.sweep.summary import rows
 
@@ -321,8 +321,8 @@ def test_a_journal_on_disk_gives_the_same_document(tmp_path: Path) -> None:
     path = tmp_path / "sweep.jsonl"
     made = journal(path, SWEEP)
     assert markdown(made.state) == markdown(state_of(SWEEP))
-    made.append(Started(SWEEP[0][0].id, "2026-01-02T03:04:05+00:00"))
-    ended = Finished(cell=SWEEP[0][0].id, outcome="timed out", seconds=9.0, reason="after 9 s")
+    made.append(TrialStarted(SWEEP[0][0].id, "2026-01-02T03:04:05+00:00"))
+    ended = TrialFinished(cell=SWEEP[0][0].id, outcome="timed out", seconds=9.0, reason="after 9 s")
     made.append(ended)
     assert "timed out: after 9 s" in markdown(made.state)
     assert json.loads(path.read_text().splitlines()[-1])["outcome"] == "timed out"

@@ -17,21 +17,28 @@ from hypothesis import strategies as st
 from tests.sweep_cells import accuracy_cell, cell, done, failed, planned, speed_result
 from tilewright.errors import ConfigError
 from tilewright.evaluate.sweep.cell import Cell
-from tilewright.evaluate.sweep.journal import Added, Asked, Finished, Journal, Started, SweepState
+from tilewright.evaluate.sweep.journal import (
+    Added,
+    SweepJournal,
+    SweepState,
+    TrialCommand,
+    TrialFinished,
+    TrialStarted,
+)
 from tilewright.utils.json_lines import TornLineWarning
 
 A, B = cell("a"), cell("b")
 TIME = "2026-01-02T03:04:05+00:00"
 
 
-def make(path: Path, *cells: Cell) -> Journal:
-    return Journal.create(path / "sweep.jsonl", planned(), cells or (A, B))
+def make(path: Path, *cells: Cell) -> SweepJournal:
+    return SweepJournal.create(path / "sweep.jsonl", planned(), cells or (A, B))
 
 
 def test_a_sweep_reads_back_as_it_was_written(tmp_path: Path) -> None:
     journal = make(tmp_path)
-    journal.append(Started(A.id, TIME), done(A, speed_result(A, [100.0]), 2.5))
-    found = Journal.open(journal.path).state
+    journal.append(TrialStarted(A.id, TIME), done(A, speed_result(A, [100.0]), 2.5))
+    found = SweepJournal.open(journal.path).state
     assert found.planned == planned()
     assert [state.cell for state in found.cells.values()] == [A, B]
     assert found.cells[A.id].status == "done" and found.cells[A.id].seconds == 2.5
@@ -60,28 +67,28 @@ def test_arguments_name_everything_a_run_needs() -> None:
 
 def test_a_started_cell_without_an_end_is_open_again(tmp_path: Path) -> None:
     journal = make(tmp_path)
-    journal.append(Started(A.id, TIME))
-    assert Journal.open(journal.path).state.cells[A.id].is_open
+    journal.append(TrialStarted(A.id, TIME))
+    assert SweepJournal.open(journal.path).state.cells[A.id].is_open
 
 
 def test_cancel_and_restart(tmp_path: Path) -> None:
     journal = make(tmp_path)
-    journal.append(Asked(A.id, "cancel"))
+    journal.append(TrialCommand(A.id, "cancel"))
     assert journal.state.cells[A.id].status == "cancelled"
-    journal.append(Asked(A.id, "restart"))
+    journal.append(TrialCommand(A.id, "restart"))
     assert journal.state.cells[A.id].status == "queued"
-    journal.append(Started(A.id, TIME), Asked(A.id, "cancel"))
+    journal.append(TrialStarted(A.id, TIME), TrialCommand(A.id, "cancel"))
     assert journal.state.cells[A.id].is_cancel_asked
-    journal.append(done(A, speed_result(A, [1.0])), Asked(A.id, "cancel"))
+    journal.append(done(A, speed_result(A, [1.0])), TrialCommand(A.id, "cancel"))
     assert journal.state.cells[A.id].status == "done", "what is finished is not cancelled"
-    journal.append(Asked(A.id, "restart"))
+    journal.append(TrialCommand(A.id, "restart"))
     assert journal.state.cells[A.id].is_open and journal.state.cells[A.id].result is None
 
 
 def test_another_process_is_seen(tmp_path: Path) -> None:
     ours = make(tmp_path)
-    theirs = Journal.open(ours.path)
-    theirs.append(Asked(B.id, "cancel"))
+    theirs = SweepJournal.open(ours.path)
+    theirs.append(TrialCommand(B.id, "cancel"))
     assert ours.state.cells[B.id].status == "queued"
     ours.refresh()
     assert ours.state.cells[B.id].status == "cancelled"
@@ -89,7 +96,7 @@ def test_another_process_is_seen(tmp_path: Path) -> None:
 
 def test_one_process_runs_a_sweep(tmp_path: Path) -> None:
     journal = make(tmp_path)
-    other = Journal.open(journal.path)
+    other = SweepJournal.open(journal.path)
     assert not other.is_held()
     with journal.hold():
         assert other.is_held()
@@ -105,14 +112,14 @@ def test_a_torn_line_is_dropped_and_reported_and_cut_off(tmp_path: Path) -> None
     whole = journal.path.read_bytes()
     journal.path.write_bytes(whole + b'{"event":"finished","cell":"')
     with pytest.warns(TornLineWarning, match="dropped a last line"):
-        found = Journal.open(journal.path)
+        found = SweepJournal.open(journal.path)
     assert found.state.cells[A.id].status == "done" and found.state.cells[B.id].status == "queued"
     with pytest.warns(TornLineWarning):
         found.append(failed(B))
     assert journal.path.read_bytes().startswith(whole)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert Journal.open(journal.path).state.cells[B.id].status == "failed"
+        assert SweepJournal.open(journal.path).state.cells[B.id].status == "failed"
 
 
 @pytest.mark.parametrize("cut", [1, 30, 200])
@@ -122,7 +129,7 @@ def test_any_cut_of_the_last_line_is_survived(tmp_path: Path, cut: int) -> None:
     os.truncate(journal.path, journal.path.stat().st_size - cut)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TornLineWarning)
-        found = Journal.open(journal.path)
+        found = SweepJournal.open(journal.path)
     # a cut of the newline alone leaves a line that is whole
     assert found.state.cells[A.id].is_open is (cut > 1)
 
@@ -144,7 +151,7 @@ def test_a_killed_writer_loses_nothing_that_it_said_was_written(tmp_path: Path) 
         child.send_signal(signal.SIGKILL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TornLineWarning)
-        found = Journal.open(journal.path)
+        found = SweepJournal.open(journal.path)
     assert said == 5 and found.state.cells[A.id].status == "running"
     assert journal.path.read_bytes().count(b'"started"') >= said
 
@@ -177,7 +184,7 @@ def test_malformed_lines_are_refused_by_place(tmp_path: Path, line: str, complai
     with journal.path.open("a", encoding="latin-1") as file:
         file.write(line.replace("CELL", A.id) + "\n")
     with pytest.raises(ConfigError, match=complaint) as caught:
-        Journal.open(journal.path)
+        SweepJournal.open(journal.path)
     assert f"{journal.path}:4" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -186,11 +193,11 @@ def test_files_that_are_no_sweep_are_refused(tmp_path: Path) -> None:
         path = tmp_path / name
         path.write_text(text)
         with pytest.raises(ConfigError, match="sweep"):
-            Journal.open(path)
+            SweepJournal.open(path)
     with pytest.raises(ConfigError, match="No such file"):
-        Journal.open(tmp_path / "missing")
+        SweepJournal.open(tmp_path / "missing")
     with pytest.raises(ConfigError, match="sweep"):
-        Journal.open(tmp_path)
+        SweepJournal.open(tmp_path)
 
 
 def version_line(version: int) -> str:
@@ -202,7 +209,7 @@ def version_line(version: int) -> str:
 def test_a_second_sweep_does_not_overwrite_the_first(tmp_path: Path) -> None:
     journal = make(tmp_path)
     with pytest.raises(ConfigError, match="--resume"):
-        Journal.create(journal.path, planned(), [A])
+        SweepJournal.create(journal.path, planned(), [A])
 
 
 @given(
@@ -224,10 +231,10 @@ def test_state_follows_from_any_order_of_events(steps: list[tuple[Cell, str]]) -
         if what == "add":
             state.apply(Added(of))
         elif what == "start":
-            state.apply(Started(of.id, TIME))
+            state.apply(TrialStarted(of.id, TIME))
             last[of.id] = "running"
         elif what in ("cancel", "restart"):
-            state.apply(Asked(of.id, what))  # type: ignore[arg-type]
+            state.apply(TrialCommand(of.id, what))  # type: ignore[arg-type]
             if what == "cancel" and last.get(of.id, "queued") == "queued":
                 last[of.id] = "cancelled"
             elif what == "restart" and last.get(of.id, "queued") not in ("queued", "running"):
@@ -248,7 +255,7 @@ def test_an_outcome_that_is_none_is_refused(tmp_path: Path) -> None:
     journal = make(tmp_path)
     with pytest.raises(ConfigError, match="does not fit"):
         journal.append(
-            Finished(
+            TrialFinished(
                 cell=A.id, outcome="failed", seconds=1.0, result=speed_result(A, [1]).to_dict()
             )
         )

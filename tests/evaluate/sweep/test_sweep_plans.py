@@ -19,11 +19,17 @@ from tilewright.compiler.precision import (
     parse_heading,
 )
 from tilewright.errors import CompileError, ConfigError
-from tilewright.evaluate.search.levels import PRODUCT_GROUPS, Level, Part, rank
+from tilewright.evaluate.search.levels import PRODUCT_GROUPS, Level, SweepUnit, rank
 from tilewright.evaluate.sweep import plans
 from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.model import SweptModel, step_bytes, swept_model
-from tilewright.evaluate.sweep.plans import ACCURACY_CASE, BATCH_CASE, SPEED_CASE, Entry, Measures
+from tilewright.evaluate.sweep.plans import (
+    ACCURACY_CASE,
+    BATCH_CASE,
+    SPEED_CASE,
+    Measures,
+    SweepConfig,
+)
 from tilewright.models import load_model
 
 BASE = load_precision("bf16")
@@ -42,7 +48,7 @@ def named(name: str, weights: str, **changes: str) -> PrecisionConfig:
     return replace(precision_of(weights, **changes), name=name)
 
 
-def grid(*precisions: PrecisionConfig, models: tuple[SweptModel, ...] = ()) -> list[Entry]:
+def grid(*precisions: PrecisionConfig, models: tuple[SweptModel, ...] = ()) -> list[SweepConfig]:
     return plans.entries(models or (swept(),), ["cpu"], [], precisions)
 
 
@@ -284,7 +290,7 @@ def test_each_entry_lowers_its_part_and_nothing_else() -> None:
     for entry in plans.sensitivity_entries(model, "cpu", "CPU", base=BASE, level=LEVEL):
         resolved = model.resolve(entry.precision)
         lowered = {
-            str(Part(group, layer))
+            str(SweepUnit(group, layer))
             for group in ("wqkv", "wo", "ff1_3", "ff2", "kv_cache", "activation")
             for layer in range(model.num_layers)
             if resolved.format(group, layer=layer) == "bfp8"

@@ -17,7 +17,7 @@ from tests.sweep_cells import accuracy_cell, cell, planned, speed_result
 from tilewright.errors import ConfigError
 from tilewright.evaluate.results.result_file import dumps
 from tilewright.evaluate.sweep.cell import Cell
-from tilewright.evaluate.sweep.journal import Asked, Journal
+from tilewright.evaluate.sweep.journal import SweepJournal, TrialCommand
 from tilewright.evaluate.sweep.runner import Launch, Runner
 from tilewright.evaluate.sweep.runner import launcher as plain_launcher
 from tilewright.utils.child_process import Child
@@ -43,8 +43,8 @@ def good(of: Cell) -> str:
 
 def run(
     tmp_path: Path, cells: list[Cell], script: Script, *, jobs: int = 1, **options: object
-) -> Journal:
-    journal = Journal.create(tmp_path / "sweep.jsonl", planned(), cells)
+) -> SweepJournal:
+    journal = SweepJournal.create(tmp_path / "sweep.jsonl", planned(), cells)
     launch = launcher(script, **options)  # type: ignore[arg-type]
     Runner(journal, launch, jobs=jobs).run()
     return journal
@@ -85,7 +85,7 @@ def test_a_failure_is_recorded_and_the_sweep_goes_on(
     assert found.status == status and reason in found.reason
     assert found.reason.isprintable() and found.seconds is not None
     assert journal.state.cells[fine.id].status == "done"
-    assert Journal.open(journal.path).state.cells[bad.id].status == status
+    assert SweepJournal.open(journal.path).state.cells[bad.id].status == status
 
 
 def test_a_hanging_cell_is_ended_with_its_children(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_hanging_cell_is_ended_with_its_children(tmp_path: Path) -> None:
     def launch(of: Cell, log: Path, threads: int | None) -> Child:
         return (impatient if of == hangs else patient)(of, log, threads)
 
-    journal = Journal.create(tmp_path / "sweep.jsonl", planned(), [hangs, fine])
+    journal = SweepJournal.create(tmp_path / "sweep.jsonl", planned(), [hangs, fine])
     Runner(journal, launch).run()
     assert journal.state.cells[hangs.id].status == "timed out"
     assert journal.state.cells[fine.id].status == "done"
@@ -154,7 +154,7 @@ def test_threads_are_shared_out_between_cells_side_by_side(tmp_path: Path) -> No
 
     for jobs, expected in ((1, None), (10_000, 1)):
         path = tmp_path / str(jobs) / "sweep.jsonl"
-        journal = Journal.create(path, planned(), [accuracy_cell("a"), cell("a")])
+        journal = SweepJournal.create(path, planned(), [accuracy_cell("a"), cell("a")])
         Runner(journal, launch, jobs=jobs).run()
         assert seen == {"accuracy": expected, "speed": None}
 
@@ -162,7 +162,7 @@ def test_threads_are_shared_out_between_cells_side_by_side(tmp_path: Path) -> No
 def test_a_running_cell_is_cancelled_and_restarted_from_elsewhere(tmp_path: Path) -> None:
     first, second = cell("first"), cell("second")
     started = tmp_path / "started"
-    journal = Journal.create(tmp_path / "sweep.jsonl", planned(), [first, second])
+    journal = SweepJournal.create(tmp_path / "sweep.jsonl", planned(), [first, second])
 
     def script(of: Cell) -> str:
         if of == first and not started.exists():
@@ -172,12 +172,12 @@ def test_a_running_cell_is_cancelled_and_restarted_from_elsewhere(tmp_path: Path
     def cancel() -> None:
         while not started.exists():
             time.sleep(0.02)
-        other = Journal.open(journal.path)
-        other.append(Asked(first.id, "cancel"))
+        other = SweepJournal.open(journal.path)
+        other.append(TrialCommand(first.id, "cancel"))
         while other.state.cells[first.id].status != "cancelled":
             time.sleep(0.02)
             other.refresh()
-        other.append(Asked(first.id, "restart"))
+        other.append(TrialCommand(first.id, "restart"))
 
     thread = threading.Thread(target=cancel)
     thread.start()
@@ -195,12 +195,12 @@ def test_measure_runs_what_is_new_and_never_repeats(tmp_path: Path) -> None:
     def script(of: Cell) -> str:
         return f"open({str(runs)!r}, 'a').write('.'); {good(of)}"
 
-    journal = Journal.create(tmp_path / "sweep.jsonl", planned(), [])
+    journal = SweepJournal.create(tmp_path / "sweep.jsonl", planned(), [])
     for _ in range(2):
         runner = Runner(journal, launcher(script))
         states = runner.measure([cell("a"), cell("b")])
         assert [state.status for state in states] == ["done", "done"]
-        journal = Journal.open(journal.path)
+        journal = SweepJournal.open(journal.path)
     assert runs.read_text() == ".."
 
 
@@ -221,7 +221,7 @@ with journal.hold():
 
 def test_kill_9_and_resume_neither_lose_nor_repeat_a_finished_cell(tmp_path: Path) -> None:
     cells = [cell(name) for name in "abcd"]
-    journal = Journal.create(tmp_path / "sweep.jsonl", planned(), cells)
+    journal = SweepJournal.create(tmp_path / "sweep.jsonl", planned(), cells)
     runs, program, ends = tmp_path / "runs", tmp_path / "program", tmp_path / "ends"
     lines = {each.id: dumps(speed_result(each, [1.0])) for each in cells}
     program.write_text(
@@ -236,7 +236,7 @@ def test_kill_9_and_resume_neither_lose_nor_repeat_a_finished_cell(tmp_path: Pat
         time.sleep(0.02)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
-    journal = Journal.open(journal.path)
+    journal = SweepJournal.open(journal.path)
     finished = [key for key, state in journal.state.cells.items() if state.status == "done"]
     assert len(finished) == 2
     ends.touch()
@@ -254,7 +254,7 @@ def test_a_cell_dies_with_its_sweep(tmp_path: Path) -> None:
     program.write_text(
         f"import os, time\nopen({str(pid_file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
     )
-    journal = Journal.create(tmp_path / "sweep.jsonl", planned(), [cell("a")])
+    journal = SweepJournal.create(tmp_path / "sweep.jsonl", planned(), [cell("a")])
     arguments = [sys.executable, "-c", _RESUMED, str(journal.path), str(program)]
     child = subprocess.Popen(arguments, cwd=ROOT)
     while not (pid_file.exists() and pid_file.read_text()):

@@ -14,7 +14,7 @@ from tests.sweep_cells import cell, speed_result
 from tilewright.errors import ConfigError
 from tilewright.evaluate.results.result_file import dumps
 from tilewright.evaluate.sweep import runner
-from tilewright.evaluate.sweep.journal import Finished
+from tilewright.evaluate.sweep.journal import TrialFinished
 from tilewright.evaluate.sweep.runner import BENCH, finished, launcher
 from tilewright.utils import child_process as child
 from tilewright.utils.child_process import Child
@@ -29,14 +29,14 @@ def start(program: str, log: Path, *, timeout_s: float = 60.0, **options: object
     return Child(command, log=log, timeout_s=timeout_s, **options)  # type: ignore[arg-type]
 
 
-def ended(process: Child) -> Finished:
+def ended(process: Child) -> TrialFinished:
     with process:
         end = process.wait(60)
         assert end is not None, "the process did not end"
         return finished(CELL, end, process.output())
 
 
-def printed(text: str | bytes, tmp_path: Path, after: str = "") -> Finished:
+def printed(text: str | bytes, tmp_path: Path, after: str = "") -> TrialFinished:
     """Of a process that prints this."""
     path = tmp_path / "output"
     path.write_bytes(text.encode() if isinstance(text, str) else text)

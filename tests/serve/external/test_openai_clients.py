@@ -14,7 +14,7 @@ import pytest
 from tests.serve.conftest import Server
 from tests.serve.external.programs import needs, node_environment
 from tests.serve.fronts import running_front
-from tilewright.serve.web.settings import Settings
+from tilewright.serve.web.settings import ServerConfig
 
 pytestmark = pytest.mark.external
 CLIENT = Path(__file__).with_name("client.cjs")
@@ -113,7 +113,7 @@ def test_javascript_client_in_a_browser_may_send_its_headers(found: dict[str, An
     """A preflight allows each header that this client sends."""
     assert any(name.startswith("x-stainless-") for name in found["sent"])
     origin = "https://app.example"
-    with running_front(Settings(cors_origins=(origin,))) as running:
+    with running_front(ServerConfig(cors_origins=(origin,))) as running:
         asked = {"origin": origin, "access-control-request-method": "POST"}
         asked["access-control-request-headers"] = ",".join(found["sent"])
         status, _, headers = running.ask("OPTIONS", "/v1/chat/completions", **asked)

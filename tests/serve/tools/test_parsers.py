@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tilewright.serve.tools.events import Argued, Called, Ended, Event, Said
+from tilewright.serve.tools.events import Argued, ContentDelta, Event, ToolCallEnd, ToolCallStart
 from tilewright.serve.tools.formats.table import FORMATS
-from tilewright.serve.tools.shapes import Tool
+from tilewright.serve.tools.shapes import ToolSpec
 
 SCHEMA = {
     "type": "object",
@@ -27,7 +27,7 @@ SCHEMA = {
     },
     "$defs": {"Day": {"enum": ["today", "tomorrow"]}},
 }
-TOOLS = (Tool("weather", schema=SCHEMA), Tool("now", schema=SCHEMA))
+TOOLS = (ToolSpec("weather", schema=SCHEMA), ToolSpec("now", schema=SCHEMA))
 Found = tuple[str, list[tuple[str, str, bool]]]
 
 
@@ -39,14 +39,14 @@ def read(name: str, pieces: Sequence[str], *, must_call: bool = False) -> Found:
         events += parser.push(piece)
     content, calls = "", []
     for event in [*events, *parser.flush(must_call=must_call)]:
-        if isinstance(event, Said):
+        if isinstance(event, ContentDelta):
             content += event.text
-        elif isinstance(event, Called):
+        elif isinstance(event, ToolCallStart):
             calls.append((event.name, "", False))
         elif isinstance(event, Argued):
             calls[-1] = (calls[-1][0], calls[-1][1] + event.text, False)
         else:
-            assert isinstance(event, Ended)
+            assert isinstance(event, ToolCallEnd)
             calls[-1] = (*calls[-1][:2], True)
     return content, calls
 
@@ -249,7 +249,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 
 def test_json_that_is_no_call_is_not_held_back() -> None:
     parser = FORMATS["llama3_json"].parser(TOOLS)
-    said = [event.text for event in parser.push('{"answer": ') if isinstance(event, Said)]
+    said = [event.text for event in parser.push('{"answer": ') if isinstance(event, ContentDelta)]
     assert "".join(said) == '{"answer":'
 
 

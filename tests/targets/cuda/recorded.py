@@ -26,15 +26,20 @@ from tilewright.compiler.targets.cuda.kernels.common import launch, nvrtc
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.state.tables import PagedState
-from tilewright.compiler.targets.cuda.state.token_batch import Rows
+from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps import attention as steps_attention
 from tilewright.compiler.targets.cuda.steps import matmul as steps_matmul
 from tilewright.compiler.targets.cuda.steps.run import Steps
 from tilewright.compiler.targets.cuda.weights.experts import held_sizes
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
-from tilewright.compiler.targets.cuda.weights.stream import Placed, Wanted, Weights, wanted_by
+from tilewright.compiler.targets.cuda.weights.stream import (
+    CudaTensorSpec,
+    Placed,
+    Weights,
+    wanted_by,
+)
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.compiler.targets.program.instructions import Plan
+from tilewright.compiler.targets.program.instructions import KernelProgram
 from tilewright.models.architectures.table import architecture_of
 from tilewright.models.config import ModelConfig
 
@@ -184,7 +189,7 @@ def _patch_library(patch: pytest.MonkeyPatch, launches: Launches) -> None:
     patch.setattr(steps_attention, "rotate_and_store", rotate_and_store)
 
 
-def plan_of(config: ModelConfig, precision: PrecisionConfig) -> Plan:
+def plan_of(config: ModelConfig, precision: PrecisionConfig) -> KernelProgram:
     """Return the plan of a model without weights."""
     with _META:
         module: Any = architecture_of(config.model_type).model(config)
@@ -192,11 +197,11 @@ def plan_of(config: ModelConfig, precision: PrecisionConfig) -> Plan:
     return make_plan(lowered(model, target="cuda", precision=precision)[0])
 
 
-def _weights(plan: Plan) -> Weights:
+def _weights(plan: KernelProgram) -> Weights:
     return Weights({wanted: _placed(wanted) for wanted in wanted_by(plan)})
 
 
-def _placed(wanted: Wanted) -> Placed:
+def _placed(wanted: CudaTensorSpec) -> Placed:
     if wanted.kind == "fp32":
         return torch.empty(wanted.recipe.shape, device=CUDA)
     num_experts, rows, columns = held_sizes(wanted.recipe, paired=wanted.is_paired)
@@ -207,7 +212,7 @@ def _placed(wanted: Wanted) -> Placed:
     return HeldWeight(*given, data, *rest)
 
 
-def steps_of(plan: Plan, *, max_rows: int, max_context: int, **how: Any) -> Steps:
+def steps_of(plan: KernelProgram, *, max_rows: int, max_context: int, **how: Any) -> Steps:
     """Return the steps of a plan whose tensors have no memory."""
     compute = "exact" if how.get("exact") else "fast"
     options = CompileOptions(max_batch=max_rows, max_context=max_context, compute=compute)
@@ -218,6 +223,6 @@ def steps_of(plan: Plan, *, max_rows: int, max_context: int, **how: Any) -> Step
     return Steps(plan, _weights(plan), state, max_rows=max_rows, **how)
 
 
-def rows_of(num_rows: int) -> Rows:
+def rows_of(num_rows: int) -> TokenBatch:
     """Return the rows of a step."""
-    return Rows.padding(num_rows, CUDA)
+    return TokenBatch.padding(num_rows, CUDA)

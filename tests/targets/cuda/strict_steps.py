@@ -13,7 +13,7 @@ import torch
 from tilewright.api import load
 from tilewright.cli.arguments.bench import read_options
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
-from tilewright.compiler.targets.interface.step import Chunk, Step
+from tilewright.compiler.targets.interface.step import PrefillChunk, Step
 from tilewright.loading.program import compile_program
 from tilewright.runtime.engine import Engine, _Sequence
 
@@ -32,20 +32,22 @@ class Busy(Engine):
 
     def _feed(self, live: Sequence[_Sequence], tokens: Sequence[int]) -> torch.Tensor:
         if self.guest is None:
-            self.guest = self._sit([1 + n % 900 for n in range(_STEPS * _PIECE)])
+            self.guest = self._fill_slots([1 + n % 900 for n in range(_STEPS * _PIECE)])
         for sequence in live:
             self._grow(sequence, sequence.length + 1)
-        forced = {each.seat: token for each, token in zip(live, tokens, strict=True)}
+        forced = {each.slot: token for each, token in zip(live, tokens, strict=True)}
         start, self.num_computed = self.num_computed, self.num_computed + _PIECE
-        piece = Chunk(self.guest.seat, start, tuple(self.guest.prompt[start : start + _PIECE]))
+        piece = PrefillChunk(
+            self.guest.slot, start, tuple(self.guest.prompt[start : start + _PIECE])
+        )
         return self._run(Step(decode=tuple(forced), prompts=(piece,), forced=forced))
 
 
-def main(shape: str, precision: str, seats: str, *more: str) -> int:
+def main(shape: str, precision: str, slots: str, *more: str) -> int:
     asked = ["--model", f"shape:{shape}", "--target", "cuda", "--precision", precision]
     run = read_options([*asked, "--no-results", "--no-cache", *more])
     assert run is not None
-    count, _, small = seats.partition("/")  # "256/16": strict while at most 16 sequences are open
+    count, _, small = slots.partition("/")  # "256/16": strict while at most 16 sequences are open
     options = CompileOptions(
         max_batch=int(count), max_context=4096, is_strict=not small, strict_rows=int(small or 0)
     )
@@ -64,7 +66,7 @@ def compare(executable: Executable, lengths: Sequence[int] = _LENGTHS) -> int:
     """How many steps of a prompt have other logits in company, or cut, at the most; says where."""
     torch.manual_seed(0)
     limits = executable.capabilities
-    worst, room = 0, (limits.invariant_rows or limits.max_seats) - 1
+    worst, room = 0, (limits.invariant_rows or limits.max_num_seqs) - 1
     companies = [each for each in _COMPANIES if each <= room]
     with_guest = [0, *(each for each in _COMPANIES if each < room)][-3:]
     for length in lengths:

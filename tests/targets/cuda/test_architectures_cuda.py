@@ -15,25 +15,25 @@ from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, EXACT, noise, o
 from tests.targets.test_conformance import assert_near
 from tests.tiny import (
     compiled,
-    copy_seat,
+    copy_slot,
     lowered,
     precision_of,
     prefill,
     random_tokens,
     step,
-    take_seat,
+    take_slot,
     tiny_model,
 )
 from tilewright.compiler import ops
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.program.instructions import (
-    Attend,
-    Embed,
-    Gather,
-    Linear,
+    AttentionOp,
+    EmbedOp,
+    GatherOp,
+    KernelProgram,
+    LinearOp,
     NormHeads,
-    Plan,
 )
 from tilewright.errors import CompileError
 from tilewright.models.architectures.table import model_types
@@ -75,11 +75,11 @@ def test_rows_of_different_lengths_decode_as_each_does_alone(model_type: str) ->
     model = tiny_model(std=0.2, model_type=model_type, **changes)
     executable = on_cuda(model, precision_of("bf16"), "exact")
     lengths = (7, 2)
-    handles = [take_seat(executable, 20) for _ in lengths]
+    handles = [take_slot(executable, 20) for _ in lengths]
     for handle, length in zip(handles, lengths, strict=True):
         step(executable, [(handle, random_tokens(length, seed=length), 0)])
     entries = [(handle, [3], length) for handle, length in zip(handles, lengths, strict=True)]
-    copies = [copy_seat(executable, handle, length) for handle, _, length in entries]
+    copies = [copy_slot(executable, handle, length) for handle, _, length in entries]
     alone = [
         step(executable, [(copy, *entry[1:])]) for copy, entry in zip(copies, entries, strict=True)
     ]
@@ -92,7 +92,7 @@ def test_rows_of_different_lengths_decode_as_each_does_alone(model_type: str) ->
 def test_buffers_do_not_grow_with_the_layers(model_type: str) -> None:
     """As the release of every value, pieces of products too, and what is made in place."""
 
-    def plan(times: int) -> Plan:
+    def plan(times: int) -> KernelProgram:
         changes = {"num_layers": 1, **SHAPES[model_type]}
         changes["num_layers"] *= times
         for name in {"windows", "linear_layers"} & changes.keys():
@@ -108,10 +108,10 @@ def test_buffers_do_not_grow_with_the_layers(model_type: str) -> None:
 def test_heads_are_normed_between_their_product_and_attention() -> None:
     model = tiny_model(model_type="qwen3", num_layers=2)
     plan = make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
-    layer = [Linear, NormHeads, Attend, Linear, Linear, Linear]
-    assert [type(each) for each in plan.instructions] == [Embed, *layer * 2, Gather, Linear]
+    layer = [LinearOp, NormHeads, AttentionOp, LinearOp, LinearOp, LinearOp]
+    assert [type(each) for each in plan.instructions] == [EmbedOp, *layer * 2, GatherOp, LinearOp]
     norm, attend = plan.instructions[2:4]
-    assert isinstance(norm, NormHeads) and isinstance(attend, Attend)
+    assert isinstance(norm, NormHeads) and isinstance(attend, AttentionOp)
     assert norm.out == attend.qkv and (norm.num_heads, norm.eps) == (4, 1e-5)
     assert norm.q_norm.names == ("model.layers.0.self_attn.q_norm.weight",)
 

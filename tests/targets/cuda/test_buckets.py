@@ -20,10 +20,10 @@ from tilewright.compiler.targets.cuda.outputs.sampling_batch import EVERY_DRAWIN
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.state.pages import PAGE
 from tilewright.compiler.targets.cuda.state.ragged import num_tokens_of
-from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
+from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.steps.routes import PART_TOKENS
-from tilewright.compiler.targets.interface.step import Chunk, Seat
-from tilewright.compiler.targets.program.instructions import Attend
+from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
+from tilewright.compiler.targets.program.instructions import AttentionOp
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.request_state import RequestState
 
@@ -70,7 +70,7 @@ def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
         rows=(1, 2, 4),
         tokens=(16, 1024),
         num_choosable=lambda: 61,
-        table=SeatTable(4, 3, steps.device),
+        table=SlotTable(4, 3, steps.device),
     )
     made.prepare(3000, runs_long=True)
     assert steps.prompts == [(n, first) for n in (2048, 3000) for first in (False, True)]
@@ -86,12 +86,12 @@ def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
     for count in (1, 16, 17, 1024):
         for first in (0, 64):
             for drawing in (None, *EVERY_DRAWING):
-                made.prompt(count).run(Chunk(Seat(0), first, (0,) * count), drawing)
+                made.prompt(count).run(PrefillChunk(Slot(0), first, (0,) * count), drawing)
     assert Counted.made == ready
 
 
 def test_pieces_take_whole_blocks_and_rows_some_widths() -> None:
-    chunks = [Chunk(Seat(0), 0, (1,) * count) for count in (1, 64, 65)]
+    chunks = [PrefillChunk(Slot(0), 0, (1,) * count) for count in (1, 64, 65)]
     assert num_tokens_of(chunks) == 64 + 64 + 128
     assert passes_for((1, 2, 4), 8192) == ((4, (64, 128, 256, 384, 512, 640, 896, 1024)),)
     among = dict(passes_for((1, 256), 8192))
@@ -117,7 +117,7 @@ def test_passes_of_prompts_and_rows_are_captured_before_they_are_asked_for() -> 
         rows=(1, 2, 4, 8),
         tokens=(16,),
         num_choosable=lambda: 61,
-        table=SeatTable(8, 3, steps.device),
+        table=SlotTable(8, 3, steps.device),
         passes=lambda: ((4, (64, 256)), (8, (64, 512))),
     )
     made.prepare(1, runs_long=True)
@@ -140,7 +140,7 @@ def test_prepare_next_captures_the_large_steps_that_prepare_left_out() -> None:
             rows=(1, 2, 4, 8),
             tokens=(16,),
             num_choosable=lambda: 61,
-            table=SeatTable(8, 3, steps.device),
+            table=SlotTable(8, 3, steps.device),
             passes=lambda: ((4, (64, 256)), (8, (64, 512))),
             prepared_rows=prepared_rows,
         )
@@ -170,7 +170,7 @@ def test_the_largest_is_captured_first(
         rows=(1,),
         tokens=(16, 1024, 2048, 4096),
         num_choosable=lambda: 61,
-        table=SeatTable(4, 3, steps.device),
+        table=SlotTable(4, 3, steps.device),
         passes=lambda: passes,
     )
     order: list[Any] = []
@@ -233,7 +233,7 @@ def test_prompts_are_captured_in_finer_sizes_where_their_tokens_cost() -> None:
 def test_padding_costs_large_plans_more_than_launches(
     num_layers: int, shapes: tuple[tuple[int, int], ...], most: int
 ) -> None:
-    attend = object.__new__(Attend)
+    attend = object.__new__(AttentionOp)
     products = [SimpleNamespace(weight=SimpleNamespace(shape=each)) for each in shapes]
     plan: Any = SimpleNamespace(
         instructions=[attend] * num_layers, products=(*products * num_layers, products[0])

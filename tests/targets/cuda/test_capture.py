@@ -12,34 +12,34 @@ from torch import Tensor
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, noise
 from tests.tiny import (
     compiled,
-    copy_seat,
+    copy_slot,
     precision_of,
     random_tokens,
     step,
-    take_seat,
+    take_slot,
     tiny_model,
 )
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.graphs import capture
-from tilewright.compiler.targets.cuda.graphs.capture import Captured
+from tilewright.compiler.targets.cuda.graphs.capture import CapturedGraph
 from tilewright.compiler.targets.cuda.kernels.attention import split as attention_shares
 from tilewright.compiler.targets.cuda.kernels.attention.split import Spread, share_of_step
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.table import ADA
 from tilewright.compiler.targets.cuda.kernels.matmul.dense import FEW_TOKENS
-from tilewright.compiler.targets.cuda.state.token_batch import Rows
-from tilewright.compiler.targets.cuda.steps.attention import Attention
+from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
+from tilewright.compiler.targets.cuda.steps.attention import AttentionRunner
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
-    Back,
-    Chunk,
-    Close,
+    AssignPages,
+    CloseSlot,
     HostPlace,
-    Open,
-    Out,
-    Pages,
-    Seat,
+    OpenSlot,
+    PrefillChunk,
+    Slot,
     Step,
+    SwapIn,
+    SwapOut,
 )
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ VOCABULARY = 1003
 
 def test_without_a_gpu_a_capture_is_the_function_itself() -> None:
     seen: list[int] = []
-    run = Captured(lambda: seen.append(len(seen)), CPU, None)
+    run = CapturedGraph(lambda: seen.append(len(seen)), CPU, None)
     assert seen == []
     run()
     run()
@@ -60,7 +60,7 @@ def test_a_decode_step_is_padded_to_its_bucket(rows: int) -> None:
     """Rows of padding have no position, move nowhere, and change no logits."""
     model = tiny_model(std=0.2, num_layers=1, hidden_size=16, num_heads=1, num_kv_heads=1)
     found = compiled(model, "cuda", precision=precision_of("bf16"), compute="fast", max_batch=3)
-    handles = [take_seat(found, 8) for _ in range(rows)]
+    handles = [take_slot(found, 8) for _ in range(rows)]
     for handle in handles:
         step(found, [(handle, [2], 0)])
     step(found, [(handle, [3 + handle], 1) for handle in handles])
@@ -75,11 +75,13 @@ def test_a_long_bucket_tells_a_prompt_s_start_from_its_rest(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They attend in different ways, so each has a capture."""
-    monkeypatch.setattr(Attention, "begins_otherwise", lambda self, num_tokens: num_tokens > 8)
+    monkeypatch.setattr(
+        AttentionRunner, "begins_otherwise", lambda self, num_tokens: num_tokens > 8
+    )
     model = tiny_model(std=0.2, num_layers=1, hidden_size=16, num_heads=1, num_kv_heads=1)
     found = compiled(model, "cuda", precision=precision_of("bf16"), compute="fast", max_batch=1)
     inner: Any = found
-    handle = take_seat(found, 20)
+    handle = take_slot(found, 20)
     if first:
         step(found, [(handle, random_tokens(first), 0)])
     step(found, [(handle, random_tokens(9), first)])
@@ -116,12 +118,12 @@ def on_device(
     return _MADE[-1]
 
 
-def prompts_in(executable: Executable, count: int) -> list[tuple[Seat, list[int], int]]:
+def prompts_in(executable: Executable, count: int) -> list[tuple[Slot, list[int], int]]:
     """``count`` sequences of different lengths, and the token each is fed next."""
     work = []
     for index in range(count):
         length = 2 + (index * 37) % 200
-        handle = take_seat(executable, 300)
+        handle = take_slot(executable, 300)
         tokens = random_tokens(length + 1, vocab_size=VOCABULARY, seed=index)
         step(executable, [(handle, tokens[:-1], 0)])
         work.append((handle, tokens[-1:], length))
@@ -129,16 +131,16 @@ def prompts_in(executable: Executable, count: int) -> list[tuple[Seat, list[int]
 
 
 def copies(
-    executable: Executable, work: list[tuple[Seat, list[int], int]]
-) -> list[tuple[Seat, list[int], int]]:
-    """The same work on seats of its own: a decode step cannot be taken back."""
+    executable: Executable, work: list[tuple[Slot, list[int], int]]
+) -> list[tuple[Slot, list[int], int]]:
+    """The same work on slots of its own: a decode step cannot be taken back."""
     return [
-        (copy_seat(executable, handle, position), tokens, position)
+        (copy_slot(executable, handle, position), tokens, position)
         for handle, tokens, position in work
     ]
 
 
-def eager(executable: Executable, work: list[tuple[Seat, list[int], int]]) -> Tensor:
+def eager(executable: Executable, work: list[tuple[Slot, list[int], int]]) -> Tensor:
     """The step of a bucket without its graph: the same rows, padding and all."""
     inner: Any = executable
     size = next(size for size in inner._buckets.rows if size >= len(work))
@@ -147,7 +149,7 @@ def eager(executable: Executable, work: list[tuple[Seat, list[int], int]]) -> Te
     for at, (handle, (token,), position) in enumerate(work):
         rows[:, at] = torch.tensor([token, position, handle])
     with torch.no_grad():
-        logits = inner._steps.decode(Rows(*rows.to(inner.device)))
+        logits = inner._steps.decode(TokenBatch(*rows.to(inner.device)))
     return logits[: len(work)].cpu()
 
 
@@ -197,14 +199,14 @@ def test_rows_go_on_in_other_graphs_where_they_have_more_pages(
         executable = on_device(name, max_batch=num_rows, **sizes)
         inner: Any = executable
         assert len(inner._steps.attention.reaches) == (3 if is_split else 1)
-        seats = [take_seat(executable, 2100) for _ in range(num_rows)]
+        slots = [take_slot(executable, 2100) for _ in range(num_rows)]
         logits = []
         for start, count in ((0, 510), (514, 1532), (2050, 0)):
-            for seat in seats if count else ():
-                tokens = random_tokens(count, vocab_size=VOCABULARY, seed=seat + count)
-                step(executable, [(seat, tokens, start)])
+            for slot in slots if count else ():
+                tokens = random_tokens(count, vocab_size=VOCABULARY, seed=slot + count)
+                step(executable, [(slot, tokens, start)])
             for at in range(start + count, start + count + 4):
-                logits.append(step(executable, [(seat, [at % 60], at) for seat in seats]))
+                logits.append(step(executable, [(slot, [at % 60], at) for slot in slots]))
         (bucket,) = inner._buckets.decodes.values()
         assert [*bucket._passes] == list(inner._steps.attention.reaches)
         found.append(torch.cat(logits))
@@ -249,17 +251,17 @@ def test_a_long_prompt_s_last_row_is_near_that_of_its_bucket(
     """
     executable = on_device(name, max_batch=3, max_context=2560, max_positions=4096)
     tokens = random_tokens(start + length, vocab_size=VOCABULARY)
-    seats = [take_seat(executable, start + length) for _ in range(3)]
+    slots = [take_slot(executable, start + length) for _ in range(3)]
     torch.full((1 << 28,), float("nan"), device="cuda")
-    for seat in seats if start else ():
-        step(executable, [(seat, tokens[:start], 0)])
-    last = step(executable, [(seats[0], tokens[start:], start)])
-    rows = step(executable, [(seats[1], tokens[start:], start)], rows=range(length))
+    for slot in slots if start else ():
+        step(executable, [(slot, tokens[:start], 0)])
+    last = step(executable, [(slots[0], tokens[start:], start)])
+    rows = step(executable, [(slots[1], tokens[start:], start)], rows=range(length))
     inner: Any = executable
     assert next(size for size in inner._buckets.tokens if size >= length) in inner._buckets.prompts
     assert rows.isfinite().all() and noise(last, rows[-1:]) < BF16_NOISE
-    step(executable, [(seats[2], tokens[start : start + 64], start)])
-    behind = step(executable, [(seats[2], tokens[start + 64 :], start + 64)])
+    step(executable, [(slots[2], tokens[start : start + 64], start)])
+    behind = step(executable, [(slots[2], tokens[start + 64 :], start + 64)])
     assert noise(last, behind) < BF16_NOISE
 
 
@@ -269,7 +271,7 @@ def test_a_prompt_s_rows_are_near_those_of_its_bucket(length: int) -> None:
     """All its logits, which no graph gives, and the last, from a graph with padding."""
     executable = on_device("bfp8")
     tokens = random_tokens(length, vocab_size=VOCABULARY)
-    handles = [take_seat(executable, length) for _ in range(2)]
+    handles = [take_slot(executable, length) for _ in range(2)]
     torch.full((1 << 28,), float("nan"), device="cuda")
     last = step(executable, [(handles[0], tokens, 0)])
     rows = step(executable, [(handles[1], tokens, 0)], rows=range(length))
@@ -284,14 +286,14 @@ def test_a_chain_of_graphs_is_a_chain_of_steps() -> None:
 
     executable = on_device("bfp8")
     expected = step_by_step(executable, ROWS, 20)
-    seats = started(executable, ROWS)
-    earlier, found = executable.step(first_step(seats)).parts[0], []
+    slots = started(executable, ROWS)
+    earlier, found = executable.step(first_step(slots)).parts[0], []
     for _ in range(19):
-        later = executable.step(Step(decode=seats)).parts[0]
+        later = executable.step(Step(decode=slots)).parts[0]
         found.append(earlier.read().tokens)
         earlier = later
     assert [*found, earlier.read().tokens] == expected
-    release(executable, seats)
+    release(executable, slots)
 
 
 @pytest.mark.gpu
@@ -301,9 +303,9 @@ def test_parts_may_be_read_in_any_order_and_much_later() -> None:
 
     executable = on_device("bfp8")
     expected = step_by_step(executable, ROWS, 40)
-    seats = started(executable, ROWS)
-    parts = [*executable.step(first_step(seats)).parts]
-    parts += [executable.step(Step(decode=seats)).parts[0] for _ in range(39)]
+    slots = started(executable, ROWS)
+    parts = [*executable.step(first_step(slots)).parts]
+    parts += [executable.step(Step(decode=slots)).parts[0] for _ in range(39)]
     found = [part.read().tokens for part in reversed(parts)]
     assert found[::-1] == expected
     assert [part.read().tokens for part in parts] == expected
@@ -318,16 +320,16 @@ def test_more_rows_than_the_largest_bucket_choose_as_each_does_alone(
     monkeypatch.setattr(capture, "MAX_DECODE_ROWS", 64)
     executable = on_device("bfp8", max_batch=70)
     rows = [ROWS[index % len(ROWS)] for index in range(70)]
-    seats = started(executable, rows)
-    steps = [executable.step(first_step(seats)), executable.step(Step(decode=seats))]
+    slots = started(executable, rows)
+    steps = [executable.step(first_step(slots)), executable.step(Step(decode=slots))]
     whole = [[token for part in each.parts for token in part.read().tokens] for each in steps]
-    assert [part.seats for part in steps[0].parts] == [seats[:64], seats[64:]]
-    release(executable, seats)
-    seats = started(executable, rows)
-    forced = first_step(seats).forced
+    assert [part.slots for part in steps[0].parts] == [slots[:64], slots[64:]]
+    release(executable, slots)
+    slots = started(executable, rows)
+    forced = first_step(slots).forced
     for index in (0, 33, 63, 64, 69):
-        alone = (seats[index],)
-        first = executable.step(Step(decode=alone, forced={seats[index]: forced[seats[index]]}))
+        alone = (slots[index],)
+        first = executable.step(Step(decode=alone, forced={slots[index]: forced[slots[index]]}))
         second = executable.step(Step(decode=alone))
         found = [each.parts[0].read().tokens for each in (first, second)]
         assert found == [[tokens[index]] for tokens in whole], index
@@ -353,16 +355,21 @@ def test_state_goes_to_pinned_memory_and_back_while_steps_run() -> None:
     """Nothing is waited for between; other sequences write over the pages meanwhile."""
     executable = on_device("bfp8")
     tokens, place = tuple(random_tokens(200, vocab_size=VOCABULARY)), HostPlace(0)
-    a, b, c = Seat(0), Seat(1), Seat(2)
-    begins = (Open(a, SamplingParams()), Pages(a, 0, (3, 2, 1, 0)))
-    executable.step(Step(edits=begins, prompts=(Chunk(a, 0, tokens, chooses=True),)))
+    a, b, c = Slot(0), Slot(1), Slot(2)
+    begins = (OpenSlot(a, SamplingParams()), AssignPages(a, 0, (3, 2, 1, 0)))
+    executable.step(Step(edits=begins, prompts=(PrefillChunk(a, 0, tokens, chooses=True),)))
     expected = [executable.step(Step(decode=(a,))).parts[0] for _ in range(3)][1:]
     executable.reset()
-    executable.step(Step(edits=begins, prompts=(Chunk(a, 0, tokens, chooses=True),)))
+    executable.step(Step(edits=begins, prompts=(PrefillChunk(a, 0, tokens, chooses=True),)))
     executable.step(Step(decode=(a,)))
-    taken = (Out(a, place), Close(a), Open(b, SamplingParams()), Pages(b, 0, (0, 1, 2, 3)))
-    executable.step(Step(edits=taken, prompts=(Chunk(b, 0, tokens[::-1], chooses=True),)))
-    again = (Open(c, SamplingParams()), Pages(c, 0, (9, 8, 7, 6)), Back(c, place))
+    taken = (
+        SwapOut(a, place),
+        CloseSlot(a),
+        OpenSlot(b, SamplingParams()),
+        AssignPages(b, 0, (0, 1, 2, 3)),
+    )
+    executable.step(Step(edits=taken, prompts=(PrefillChunk(b, 0, tokens[::-1], chooses=True),)))
+    again = (OpenSlot(c, SamplingParams()), AssignPages(c, 0, (9, 8, 7, 6)), SwapIn(c, place))
     found = [executable.step(Step(edits=again, decode=(c,))).parts[0]]
     found.append(executable.step(Step(decode=(c,))).parts[0])
     assert [part.read() for part in found] == [part.read() for part in expected]

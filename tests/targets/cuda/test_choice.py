@@ -7,24 +7,24 @@ import torch
 
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import Drawing, make_choice
-from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
-from tilewright.compiler.targets.interface.step import END_TOKEN, NOT_A_NUMBER, Seat
+from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
+from tilewright.compiler.targets.interface.step import END_TOKEN, NOT_A_NUMBER, Slot
 
 CPU = torch.device("cpu")
 VOCABULARY = 1003
 
 
 def test_fewer_rows_leave_no_parameters_of_the_rows_before() -> None:
-    table = SeatTable(4, 3, CPU)
+    table = SlotTable(4, 3, CPU)
     ends = [(1, 2, 3), (4, 5, 6), (9,), ()]
     chosen = [
-        SamplingParams(temperature=0.5, top_k=7, top_p=0.25, seed=2**40 + seat, stop_token_ids=each)
-        for seat, each in enumerate(ends)
+        SamplingParams(temperature=0.5, top_k=7, top_p=0.25, seed=2**40 + slot, stop_token_ids=each)
+        for slot, each in enumerate(ends)
     ]
-    table.open({Seat(seat): each for seat, each in enumerate(chosen)})
+    table.open({Slot(slot): each for slot, each in enumerate(chosen)})
     choice = make_choice(4, VOCABULARY, 3, torch.zeros(4, dtype=torch.int64))
-    choice.gather(table, table.index([Seat(0), Seat(1), Seat(2), Seat(3)]))
-    choice.gather(table, table.index([Seat(2), Seat(1)], 4))
+    choice.gather(table, table.index([Slot(0), Slot(1), Slot(2), Slot(3)]))
+    choice.gather(table, table.index([Slot(2), Slot(1)], 4))
     by = choice.parameters
     assert by.end_tokens.tolist() == [[9, -1, -1], [4, 5, 6], *[[-1] * 3] * 2]
     assert by.seeds.tolist() == [2**40 + 2, 2**40 + 1, 0, 0]

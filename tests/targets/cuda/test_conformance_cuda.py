@@ -24,18 +24,24 @@ from tests.targets.test_conformance import (  # noqa: F401 (tests that any execu
 )
 from tests.tiny import (
     compiled,
-    copy_seat,
-    leave_seat,
+    copy_slot,
+    leave_slot,
     precision_of,
     prefill,
     random_tokens,
     step,
-    take_seat,
+    take_slot,
     tiny_model,
 )
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.interface.base import Executable
-from tilewright.compiler.targets.interface.step import Chunk, Part, Seat, Step, StepOutput
+from tilewright.compiler.targets.interface.step import (
+    PrefillChunk,
+    SamplerOutput,
+    Slot,
+    Step,
+    StepOutput,
+)
 
 SMALL: dict[str, Any] = {
     **{"num_layers": 1, "hidden_size": 16, "intermediate_size": 32},
@@ -67,7 +73,7 @@ class Kept:
         return StepOutput(tuple(map(kept, self._executable.step(step).parts)))
 
 
-def kept(part: Part) -> Part:
+def kept(part: SamplerOutput) -> SamplerOutput:
     if part.logits is None:
         return part
     logits = part.logits().clone()
@@ -89,11 +95,11 @@ def noise(got: Tensor, expected: Tensor) -> float:
 
 def in_pieces(executable: Executable, tokens: list[int], length: int) -> Tensor:
     """Logits of a prompt's last position and of each token after it."""
-    handle = take_seat(executable, len(tokens))
+    handle = take_slot(executable, len(tokens))
     logits = [step(executable, [(handle, tokens[:length], 0)])]
     for at in range(length, len(tokens)):
         logits.append(step(executable, [(handle, tokens[at : at + 1], at)]))
-    leave_seat(executable, handle)
+    leave_slot(executable, handle)
     return torch.cat(logits)
 
 
@@ -150,7 +156,7 @@ def test_a_prompt_over_a_page_in_chunks_of_odd_sizes() -> None:
     tokens = random_tokens(67)
     expected = prefill(compiled(model, precision=precision, max_context=80), tokens)[-3:]
     fast = on_cuda(model, precision, "fast", max_context=80)
-    handle = take_seat(fast, 67)
+    handle = take_slot(fast, 67)
     done, rows = 0, []
     for size in (3, 1, 48, 13, 1, 1):
         rows.append(step(fast, [(handle, tokens[done : done + size], done)]))
@@ -187,9 +193,9 @@ def fast() -> Executable:
     return fast_one("bfp8")
 
 
-def started(executable: Executable, lengths: tuple[int, ...]) -> list[Seat]:
+def started(executable: Executable, lengths: tuple[int, ...]) -> list[Slot]:
     """Sequences with prompts of these lengths, a prompt for a length."""
-    handles = [take_seat(executable, 40) for _ in lengths]
+    handles = [take_slot(executable, 40) for _ in lengths]
     for handle, length in zip(handles, lengths, strict=True):
         step(executable, [(handle, random_tokens(length, seed=length), 0)])
     return handles
@@ -205,7 +211,7 @@ def test_a_row_s_bits_do_not_depend_on_its_batch(fast: Executable) -> None:
         entries = [(handle, [tokens[i]], lengths[i]) for i, handle in enumerate(handles)]
         found = [step(fast, [entries[i] for i in order]) for order in orders]
         for handle in handles:
-            leave_seat(fast, handle)
+            leave_slot(fast, handle)
         return found
 
     alone = rows([(0,), (1,), (2,), (3,)])
@@ -247,9 +253,9 @@ def test_pages_of_freed_sequences_leave_no_trace(fast: Executable) -> None:
     expected = in_pieces(fast, tokens, 4)
     handles = started(fast, (5, 3, 4, 2))
     for handle in (handles[2], handles[0], handles[3]):
-        leave_seat(fast, handle)
+        leave_slot(fast, handle)
     assert torch.equal(in_pieces(fast, tokens, 4), expected)
-    leave_seat(fast, handles[1])
+    leave_slot(fast, handles[1])
     assert fast.memory().state == 0
 
 
@@ -258,17 +264,17 @@ def test_a_copy_has_the_bits_and_not_the_pages(fast: Executable) -> None:
     it.
     """
     (handle,) = started(fast, (9,))
-    copies = [copy_seat(fast, handle, 9) for _ in range(2)]
+    copies = [copy_slot(fast, handle, 9) for _ in range(2)]
     first = step(fast, [(handle, [3], 9)])
     other = step(fast, [(copies[0], [50], 9)])
     assert not torch.equal(first, other)
-    again = copy_seat(fast, handle, 9)  # shorter than what the original holds by now
+    again = copy_slot(fast, handle, 9)  # shorter than what the original holds by now
     assert torch.equal(step(fast, [(copies[1], [3], 9)]), first)
     assert torch.equal(step(fast, [(again, [50], 9)]), other)
     longer = step(fast, [(handle, [4], 10)])
     assert torch.equal(step(fast, [(copies[1], [4], 10)]), longer)
     for each in (handle, *copies, again):
-        leave_seat(fast, each)
+        leave_slot(fast, each)
 
 
 def test_a_copy_past_a_page_shares_it() -> None:
@@ -276,11 +282,11 @@ def test_a_copy_past_a_page_shares_it() -> None:
     executable = on_cuda(
         tiny_model(std=0.2, **SMALL), precision_of("bf16", kv_cache="bfp8"), "fast", max_context=80
     )
-    handle = take_seat(executable)
-    chunk = Chunk(handle, 0, tuple(random_tokens(66)))
+    handle = take_slot(executable)
+    chunk = PrefillChunk(handle, 0, tuple(random_tokens(66)))
     executable.step(Step(prompts=(chunk,)))
     held = executable.memory().state
-    copied = copy_seat(executable, handle, 66)
+    copied = copy_slot(executable, handle, 66)
     assert executable.memory().state == held * 3 // 2
     rows = [step(executable, [(each, [3], 66)]) for each in (handle, copied)]
     assert torch.equal(*rows)
@@ -288,8 +294,8 @@ def test_a_copy_past_a_page_shares_it() -> None:
 
 def test_an_empty_copy_is_a_fresh_sequence(fast: Executable) -> None:
     (handle,) = started(fast, (6,))
-    fresh = copy_seat(fast, handle, 0)
+    fresh = copy_slot(fast, handle, 0)
     tokens = random_tokens(6, seed=6)
     assert torch.equal(step(fast, [(fresh, tokens, 0)]), step(fast, [(handle, tokens, 0)]))
-    leave_seat(fast, handle)
-    leave_seat(fast, fresh)
+    leave_slot(fast, handle)
+    leave_slot(fast, fresh)

@@ -72,7 +72,7 @@ def test_the_pipeline_ends_with_the_fused_dialect() -> None:
 def test_what_an_executable_says_of_itself(model: SimpleNamespace) -> None:
     compiled = compile_model(model, BFP8, target="cuda", options=OPTIONS)
     found = compiled.executable.capabilities
-    assert (found.max_seats, found.max_context, found.max_prompts) == (2, 32, 1)
+    assert (found.max_num_seqs, found.max_context, found.max_prompts) == (2, 32, 1)
     assert (found.page_size, found.num_pages, found.num_snapshots) == (64, 2, 0)
     assert not found.has_sequence_state
     assert found.runs_ahead is torch.cuda.is_available()

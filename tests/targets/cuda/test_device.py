@@ -35,14 +35,14 @@ from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds, copy_bytes, kinds_for
 from tilewright.compiler.targets.cuda.weights.stream import load_weights
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.compiler.targets.program.instructions import Plan
+from tilewright.compiler.targets.program.instructions import KernelProgram
 from tilewright.errors import CompileError
 
 MODEL = tiny_model(max_positions=4096)
 OPTIONS = CompileOptions(max_batch=3, max_context=130)
 
 
-def plan_of(cache: str = "bf16") -> Plan:
+def plan_of(cache: str = "bf16") -> KernelProgram:
     precision = precision_of("bfp8", kv_cache=cache)
     return make_plan(lowered(MODEL, target="cuda", precision=precision)[0])
 
@@ -96,7 +96,7 @@ def no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "_WORKSPACE", 0)
 
 
-def needed(plan: Plan, options: CompileOptions) -> int:
+def needed(plan: KernelProgram, options: CompileOptions) -> int:
     return weight_bytes(plan) + state_bytes(plan, options) + work_bytes(plan, options)
 
 
@@ -273,7 +273,7 @@ def test_snapshots_take_what_is_left_and_leave_room_to_work(no_workspace: None) 
 def test_snapshots_take_half_of_what_whole_contexts_leave_and_an_eighth_at_least(
     contexts: float, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of memory for so many contexts, of which two are for the two seats."""
+    """Of memory for so many contexts, of which two are for the two slots."""
     monkeypatch.setattr(device_module, "_MAX_SNAPSHOTS", 10**6)
     model = tiny_model(model_type="qwen3_5", **ON_CUDA)
     plan = make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])

@@ -19,17 +19,24 @@ from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, BFP8_CACHE_NOIS
 from tests.tiny import (
     compiled,
     joined,
-    leave_seat,
+    leave_slot,
     precision_of,
     random_tokens,
     step,
-    take_seat,
+    take_slot,
     tiny_model,
 )
-from tilewright.compiler.sampling.choose import Row, choose_tokens
+from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
-from tilewright.compiler.targets.interface.step import END_TOKEN, GOES_ON, Chosen, Chunk, Seat, Step
+from tilewright.compiler.targets.interface.step import (
+    END_TOKEN,
+    GOES_ON,
+    Chosen,
+    PrefillChunk,
+    Slot,
+    Step,
+)
 from tilewright.runtime.engine import Engine
 
 BF16 = precision_of("bf16", kv_cache="bfp8")
@@ -49,29 +56,29 @@ ROWS = [
 ]
 
 
-def started(executable: Executable, rows: Sequence[SamplingParams]) -> tuple[Seat, ...]:
-    """A seat for each row, with a prompt of its own: of two tokens, three, and so on."""
-    seats = tuple(take_seat(executable, 40 + len(rows), row) for row in rows)
-    for length, seat in enumerate(seats, 2):
-        chunk = Chunk(seat, 0, tuple(random_tokens(length, seed=length)))
+def started(executable: Executable, rows: Sequence[SamplingParams]) -> tuple[Slot, ...]:
+    """A slot for each row, with a prompt of its own: of two tokens, three, and so on."""
+    slots = tuple(take_slot(executable, 40 + len(rows), row) for row in rows)
+    for length, slot in enumerate(slots, 2):
+        chunk = PrefillChunk(slot, 0, tuple(random_tokens(length, seed=length)))
         assert not executable.step(Step(prompts=(chunk,))).parts
-    return seats
+    return slots
 
 
-def first_step(seats: Sequence[Seat], *, want_logits: bool = False) -> Step:
-    """Each seat reads a token that is given."""
-    forced = dict(zip(seats, random_tokens(len(seats), seed=77), strict=True))
-    return Step(decode=tuple(seats), forced=forced, want_logits=want_logits)
+def first_step(slots: Sequence[Slot], *, want_logits: bool = False) -> Step:
+    """Each slot reads a token that is given."""
+    forced = dict(zip(slots, random_tokens(len(slots), seed=77), strict=True))
+    return Step(decode=tuple(slots), forced=forced, want_logits=want_logits)
 
 
-def release(executable: Executable, seats: Sequence[Seat]) -> None:
-    for seat in seats:
-        leave_seat(executable, seat)
+def release(executable: Executable, slots: Sequence[Slot]) -> None:
+    for slot in slots:
+        leave_slot(executable, slot)
 
 
 def expected_choice(logits: Tensor, rows: Sequence[SamplingParams]) -> list[int]:
     """Of the first step."""
-    given = [Row(row, length + 1) for length, row in enumerate(rows, 2)]
+    given = [SamplingRow(row, length + 1) for length, row in enumerate(rows, 2)]
     tokens, is_number = choose_tokens(logits, given)
     assert all(is_number)
     return tokens
@@ -84,20 +91,20 @@ def test_tokens_are_chosen_as_the_op_does(
     chosen, is_greedy = set(), all(row.is_greedy for row in rows)
     for shift in range(1 if is_greedy else 2):  # the same logits, other random numbers
         moved = [replace(row, seed=row.seed + shift) for row in rows]
-        seats = started(executable, moved)
-        output = executable.step(first_step(seats, want_logits=True))
+        slots = started(executable, moved)
+        output = executable.step(first_step(slots, want_logits=True))
         tokens = list(output.parts[0].read().tokens)
         assert tokens == expected_choice(joined(output), moved)
         chosen.add(tuple(tokens))
-        release(executable, seats)
+        release(executable, slots)
     assert is_greedy or len(chosen) > 1
 
 
 def test_end_tokens_finish_their_own_row_alone(executable: Executable) -> None:
     def read(rows: list[SamplingParams]) -> Chosen:
-        seats = started(executable, rows)
-        found = executable.step(first_step(seats)).parts[0].read()
-        release(executable, seats)
+        slots = started(executable, rows)
+        found = executable.step(first_step(slots)).parts[0].read()
+        release(executable, slots)
         return found
 
     endless = read([GREEDY] * 3)
@@ -112,20 +119,20 @@ def test_end_tokens_finish_their_own_row_alone(executable: Executable) -> None:
 
 
 def test_more_end_tokens_than_the_device_looks_for_end_a_sequence(executable: Executable) -> None:
-    """Nothing is captured anew for them; those of a seat that is taken later are its own."""
-    seats = started(executable, [GREEDY, GREEDY])
-    tokens = executable.step(first_step(seats)).parts[0].read().tokens
-    release(executable, seats)
+    """Nothing is captured anew for them; those of a slot that is taken later are its own."""
+    slots = started(executable, [GREEDY, GREEDY])
+    tokens = executable.step(first_step(slots)).parts[0].read().tokens
+    release(executable, slots)
     many = SamplingParams(stop_token_ids=(*range(100, 140), tokens[1]))
     for rows, why in (([many, many], [GOES_ON, END_TOKEN]), ([GREEDY] * 2, [GOES_ON] * 2)):
-        seats = started(executable, rows)
-        assert executable.step(first_step(seats)).parts[0].read() == Chosen(tokens, why)
-        release(executable, seats)
-    seats = started(executable, [many, many])
-    output = executable.step(replace(first_step(seats), masked=True))
-    executable.choose(output, allowed_of({seat: np.arange(61) == tokens[1] for seat in seats}))
+        slots = started(executable, rows)
+        assert executable.step(first_step(slots)).parts[0].read() == Chosen(tokens, why)
+        release(executable, slots)
+    slots = started(executable, [many, many])
+    output = executable.step(replace(first_step(slots), masked=True))
+    executable.choose(output, allowed_of({slot: np.arange(61) == tokens[1] for slot in slots}))
     assert output.parts[0].read() == Chosen([tokens[1]] * 2, [END_TOKEN] * 2)
-    release(executable, seats)
+    release(executable, slots)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 9])
@@ -133,22 +140,22 @@ def test_more_end_tokens_than_the_device_looks_for_end_a_sequence(executable: Ex
 def test_a_prompt_chooses_its_first_token(
     executable: Executable, num_tokens: int, row: SamplingParams
 ) -> None:
-    seat = take_seat(executable, 20, row)
-    chunk = Chunk(seat, 0, tuple(random_tokens(num_tokens)), chooses=True)
+    slot = take_slot(executable, 20, row)
+    chunk = PrefillChunk(slot, 0, tuple(random_tokens(num_tokens)), chooses=True)
     output = executable.step(Step(prompts=(chunk,), want_logits=True))
-    expected, _ = choose_tokens(joined(output), [Row(row, num_tokens)])
+    expected, _ = choose_tokens(joined(output), [SamplingRow(row, num_tokens)])
     assert output.parts[0].read() == Chosen(expected, [GOES_ON])
-    leave_seat(executable, seat)
+    leave_slot(executable, slot)
 
 
 def step_by_step(executable: Executable, rows: list[SamplingParams], count: int) -> list[list[int]]:
     """The tokens of so many steps, each told by the host what to read."""
-    seats = started(executable, rows)
-    given, found = first_step(seats), []
+    slots = started(executable, rows)
+    given, found = first_step(slots), []
     for _ in range(count):
         found.append(list(executable.step(given).parts[0].read().tokens))
-        given = Step(decode=seats, forced=dict(zip(seats, found[-1], strict=True)))
-    release(executable, seats)
+        given = Step(decode=slots, forced=dict(zip(slots, found[-1], strict=True)))
+    release(executable, slots)
     return found
 
 
@@ -159,29 +166,29 @@ def test_running_ahead_is_the_same_step_by_step(
     """Also where something else runs in between, and the rows have to be gathered again."""
     expected = step_by_step(executable, rows, 3)
     for interrupted in (-1, 1):
-        seats = started(executable, rows)
-        parts = [executable.step(first_step(seats)).parts[0]]
+        slots = started(executable, rows)
+        parts = [executable.step(first_step(slots)).parts[0]]
         for at in range(1, 3):
             if at == interrupted:
-                other = take_seat(executable, 8)
+                other = take_slot(executable, 8)
                 step(executable, [(other, [1, 2, 3], 0)])
                 step(executable, [(other, [4], 3)])
-                leave_seat(executable, other)
-            parts += executable.step(Step(decode=seats)).parts
+                leave_slot(executable, other)
+            parts += executable.step(Step(decode=slots)).parts
         assert [part.read().tokens for part in parts] == expected, interrupted
-        release(executable, seats)
+        release(executable, slots)
     assert len({tuple(tokens) for tokens in expected}) > 1
 
 
 def test_a_sequence_takes_the_pages_it_needs(executable: Executable) -> None:
     """Nothing is held before, and what is held is the pages' bytes: 64 positions each."""
     assert executable.memory().state == 0
-    handle = take_seat(executable, 3)
+    handle = take_slot(executable, 3)
     a_page = executable.memory().state
     # keys and values, 64 positions, 16 mantissas and an exponent of each head's block
     assert a_page == 2 * 64 * (16 + 1) == executable.state_bytes(1) == executable.state_bytes(64)
     assert executable.state_bytes(65) == 2 * a_page
-    leave_seat(executable, handle)
+    leave_slot(executable, handle)
     assert executable.memory().state == 0
 
 
@@ -229,7 +236,7 @@ def random_operations(twins: Twins, count: int, *, longest: int, seed: int) -> d
             method = method if ids else "prefill"
         if method == "prefill":
             ids = [chance.choice(live) if live and chance.random() < 0.3 else number]
-            if ids[0] not in live and len(live) == capabilities.max_seats:
+            if ids[0] not in live and len(live) == capabilities.max_num_seqs:
                 method, ids = "remove", [chance.choice(live)]
         elif method == "remove":
             ids = chance.sample([*live, -1], 1)

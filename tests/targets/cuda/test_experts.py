@@ -14,7 +14,7 @@ from tests.tiny import FakeCheckpoint, lowered, precision_of
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe, take
-from tilewright.compiler.mesh import Run
+from tilewright.compiler.mesh import IndexRange
 from tilewright.compiler.targets.cuda.memory_budget import weight_bytes
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.weights import experts
@@ -26,7 +26,7 @@ from tilewright.compiler.targets.cuda.weights.stream import (
     read_weights,
     write_weights,
 )
-from tilewright.compiler.targets.program.instructions import ExpertLinear, ExpertSum
+from tilewright.compiler.targets.program.instructions import ExpertLinearOp, ExpertSum
 from tilewright.distributed.parallel import Parallel
 from tilewright.errors import CheckpointError
 
@@ -53,7 +53,7 @@ def test_values_are_the_format_s_and_come_back_from_files(
     back = read_weights(plan, tmp_path, CPU, silent)
     count = 0
     for each in plan.instructions:
-        if not isinstance(each, ExpertLinear | ExpertSum):
+        if not isinstance(each, ExpertLinearOp | ExpertSum):
             continue
         held, again = (source.held(product_of(each)) for source in (weights, back))
         assert torch.equal(held.data, again.data) and held.num_experts == again.num_experts == 6
@@ -135,8 +135,8 @@ def test_a_rank_s_experts_are_held_alike_however_many_are_converted_together(
         module=SimpleNamespace(sources=dict, constants=lambda most: {}),
     ), None, Parallel(tensor=2))  # fmt: skip
     whole = WeightRecipe((Segment("w", 10 * rows),), (5, 2 * rows, 64), kind)
-    halves = (Run(rows // 2, rows // 2), Run(rows + rows // 2, rows // 2))
-    part = take(whole, {1: halves} if paired else {2: (Run(32, 32),)})
+    halves = (IndexRange(rows // 2, rows // 2), IndexRange(rows + rows // 2, rows // 2))
+    part = take(whole, {1: halves} if paired else {2: (IndexRange(32, 32),)})
     found = []
     for together in (1, 2 * 2 * rows * 64, 1 << 24):
         monkeypatch.setattr(experts, "_TOGETHER", together)

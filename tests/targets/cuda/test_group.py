@@ -19,15 +19,21 @@ from tests.tiny import precision_of, random_tokens
 from tilewright.compiler.driver import lower_model, resolve_precision, weight_source
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.collectives.gathered import GatheredExchange
-from tilewright.compiler.targets.cuda.collectives.group import Group
+from tilewright.compiler.targets.cuda.collectives.group import RankGroup
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
 from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.target import CudaTarget
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.compiled import silent
-from tilewright.compiler.targets.interface.step import Chunk, Open, Pages, Seat, Step
-from tilewright.compiler.targets.program.instructions import AllReduce, Place
+from tilewright.compiler.targets.interface.step import (
+    AssignPages,
+    OpenSlot,
+    PrefillChunk,
+    Slot,
+    Step,
+)
+from tilewright.compiler.targets.program.instructions import AllReduceOp, BufferView
 from tilewright.distributed.parallel import ALONE, Parallel
 from tilewright.errors import CompileError
 
@@ -54,15 +60,15 @@ def rank_of(model: SimpleNamespace, parallel: Parallel, rank: int, **how: Any) -
 
 
 def steps_of(choosing: Sequence[SamplingParams], *, masked: bool) -> list[Step]:
-    seats = tuple(Seat(i) for i in range(len(choosing)))
-    edits: list[Any] = [Open(seat, each) for seat, each in zip(seats, choosing, strict=True)]
-    edits += [Pages(seat, 0, (int(seat),)) for seat in seats]
+    slots = tuple(Slot(i) for i in range(len(choosing)))
+    edits: list[Any] = [OpenSlot(slot, each) for slot, each in zip(slots, choosing, strict=True)]
+    edits += [AssignPages(slot, 0, (int(slot),)) for slot in slots]
     chunks = tuple(
-        Chunk(seat, 0, tuple(prompt), chooses=True)
-        for seat, prompt in zip(seats, PROMPTS, strict=False)
+        PrefillChunk(slot, 0, tuple(prompt), chooses=True)
+        for slot, prompt in zip(slots, PROMPTS, strict=False)
     )
-    decode = Step(decode=seats)
-    last = Step(decode=seats, masked=True) if masked else Step(decode=seats, want_logits=True)
+    decode = Step(decode=slots)
+    last = Step(decode=slots, masked=True) if masked else Step(decode=slots, want_logits=True)
     return [Step(prompts=chunks, edits=tuple(edits)), decode, decode, last, decode]
 
 
@@ -114,7 +120,7 @@ class Two:
         self.exchanges = [ThreadExchange(self.meeting, rank) for rank in range(2)]
         self.ranks = [rank_of(model, parallel, rank, **how) for rank in range(2)]
         for each, exchange in zip(self.ranks, self.exchanges, strict=True):
-            each.unite(Group(exchange, each.dealt))  # type: ignore[arg-type]
+            each.unite(RankGroup(exchange, each.dealt))  # type: ignore[arg-type]
 
     def check(self, steps: list[Step], most: float = 1e-4) -> None:
         """Both give the same tokens, and logits but for ``most``; and ranks as many exchanges."""
@@ -168,7 +174,7 @@ def test_what_a_library_gathers_has_the_bits_of_peers(
     for rank, each in enumerate(two.ranks):
         library = Library(two.meeting, rank)
         exchange = GatheredExchange(library, part_bytes=1 << 14, device=each.device)
-        each.unite(Group(exchange, each.dealt))
+        each.unite(RankGroup(exchange, each.dealt))
     for one, other in zip(answers(), expected, strict=True):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
     for each, group in zip(two.ranks, groups, strict=True):
@@ -200,19 +206,19 @@ def riding_steps(*, masked: bool) -> list[Step]:
     """Two sequences decode, one of which draws, while prompts of two others come in pieces; then
     all four decode.
     """
-    a, b, c, d = seats = tuple(Seat(n) for n in range(4))
+    a, b, c, d = slots = tuple(Slot(n) for n in range(4))
     rows = (GREEDY, DRAWN, DRAWN, GREEDY)
-    edits: list[Any] = [Open(seat, each) for seat, each in zip(seats, rows, strict=True)]
-    edits += [Pages(seat, 0, (int(seat),)) for seat in seats]
+    edits: list[Any] = [OpenSlot(slot, each) for slot, each in zip(slots, rows, strict=True)]
+    edits += [AssignPages(slot, 0, (int(slot),)) for slot in slots]
     first, last = (tuple(each) for each in PROMPTS)
-    begun = Chunk(a, 0, first, chooses=True), Chunk(b, 0, last, chooses=True)
-    halves = (Chunk(c, 0, last[:4]), Chunk(d, 0, first[:2]))
-    ends = Chunk(c, 4, last[4:], chooses=True), Chunk(d, 2, first[2:], chooses=True)
+    begun = PrefillChunk(a, 0, first, chooses=True), PrefillChunk(b, 0, last, chooses=True)
+    halves = (PrefillChunk(c, 0, last[:4]), PrefillChunk(d, 0, first[:2]))
+    ends = PrefillChunk(c, 4, last[4:], chooses=True), PrefillChunk(d, 2, first[2:], chooses=True)
     return [
         Step(prompts=begun, edits=tuple(edits)),
         Step(decode=(a, b), prompts=halves, want_logits=True),
         Step(decode=(a, b), prompts=ends, want_logits=not masked, masked=masked),
-        Step(decode=seats, want_logits=True),
+        Step(decode=slots, want_logits=True),
     ]
 
 
@@ -225,7 +231,7 @@ def test_rows_ride_along_on_two_ranks_as_on_one(
     set_sharing(monkeypatch)
     rode, run_joined = list[int](), Joined.run
 
-    def spied(self: Joined, chunks: Any, step: Step, riding: tuple[Seat, ...] = ()) -> Any:
+    def spied(self: Joined, chunks: Any, step: Step, riding: tuple[Slot, ...] = ()) -> Any:
         rode.append(len(riding))
         return run_joined(self, chunks, step, riding)
 
@@ -255,7 +261,7 @@ def test_prompts_send_bf16_where_nothing_speaks_against_it(
     exchange = SimpleNamespace(all_reduce=lambda out, x, wire: sent.append(wire))
     rank._steps.group = SimpleNamespace(exchange=exchange)  # type: ignore[assignment]
     buffers: Any = SimpleNamespace(view=lambda place: place)
-    each = AllReduce(Place(0, 8), Place(1, 8), "fp32")
+    each = AllReduceOp(BufferView(0, 8), BufferView(1, 8), "fp32")
     for keeps_wire in (True, False):
         rank._steps._reduce(each, buffers, keeps_wire=keeps_wire)
     assert sent == ["fp32", prompt]

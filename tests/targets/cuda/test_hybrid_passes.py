@@ -26,7 +26,7 @@ from tests.tiny import (
     lowered,
     precision_of,
     random_tokens,
-    take_seat,
+    take_slot,
     tiny_model,
 )
 from tilewright.compiler.targets.cuda import memory_budget as device
@@ -38,7 +38,7 @@ from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
 from tilewright.compiler.targets.cuda.steps.overlap import Beside
 from tilewright.compiler.targets.cuda.weights.copies import copy_bytes, kinds_for
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.compiler.targets.interface.step import Chunk, Snapshot, Step
+from tilewright.compiler.targets.interface.step import PrefillChunk, Snapshot, Step
 from tilewright.distributed.parallel import Parallel
 from tilewright.models.config import DeltaShape
 
@@ -212,30 +212,30 @@ def several_beside(
     """Pieces of prompts whose beginnings have run before, beside rows that decode known tokens,
     twice in other orders; then all of them decode. The logits, and what was kept.
     """
-    rows = tuple(take_seat(executable, 32) for _ in range(num_rows))
-    for index, seat in enumerate(rows):
+    rows = tuple(take_slot(executable, 32) for _ in range(num_rows))
+    for index, slot in enumerate(rows):
         tokens = tuple(random_tokens(9 + index % 7, seed=index))
-        executable.step(Step(prompts=(Chunk(seat, 0, tokens),)))
+        executable.step(Step(prompts=(PrefillChunk(slot, 0, tokens),)))
     logits, kept = [], []
     for order in (pieces, pieces[::-1]):
-        seats, chunks = [], []
+        slots, chunks = [], []
         for index, (start, end, places) in enumerate(order):
-            seats.append(take_seat(executable, end + 1))
+            slots.append(take_slot(executable, end + 1))
             tokens = tuple(random_tokens(end, seed=end))
             if start:
-                executable.step(Step(prompts=(Chunk(seats[-1], 0, tokens[:start]),)))
+                executable.step(Step(prompts=(PrefillChunk(slots[-1], 0, tokens[:start]),)))
             saves = tuple((at, Snapshot(10 * index + n)) for n, at in enumerate(places))
-            chunks.append(Chunk(seats[-1], start, tokens[start:], chooses=True, saves=saves))
-        forced = {seat: 1 + seat % 50 for seat in rows}
+            chunks.append(PrefillChunk(slots[-1], start, tokens[start:], chooses=True, saves=saves))
+        forced = {slot: 1 + slot % 50 for slot in rows}
         step = Step(decode=rows, prompts=tuple(chunks), forced=forced, want_logits=True)
         output = executable.step(step)
         assert output.is_mixed == bool(executable.capabilities.passes)
-        forced |= dict.fromkeys(seats, 2)
-        after = executable.step(Step(decode=(*rows, *seats), forced=forced, want_logits=True))
+        forced |= dict.fromkeys(slots, 2)
+        after = executable.step(Step(decode=(*rows, *slots), forced=forced, want_logits=True))
         logits += [joined(output), joined(after)]
         held = sorted(executable._state._snapshots.items())
         kept += [state.clone() for _, (_, states) in held for state in states]
-        release(executable, tuple(seats))
+        release(executable, tuple(slots))
     release(executable, rows)
     return torch.cat(logits), kept
 

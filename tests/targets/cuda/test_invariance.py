@@ -48,7 +48,7 @@ def test_rows_are_promised_where_all_of_it_is_there(
     assert promised(STRICT) == "rows"
     assert promised(replace(STRICT, is_strict=False)) == "none"
     assert promised(replace(STRICT, compute="exact")) == "none"
-    assert promised(replace(STRICT, max_batch=4096)) == "rows", "of any number of seats"
+    assert promised(replace(STRICT, max_batch=4096)) == "rows", "of any number of slots"
     assert promised(CompileOptions(max_batch=256, strict_rows=16)) == "rows", "of small steps"
     with monkeypatch.context() as patched:
         patched.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
@@ -114,16 +114,16 @@ def test_steps_select_strict_kernels_by_the_number_of_open_sequences(
 
 @pytest.mark.parametrize("precision", ["bf16", "all-bfp8", "performance"])
 @pytest.mark.parametrize(
-    "seats",
+    "slots",
     [
         *(pytest.param(each, marks=pytest.mark.gpu(memory_gb=14)) for each in ("16", "24")),
         *(pytest.param(each, marks=pytest.mark.gpu(memory_gb=56)) for each in ("256", "256/16")),
     ],
 )
 def test_a_request_s_bits_do_not_depend_on_its_cuts_or_its_company(
-    precision: str, seats: str
+    precision: str, slots: str
 ) -> None:
-    run("strict_steps", "llama-3.2-1b", precision, seats)
+    run("strict_steps", "llama-3.2-1b", precision, slots)
 
 
 @pytest.mark.gpu(memory_gb=14)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.targets.cuda.kernels.test_native import swiglu_of
 from tests.targets.cuda.lofi_bounds import check_sums
-from tests.tiny import compiled, lowered, precision_of, step, take_seat, tiny_model
+from tests.tiny import compiled, lowered, precision_of, step, take_slot, tiny_model
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.targets.contract.record import EMULATED, HONOURED
@@ -25,7 +25,12 @@ from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps.cublas import codes_product, scaled_product
 from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT, Products
 from tilewright.compiler.targets.cuda.weights import copies as copies_module
-from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Copies, Kinds, copy_bytes
+from tilewright.compiler.targets.cuda.weights.copies import (
+    NO_COPIES,
+    DequantizedCopies,
+    Kinds,
+    copy_bytes,
+)
 from tilewright.compiler.targets.cuda.weights.e4m3 import CODES, exact_rows, round_rows, values
 from tilewright.compiler.targets.cuda.weights.packing import unpack
 from tilewright.compiler.targets.cuda.weights.stream import (
@@ -35,7 +40,7 @@ from tilewright.compiler.targets.cuda.weights.stream import (
     vector_of,
 )
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.compiler.targets.program.instructions import Linear, Plan
+from tilewright.compiler.targets.program.instructions import KernelProgram, LinearOp
 from tilewright.compiler.targets.table import get_target
 
 HERE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -43,18 +48,22 @@ SIZES: dict[str, Any] = {"num_layers": 1, "hidden_size": 64, "num_heads": 2, "nu
 BOTH, CODES_ALONE, VALUES = Kinds(values=True, codes=True), Kinds(codes=True), Kinds(values=True)
 
 
-def made(name: str, fidelity: str, kinds: Kinds) -> tuple[Plan, Weights, Copies]:
+def made(
+    name: str, fidelity: str, kinds: Kinds
+) -> tuple[KernelProgram, Weights, DequantizedCopies]:
     model = tiny_model(**SIZES, std=0.2)
     graph_module, _ = lowered(model, target="cuda", precision=precision_of(name, fidelity))
     plan = make_plan(graph_module)
     weights = load_weights(plan, weight_source(model), HERE, lambda what, done, total: None)
-    return plan, weights, Copies(plan, weights, kinds)
+    return plan, weights, DequantizedCopies(plan, weights, kinds)
 
 
-def products_of(plan: Plan, weights: Weights, kinds: Kinds, *, strict: bool = False) -> Products:
+def products_of(
+    plan: KernelProgram, weights: Weights, kinds: Kinds, *, strict: bool = False
+) -> Products:
     return Products(
         plan, weights, HERE, max_rows=256, gpu=ADA, arithmetic=STRICT if strict else FAST,
-        copies=Copies(plan, weights, kinds),
+        copies=DequantizedCopies(plan, weights, kinds),
     )  # fmt: skip
 
 
@@ -192,7 +201,7 @@ def test_a_weight_that_is_not_exact_keeps_its_path(monkeypatch: pytest.MonkeyPat
     plan, _, copies = made("bfp4", "lofi", CODES_ALONE)
     assert copies.num_inexact == copies.num_lofi > 0 == copies.num_bytes
     assert f"0 of {copies.num_lofi} lofi weights, exact in e4m3" in copies.said()[0]
-    each = next(one for one in plan.instructions if isinstance(one, Linear))
+    each = next(one for one in plan.instructions if isinstance(one, LinearOp))
     assert copies.codes_for(each, 128, decodes=True) is None
 
 
@@ -205,7 +214,7 @@ def test_products_of_many_rows_have_the_bits_of_rounded_operands(
     plan, weights, copies = made("bfp4", "lofi", CODES_ALONE)
     products = products_of(plan, weights, CODES_ALONE)
     count = 0
-    for each in (one for one in plan.instructions if isinstance(one, Linear)):
+    for each in (one for one in plan.instructions if isinstance(one, LinearOp)):
         columns, rows = each.weight.shape[1], each.weight.shape[0]
         x = torch.randn(num_rows, columns, device=HERE)
         x = x if each.norm is not None else x.bfloat16()
@@ -236,7 +245,7 @@ def test_copies_of_values_are_the_librarys(
     rows: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, weights, copies = made("bfp8", "hifi2", VALUES)
-    each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
+    each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
     products = products_of(plan, weights, VALUES)
     assert copies.values_of(each) is not None
     assert (products._bound(each, True).aligned.at(rows) == CUBLAS) == expected
@@ -253,7 +262,7 @@ def test_copies_of_values_are_the_librarys(
 def test_strict_prompts_have_the_librarys_bits_with_copies_and_without(rows: int) -> None:
     """Values lie as they are dequantised, however few rows there are."""
     plan, weights, _ = made("bfp8", "hifi2", VALUES)
-    each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
+    each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
     room = max(rows, LEAST_STRICT)
     x = torch.randn(room, each.weight.shape[1], device=HERE).bfloat16()[:rows]
     found = []
@@ -298,7 +307,7 @@ def test_a_program_holds_and_counts_its_copies(monkeypatch: pytest.MonkeyPatch) 
         precision = precision_of("bfp4", "lofi")
         executable = compiled(model, "cuda", precision=precision, copies=how, **asked)
         prompt = [(7 * index) % 50 for index in range(70)]
-        found.append(step(executable, [(take_seat(executable, 80), prompt, 0)]))
+        found.append(step(executable, [(take_slot(executable, 80), prompt, 0)]))
         made_of.append(executable)
     memory = [each.memory() for each in made_of]
     assert [each.copies for each in memory] == [0, copies.num_bytes, 0]

@@ -14,7 +14,7 @@ from tests.targets.cuda.test_executable import release
 from tests.targets.cuda.test_ragged import chunk
 from tests.targets.cuda.test_steps_mixers import BF16, model_of
 from tests.targets.test_scheduled import alone, request
-from tests.tiny import compiled, joined, lowered, random_tokens, take_seat, tiny_model
+from tests.tiny import compiled, joined, lowered, random_tokens, take_slot, tiny_model
 from tilewright.compiler.targets.cuda import memory_budget
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
 from tilewright.compiler.targets.cuda.memory_budget import marks_each, num_marks, work_bytes
@@ -22,16 +22,16 @@ from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.state.ragged import join, one
 from tilewright.compiler.targets.cuda.state.snapshot_positions import MOST_MARKS, cut, marks_of
 from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
-from tilewright.compiler.targets.cuda.state.token_batch import Rows
+from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.compiler.targets.interface.step import Chunk, Load, Seat, Snapshot, Step
+from tilewright.compiler.targets.interface.step import LoadState, PrefillChunk, Slot, Snapshot, Step
 from tilewright.models.config import DeltaShape
 from tilewright.runtime.loop import EngineLoop
 
 CPU = torch.device("cpu")
 
 
-def saving(start: int, count: int, *places: int) -> Chunk:
+def saving(start: int, count: int, *places: int) -> PrefillChunk:
     saves = tuple((at, Snapshot(n)) for n, at in enumerate(places))
     return chunk(3, start, count, saves=saves)
 
@@ -49,7 +49,7 @@ def saving(start: int, count: int, *places: int) -> Chunk:
     ],
 )
 def test_a_piece_is_cut_only_where_its_kernels_cannot_keep_the_state(
-    piece: Chunk, most: int, expected: list[tuple[int, int, int]]
+    piece: PrefillChunk, most: int, expected: list[tuple[int, int, int]]
 ) -> None:
     found = cut(piece, most)
     assert [(each.start, each.end, len(each.saves)) for each in found] == expected
@@ -63,11 +63,11 @@ def test_the_first_token_behind_a_mark_says_where_the_state_goes() -> None:
     """Of each of several pieces, wherever they lie; two snapshots of a position are one mark."""
     other = chunk(1, 64, 130, saves=((192, Snapshot(7)), (192, Snapshot(8))))
     marks = marks_of((saving(0, 65, 64, 65), other), 6)
-    assert marks == {(Seat(3), 64): 6, (Seat(1), 192): 7}
+    assert marks == {(Slot(3), 64): 6, (Slot(1), 192): 7}
     rows = join((saving(0, 65, 64), other), CPU, marks=marks).rows
     assert rows.keeps is not None
     assert {at: kept for at, kept in enumerate(rows.keeps.tolist()) if kept >= 0} == {64: 6, 256: 7}
-    alone, _ = one(other, CPU, {(Seat(1), 192): Seat(7)})
+    alone, _ = one(other, CPU, {(Slot(1), 192): Slot(7)})
     assert alone.keeps is not None
     found = alone.keeps.tolist()
     assert [at for at, kept in enumerate(found) if kept >= 0] == [128] and found[128] == 7
@@ -99,36 +99,36 @@ def taken(
     executable: CudaExecutable, count: int, places: tuple[int, ...], rows: int = 0
 ) -> tuple[list[Tensor], Tensor, list[int]]:
     """A prompt with snapshots at its ``places``, beside some rows that decode; then it goes on from
-    each of them in another seat, which has been further. What the snapshots hold, the logits, the
+    each of them in another slot, which has been further. What the snapshots hold, the logits, the
     tokens of each pass.
     """
     passes: list[int] = []
     run = executable._steps._prefill
 
-    def watched(given: Rows, *rest: Any) -> Tensor | None:
+    def watched(given: TokenBatch, *rest: Any) -> Tensor | None:
         passes.append(int((given.positions >= 0).sum()))
         return run(given, *rest)
 
-    seats = tuple(take_seat(executable, count + 8) for _ in range(rows + 2))
-    for seat in seats[2:]:
-        executable.step(Step(prompts=(Chunk(seat, 0, tuple(random_tokens(9, seed=seat))),)))
-    forced = {seat: 1 + seat for seat in seats[2:]}
+    slots = tuple(take_slot(executable, count + 8) for _ in range(rows + 2))
+    for slot in slots[2:]:
+        executable.step(Step(prompts=(PrefillChunk(slot, 0, tuple(random_tokens(9, seed=slot))),)))
+    forced = {slot: 1 + slot for slot in slots[2:]}
     tokens = tuple(random_tokens(count, seed=1))
     saves = tuple((at, Snapshot(n)) for n, at in enumerate(places))
-    piece = Chunk(seats[0], 0, tokens, chooses=True, saves=saves)
+    piece = PrefillChunk(slots[0], 0, tokens, chooses=True, saves=saves)
     with pytest.MonkeyPatch.context() as patch:
         if executable.device.type == "cpu":
             patch.setattr(executable._steps, "_prefill", watched)
-        step = Step(decode=seats[2:], prompts=(piece,), forced=forced, want_logits=True)
+        step = Step(decode=slots[2:], prompts=(piece,), forced=forced, want_logits=True)
         output = executable.step(step)
     logits = [joined(output)]
-    executable.step(Step(prompts=(Chunk(seats[1], 0, tokens),)))
+    executable.step(Step(prompts=(PrefillChunk(slots[1], 0, tokens),)))
     kept = [each.clone() for n in range(len(places)) for each in snapshots(executable)[n]]
     for n, at in enumerate(places):
-        executable.step(Step(edits=(Load(seats[1], Snapshot(n)),)))
-        rest = Chunk(seats[1], at, (*tokens, 7)[at:], chooses=True)
+        executable.step(Step(edits=(LoadState(slots[1], Snapshot(n)),)))
+        rest = PrefillChunk(slots[1], at, (*tokens, 7)[at:], chooses=True)
         logits.append(joined(executable.step(Step(prompts=(rest,), want_logits=True))))
-    release(executable, seats)
+    release(executable, slots)
     return kept, torch.cat(logits), passes
 
 

@@ -12,12 +12,12 @@ import torch
 from tests.masks import allowed_of
 from tests.targets.cuda.test_executable import release
 from tests.targets.cuda.test_ragged import PROMPTS, check_alike, made
-from tests.tiny import take_seat
-from tilewright.compiler.sampling.choose import Row, choose_tokens
+from tests.tiny import take_slot
+from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.kernels.sampling.mask_logits import forbid
 from tilewright.compiler.targets.interface.base import Executable
-from tilewright.compiler.targets.interface.step import Chunk, Part, Seat, Step
+from tilewright.compiler.targets.interface.step import PrefillChunk, SamplerOutput, Slot, Step
 from tilewright.compiler.targets.interface.token_masks import Allowed
 
 BY_DEVICE = [
@@ -29,12 +29,12 @@ BY_DEVICE = [
 BY_HOST = [*BY_DEVICE[:3], SamplingParams(frequency_penalty=0.5)]
 
 
-def steps_of(a: Seat, b: Seat, c: Seat, d: Seat) -> list[dict[str, Any]]:
+def steps_of(a: Slot, b: Slot, c: Slot, d: Slot) -> list[dict[str, Any]]:
     """Prompts together, rows alone, rows beside one piece and beside an end, beside two, alone."""
-    whole = [Chunk(seat, 0, prompt, chooses=True) for seat, prompt in zip((a, b), PROMPTS)]  # noqa: B905
-    first = Chunk(c, 0, PROMPTS[2][:4])
-    last = Chunk(c, 4, PROMPTS[2][4:], chooses=True)
-    other = Chunk(d, 0, PROMPTS[3], chooses=True)
+    whole = [PrefillChunk(slot, 0, prompt, chooses=True) for slot, prompt in zip((a, b), PROMPTS)]  # noqa: B905
+    first = PrefillChunk(c, 0, PROMPTS[2][:4])
+    last = PrefillChunk(c, 4, PROMPTS[2][4:], chooses=True)
+    other = PrefillChunk(d, 0, PROMPTS[3], chooses=True)
     return [
         {"prompts": tuple(whole)},
         {"decode": (a, b)},
@@ -49,62 +49,62 @@ def steps_of(a: Seat, b: Seat, c: Seat, d: Seat) -> list[dict[str, Any]]:
 def run(
     executable: Executable,
     rows: Sequence[SamplingParams],
-    told: Sequence[Mapping[Seat, int]] | None,
-) -> tuple[list[dict[Seat, int]], list[torch.Tensor], list[bool]]:
+    told: Sequence[Mapping[Slot, int]] | None,
+) -> tuple[list[dict[Slot, int]], list[torch.Tensor], list[bool]]:
     """What was chosen in each step, the logits, and which steps were mixed. Masked, and beside the
     definition, or with the tokens of another run ``told``.
     """
     rng = np.random.default_rng(17)
-    seats = tuple(take_seat(executable, 24, row) for row in rows)
-    by_seat = dict(zip(seats, rows, strict=True))
-    lengths, outputs = dict.fromkeys(seats, 0), {seat: list[int]() for seat in seats}
-    found: list[dict[Seat, int]] = []
+    slots = tuple(take_slot(executable, 24, row) for row in rows)
+    by_slot = dict(zip(slots, rows, strict=True))
+    lengths, outputs = dict.fromkeys(slots, 0), {slot: list[int]() for slot in slots}
+    found: list[dict[Slot, int]] = []
     logits, mixed = [], []
-    for number, given in enumerate(steps_of(*seats)):
+    for number, given in enumerate(steps_of(*slots)):
         decode = given.get("decode", ())
-        forced = {} if told is None else {seat: outputs[seat][-1] for seat in decode}
+        forced = {} if told is None else {slot: outputs[slot][-1] for slot in decode}
         is_masked = told is None and number != 5  # one chooses at once what was chosen late before
         output = executable.step(Step(**given, forced=forced, masked=is_masked, want_logits=True))
-        for seat in decode:
-            lengths[seat] += 1
+        for slot in decode:
+            lengths[slot] += 1
         for chunk in given.get("prompts", ()):
-            lengths[chunk.seat] = chunk.end
+            lengths[chunk.slot] = chunk.end
         masks = {
-            seat: rng.random(executable.vocab_size) < 0.2 for seat in seats if rng.random() < 0.6
+            slot: rng.random(executable.vocab_size) < 0.2 for slot in slots if rng.random() < 0.6
         }
         if is_masked:
             executable.choose(output, allowed_of(masks))
-        now: dict[Seat, int] = {}
+        now: dict[Slot, int] = {}
         for part in output.parts:
-            now |= zip(part.seats, part.read().tokens, strict=True)
+            now |= zip(part.slots, part.read().tokens, strict=True)
             assert part.logits is not None
             logits.append(part.logits())
             if told is None:
                 own = masks if is_masked else {}
-                check_part(executable, part, by_seat, lengths, outputs, own)
+                check_part(executable, part, by_slot, lengths, outputs, own)
         found.append(now)
-        for seat, token in (now if told is None else told[number]).items():
-            outputs[seat].append(token)
+        for slot, token in (now if told is None else told[number]).items():
+            outputs[slot].append(token)
         mixed.append(output.is_mixed)
-    release(executable, seats)
+    release(executable, slots)
     return found, logits, mixed
 
 
 def check_part(
     executable: Executable,
-    part: Part,
-    by_seat: Mapping[Seat, SamplingParams],
-    lengths: Mapping[Seat, int],
-    outputs: Mapping[Seat, Sequence[int]],
-    masks: Mapping[Seat, np.ndarray],
+    part: SamplerOutput,
+    by_slot: Mapping[Slot, SamplingParams],
+    lengths: Mapping[Slot, int],
+    outputs: Mapping[Slot, Sequence[int]],
+    masks: Mapping[Slot, np.ndarray],
 ) -> None:
     assert part.logits is not None
     rows = []
-    for seat in part.seats:
-        counts = {token: list(outputs[seat]).count(token) for token in outputs[seat]}
-        rows.append(Row(by_seat[seat], lengths[seat], counts=counts))
+    for slot in part.slots:
+        counts = {token: list(outputs[slot]).count(token) for token in outputs[slot]}
+        rows.append(SamplingRow(by_slot[slot], lengths[slot], counts=counts))
     width = executable.num_choosable
-    allowed = [m[:width] if (m := masks.get(seat)) is not None else None for seat in part.seats]
+    allowed = [m[:width] if (m := masks.get(slot)) is not None else None for slot in part.slots]
     expected, _ = choose_tokens(part.logits()[:, :width], rows, allowed)
     assert list(part.read().tokens) == expected
 
@@ -128,16 +128,16 @@ def test_masked_steps_choose_as_the_definition_does(
 def test_a_masked_step_leaves_no_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is there stays in its rows, so that the next step sends nothing of them."""
     executable: Any = made("llama", monkeypatch)
-    seats = tuple(take_seat(executable, 12) for _ in range(2))
-    chunks = [Chunk(seat, 0, PROMPTS[0], chooses=True) for seat in seats]
+    slots = tuple(take_slot(executable, 12) for _ in range(2))
+    chunks = [PrefillChunk(slot, 0, PROMPTS[0], chooses=True) for slot in slots]
     for chunk in chunks:
         executable.step(Step(prompts=(chunk,)))
-    seated = []
+    running = []
     for _ in range(3):
-        output = executable.step(Step(decode=seats, masked=True))
+        output = executable.step(Step(decode=slots, masked=True))
         executable.choose(output, Allowed())
-        seated.append(executable._seated)
-    assert seated[0] is not None and seated[0] is seated[1] is seated[2]
+        running.append(executable._captured_slots)
+    assert running[0] is not None and running[0] is running[1] is running[2]
 
 
 @pytest.mark.parametrize("width", [1, 31, 32, 33, 64, 95, 4097])
@@ -145,13 +145,13 @@ def test_bits_forbid_what_they_say(width: int, device: torch.device) -> None:
     """In the rows that have a mask and up to the width; the rest is not touched."""
     rng = np.random.default_rng(width)
     logits = torch.from_numpy(rng.normal(size=(4, width + 3)).astype(np.float32))
-    masks = {Seat(row): rng.random(width) < 0.5 for row in (3, 1)}
+    masks = {Slot(row): rng.random(width) < 0.5 for row in (3, 1)}
     allowed = allowed_of(masks)
     given = logits.clone().to(device)
     words = torch.from_numpy(allowed.words.view(np.int32)).to(device)
-    forbid(given, torch.tensor(allowed.seats, device=device), words, width=width)
+    forbid(given, torch.tensor(allowed.slots, device=device), words, width=width)
     for row, mask in masks.items():
         logits[row, :width][torch.from_numpy(~mask)] = float("-inf")
         flags = allowed.flags(row, width)
         assert flags is not None and np.array_equal(flags, mask)
-    assert torch.equal(given.cpu(), logits) and allowed.flags(Seat(0), width) is None
+    assert torch.equal(given.cpu(), logits) and allowed.flags(Slot(0), width) is None

@@ -29,10 +29,10 @@ from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
 from tilewright.compiler.targets.cuda.steps import matmul
 from tilewright.compiler.targets.cuda.steps.matmul import Products
-from tilewright.compiler.targets.cuda.weights.copies import Copies, Copy
+from tilewright.compiler.targets.cuda.weights.copies import DequantizedCopies, DequantizedCopy
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 from tilewright.compiler.targets.cuda.weights.stream import product_of
-from tilewright.compiler.targets.program.instructions import Linear, Place
+from tilewright.compiler.targets.program.instructions import BufferView, LinearOp
 
 META = torch.device("meta")
 SHAPES = {
@@ -118,7 +118,7 @@ def _shown(how: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    if not isinstance(value, native_wide.Way):
+    if not isinstance(value, native_wide.BlockTileConfig):
         return str(value)
     size = f"{value.eights}x{value.groups}/{value.resident}/{value.joined}"
     return size + " whole" * value.is_whole
@@ -126,20 +126,20 @@ def _short(value: Any) -> str:
 
 def matmul_of(
     kind: str, rows: int, columns: int, epilogue: str, *, copies: str, **how: Any
-) -> tuple[Products, Linear]:
+) -> tuple[Products, LinearOp]:
     recipe = WeightRecipe((Segment("w", rows),), (rows, columns), kind)
-    each = Linear(
-        "w", Place(1, rows), Place(0, columns), recipe, residual=epilogue == "residual",
+    each = LinearOp(
+        "w", BufferView(1, rows), BufferView(0, columns), recipe, residual=epilogue == "residual",
         swiglu=epilogue == "swiglu", compute=Compute("lofi", "lofi"),
     )  # fmt: skip
     held = HeldWeight(kind, rows, columns, torch.empty(1, device=META), each.swiglu)
     data = torch.empty(held.data_shape, dtype=held.data_type, device=META)
     held = HeldWeight(kind, rows, columns, data, each.swiglu)
     weights: Any = SimpleNamespace(weight_of=lambda each: held, bias_of=lambda each: None)
-    made = Copies.__new__(Copies)
+    made = DequantizedCopies.__new__(DequantizedCopies)
     values = torch.empty(rows, columns, device=META, dtype=torch.bfloat16)
     scales = torch.empty(rows, 1, device=META) if copies == "codes" else None
-    made._copies = {product_of(each): Copy(values, scales)} if copies else {}
+    made._copies = {product_of(each): DequantizedCopy(values, scales)} if copies else {}
     plan: Any = SimpleNamespace(products=[each], instructions=[each])
     given: dict[str, Any] = {"max_rows": 256, "gpu": HOPPER, "arithmetic": FAST, **how}
     if given["arithmetic"] == STRICT:
@@ -147,7 +147,7 @@ def matmul_of(
     return Products(plan, weights, META, copies=made, **given), each
 
 
-def run(products: Products, each: Linear, count: int, *, decodes: bool) -> None:
+def run(products: Products, each: LinearOp, count: int, *, decodes: bool) -> None:
     rows, columns = each.weight.shape
     width = rows // 2 if each.swiglu else rows
     kind = torch.bfloat16 if each.swiglu else torch.float32

@@ -14,43 +14,43 @@ from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.program.instructions import (
     OPERAND,
     RESIDUAL,
-    Attend,
+    AttentionOp,
     Convolve,
-    DeltaRule,
-    Embed,
-    ExpertLinear,
+    DeltaRuleOp,
+    EmbedOp,
+    ExpertLinearOp,
     ExpertSum,
-    Gather,
-    Linear,
-    Norm,
+    GatherOp,
+    KernelProgram,
+    LinearOp,
     NormHeads,
-    Plan,
-    Route,
+    NormOp,
     SigmoidGate,
-    SwiGLU,
+    SwiGLUOp,
+    TopKRouteOp,
 )
 from tilewright.errors import CompileError
 from tilewright.models.config import DeltaShape
 
-EXPERTS = [Norm, Linear, Route, ExpertLinear]
-SHARED = [Linear, Linear, ExpertSum]
-DELTA = [Linear, Linear, DeltaRule, Linear]
-FULL = [Linear, NormHeads, Attend, SigmoidGate, Linear]
+EXPERTS = [NormOp, LinearOp, TopKRouteOp, ExpertLinearOp]
+SHARED = [LinearOp, LinearOp, ExpertSum]
+DELTA = [LinearOp, LinearOp, DeltaRuleOp, LinearOp]
+FULL = [LinearOp, NormHeads, AttentionOp, SigmoidGate, LinearOp]
 
 
-def plan_of(model: object, layers: str = "") -> Plan:
+def plan_of(model: object, layers: str = "") -> KernelProgram:
     precision = precision_of("bfp8", layers=layers)
     return make_plan(lowered(model, target="cuda", precision=precision)[0])  # type: ignore[arg-type]
 
 
-def kinds(plan: Plan) -> list[type]:
+def kinds(plan: KernelProgram) -> list[type]:
     return [type(each) for each in plan.instructions]
 
 
 def test_a_layer_of_experts() -> None:
     plan = plan_of(test_qwen3_moe.make())
-    layer = [Linear, NormHeads, Attend, Linear, *EXPERTS, ExpertSum]
-    assert kinds(plan) == [Embed, *layer * 2, Gather, Linear]
+    layer = [LinearOp, NormHeads, AttentionOp, LinearOp, *EXPERTS, ExpertSum]
+    assert kinds(plan) == [EmbedOp, *layer * 2, GatherOp, LinearOp]
     total = plan.instructions[9]
     assert isinstance(total, ExpertSum) and total.residual and total.shared is None
     assert plan.buffers[total.out.buffer].role == RESIDUAL
@@ -59,7 +59,7 @@ def test_a_layer_of_experts() -> None:
 def test_layers_of_a_hybrid() -> None:
     plan = plan_of(test_qwen3_5_moe.make())
     block = [*EXPERTS, *SHARED]
-    assert kinds(plan) == [Embed, *[*DELTA, *block] * 3, *FULL, *block, Gather, Linear]
+    assert kinds(plan) == [EmbedOp, *[*DELTA, *block] * 3, *FULL, *block, GatherOp, LinearOp]
     names = [state.name.removeprefix("model.layers.") for state in plan.sequence_states]
     ends = ("linear_attn.conv1d.window", "linear_attn.memory")
     assert names == [f"{layer}.{end}" for layer in range(3) for end in ends]
@@ -69,11 +69,16 @@ def test_layers_of_a_hybrid() -> None:
 def test_where_gate_and_up_differ_they_are_products_of_their_own() -> None:
     layers = "*.experts.up_proj: {experts_ff1_3: bfp4}"
     plan = plan_of(test_qwen3_moe.make(), layers)
-    (start,) = [i for i, each in enumerate(plan.instructions) if isinstance(each, Route)][:1]
-    assert kinds(plan)[start + 1 : start + 5] == [ExpertLinear, ExpertLinear, SwiGLU, ExpertSum]
+    (start,) = [i for i, each in enumerate(plan.instructions) if isinstance(each, TopKRouteOp)][:1]
+    assert kinds(plan)[start + 1 : start + 5] == [
+        ExpertLinearOp,
+        ExpertLinearOp,
+        SwiGLUOp,
+        ExpertSum,
+    ]
     gate, up, swiglu, total = plan.instructions[start + 1 : start + 5]
-    assert isinstance(swiglu, SwiGLU) and isinstance(total, ExpertSum)
-    assert isinstance(gate, ExpertLinear) and isinstance(up, ExpertLinear)
+    assert isinstance(swiglu, SwiGLUOp) and isinstance(total, ExpertSum)
+    assert isinstance(gate, ExpertLinearOp) and isinstance(up, ExpertLinearOp)
     assert (swiglu.gate, swiglu.up, swiglu.out) == (gate.out, up.out, total.x)
     assert plan.buffers[total.x.buffer].role == OPERAND and total.x.width == 2 * 24
 
@@ -82,7 +87,7 @@ def test_attention_reads_columns_of_a_wider_product() -> None:
     """With norms of its heads they go to a place of their own; both are then free."""
     plan = plan_of(test_qwen3_5_moe.make())
     (norm,) = (each for each in plan.instructions if isinstance(each, NormHeads))
-    (attend,) = (each for each in plan.instructions if isinstance(each, Attend))
+    (attend,) = (each for each in plan.instructions if isinstance(each, AttentionOp))
     (gate,) = (each for each in plan.instructions if isinstance(each, SigmoidGate))
     assert (norm.qkv.first, norm.qkv.width, norm.qkv.stride) == (0, 128, 192)
     assert (norm.out.width, norm.out.stride) == (128, 0) and attend.qkv == norm.out
@@ -94,7 +99,7 @@ def test_attention_reads_columns_of_a_wider_product() -> None:
     given = ops.RopeAttentionArguments.of(call.args)
     call.args = given._replace(q_norm=None, k_norm=None, norm_eps=0.0).given()
     bare = make_plan(graph_module)
-    (attend,) = (each for each in bare.instructions if isinstance(each, Attend))
+    (attend,) = (each for each in bare.instructions if isinstance(each, AttentionOp))
     assert (attend.qkv.first, attend.qkv.width, attend.qkv.stride) == (0, 128, 192)
 
 
@@ -103,14 +108,16 @@ def test_a_delta_rule_has_its_convolution() -> None:
     layers = "*.linear_attn.in_proj_z: {delta_in: bf16}"  # its format is not that of q, k and v
     for count, given in ((3, layers), (2, "")):
         plan = plan_of(test_qwen3_5_moe.make(), given)
-        (start, *_) = (i for i, each in enumerate(plan.instructions) if isinstance(each, DeltaRule))
+        (start, *_) = (
+            i for i, each in enumerate(plan.instructions) if isinstance(each, DeltaRuleOp)
+        )
         rule, before = plan.instructions[start], plan.instructions[start - count : start]
-        assert [type(each) for each in before] == [Linear] * count
-        assert isinstance(rule, DeltaRule) and rule.convolve is not None
+        assert [type(each) for each in before] == [LinearOp] * count
+        assert isinstance(rule, DeltaRuleOp) and rule.convolve is not None
         convolve = rule.convolve
         assert rule.qkv == convolve.out and convolve.state.name.endswith("conv1d.window")
         read = [convolve.x, rule.a, rule.b, rule.z]
-        written = [each.out for each in before if isinstance(each, Linear)]
+        written = [each.out for each in before if isinstance(each, LinearOp)]
         assert {each.buffer for each in read} == {each.buffer for each in written}
         assert len({each.buffer for each in written}) == count
         assert convolve.out.buffer not in {each.buffer for each in written}
@@ -124,18 +131,18 @@ def test_a_convolution_that_something_else_reads_is_an_instruction() -> None:
     _, other, *_ = find_calls(graph, ops.delta_rule_norm_step)
     other.replace_input_with(other.args[0], convolution)  # type: ignore[arg-type]
     plan = make_plan(graph_module)
-    rules = [each for each in plan.instructions if isinstance(each, DeltaRule)]
+    rules = [each for each in plan.instructions if isinstance(each, DeltaRuleOp)]
     convolves = [each for each in plan.instructions if isinstance(each, Convolve)]
     assert [each.convolve is None for each in rules] == [True, True, False]
     assert len(convolves) == 2 and rules[0].qkv == rules[1].qkv == convolves[0].out
     first = kinds(plan).index(Convolve)
-    assert kinds(plan)[first + 1] is DeltaRule
+    assert kinds(plan)[first + 1] is DeltaRuleOp
     names = [state.name for state in plan.sequence_states]
     assert len(names) == len(set(names)) == 6
 
 
 def test_buffers_do_not_grow_with_the_layers() -> None:
-    def plan(num_layers: int) -> Plan:
+    def plan(num_layers: int) -> KernelProgram:
         changes = {"num_layers": num_layers, "linear_layers": (True, False) * (num_layers // 2)}
         return plan_of(tiny_model(model_type="qwen3_5_moe", **{**SIZES, **changes}))
 

@@ -18,7 +18,7 @@ from tests.tiny import (
     lowered,
     precision_of,
     random_tokens,
-    take_seat,
+    take_slot,
     tiny_model,
 )
 from tilewright.compiler.sampling.params import SamplingParams
@@ -29,16 +29,18 @@ from tilewright.compiler.targets.cuda.plan import far_of, make_plan
 from tilewright.compiler.targets.cuda.state.ragged import can_join, join, one, split
 from tilewright.compiler.targets.cuda.steps.overlap import Beside
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions, Executable
-from tilewright.compiler.targets.interface.step import Chunk, Seat, Snapshot, Step
-from tilewright.compiler.targets.program.instructions import Attend
+from tilewright.compiler.targets.interface.step import PrefillChunk, Slot, Snapshot, Step
+from tilewright.compiler.targets.program.instructions import AttentionOp
 from tilewright.distributed.parallel import Parallel
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "num_kv_heads": 1}
 
 
-def chunk(seat: int, start: int, count: int, **changes: Any) -> Chunk:
-    return Chunk(Seat(seat), start, tuple(range(1, count + 1)), **{"chooses": True, **changes})
+def chunk(slot: int, start: int, count: int, **changes: Any) -> PrefillChunk:
+    return PrefillChunk(
+        Slot(slot), start, tuple(range(1, count + 1)), **{"chooses": True, **changes}
+    )
 
 
 def test_each_piece_begins_a_block_that_is_its_own() -> None:
@@ -51,7 +53,7 @@ def test_each_piece_begins_a_block_that_is_its_own() -> None:
     assert rows.positions[[0, 64, 65, 127, 128, 130, 131, 192]].tolist() == (
         [0, 64, -1, -1, 128, 130, -1, 9]
     )
-    assert rows.slots.view(4, 64).tolist() == [[seat] * 64 for seat in (4, 4, 2, 7)]
+    assert rows.slots.view(4, 64).tolist() == [[slot] * 64 for slot in (4, 4, 2, 7)]
     assert rows.tokens[[0, 64, 65, 128, 255]].tolist() == [1, 65, 0, 1, 64]
     assert join([chunk(0, 0, 600), chunk(1, 0, 500)], CPU).starts.tolist() == [0, 640, 1152]
 
@@ -69,7 +71,7 @@ def test_a_piece_alone_has_no_padding() -> None:
 def test_what_wants_more_than_a_choice_runs_alone() -> None:
     plain, behind = chunk(0, 0, 3), chunk(1, 0, 3, saves=((3, Snapshot(0)),))
     within, echoing = chunk(2, 0, 3, saves=((2, Snapshot(0)),)), chunk(3, 0, 3, echoes=True)
-    others = chunk(4, 0, 3, also=(Seat(5),))
+    others = chunk(4, 0, 3, also=(Slot(5),))
     found = [can_join(each) for each in (plain, behind, within, echoing, others)]
     assert found == [True, True, False, False, False]
     assert can_join(chunk(2, 0, 99, saves=((64, Snapshot(0)),)), marks=1)
@@ -82,7 +84,7 @@ def test_what_wants_more_than_a_choice_runs_alone() -> None:
 
 def test_batches_have_no_more_rows_than_the_largest_pass() -> None:
     """Whole blocks count; a piece that is longer by itself runs alone, and may not be joined."""
-    chunks = [chunk(seat, 0, count) for seat, count in enumerate((64, 65, 1, 192, 193, 3))]
+    chunks = [chunk(slot, 0, count) for slot, count in enumerate((64, 65, 1, 192, 193, 3))]
     found = split(chunks, 8, most_rows=192)
     assert found == ([chunks[:2], chunks[2:3], chunks[3:4], chunks[5:]], [chunks[4]])
     assert split(chunks[:3], 8, most_rows=256)[0] == [chunks[:3]]
@@ -91,16 +93,16 @@ def test_batches_have_no_more_rows_than_the_largest_pass() -> None:
 
 def test_rows_that_ride_along_lie_behind_the_pieces_and_want_logits_first() -> None:
     chunks = [chunk(4, 0, 65), chunk(2, 128, 3, chooses=False)]
-    seats = tuple(Seat(number) for number in range(5, 22))
-    found = join(chunks, CPU, seats=seats, positions=range(100, 117))
+    slots = tuple(Slot(number) for number in range(5, 22))
+    found = join(chunks, CPU, slots=slots, positions=range(100, 117))
     assert found.riding == slice(192, 209) and found.starts.tolist() == [0, 128, 192]
     assert found.last.tolist() == [*range(192, 209), 64]
     rows = found.rows
     assert len(rows.tokens) == 224, "whole pieces of memory"
     assert rows.positions[192:].tolist() == [*range(100, 117), *[-1] * 15]
-    assert rows.slots[192:209].tolist() == [*seats]
+    assert rows.slots[192:209].tolist() == [*slots]
     found.take_tokens(torch.arange(30) * 10)
-    assert rows.tokens[192:209].tolist() == [10 * seat for seat in seats]
+    assert rows.tokens[192:209].tolist() == [10 * slot for slot in slots]
     assert rows.tokens[:65].tolist() == [*range(1, 66)], "the pieces keep theirs"
 
 
@@ -132,20 +134,20 @@ def test_prompts_together_are_those_of_each_alone(
     sizes = ((0, 5), (4, 3), (0, 2))
     for is_together in (True, False):
         rows = [SamplingParams(), SamplingParams(temperature=1.0, seed=3), SamplingParams()]
-        seats = tuple(take_seat(executable, 12, row) for row in rows)
+        slots = tuple(take_slot(executable, 12, row) for row in rows)
         prompts = [tuple(random_tokens(8, seed=index)) for index in range(3)]
-        executable.step(Step(prompts=(Chunk(seats[1], 0, prompts[1][:4]),)))
+        executable.step(Step(prompts=(PrefillChunk(slots[1], 0, prompts[1][:4]),)))
         chunks = tuple(
-            Chunk(seat, start, prompt[start : start + count], chooses=True)
-            for seat, prompt, (start, count) in zip(seats, prompts, sizes, strict=True)
+            PrefillChunk(slot, start, prompt[start : start + count], chooses=True)
+            for slot, prompt, (start, count) in zip(slots, prompts, sizes, strict=True)
         )
         steps = [chunks] if is_together else [(each,) for each in chunks]
         outputs = [executable.step(Step(prompts=each, want_logits=True)) for each in steps]
         tokens = [token for each in outputs for part in each.parts for token in part.read().tokens]
-        after = executable.step(Step(decode=seats, want_logits=True))
+        after = executable.step(Step(decode=slots, want_logits=True))
         logits = torch.cat([*(joined(each) for each in outputs), joined(after)])
         found.append((tokens, logits, after.parts[0].read().tokens))
-        release(executable, seats)
+        release(executable, slots)
     assert found[0][0] == found[1][0] and found[0][2] == found[1][2]
     torch.testing.assert_close(found[0][1], found[1][1], rtol=2e-2, atol=2e-2)
 
@@ -161,36 +163,36 @@ ROWS = [
 
 def served(executable: Executable, how: dict[str, Any] | None = None) -> tuple[list[Any], Any]:
     """Two sequences decode while prompts of two others come in pieces; then all four decode. What
-    was chosen, seat by seat, and the logits; and which steps were mixed.
+    was chosen, slot by slot, and the logits; and which steps were mixed.
     """
-    seats = tuple(take_seat(executable, 20, row) for row in ROWS)
-    first = tuple(Chunk(seats[n], 0, PROMPTS[n], chooses=True) for n in (0, 1))
+    slots = tuple(take_slot(executable, 20, row) for row in ROWS)
+    first = tuple(PrefillChunk(slots[n], 0, PROMPTS[n], chooses=True) for n in (0, 1))
     late = [(2, 0, 4), (3, 0, 6)], [(2, 4, 10), (3, 6, 9)], [(3, 9, 10)]
-    steps = [Step(prompts=first, want_logits=True), Step(decode=seats[:2], want_logits=True)]
+    steps = [Step(prompts=first, want_logits=True), Step(decode=slots[:2], want_logits=True)]
     for pieces in late:
         chunks = tuple(
-            Chunk(seats[n], start, PROMPTS[n][start:end], chooses=end == 10)
+            PrefillChunk(slots[n], start, PROMPTS[n][start:end], chooses=end == 10)
             for n, start, end in pieces
         )
-        decode = seats[:3] if pieces == late[2] else seats[:2]
-        forced = {seats[0]: 7} if pieces == late[0] else {}
+        decode = slots[:3] if pieces == late[2] else slots[:2]
+        forced = {slots[0]: 7} if pieces == late[0] else {}
         given = Step(decode=decode, prompts=chunks, forced=forced, want_logits=True)
         steps.append(replace(given, **(how or {})))
-    steps += [Step(decode=seats, want_logits=True)] * 2
+    steps += [Step(decode=slots, want_logits=True)] * 2
     found, mixed = [], []
     for step in steps:
         output = executable.step(step)
         mixed.append(output.is_mixed)
         parts = [
-            (seat, token, row)
+            (slot, token, row)
             for part in output.parts
-            for seat, token, row in zip(
-                part.seats, part.read().tokens, part.logits() if part.logits else (), strict=True
+            for slot, token, row in zip(
+                part.slots, part.read().tokens, part.logits() if part.logits else (), strict=True
             )
         ]
-        found.append(sorted((seat, token) for seat, token, _ in parts))
+        found.append(sorted((slot, token) for slot, token, _ in parts))
         found.append(torch.stack([row for *_, row in sorted(parts, key=lambda each: each[0])]))
-    release(executable, seats)
+    release(executable, slots)
     return found, mixed
 
 
@@ -226,11 +228,14 @@ def test_rows_ride_along_only_where_all_pieces_may_end_in_a_captured_pass(
     monkeypatch.setattr(device, "passes_for", lambda *_, **__: ((3, (64, 128)),))
     monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
     executable = made("llama", monkeypatch)
-    a, b, c, d = (take_seat(executable, 12) for _ in range(4))
-    for seat in (a, b):
-        executable.step(Step(prompts=(Chunk(seat, 0, PROMPTS[0], chooses=True),)))
-    one = (Chunk(c, 0, PROMPTS[2][:4]),)
-    both = (Chunk(c, 4, PROMPTS[2][4:], chooses=True), Chunk(d, 0, PROMPTS[3], chooses=True))
+    a, b, c, d = (take_slot(executable, 12) for _ in range(4))
+    for slot in (a, b):
+        executable.step(Step(prompts=(PrefillChunk(slot, 0, PROMPTS[0], chooses=True),)))
+    one = (PrefillChunk(c, 0, PROMPTS[2][:4]),)
+    both = (
+        PrefillChunk(c, 4, PROMPTS[2][4:], chooses=True),
+        PrefillChunk(d, 0, PROMPTS[3], chooses=True),
+    )
     found = [executable.step(Step(decode=(a, b), prompts=each)) for each in (one, both)]
     limits = replace(executable.capabilities, most_shared=64, passes=((3, (64,)),))
     monkeypatch.setattr(executable, "capabilities", limits)
@@ -238,21 +243,21 @@ def test_rows_ride_along_only_where_all_pieces_may_end_in_a_captured_pass(
         step = Step(decode=(a, b), prompts=(chunk(c, 0, count),))
         assert executable._rides(step) == rides, "what is longer than any pass runs apart"
     assert [each.is_mixed for each in found] == [True, False]
-    assert [part.seats for part in found[1].parts] == [(a, b), (c, d)]
+    assert [part.slots for part in found[1].parts] == [(a, b), (c, d)]
 
 
 def test_a_step_whose_tokens_are_chosen_late_is_of_two_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     executable = made("llama", monkeypatch)
-    seat, other = (take_seat(executable, 12) for _ in range(2))
-    executable.step(Step(prompts=(Chunk(seat, 0, PROMPTS[0], chooses=True),)))
-    both = {"decode": (seat,), "prompts": (Chunk(other, 0, PROMPTS[1], chooses=True),)}
+    slot, other = (take_slot(executable, 12) for _ in range(2))
+    executable.step(Step(prompts=(PrefillChunk(slot, 0, PROMPTS[0], chooses=True),)))
+    both = {"decode": (slot,), "prompts": (PrefillChunk(other, 0, PROMPTS[1], chooses=True),)}
     asked = executable.step(Step(**both, logprobs=1))
-    assert not asked.is_mixed and [part.seats for part in asked.parts] == [(seat,), (other,)]
+    assert not asked.is_mixed and [part.slots for part in asked.parts] == [(slot,), (other,)]
     release(executable, (other,))
-    other = take_seat(executable, 12)
-    both["prompts"] = (Chunk(other, 0, PROMPTS[1], chooses=True, echoes=True),)
+    other = take_slot(executable, 12)
+    both["prompts"] = (PrefillChunk(other, 0, PROMPTS[1], chooses=True, echoes=True),)
     echoed = executable.step(Step(**both, logprobs=1))
     assert not echoed.is_mixed, "an echo runs alone"
 
@@ -285,7 +290,7 @@ def test_a_context_counts_by_the_work_it_makes() -> None:
     """Of 8B, about 8,000 positions make a token's attention as long as its products."""
     plan = make_plan(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
     products = sum(rows * columns for rows, columns in (p.weight.shape for p in plan.products[:-1]))
-    attends = [each for each in plan.instructions if isinstance(each, Attend)]
+    attends = [each for each in plan.instructions if isinstance(each, AttentionOp)]
     width = attends[0].num_heads * attends[0].state.shape[-1]
     assert far_of(plan) == int(0.28 * products / (2 * width * len(attends)))
 
@@ -297,19 +302,19 @@ def logits_beside(
     logits of all of these steps.
     """
     found: list[torch.Tensor] = []
-    rows = tuple(take_seat(executable, context + 4) for _ in range(num_rows))
+    rows = tuple(take_slot(executable, context + 4) for _ in range(num_rows))
     others = {
-        take_seat(executable, count): tuple(random_tokens(count, seed=n))
+        take_slot(executable, count): tuple(random_tokens(count, seed=n))
         for n in range(num_prompts)
     }
-    for index, seat in enumerate(rows):
+    for index, slot in enumerate(rows):
         tokens = tuple(random_tokens(context - index % 7, seed=index))
-        executable.step(Step(prompts=(Chunk(seat, 0, tokens),)))
-    forced = {seat: 1 + seat % 50 for seat in rows}
+        executable.step(Step(prompts=(PrefillChunk(slot, 0, tokens),)))
+    forced = {slot: 1 + slot % 50 for slot in rows}
     for start, end in ((0, 0), (0, 64), (64, count), (0, 0)):
         chunks = tuple(
-            Chunk(seat, start, tokens[start:end], chooses=end == count)
-            for seat, tokens in others.items()
+            PrefillChunk(slot, start, tokens[start:end], chooses=end == count)
+            for slot, tokens in others.items()
             if end
         )
         output = executable.step(Step(decode=rows, prompts=chunks, forced=forced, want_logits=True))

@@ -12,7 +12,7 @@ from tests.targets.test_scheduled import alone, request
 from tests.tiny import compiled, random_tokens, tiny_model
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.scheduling.request_state import Policy
+from tilewright.runtime.scheduling.request_state import SchedulerConfig
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def test_one_that_lost_its_pages_goes_on_where_it_was(
     both = [request(random_tokens(60, seed=seed), seed=seed, wanted=8) for seed in (5, 6)]
     answers = [alone(executable, each) for each in both]
     executable.capabilities = replace(executable.capabilities, num_pages=3)
-    loop = EngineLoop(executable, policy=Policy(host_bytes=host_bytes, reuses=False))
+    loop = EngineLoop(executable, policy=SchedulerConfig(host_bytes=host_bytes, reuses=False))
     loop.generate(both)
     assert [each.num_preemptions > 0 for each in both] == [False, True]
     assert [each.output for each in both] == answers

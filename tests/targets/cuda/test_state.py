@@ -1,4 +1,4 @@
-"""What seats hold on the device: tables of pages, state of their own, snapshots, host copies."""
+"""What slots hold on the device: tables of pages, state of their own, snapshots, host copies."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
 from tilewright.compiler.targets.cuda.state import tables as state_module
 from tilewright.compiler.targets.cuda.state.tables import PagedState, sequence_bytes
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.compiler.targets.interface.step import HostPlace, Pages, Seat, Snapshot
+from tilewright.compiler.targets.interface.step import AssignPages, HostPlace, Slot, Snapshot
 
-A, B, C = Seat(0), Seat(1), Seat(2)
+A, B, C = Slot(0), Slot(1), Slot(2)
 KV = StateSpec("kv", PER_TOKEN, (2, 1, 16), "bf16")
 BLOCKS = StateSpec("blocks", PER_TOKEN, (2, 1, 16), "bfp8")
 OWN = (
@@ -26,7 +26,7 @@ def make(own: tuple[StateSpec, ...] = OWN, kv: tuple[StateSpec, ...] = (KV,)) ->
     return PagedState(kv, options, torch.device("cpu"), num_pages=6, sequence_specs=own)
 
 
-def deal(state: PagedState, *edits: Pages) -> None:
+def deal(state: PagedState, *edits: AssignPages) -> None:
     for edit in edits:
         state.note(edit)
     state.deal(edits)
@@ -48,9 +48,9 @@ def test_bytes() -> None:
     assert sequence_bytes(OWN) == own == sum(each[0].nbytes for each in state.sequences.values())
     assert state.num_bytes(65) == 2 * PAGE_BYTES + own
     assert state.num_bytes_held() == 0
-    deal(state, Pages(A, 0, (5,)), Pages(B, 0, (0, 1)))
+    deal(state, AssignPages(A, 0, (5,)), AssignPages(B, 0, (0, 1)))
     assert state.num_bytes_held() == 3 * PAGE_BYTES + 2 * own
-    deal(state, Pages(C, 0, (0, 2)))  # a page that is shared
+    deal(state, AssignPages(C, 0, (0, 2)))  # a page that is shared
     assert state.num_bytes_held() == 4 * PAGE_BYTES + 3 * own
     state.save(A, Snapshot(3), 10)
     state.save(B, Snapshot(3), 12)
@@ -66,13 +66,19 @@ def test_bytes() -> None:
 def test_tables_are_what_was_dealt_last() -> None:
     """Two edits of one place in one go count in their order."""
     state = make()
-    deal(state, Pages(B, 0, (4,)), Pages(A, 0, (1, 2)), Pages(B, 1, (3,)), Pages(A, 0, (2, 5)))
+    deal(
+        state,
+        AssignPages(B, 0, (4,)),
+        AssignPages(A, 0, (1, 2)),
+        AssignPages(B, 1, (3,)),
+        AssignPages(A, 0, (2, 5)),
+    )
     assert state.tables.tolist() == [[2, 5], [4, 3], [0, 0]]
-    deal(state, Pages(A, 1, (0,)))
+    deal(state, AssignPages(A, 1, (0,)))
     assert state.tables.tolist() == [[2, 0], [4, 3], [0, 0]]
     deal(state)
-    deal(state, Pages(C, 0, ()))
-    deal(state, Pages(C, 0, ()), Pages(A, 2, ()))
+    deal(state, AssignPages(C, 0, ()))
+    deal(state, AssignPages(C, 0, ()), AssignPages(A, 2, ()))
     assert state.tables.tolist() == [[2, 0], [4, 3], [0, 0]]
 
 
@@ -80,21 +86,21 @@ def test_the_pages_of_one_edit_are_copied_into_their_place(monkeypatch: pytest.M
     """Nothing else is done for them: a prompt waits for each thing that is queued before it."""
     state = make()
     monkeypatch.delattr(state_module, "send")
-    deal(state, Pages(B, 0, (4, 5)))
-    deal(state, Pages(C, 0, (3,)))
-    deal(state, Pages(B, 1, (1,)))
+    deal(state, AssignPages(B, 0, (4, 5)))
+    deal(state, AssignPages(C, 0, (3,)))
+    deal(state, AssignPages(B, 1, (1,)))
     assert state.tables.tolist() == [[0, 0], [4, 1], [3, 0]]
 
 
 @pytest.mark.parametrize(("first", "ids"), [(1, (0,)), (0, (0, 1, 2))])
 def test_a_gap_and_too_many_pages_are_our_own_mistakes(first: int, ids: tuple[int, ...]) -> None:
-    with pytest.raises(AssertionError, match="seat 2 has"):
-        make().note(Pages(C, first, ids))
+    with pytest.raises(AssertionError, match="slot 2 has"):
+        make().note(AssignPages(C, first, ids))
 
 
 def test_a_copy_has_all_of_it_and_goes_its_own_way() -> None:
     state = make(kv=(KV, BLOCKS))
-    deal(state, Pages(A, 0, (3, 1)), Pages(B, 0, (3, 5)))
+    deal(state, AssignPages(A, 0, (3, 1)), AssignPages(B, 0, (3, 5)))
     scribble(state)
     before = [pool.clone() for pool in state._pools()]
     state.copy(A, B, 70)
@@ -108,7 +114,7 @@ def test_a_copy_has_all_of_it_and_goes_its_own_way() -> None:
 
 def test_whole_pages_are_not_copied() -> None:
     state = make()
-    deal(state, Pages(A, 0, (3,)), Pages(B, 0, (3,)))
+    deal(state, AssignPages(A, 0, (3,)), AssignPages(B, 0, (3,)))
     scribble(state)
     before = state.pages["kv"].values.clone()
     state.copy(A, B, 64)
@@ -128,15 +134,15 @@ def test_a_snapshot_is_what_was_there_then() -> None:
 
 
 def test_what_went_to_the_host_comes_back_into_other_pages() -> None:
-    """Of the positions there are, and no more: the rest of the seat's pages stay as they are."""
+    """Of the positions there are, and no more: the rest of the slot's pages stay as they are."""
     state = make(kv=(KV, BLOCKS))
-    deal(state, Pages(A, 0, (4, 2)))
+    deal(state, AssignPages(A, 0, (4, 2)))
     scribble(state)
     pools = [pool[4].clone() for pool in state._pools()]
     own = [each[A].clone() for each in state.sequences.values()]
     state.put_out(A, HostPlace(1), 64)
     state.clear(A)
-    deal(state, Pages(C, 0, (0, 3)))
+    deal(state, AssignPages(C, 0, (0, 3)))
     scribble(state)
     others = [pool[3].clone() for pool in state._pools()]
     state.take_back(HostPlace(1), C, 64)

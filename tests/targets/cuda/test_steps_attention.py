@@ -22,11 +22,11 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
 )
 from tilewright.compiler.targets.cuda.kernels.matmul.dense import FEW_TOKENS
 from tilewright.compiler.targets.cuda.state.pages import allocate_pages
-from tilewright.compiler.targets.cuda.steps.attention import Attention
-from tilewright.compiler.targets.program.instructions import Attend, Place
+from tilewright.compiler.targets.cuda.steps.attention import AttentionRunner
+from tilewright.compiler.targets.program.instructions import AttentionOp, BufferView
 
-LAYER = Attend(
-    Place(0, 4), Place(1, 4), StateSpec("cache", PER_TOKEN, (2, 2, 64), "bf16"),
+LAYER = AttentionOp(
+    BufferView(0, 4), BufferView(1, 4), StateSpec("cache", PER_TOKEN, (2, 2, 64), "bf16"),
     WeightRecipe((Segment("inv_freq", 8),), (8,), "fp32"), num_heads=2, scale=1.0, window=0,
     interleaved=False,
 )  # fmt: skip
@@ -46,7 +46,7 @@ def attention_over(
     weights: Any = SimpleNamespace(constant=lambda recipe: None)
     plan: Any = SimpleNamespace(instructions=[LAYER])
     how: dict[str, Any] = {"gpu": HOPPER, "arithmetic": STRICT if strict else FAST}
-    return Attention(plan, weights, state, max_rows=64, **how)
+    return AttentionRunner(plan, weights, state, max_rows=64, **how)
 
 
 def attend(attention: Any, num_rows: int, reach: int | None = None) -> Any:
@@ -108,5 +108,5 @@ def test_a_gpu_of_another_capability_attends_in_triton() -> None:
     state: Any = SimpleNamespace(pages=pages, tables=tables)
     plan: Any = SimpleNamespace(instructions=[LAYER])
     weights: Any = SimpleNamespace(constant=lambda recipe: None)
-    other: Any = Attention(plan, weights, state, gpu=ADA, arithmetic=FAST, max_rows=64)
+    other: Any = AttentionRunner(plan, weights, state, gpu=ADA, arithmetic=FAST, max_rows=64)
     assert not other._bound[id(LAYER)].splits and other.why_not_native == MADE_FOR

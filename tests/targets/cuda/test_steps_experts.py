@@ -13,14 +13,14 @@ from tests.models.test_qwen3_5_moe import ON_CUDA
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, noise
 from tests.tiny import (
     compiled,
-    copy_seat,
-    leave_seat,
+    copy_slot,
+    leave_slot,
     lowered,
     precision_of,
     prefill,
     random_tokens,
     step,
-    take_seat,
+    take_slot,
     tiny_model,
 )
 from tilewright.compiler.driver import weight_source
@@ -39,9 +39,9 @@ from tilewright.compiler.targets.cuda.kernels.experts import experts as native_e
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts.table import INSIDE
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.compiler.targets.cuda.steps.experts import Experts
+from tilewright.compiler.targets.cuda.steps.experts import ExpertsRunner
 from tilewright.compiler.targets.cuda.weights.stream import load_weights
-from tilewright.compiler.targets.program.instructions import Linear, Plan, Route
+from tilewright.compiler.targets.program.instructions import KernelProgram, LinearOp, TopKRouteOp
 from tilewright.models.config import DeltaShape
 
 BF16 = precision_of("bf16")
@@ -63,11 +63,11 @@ def experts_of(
     gpu: Gpu,
     *,
     arithmetic: str = FAST,
-) -> tuple[Plan, Experts]:
+) -> tuple[KernelProgram, ExpertsRunner]:
     model = model_of()
     plan = make_plan(lowered(model, target="cuda", precision=precision)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
-    return plan, Experts(plan, weights, CPU, gpu=gpu, arithmetic=arithmetic, max_rows=4)
+    return plan, ExpertsRunner(plan, weights, CPU, gpu=gpu, arithmetic=arithmetic, max_rows=4)
 
 
 def test_tiles_are_large_where_experts_have_many_pairs() -> None:
@@ -84,7 +84,7 @@ def test_tiles_are_large_where_experts_have_many_pairs() -> None:
 def test_tiles_go_by_the_pairs_of_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that holds half of the experts computes about half of the pairs."""
     plan, experts = experts_of(BF16, INTERPRETER)
-    route = next(each for each in plan.instructions if isinstance(each, Route))
+    route = next(each for each in plan.instructions if isinstance(each, TopKRouteOp))
     asked: list[tuple[int, int]] = []
     take = experts._tile_size
     monkeypatch.setattr(experts, "_tile_size", lambda *sizes: asked.append(sizes) or take(*sizes))
@@ -113,7 +113,7 @@ def test_the_expert_of_all_tokens_runs_along_where_it_is_held_alike(
     monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
     monkeypatch.setattr(native_experts, "TILE_COLUMNS", 8)
     plan, experts = experts_of(precision_of("bf16", **formats), HOPPER)
-    products = [each for each in plan.instructions if isinstance(each, Linear)]
+    products = [each for each in plan.instructions if isinstance(each, LinearOp)]
     shared = [each for each in products if ".shared_expert." in each.fqn]
     assert len(shared) == 4
     along = [each for each in products if experts.runs_along(each, 1)]
@@ -141,7 +141,7 @@ def test_one_row_s_products_find_its_experts_where_nothing_lies_between(
     launched = lambda *_, **__: routed.append(1)  # noqa: E731
     monkeypatch.setattr(native_route, "route", launched)
     plan, experts = experts_of(precision_of("bf16", **formats), HOPPER)
-    router = next(each for each in plan.instructions if isinstance(each, Route))
+    router = next(each for each in plan.instructions if isinstance(each, TopKRouteOp))
     for count in (1, 2):
         logits, positions = torch.randn(count, router.logits.width), torch.arange(count)
         kernel = experts._routes[id(router)].at(count)
@@ -165,14 +165,14 @@ def test_a_hybrid_on_cuda_c_is_what_triton_makes_of_it(
         executable = compiled(model_of(**LARGER), "cuda", precision=precision, compute="fast")
         assert isinstance(executable, CudaExecutable)
         assert ("in Triton" in executable._steps.kernels()) == (gpu is ADA)
-        handles = [take_seat(executable, 40) for _ in range(3)]
+        handles = [take_slot(executable, 40) for _ in range(3)]
         for index, handle in enumerate(handles):
             step(executable, [(handle, random_tokens(5 + 7 * index, seed=index), 0)])
-        alone = copy_seat(executable, handles[1], 12)
+        alone = copy_slot(executable, handles[1], 12)
         rows = [(handle, [7 + i], 5 + 7 * i) for i, handle in enumerate(handles)]
         together = step(executable, rows).clone()
         assert torch.equal(step(executable, [(alone, [8], 12)])[0], together[1])
-        leave_seat(executable, alone)
+        leave_slot(executable, alone)
         found += [together, prefill(executable, random_tokens(30), [20, *[1] * 10])[20:].clone()]
         executable.close()
     for ours, theirs in zip(found[:2], found[2:], strict=True):
@@ -185,10 +185,10 @@ def test_a_hundred_rows_of_a_hybrid_are_near_each_alone() -> None:
     executable = compiled(model_of(**LARGER), "cuda", precision=BF16, **options)
     work = []
     for index in range(100):
-        seat, length = take_seat(executable, 40), 5 + index % 7
-        step(executable, [(seat, random_tokens(length, seed=index), 0)])
-        work.append((seat, [7 + index % 30], length))
-    copied = [(copy_seat(executable, seat, at), token, at) for seat, token, at in work[::25]]
+        slot, length = take_slot(executable, 40), 5 + index % 7
+        step(executable, [(slot, random_tokens(length, seed=index), 0)])
+        work.append((slot, [7 + index % 30], length))
+    copied = [(copy_slot(executable, slot, at), token, at) for slot, token, at in work[::25]]
     together = step(executable, work)
     alone = torch.cat([step(executable, [each]) for each in copied])
     assert noise(together[::25], alone) < BF16_NOISE
@@ -202,7 +202,7 @@ def test_a_captured_prompt_is_one_that_is_not(chunks: tuple[int, ...]) -> None:
     options = {"compute": "fast", "max_context": 1024, "max_batch": 2}
     model = model_of(**LARGER, max_positions=1024)
     executable = compiled(model, "cuda", precision=BF16, **options)
-    handles = [take_seat(executable, 800) for _ in range(2)]
+    handles = [take_slot(executable, 800) for _ in range(2)]
     tokens, first = random_tokens(sum(chunks)), 0
     for length in chunks:
         part = tokens[first : first + length]

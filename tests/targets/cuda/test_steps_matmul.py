@@ -16,7 +16,7 @@ from tests.tiny import (
     lowered,
     precision_of,
     step,
-    take_seat,
+    take_slot,
     tiny_model,
 )
 from tilewright.compiler.driver import weight_source
@@ -41,16 +41,21 @@ from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps import matmul as steps_products
 from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT, Products
 from tilewright.compiler.targets.cuda.tuning import tuning
-from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Copies, Kinds
+from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, DequantizedCopies, Kinds
 from tilewright.compiler.targets.cuda.weights.stream import Weights, load_weights, product_of
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.compiler.targets.program.instructions import Attend, DeltaRule, Linear, Plan
+from tilewright.compiler.targets.program.instructions import (
+    AttentionOp,
+    DeltaRuleOp,
+    KernelProgram,
+    LinearOp,
+)
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "num_kv_heads": 1}
 
 
-def test_buckets_reach_the_seats_or_the_most_rows() -> None:
+def test_buckets_reach_the_slots_or_the_most_rows() -> None:
     assert decode_buckets(1, 64) == (1,)
     assert decode_buckets(33, 64) == (1, 2, 4, 8, 16, 32, 64)
     assert decode_buckets(1000, 64)[-1] == 64
@@ -76,7 +81,7 @@ def test_rows_above_the_few_are_those_of_smaller_steps(monkeypatch: pytest.Monke
         monkeypatch.setattr(native, "MAX_TOKENS", most)
         options = {"compute": "fast", "max_batch": 3, "max_context": 64}
         executable = compiled(model, "cuda", precision=precision_of("bf16"), **options)
-        work = [(take_seat(executable, 8), [7 * index], 0) for index in range(3)]
+        work = [(take_slot(executable, 8), [7 * index], 0) for index in range(3)]
         found.append(step(executable, work))
     torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
 
@@ -89,13 +94,13 @@ def products_of(
     fidelity: str = "hifi4",
     make: Callable[[], Any] = lambda: tiny_model(**SMALL),
     **changes: Any,
-) -> tuple[Plan, Weights, Products]:
+) -> tuple[KernelProgram, Weights, Products]:
     model, precision = make(), precision_of(name, fidelity)
     plan = make_plan(lowered(model, target="cuda", precision=precision)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
     kept: dict[str, Any] = {"max_rows": max_rows, "gpu": gpu, "arithmetic": FAST}
     kept |= {"copies": NO_COPIES, **changes}
-    kept["copies"] = Copies(plan, weights, kept["copies"])
+    kept["copies"] = DequantizedCopies(plan, weights, kept["copies"])
     return plan, weights, Products(plan, weights, CPU, **kept)
 
 
@@ -134,7 +139,7 @@ def test_which_product_takes_so_many_rows(
 ) -> None:
     take_no_rows(monkeypatch, native_dense, native_wide)
     plan, _, products = products_of(name, gpu=HOPPER)
-    each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
+    each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
     seen: list[str] = []
 
     def product(out: torch.Tensor, x: torch.Tensor, *_: Any, num_tokens: int, **__: Any) -> None:
@@ -176,7 +181,7 @@ def test_strict_steps_take_a_weight_by_one_order_of_sums(
     plan, _, products = products_of(
         name, gpu=HOPPER, max_rows=max_rows, arithmetic=STRICT, copies=Kinds(values=True)
     )
-    each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
+    each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
     seen = watched(products, monkeypatch)
     rows, columns = each.weight.shape
     x = torch.zeros(max_rows, columns, dtype=torch.bfloat16)
@@ -201,7 +206,7 @@ def test_rows_of_bfloat16_go_through_our_own_kernels_where_no_bits_are_promised(
     strict: bool, expected: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, _, products = products_of("bf16", gpu=HOPPER, arithmetic=STRICT if strict else FAST)
-    each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
+    each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
     seen = watched(products, monkeypatch)
     rows, columns = each.weight.shape
     x = torch.zeros(max(expected), columns, dtype=torch.bfloat16)
@@ -224,7 +229,7 @@ def test_codes_go_through_our_own_kernels_up_to_32_rows_and_of_large_weights_64(
 ) -> None:
     monkeypatch.setattr(native_dense, "num_processors", lambda device: 132)
     plan, _, products = products_of("bfp4", gpu=HOPPER, copies=Kinds(codes=True), fidelity="lofi")
-    each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
+    each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
     seen: list[str] = []
     monkeypatch.setattr(
         native_dense, "linear", lambda out, x, *_, **__: seen.append(f"{type(x).__name__} {len(x)}")
@@ -260,7 +265,7 @@ def test_only_attention_and_the_delta_rule_wait_for_a_product_to_end(
 ) -> None:
     """With so many rows: the product before them, no other."""
     plan, weights, products = products_of(precision, gpu=HOPPER, make=make)
-    mixers = [one for one in plan.instructions if isinstance(one, Attend | DeltaRule)]
+    mixers = [one for one in plan.instructions if isinstance(one, AttentionOp | DeltaRuleOp)]
     held = [weights.held(product_of(one)) for one in plan.products]
 
     def alone(num_rows: int) -> list[bool]:
@@ -301,11 +306,11 @@ def test_only_strict_steps_keep_the_bits_of_few_rows(
     """Of a weight whose K is cut; others' rows of prompts are not dequantised up to 512."""
     monkeypatch.setattr(native_wide, "_LEAST_WHOLE", 1)
     plan, _, products = products_of("bfp8", gpu=HOPPER, arithmetic=STRICT if strict else FAST)
-    each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
+    each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
     ways: list[Any] = []
 
     def choose(held: Any, num_tokens: int, *, same_bits: bool) -> Any:
-        return native_wide.Way(8, 4, is_whole=not same_bits)
+        return native_wide.BlockTileConfig(8, 4, is_whole=not same_bits)
 
     monkeypatch.setattr(native_wide, "choose_way", choose)
     monkeypatch.setattr(native_wide, "linear", lambda *_, way, **__: ways.append(way.is_whole))
@@ -321,7 +326,7 @@ def test_only_strict_steps_keep_the_bits_of_few_rows(
 def test_few_rows_of_a_strict_step_are_the_library_s_of_more(decodes: bool) -> None:
     """It is given those behind them, too, which nobody reads, and no others."""
     plan, _, products = products_of("bf16", gpu=ADA, max_rows=64, arithmetic=STRICT)
-    for each in (one for one in plan.instructions if isinstance(one, Linear)):
+    for each in (one for one in plan.instructions if isinstance(one, LinearOp)):
         rows, columns = each.weight.shape
         x = torch.randn(64, columns)
         x = x if each.norm is not None else x.bfloat16()
@@ -351,7 +356,7 @@ def test_large_weights_in_blocks_are_products_of_64_rows_each(
     assert not any(in_parts("bf16", 128256, 4096))
     take_parts(monkeypatch)
     plan, _, products = products_of("bfp8", gpu=HOPPER)
-    each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
+    each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
     seen: list[int] = []
     monkeypatch.setattr(native, "linear", lambda out, *_, **__: seen.append(len(out)))
     x = torch.zeros(130, each.weight.shape[1], dtype=torch.bfloat16)
@@ -363,12 +368,12 @@ def test_experts_of_more_than_64_rows_take_the_kernels_of_prompts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from tests.targets.cuda.test_steps_experts import model_of
-    from tilewright.compiler.targets.cuda.steps.experts import Experts
+    from tilewright.compiler.targets.cuda.steps.experts import ExpertsRunner
 
     monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
     plan = make_plan(lowered(model_of(), target="cuda", precision=precision_of("bf16"))[0])
     weights = load_weights(plan, weight_source(model_of()), CPU, lambda what, done, total: None)
-    experts = Experts(plan, weights, CPU, gpu=HOPPER, arithmetic=FAST, max_rows=256)
+    experts = ExpertsRunner(plan, weights, CPU, gpu=HOPPER, arithmetic=FAST, max_rows=256)
     assert [{each.at(n) for each in experts._routes.values()} for n in (64, 65)] == [
         {CPP},
         {TRITON},
@@ -380,8 +385,8 @@ def test_steps_hash_no_recipe(make: Callable[[], Any], monkeypatch: pytest.Monke
     """Weights are bound to instructions: recipes of experts have hundreds of segments."""
     options = {"compute": "fast", "max_batch": 2, "max_context": 64}
     executable = compiled(make(), "cuda", precision=precision_of("bf16"), **options)
-    seat = take_seat(executable, 8)
+    slot = take_slot(executable, 8)
     for at in (0, 1):
-        step(executable, [(seat, [7], at)])
+        step(executable, [(slot, [7], at)])
     monkeypatch.setattr(WeightRecipe, "__hash__", lambda self: pytest.fail("a recipe is hashed"))
-    step(executable, [(seat, [8], 2)])
+    step(executable, [(slot, [8], 2)])

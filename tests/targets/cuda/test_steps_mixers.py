@@ -15,15 +15,15 @@ from tests.targets.cuda.test_conformance_cuda import EXACT, on_cuda
 from tests.targets.test_conformance import assert_near
 from tests.tiny import (
     compiled,
-    copy_seat,
+    copy_slot,
     joined,
-    leave_seat,
+    leave_slot,
     lowered,
     precision_of,
     prefill,
     random_tokens,
     step,
-    take_seat,
+    take_slot,
     tiny_model,
 )
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
@@ -37,11 +37,19 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule.table import STEP
 from tilewright.compiler.targets.cuda.memory_budget import state_bytes, work_bytes
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
-from tilewright.compiler.targets.cuda.state.token_batch import Rows
+from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps import routes as steps_routes
 from tilewright.compiler.targets.cuda.steps.mixers import mixer_bytes
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
-from tilewright.compiler.targets.interface.step import Chunk, Copy, Load, Save, Seat, Snapshot, Step
+from tilewright.compiler.targets.interface.step import (
+    CopyState,
+    LoadState,
+    PrefillChunk,
+    SaveState,
+    Slot,
+    Snapshot,
+    Step,
+)
 from tilewright.runtime.engine import Engine
 
 TINY: dict[str, Any] = {**ON_CUDA, "hidden_size": 16, "num_layers": 1, "linear_layers": (True,)}
@@ -66,17 +74,17 @@ def fast() -> Executable:
 def test_a_row_s_bits_do_not_depend_on_its_batch(fast: Executable) -> None:
     """Neither on how many rows there are, nor on which row it is."""
     lengths = (6, 2, 9)
-    handles = [take_seat(fast, 20) for _ in lengths]
+    handles = [take_slot(fast, 20) for _ in lengths]
     for handle, length in zip(handles, lengths, strict=True):
         step(fast, [(handle, random_tokens(length, seed=length), 0)])
     (alone,) = handles[:1]
-    again = copy_seat(fast, alone, lengths[0])
+    again = copy_slot(fast, alone, lengths[0])
     single = step(fast, [(again, [7], lengths[0])])
     rows = [(handle, [7 + i], lengths[i]) for i, handle in enumerate(handles)]
     together = step(fast, rows[::-1])
     assert torch.equal(together[-1], single[0])
     for handle in (*handles, again):
-        leave_seat(fast, handle)
+        leave_slot(fast, handle)
 
 
 def test_one_kernel_convolves_and_applies_the_rule_in_decode_steps(
@@ -108,28 +116,28 @@ def test_a_copy_is_a_snapshot(exact: Executable) -> None:
     """What is done to one leaves the other as it was."""
     tokens = random_tokens(9)
     expected = prefill(exact, tokens)
-    handle = take_seat(exact, 20)
+    handle = take_slot(exact, 20)
     step(exact, [(handle, tokens[:5], 0)])
-    kept = copy_seat(exact, handle, 5)
+    kept = copy_slot(exact, handle, 5)
     step(exact, [(handle, random_tokens(4, seed=5), 5)])
     assert_near(step(exact, [(kept, tokens[5:], 5)])[0], expected[-1], EXACT)
-    leave_seat(exact, handle)
-    leave_seat(exact, kept)
+    leave_slot(exact, handle)
+    leave_slot(exact, kept)
 
 
 def three_steps(
     exact: Executable, *between: Snapshot
-) -> tuple[tuple[Seat, ...], list[int], Tensor]:
-    """Two seats decode three times behind prompts of three tokens, without a token being read. The
-    seats, what the second has read, and the last logits; ``between``: snapshots that keep its state
+) -> tuple[tuple[Slot, ...], list[int], Tensor]:
+    """Two slots decode three times behind prompts of three tokens, without a token being read. The
+    slots, what the second has read, and the last logits; ``between``: snapshots that keep its state
     before the second step.
     """
-    handles = tuple(take_seat(exact, 20) for _ in range(2))
+    handles = tuple(take_slot(exact, 20) for _ in range(2))
     for handle in handles:
         step(exact, [(handle, random_tokens(3), 0)])
     forced = dict(zip(handles, (1, 2), strict=True))
     parts = [*exact.step(Step(decode=handles, forced=forced)).parts]
-    kept = tuple(Save(handles[1], each) for each in between)
+    kept = tuple(SaveState(handles[1], each) for each in between)
     parts += exact.step(Step(decode=handles, edits=kept)).parts
     output = exact.step(Step(decode=handles, want_logits=True))
     return handles, [2, *(part.read().tokens[1] for part in parts)], joined(output)
@@ -137,50 +145,50 @@ def three_steps(
 
 def test_lengths_of_steps_that_run_ahead(exact: Executable) -> None:
     handles, chosen, logits = three_steps(exact)
-    copy = take_seat(exact, 20)
-    exact.step(Step(edits=(Copy(handles[1], copy, 6),)))
+    copy = take_slot(exact, 20)
+    exact.step(Step(edits=(CopyState(handles[1], copy, 6),)))
     again = prefill(exact, [*random_tokens(3), *chosen])
     assert_near(logits[1], again[-1], EXACT)
     after = prefill(exact, [*random_tokens(3), *chosen, 7])
     assert_near(step(exact, [(copy, [7], 6)])[0], after[-1], EXACT)
     for handle in (*handles, copy):
-        leave_seat(exact, handle)
+        leave_slot(exact, handle)
 
 
 def test_state_kept_while_rows_decode_is_that_of_its_position(exact: Executable) -> None:
     """As it is before the step that keeps it, of rows that go on as they are."""
     handles, chosen, logits = three_steps(exact, Snapshot(4))
-    other = take_seat(exact, 20)
-    edits = (Copy(handles[1], other, 6), Load(other, Snapshot(4)))
+    other = take_slot(exact, 20)
+    edits = (CopyState(handles[1], other, 6), LoadState(other, Snapshot(4)))
     exact.step(Step(edits=edits))
     again = prefill(exact, [*random_tokens(3), *chosen])
     assert_near(logits[1], again[-1], EXACT)
     assert_near(step(exact, [(other, chosen[1:], 4)])[0], again[-1], EXACT)
     for handle in (*handles, other):
-        leave_seat(exact, handle)
+        leave_slot(exact, handle)
 
 
 def test_snapshots_on_the_way_through_a_prompt_continue_as_the_whole(exact: Executable) -> None:
     """Also two of one position, one at the chunk's end, and one that is written over."""
     tokens = random_tokens(9)
     expected = prefill(exact, tokens)
-    handle, other = take_seat(exact, 20), take_seat(exact, 20)
+    handle, other = take_slot(exact, 20), take_slot(exact, 20)
     before = exact.memory().state
     saves = ((9, Snapshot(3)), (5, Snapshot(0)), (7, Snapshot(1)), (5, Snapshot(2)))
-    chunk = Chunk(handle, 0, tuple(tokens), chooses=True, saves=saves)
+    chunk = PrefillChunk(handle, 0, tuple(tokens), chooses=True, saves=saves)
     (part,) = exact.step(Step(prompts=(chunk,), want_logits=True)).parts
     assert part.logits is not None
     assert_near(part.logits()[0], expected[-1], EXACT)
     assert exact.memory().state == before + 4 * sequence_bytes(states_of(exact))
-    exact.step(Step(edits=(Save(handle, Snapshot(1)),)))
-    exact.step(Step(edits=(Copy(handle, other, 9),)))
+    exact.step(Step(edits=(SaveState(handle, Snapshot(1)),)))
+    exact.step(Step(edits=(CopyState(handle, other, 9),)))
     for snapshot, position in ((0, 5), (2, 5), (1, 9), (3, 9)):
-        exact.step(Step(edits=(Load(other, Snapshot(snapshot)),)))
+        exact.step(Step(edits=(LoadState(other, Snapshot(snapshot)),)))
         rest = [*tokens, 11][position:]
         got = step(exact, [(other, rest, position)])[0]
         assert_near(got, prefill(exact, [*tokens, 11])[-1], EXACT)
-    leave_seat(exact, handle)
-    leave_seat(exact, other)
+    leave_slot(exact, handle)
+    leave_slot(exact, other)
     exact.reset()
     assert exact.memory().state == 0
 
@@ -197,7 +205,7 @@ def test_steps_of_padding_leave_every_state_as_it_is() -> None:
     for each in states.values():
         each.normal_()
     before = {name: each.clone() for name, each in states.items()}
-    rows = Rows.padding(4, executable.device)
+    rows = TokenBatch.padding(4, executable.device)
     with torch.no_grad():
         executable._steps.decode(rows)
         last = torch.zeros(1, dtype=torch.int64, device=executable.device)
@@ -246,9 +254,9 @@ def test_bytes_are_counted_before_anything_is_loaded() -> None:
     options = CompileOptions(max_batch=4, max_context=64, compute="exact")
     executable = compiled(model, "cuda", precision=BF16)
     assert state_bytes(plan, options) == 4 * executable.state_bytes(64)
-    handle = take_seat(executable, 64)
+    handle = take_slot(executable, 64)
     assert executable.memory().state == executable.state_bytes(64)
-    leave_seat(executable, handle)
+    leave_slot(executable, handle)
     keys, values = 16, 32  # of 8 and 24 channels, as blocks
     handed_on = 2 * (values * keys + 64 * keys + 64 * values + 64) + 64 * keys + 2 * 64
     assert mixer_bytes(plan, 64) == max(4 * 64 * 2 * 16, 4 * handed_on)
@@ -259,7 +267,7 @@ def test_bytes_are_counted_before_anything_is_loaded() -> None:
 def test_the_experts_of_a_step_are_counted_and_the_step_is_run(exact: CudaExecutable) -> None:
     tokens = random_tokens(7)
     expected = prefill(exact, tokens)
-    handles = [take_seat(exact, 20) for _ in range(3)]
+    handles = [take_slot(exact, 20) for _ in range(3)]
     for handle in handles:
         step(exact, [(handle, tokens[:5], 0)])
     alone = exact.chosen_experts(handles[:1], tokens[5:6])
@@ -268,4 +276,4 @@ def test_the_experts_of_a_step_are_counted_and_the_step_is_run(exact: CudaExecut
     (together,) = exact.chosen_experts(handles[1:], (3, 50))
     assert TINY["experts_per_token"] <= together <= TINY["num_experts"]
     for handle in handles:
-        leave_seat(exact, handle)
+        leave_slot(exact, handle)

@@ -25,7 +25,7 @@ from tilewright.compiler.targets.cuda.steps.plan_readers import norms_before
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 from tilewright.compiler.targets.cuda.weights.stream import load_weights, vector_of
-from tilewright.compiler.targets.program.instructions import OPERAND, Linear, Norm, Route
+from tilewright.compiler.targets.program.instructions import OPERAND, LinearOp, NormOp, TopKRouteOp
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 class Few:
     """Products that are all of few rows'."""
 
-    def takes_few(self, each: Linear) -> bool:
+    def takes_few(self, each: LinearOp) -> bool:
         return True
 
 
@@ -69,12 +69,12 @@ def test_one_row_s_norm_is_made_by_the_router(
         for each in plan.buffers
     ]
     step = Buffers(plan, flat, num_rows)
-    found = [index for index, each in enumerate(plan.instructions) if isinstance(each, Norm)]
-    assert len(found) == sum(isinstance(each, Route) for each in plan.instructions)
+    found = [index for index, each in enumerate(plan.instructions) if isinstance(each, NormOp)]
+    assert len(found) == sum(isinstance(each, TopKRouteOp) for each in plan.instructions)
     is_inside = num_rows == 1
     for index in found:
         norm, router = plan.instructions[index : index + 2]
-        assert isinstance(norm, Norm) and isinstance(router, Linear)
+        assert isinstance(norm, NormOp) and isinstance(router, LinearOp)
         step.view(norm.out).fill_(float("nan"))
         norms.run(norm, step, decodes=True)
         assert bool(step.view(norm.out).isnan().all()) == is_inside
@@ -88,9 +88,9 @@ def test_one_row_s_norm_is_made_by_the_router(
 
 def test_only_a_product_right_behind_that_reads_a_norm_makes_it() -> None:
     plan = make_plan(lowered(model_of(), target="cuda", precision=BF16)[0])
-    at = next(i for i, each in enumerate(plan.instructions) if isinstance(each, Norm))
+    at = next(i for i, each in enumerate(plan.instructions) if isinstance(each, NormOp))
     norm, router = plan.instructions[at : at + 2]
-    assert isinstance(norm, Norm) and isinstance(router, Linear)
+    assert isinstance(norm, NormOp) and isinstance(router, LinearOp)
 
     def makes(*instructions: Any) -> bool:
         return bool(norms_before(replace(plan, instructions=instructions)))

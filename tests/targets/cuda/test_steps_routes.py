@@ -11,7 +11,7 @@ import torch
 
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, noise
 from tests.targets.cuda.test_steps_experts import BF16, CPU, LARGER, holding, model_of
-from tests.tiny import compiled, lowered, random_tokens, step, take_seat, tiny_model
+from tests.tiny import compiled, lowered, random_tokens, step, take_slot, tiny_model
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.table import ADA, FAST, HOPPER, STRICT
@@ -21,26 +21,28 @@ from tilewright.compiler.targets.cuda.kernels.experts import router as native_ro
 from tilewright.compiler.targets.cuda.kernels.experts.table import CPP, JOINED
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps import experts as steps_experts
-from tilewright.compiler.targets.cuda.steps.experts import Experts
+from tilewright.compiler.targets.cuda.steps.experts import ExpertsRunner
 from tilewright.compiler.targets.cuda.steps.routes import joined_routers
 from tilewright.compiler.targets.cuda.weights.stream import load_weights, product_of
-from tilewright.compiler.targets.program.instructions import Linear, Plan, Route
+from tilewright.compiler.targets.program.instructions import KernelProgram, LinearOp, TopKRouteOp
 
 
-def experts_of(monkeypatch: pytest.MonkeyPatch, **given: Any) -> tuple[Plan, Experts]:
+def experts_of(
+    monkeypatch: pytest.MonkeyPatch, **given: Any
+) -> tuple[KernelProgram, ExpertsRunner]:
     """As on a GPU that takes them."""
     monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
     model = model_of()
     plan = make_plan(lowered(model, target="cuda", precision=BF16)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
     given = {"gpu": HOPPER, "arithmetic": FAST, **given}
-    return plan, Experts(plan, weights, CPU, max_rows=64, **given)
+    return plan, ExpertsRunner(plan, weights, CPU, max_rows=64, **given)
 
 
-def routers_that_run_along(plan: Plan, experts: Experts, num_rows: int) -> int:
+def routers_that_run_along(plan: KernelProgram, experts: ExpertsRunner, num_rows: int) -> int:
     """Products that are part of another launch: those of routers."""
     return sum(
-        isinstance(each, Linear) and experts.runs_along(each, num_rows)
+        isinstance(each, LinearOp) and experts.runs_along(each, num_rows)
         for each in plan.instructions
         if id(each) not in experts._along
     )
@@ -60,7 +62,7 @@ def test_routers_of_some_rows_are_one_launch(
 ) -> None:
     monkeypatch.setattr(native_router, "MAX_EXPERTS", most_experts)
     plan, experts = experts_of(monkeypatch, **given)
-    routes = [each for each in plan.instructions if isinstance(each, Route)]
+    routes = [each for each in plan.instructions if isinstance(each, TopKRouteOp)]
     found = [len(experts._routers), *(routers_that_run_along(plan, experts, n) for n in (5, 32))]
     assert found == [len(routes) if is_joined else 0] * 3
     assert not any(routers_that_run_along(plan, experts, count) for count in (1, 4, 33, 64))
@@ -74,14 +76,14 @@ def test_nothing_is_compiled_where_there_is_no_router(monkeypatch: pytest.Monkey
     plan = make_plan(lowered(model, target="cuda", precision=BF16)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
     assert joined_routers(plan, weights) == {}
-    Experts(plan, weights, CPU, gpu=HOPPER, arithmetic=FAST, max_rows=64)
+    ExpertsRunner(plan, weights, CPU, gpu=HOPPER, arithmetic=FAST, max_rows=64)
     assert not loaded
 
 
 def test_what_the_launch_is_handed(monkeypatch: pytest.MonkeyPatch) -> None:
     """x, where all logits go, and how some of them are chosen among; fewer rows go by route.cu."""
     plan, experts = experts_of(monkeypatch)
-    each = next(one for one in plan.instructions if isinstance(one, Route))
+    each = next(one for one in plan.instructions if isinstance(one, TopKRouteOp))
     product = experts._routers[id(each)]
     each = dataclasses.replace(each, first=1, count=2)
     experts._routers[id(each)] = product
@@ -119,9 +121,9 @@ def test_rows_of_a_hybrid_are_what_two_launches_make_of_them(
         assert len(executable._steps._mixers.experts._routers) == (2 if is_joined else 0)
         work = []
         for index in range(9):
-            seat, length = take_seat(executable, 40), 5 + index % 7
-            step(executable, [(seat, random_tokens(length, seed=index), 0)])
-            work.append((seat, [7 + index], length))
+            slot, length = take_slot(executable, 40), 5 + index % 7
+            step(executable, [(slot, random_tokens(length, seed=index), 0)])
+            work.append((slot, [7 + index], length))
         found.append(step(executable, work).clone())
         executable.close()
         monkeypatch.undo()

@@ -283,7 +283,7 @@ def rank_1_of(pid: int) -> int:
 def test_a_hundred_thousand_operations_on_two_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every 64 steps ranks compare steps, seats, positions and tokens; one elsewhere ends it."""
+    """Every 64 steps ranks compare steps, slots, positions and tokens; one elsewhere ends it."""
     monkeypatch.setenv("TILEWRIGHT_CHECK_RANKS", "1")
     with engine("--tensor-parallel", "2", model=shallow(tmp_path)) as two:
         loop = EngineLoop(two.executable)

@@ -30,7 +30,7 @@ from tilewright.compiler.targets.cuda.weights.stream import (
     wanted_by,
     write_weights,
 )
-from tilewright.compiler.targets.program.instructions import Embed, Plan
+from tilewright.compiler.targets.program.instructions import EmbedOp, KernelProgram
 from tilewright.compiler.targets.table import get_target
 from tilewright.distributed.parallel import Parallel
 from tilewright.errors import CheckpointError, CompileError, NoRoomError
@@ -44,12 +44,12 @@ def silent(what: str, done: int, total: int) -> None:
     pass
 
 
-def plan_of(model: SimpleNamespace, *arguments: str, **changes: str) -> Plan:
+def plan_of(model: SimpleNamespace, *arguments: str, **changes: str) -> KernelProgram:
     precision = precision_of(*arguments, **{"kv_cache": "bf16", **changes})
     return make_plan(lowered(model, target="cuda", precision=precision)[0])
 
 
-def loaded(model: SimpleNamespace, plan: Plan) -> Weights:
+def loaded(model: SimpleNamespace, plan: KernelProgram) -> Weights:
     return load_weights(plan, weight_source(model), CPU, silent)
 
 
@@ -70,7 +70,7 @@ def test_values_are_the_format_s_bit_for_bit(name: str, axis: str) -> None:
             expected = expected.view(2, -1, 8, expected.shape[1]).transpose(0, 1).flatten(0, 2)
         assert torch.equal(unpack(placed), expected)
     embed = plan.instructions[0]
-    assert isinstance(embed, Embed)
+    assert isinstance(embed, EmbedOp)
     table = weights.held(table_of(embed))
     dense = get("model.embed_tokens.weight")
     expected = get_format(name).round_trip(dense, axis=-1 if axis == "in" else 0)
@@ -149,7 +149,7 @@ def test_a_folder_holds_what_was_read(name: str, axis: str, tmp_path: Path) -> N
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> tuple[Plan, Path]:
+def written(tmp_path: Path) -> tuple[KernelProgram, Path]:
     model = tiny_model(std=0.2, num_layers=1, tie_embeddings=False)
     plan = plan_of(model, "bfp8")
     folder = tmp_path / "program"
@@ -164,7 +164,9 @@ def file_of(folder: Path, index: int) -> Path:
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "empty", "another tensor", "exchanged", "text"])
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_damaged_files_are_refused(written: tuple[Plan, Path], damage: str, index: int) -> None:
+def test_damaged_files_are_refused(
+    written: tuple[KernelProgram, Path], damage: str, index: int
+) -> None:
     plan, folder = written
     path = file_of(folder, index)
     data = path.read_bytes()
@@ -185,7 +187,9 @@ def test_damaged_files_are_refused(written: tuple[Plan, Path], damage: str, inde
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_without_room_is_refused(written: tuple[Plan, Path], tmp_path: Path) -> None:
+def test_a_folder_without_room_is_refused(
+    written: tuple[KernelProgram, Path], tmp_path: Path
+) -> None:
     plan, folder = written
     model = tiny_model(std=0.2, num_layers=1, tie_embeddings=False)
     with pytest.raises(NoRoomError, match="the weights cannot be written") as caught:

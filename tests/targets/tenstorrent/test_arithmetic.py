@@ -21,7 +21,7 @@ from tilewright.compiler.targets.tenstorrent.emulate.arithmetic import (
     ring_sum,
     rotate,
 )
-from tilewright.compiler.targets.tenstorrent.program.instructions import Attention, ComputeConfig
+from tilewright.compiler.targets.tenstorrent.program.instructions import ComputeConfig, TtAttention
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -111,9 +111,9 @@ def test_the_order_matters() -> None:
     assert got[0, ::32].tolist() == [258.0, 256.0, 256.0]
 
 
-def an_attention(fidelity: str = "hifi4", **changes: object) -> Attention:
+def an_attention(fidelity: str = "hifi4", **changes: object) -> TtAttention:
     _, decode = programs(tiny_model(num_layers=1), precision=board_precision(kv_cache="bf16"))
-    found = next(each for each in decode.instructions if isinstance(each, Attention))
+    found = next(each for each in decode.instructions if isinstance(each, TtAttention))
     out = replace(found.out, format="bf16")
     usual = {"out": out, "compute": ComputeConfig(fidelity), "k_chunk": 32, "scale": 0.2}
     return replace(found, **(usual | changes))  # type: ignore[arg-type]

@@ -12,14 +12,19 @@ from tests.tiny import tiny_model
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.mesh import COLUMNS, ROWS, Mesh
-from tilewright.compiler.targets.tenstorrent.program.chips import Parts, along, axes_of, load_weight
+from tilewright.compiler.targets.tenstorrent.program.chips import (
+    PerChip,
+    along,
+    axes_of,
+    load_weight,
+)
 from tilewright.compiler.targets.tenstorrent.program.instructions import DeviceProgram
 
 MESH = Mesh(4, 2)
 PATH = "model.layers.0"
 
 
-def loaded(name: str, model: SimpleNamespace, program: DeviceProgram) -> Parts:
+def loaded(name: str, model: SimpleNamespace, program: DeviceProgram) -> PerChip:
     weight = next(each for each in program.weights if each.name == name)
     return load_weight(weight, program.mesh, weight_source(model))
 
@@ -41,7 +46,7 @@ def test_lines_of_chips() -> None:
 
 @pytest.mark.parametrize(("axes", "count"), [("", 1), ("r", 4), ("c", 2), ("rc", 8), ("cr", 8)])
 def test_what_chips_hold_alike_is_kept_once(axes: str, count: int) -> None:
-    dealt = Parts(MESH, axes)
+    dealt = PerChip(MESH, axes)
     for chip in dealt.chips():
         dealt[chip] = torch.tensor(chip)
     assert len(dealt.parts()) == count

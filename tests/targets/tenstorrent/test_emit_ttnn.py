@@ -29,8 +29,8 @@ from tilewright.compiler.targets.tenstorrent.emit_ttnn.emit import (
 )
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     DeviceProgram,
-    Instruction,
     Matmul,
+    TtInstruction,
 )
 from tilewright.compiler.targets.tenstorrent.program.product_blocks import (
     PromptBlocks,
@@ -131,7 +131,7 @@ def test_no_name_of_a_module_becomes_code() -> None:
     """Names are the model's own, but they are quoted as if they were not."""
 
     def renamed(program: DeviceProgram) -> DeviceProgram:
-        def of(instruction: Instruction) -> Instruction:
+        def of(instruction: TtInstruction) -> TtInstruction:
             if not isinstance(instruction, Matmul) or instruction.group != "lm_head":
                 return instruction
             weight = dataclasses.replace(instruction.weight, name="\"'] + os.abort() #\n")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.targets.tenstorrent.boards import board_precision, emulated, programs
-from tests.tiny import copy_seat, leave_seat, prefill, random_tokens, step, take_seat, tiny_model
+from tests.tiny import copy_slot, leave_slot, prefill, random_tokens, step, take_slot, tiny_model
 from tilewright.compiler.mesh import Mesh
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 
@@ -23,7 +23,7 @@ def executable(request: pytest.FixtureRequest) -> Executable:
 
 def test_what_it_says_of_itself(executable: Executable) -> None:
     able = executable.capabilities
-    assert (able.max_seats, able.max_context) == (4, 64)
+    assert (able.max_num_seqs, able.max_context) == (4, 64)
     assert (able.page_size, able.max_prompts, able.runs_ahead) == (0, 1, False)
     assert (executable.vocab_size, executable.device_name) == (61, "N150")
     assert str(executable.device_detail).startswith("emulated on ")
@@ -46,7 +46,7 @@ def test_a_row_of_a_batch_is_as_alone_bit_for_bit(executable: Executable) -> Non
         prefill(executable, prompt + tail, [len(prompt), 1, 1])[-3:]
         for prompt, tail in zip(prompts, tails, strict=True)
     ]
-    handles = [take_seat(executable, 40) for _ in prompts]
+    handles = [take_slot(executable, 40) for _ in prompts]
     for handle, prompt in zip(handles, prompts, strict=True):
         step(executable, [(handle, prompt, 0)])
     for at, order in enumerate(([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0])):
@@ -55,7 +55,7 @@ def test_a_row_of_a_batch_is_as_alone_bit_for_bit(executable: Executable) -> Non
         for row, i in enumerate(order):
             assert torch.equal(logits[row], alone[i][at])
     for handle in handles:
-        leave_seat(executable, handle)
+        leave_slot(executable, handle)
 
 
 def test_rooms_do_not_change_bits() -> None:
@@ -76,29 +76,29 @@ def test_operations_on_state_leave_no_trace(executable: Executable) -> None:
     tokens = random_tokens(16)
     expected = prefill(executable, tokens, [12, 1, 1, 1])
     memory = executable.memory()
-    handle = take_seat(executable, 20)
+    handle = take_slot(executable, 20)
     parts = [step(executable, [(handle, tokens[:12], 0)], rows=range(12))]
     for at in (12, 13, 14, 15):
-        other = take_seat(executable, 9)
+        other = take_slot(executable, 9)
         step(executable, [(other, random_tokens(7, seed=at), 0)])
-        copied = copy_seat(executable, handle, at)
+        copied = copy_slot(executable, handle, at)
         step(executable, [(copied, [3, 1, 4, 1], at)])
-        leave_seat(executable, other)
+        leave_slot(executable, other)
         parts.append(step(executable, [(handle, tokens[at : at + 1], at)]))
-        leave_seat(executable, copied)
-    leave_seat(executable, handle)
+        leave_slot(executable, copied)
+    leave_slot(executable, handle)
     assert torch.equal(torch.cat(parts), expected)
     assert executable.memory() == memory
 
 
 def test_a_copy_has_the_past_bit_for_bit(executable: Executable) -> None:
     prompt, tail = random_tokens(9), random_tokens(4, seed=3)
-    handle = take_seat(executable, 20)
+    handle = take_slot(executable, 20)
     step(executable, [(handle, [*prompt, 8, 8], 0)])
-    fresh = copy_seat(executable, handle, len(prompt))
-    leave_seat(executable, handle)
+    fresh = copy_slot(executable, handle, len(prompt))
+    leave_slot(executable, handle)
     got = step(executable, [(fresh, tail, len(prompt))], rows=range(4))
-    leave_seat(executable, fresh)
+    leave_slot(executable, fresh)
     assert torch.equal(got, prefill(executable, prompt + tail, [9])[-4:])
 
 
@@ -115,6 +115,6 @@ def test_memory_is_what_the_board_holds(executable: Executable) -> None:
 def test_a_closed_executable_lets_its_caches_go() -> None:
     executable = emulated(tiny_model(num_layers=1), precision=board_precision("bf16"))
     executable.close()
-    handle = take_seat(executable, 4)
+    handle = take_slot(executable, 4)
     with pytest.raises(KeyError):
         step(executable, [(handle, [1, 2], 0)])

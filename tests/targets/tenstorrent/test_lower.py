@@ -17,28 +17,28 @@ from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     Add,
     AllGather,
-    AllReduce,
-    Attention,
     DeviceProgram,
-    Embedding,
-    Instruction,
     Matmul,
     ReduceScatter,
     RmsNorm,
     Rotate,
-    SwiGLU,
+    TtAllReduce,
+    TtAttention,
+    TtEmbedding,
+    TtInstruction,
+    TtSwiGLU,
     UpdateCache,
 )
 from tilewright.errors import CompileError
 
-COLLECTIVES = (AllGather, AllReduce, ReduceScatter)
+COLLECTIVES = (AllGather, TtAllReduce, ReduceScatter)
 
 
 def counts(program: DeviceProgram) -> Counter[str]:
     return Counter(type(each).__name__ for each in program.instructions)
 
 
-def of(program: DeviceProgram, kind: type[Instruction]) -> list[Any]:
+def of(program: DeviceProgram, kind: type[TtInstruction]) -> list[Any]:
     return [each for each in program.instructions if isinstance(each, kind)]
 
 
@@ -47,7 +47,7 @@ def test_a_layer_on_one_chip() -> None:
     one, two = (programs(tiny_model(num_layers=n))[1] for n in (1, 2))
     assert counts(two) - counts(one) == Counter(
         RmsNorm=2, Matmul=5, CreateHeads=1, Rotate=2, UpdateCache=2, Attention=1, ConcatHeads=1,
-        SwiGLU=1, Add=2,
+        TtSwiGLU=1, Add=2,
     )  # fmt: skip
     groups = [each.group for each in of(one, Matmul)]
     assert groups == ["wqkv", "wo", "ff1_3", "ff1_3", "ff2", "lm_head"]
@@ -81,7 +81,7 @@ def test_every_partial_sum_is_added_before_it_is_used(mesh: Mesh) -> None:
         for each in program.instructions:
             named = vars_of(each)
             read = [value for name, value in named.items() if name in ("x", "y", "q", "gate", "up")]
-            if not isinstance(each, AllReduce | ReduceScatter):
+            if not isinstance(each, TtAllReduce | ReduceScatter):
                 assert not any(value.partial for value in read)
             assert all(value in made for value in read)
             made |= {value for name, value in named.items() if name in ("out", "k", "v")}
@@ -89,7 +89,7 @@ def test_every_partial_sum_is_added_before_it_is_used(mesh: Mesh) -> None:
         assert program.instructions[-1].out.columns >= program.vocab_size == 61
 
 
-def vars_of(instruction: Instruction) -> dict[str, Any]:
+def vars_of(instruction: TtInstruction) -> dict[str, Any]:
     names = [name for kind in type(instruction).__mro__ for name in getattr(kind, "__slots__", ())]
     return {name: getattr(instruction, name) for name in names}
 
@@ -127,7 +127,7 @@ def test_a_setting_of_activations_replaces_them() -> None:
     _, decode = programs(tiny_model(), precision=precision)
     by_layer: dict[int | None, set[str]] = {}
     for each in decode.instructions:
-        if not isinstance(each, Embedding | RmsNorm | UpdateCache):
+        if not isinstance(each, TtEmbedding | RmsNorm | UpdateCache):
             by_layer.setdefault(each.layer, set()).add(each.out.format)
     assert by_layer[0] == {"bf16"}
     assert by_layer[1] == {"bfp4"}
@@ -142,7 +142,7 @@ def test_fidelities_by_op_and_phase() -> None:
         found = {(each.group, each.compute.name) for each in of(program, Matmul)}
         others = {(group, "hifi2") for group in ("wo", "ff1_3", "ff2")}
         assert found == others | {("wqkv", qkv), ("lm_head", "hifi3")}
-        assert {each.compute.name for each in of(program, Attention)} == {sdpa}
+        assert {each.compute.name for each in of(program, TtAttention)} == {sdpa}
         small = [*of(program, RmsNorm), *of(program, Rotate)]
         assert {each.compute.name for each in small} == {"hifi4"}
 
@@ -151,11 +151,11 @@ def test_the_model_s_numbers_arrive() -> None:
     _, decode = programs(tiny_model(norm_eps=1e-3, head_dim=48))
     assert {each.eps for each in of(decode, RmsNorm)} == {1e-3}
     assert {each.width for each in of(decode, RmsNorm)} == {32}
-    (attention, _) = of(decode, Attention)
+    (attention, _) = of(decode, TtAttention)
     assert attention.scale == pytest.approx(48**-0.5)
     assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, 2, 48)
     assert not any(each.interleaved for each in of(decode, Rotate))
-    assert {(each.gate.columns, each.up.columns) for each in of(decode, SwiGLU)} == {(48, 48)}
+    assert {(each.gate.columns, each.up.columns) for each in of(decode, TtSwiGLU)} == {(48, 48)}
 
 
 def refusal(mesh: Mesh | None = None, precision: Any = None, **changes: Any) -> str:

@@ -12,16 +12,16 @@ import torch
 from tests.targets.tenstorrent.boards import board_precision, emulated, programs
 from tests.tiny import (
     compiled,
-    copy_seat,
+    copy_slot,
     prefill,
     random_tokens,
     step,
-    take_seat,
+    take_slot,
     tiny_model,
 )
 from tilewright.compiler.mesh import Mesh
 from tilewright.compiler.targets.tenstorrent.emulate.arithmetic import attend
-from tilewright.compiler.targets.tenstorrent.program.instructions import Attention
+from tilewright.compiler.targets.tenstorrent.program.instructions import TtAttention
 from tilewright.errors import CompileError
 from tilewright.models.config import DeltaShape, RopeConfig
 
@@ -91,17 +91,17 @@ def test_a_mesh_that_cannot_split_a_model_is_refused(name: str, mesh: Mesh, mess
 def test_state_continues_in_a_copy() -> None:
     executable = emulated(model_of("qwen3_5"), precision=PLAIN, name="p300")
     assert executable.capabilities.has_sequence_state
-    first = take_seat(executable)
+    first = take_slot(executable)
     step(executable, [(first, TOKENS[:6], 0)])
-    copy = copy_seat(executable, first, 6)
-    found = [step(executable, [(seat, TOKENS[6:7], 6)]) for seat in (first, copy)]
+    copy = copy_slot(executable, first, 6)
+    found = [step(executable, [(slot, TOKENS[6:7], 6)]) for slot in (first, copy)]
     assert torch.equal(*found)
 
 
 def test_sinks_take_part_in_the_softmax_and_add_no_value() -> None:
     """Against a softmax in float32 with a further column, over several chunks and a window."""
     _, decode = programs(tiny_model(**MODELS["qwen3"]), precision=PLAIN, name="p150")
-    attention = next(each for each in decode.instructions if isinstance(each, Attention))
+    attention = next(each for each in decode.instructions if isinstance(each, TtAttention))
     attention = replace(attention, k_chunk=32, window=50)
     generator = torch.Generator().manual_seed(3)
     q, keys, values = (

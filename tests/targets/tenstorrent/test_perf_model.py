@@ -18,7 +18,7 @@ from tilewright.compiler.targets.tenstorrent.perf.model import (
     price,
     step_seconds,
 )
-from tilewright.compiler.targets.tenstorrent.perf.work import Work, program_work
+from tilewright.compiler.targets.tenstorrent.perf.work import InstructionCost, program_work
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     DeviceProgram,
     Matmul,
@@ -138,7 +138,7 @@ def test_a_core_count_limits_attention_with_few_heads() -> None:
     assert one.softmax_tiles == four.softmax_tiles == 65_536 // 32 // 16
 
 
-def attention(program: DeviceProgram) -> Work:
+def attention(program: DeviceProgram) -> InstructionCost:
     found = [work for work in program_work(program) if work.name == "Attention"]
     assert len(set(found)) == 1
     return found[0]

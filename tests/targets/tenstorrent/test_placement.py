@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     Memory,
-    Value,
-    Weight,
+    TtValue,
+    TtWeight,
     tile_bytes,
 )
 from tilewright.compiler.targets.tenstorrent.program.placement import (
@@ -63,10 +63,10 @@ def test_cores_are_a_rectangle_of_the_grid_and_share_equally(num_tiles: int) -> 
         assert not (fits and rectangle)
 
 
-def operands(rows: int, k: int, n: int, form: str) -> tuple[Value, Weight]:
-    x = Value("x", rows, k, "bf16", Memory())
+def operands(rows: int, k: int, n: int, form: str) -> tuple[TtValue, TtWeight]:
+    x = TtValue("x", rows, k, "bf16", Memory())
     recipe = WeightRecipe((Segment("w", n),), (n, k))
-    return x, Weight("w", recipe, k, n, form, weight_memory(12))
+    return x, TtWeight("w", recipe, k, n, form, weight_memory(12))
 
 
 @given(

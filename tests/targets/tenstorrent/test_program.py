@@ -14,7 +14,7 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     WIDTH_SHARDED,
     ComputeConfig,
     Memory,
-    Value,
+    TtValue,
     tile_bytes,
 )
 
@@ -25,7 +25,7 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
 )
 def test_tiles_of_a_format(name: str, num_bytes: int) -> None:
     assert tile_bytes(name) == num_bytes
-    value = Value("x", 33, 64, name, Memory())
+    value = TtValue("x", 33, 64, name, Memory())
     assert (value.tiles, value.num_bytes) == ((2, 2), 4 * num_bytes)
 
 

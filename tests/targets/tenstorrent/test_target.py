@@ -16,7 +16,7 @@ from tests.targets.test_holding import ask_for
 from tests.tiny import lowered, precision_of, prefill, random_tokens, tiny_model
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.mesh import Mesh
-from tilewright.compiler.targets.interface.base import CompileOptions, Holding, Program
+from tilewright.compiler.targets.interface.base import BuiltProgram, CompileOptions, Holding
 from tilewright.compiler.targets.table import get_target, target_names
 from tilewright.compiler.targets.tenstorrent.target import MESHES, BoardTarget
 from tilewright.errors import CheckpointError, CompileError, ConfigError, NoRoomError
@@ -35,9 +35,9 @@ def graph() -> GraphModule:
     return lowered(MODEL, target="n150", precision=board_precision())[0]
 
 
-def built(folder: Path, target: BoardTarget, options: CompileOptions = OPTIONS) -> Program:
+def built(folder: Path, target: BoardTarget, options: CompileOptions = OPTIONS) -> BuiltProgram:
     target.build(graph(), weight_source(MODEL), folder, options, silent)
-    return Program(folder, target.contract(graph(), options), graph, graph)
+    return BuiltProgram(folder, target.contract(graph(), options), graph, graph)
 
 
 @pytest.mark.parametrize("name", MESHES)

@@ -37,7 +37,7 @@ from tilewright.options.resolve import ResolvedConfig, resolve
 
 if TYPE_CHECKING:
     from tilewright.llm import LLM, Answer
-    from tilewright.loading.source import Source
+    from tilewright.loading.source import ModelHandle
 
 _REDRAW_S = 0.1
 _NEW_LINE_S, _SAME_LINE_S = 1.0, 5.0
@@ -55,7 +55,7 @@ class AskArguments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PromptArgs:
     """A checked command line: the model, and what is asked of it; ``sampling`` by name."""
 
     model: ResolvedConfig
@@ -65,7 +65,7 @@ class Asked:
 
 def read_asked(
     argv: Sequence[str], kind: type, sign: Sign, *, prog: str, description: str
-) -> Asked:
+) -> PromptArgs:
     """Read a command line of a path, ``kind``'s own options and those of this module.
 
     The first sign of life is given once it can be read, before files are looked at.
@@ -82,7 +82,7 @@ def read_asked(
     sign.opening(config.model)
     given = values_of(SamplingOptions, arguments)
     check_text(arguments.system or "", "the system message")
-    return Asked(
+    return PromptArgs(
         model=resolve(config),
         arguments=arguments,
         sampling={name: value for name, value in given.items() if value is not None},
@@ -167,7 +167,7 @@ class Sign:
         sys.stderr.flush()
 
 
-def open_asked(asked: Asked, sign: Sign) -> Source:
+def open_asked(asked: PromptArgs, sign: Sign) -> ModelHandle:
     """The model that is asked, open but not compiled; from here on heavy modules are imported."""
     warnings.filterwarnings("ignore", module="torch")
     with _collected_later():
@@ -197,7 +197,9 @@ def _collected_later() -> Iterator[None]:
         gc.enable()
 
 
-def compile_asked(asked: Asked, source: Source, sign: Sign, *, context: int | None = None) -> LLM:
+def compile_asked(
+    asked: PromptArgs, source: ModelHandle, sign: Sign, *, context: int | None = None
+) -> LLM:
     """The model that is asked, ready for a sequence. None: the configuration's context."""
     from tilewright.api import compile
     from tilewright.llm import LLM

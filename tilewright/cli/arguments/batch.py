@@ -28,7 +28,7 @@ RAY = "ray"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _BatchArgs:
     tokenizer: str | None = option(
         "another folder's tokenizer (default: the model's)", group="model", metavar="PATH"
     )
@@ -107,7 +107,7 @@ class BatchOptions:
     )
 
     @property
-    def seats(self) -> int:
+    def slots(self) -> int:
         """The number of rows that run at a time."""
         return self.model.config.num_seqs(self.model.target)[0]
 
@@ -122,7 +122,7 @@ def read_batch_options(argv: Sequence[str]) -> BatchOptions:
         prog="tilewright batch",
         description="Answer all rows of a data set, by the server's own loop and without a server.",
     )
-    add_options(parser, _Asked, SamplingOptions, BatchOptions, ConfigArguments)
+    add_options(parser, _BatchArgs, SamplingOptions, BatchOptions, ConfigArguments)
     add_options(parser, EngineConfig, defaults=BATCH)
     argv = with_config(parser, argv)
     arguments = parser.parse_args(argv)

@@ -13,7 +13,7 @@ from tilewright.errors import ConfigError
 from tilewright.evaluate.cases.cases import ACCURACY_TEXT, CASES, DEFAULT_CASE, Case
 from tilewright.evaluate.cases.prompts import (
     AccuracyText,
-    Prompt,
+    BenchPrompt,
     accuracy_text,
     bench_text,
     read_prompts,
@@ -50,7 +50,7 @@ _ENGINE = (*names_of(EngineConfig, MODEL, RANKS), "num_threads", "use_cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _BenchArgs:
     """Which case, and what is said of it; the last fields are named as the case's that they set."""
 
     case: str = option(f"a named case ({DEFAULT_CASE})", default=DEFAULT_CASE)
@@ -107,7 +107,7 @@ class RunOptions:
     case: Case
     is_case_changed: bool
     model: ResolvedConfig
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[BenchPrompt, ...]
     text: str
     accuracy_text: AccuracyText
     explain: bool = option(
@@ -147,7 +147,7 @@ def parser() -> argparse.ArgumentParser:
         "tilewright bench --url URL --help (load tests of a server), "
         "tilewright bench --nodes --help (those of distributed-llama).",
     )
-    add_options(found, PathArguments, ConfigArguments, _Asked, _CaseChanges, RunOptions)
+    add_options(found, PathArguments, ConfigArguments, _BenchArgs, _CaseChanges, RunOptions)
     add_options(found, EngineConfig, only=_ENGINE)
     return found
 
@@ -215,17 +215,17 @@ def _accuracy_text(wanted: str | None, case: Case) -> AccuracyText:
     return accuracy_text(wanted)
 
 
-def _user_prompts(arguments: argparse.Namespace) -> tuple[Prompt, ...]:
+def _user_prompts(arguments: argparse.Namespace) -> tuple[BenchPrompt, ...]:
     if arguments.prompt is not None and arguments.input_prompts is not None:
         raise ConfigError("--prompt and --input-prompts; allowed: one of them")
     if arguments.input_prompts is not None:
         return tuple(read_prompts(arguments.input_prompts))
     if arguments.prompt is None:
         return ()
-    return (Prompt(read_prompt(arguments.prompt)),)
+    return (BenchPrompt(read_prompt(arguments.prompt)),)
 
 
-def _changed_case(named: Case, given: dict[str, Any], prompts: tuple[Prompt, ...]) -> Case:
+def _changed_case(named: Case, given: dict[str, Any], prompts: tuple[BenchPrompt, ...]) -> Case:
     """The named case with what the command line says instead."""
     wanted = {name: value for name, value in given.items() if value is not None}
     if prompts:

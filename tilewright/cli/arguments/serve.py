@@ -43,7 +43,7 @@ _MAX_KEYS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _ServeArgs:
     sampling_defaults: str = option(
         "of requests that name no temperature: greedy 0, openai 1, model as its "
         "generation_config.json says",
@@ -156,7 +156,7 @@ def read_serve_options(
         description="Serve a model over HTTP, as OpenAI's API does; with timings: true in a "
         "request, llama.cpp's figures come too, in streams with the end of each choice.",
     )
-    kinds = (PathArguments, ConfigArguments, EngineConfig, _Asked, ServeOptions)
+    kinds = (PathArguments, ConfigArguments, EngineConfig, _ServeArgs, ServeOptions)
     add_options(parser, *kinds, without=("dump",))
     argv = with_config(parser, argv)
     arguments = parser.parse_args(argv)

@@ -17,13 +17,13 @@ from tilewright.serve.web.errors import ApiError
 
 if TYPE_CHECKING:
     from tilewright.batch.dataset import DataSet
-    from tilewright.batch.engine import Ended
+    from tilewright.batch.engine import FinishedRow
     from tilewright.batch.figures import Meter
-    from tilewright.batch.journal import Journal
+    from tilewright.batch.journal import BatchJournal
     from tilewright.batch.output import Output
     from tilewright.batch.records import Item, Record
     from tilewright.cli.terminal.batch_progress import Bar
-    from tilewright.loading.source import Source
+    from tilewright.loading.source import ModelHandle
 
 EXIT_ROWS_FAILED = 1
 _MOST_IGNORED = 10
@@ -77,7 +77,7 @@ def _run(options: BatchOptions, path: Path, sign: PulsingSign) -> int:
             output.drop(journal)
 
 
-def _opened(options: BatchOptions, source: Source | None) -> DataSet | None:
+def _opened(options: BatchOptions, source: ModelHandle | None) -> DataSet | None:
     """The data set; None where it is made up of a model's tokens, and there is no model yet."""
     from tilewright.batch.inputs import open_data_set
     from tilewright.batch.made_rows import MadeRows
@@ -105,9 +105,9 @@ def _chosen(options: BatchOptions, count: int) -> list[int]:
 
 def _answer(
     options: BatchOptions,
-    source: Source,
+    source: ModelHandle,
     data: DataSet,
-    journal: Journal,
+    journal: BatchJournal,
     *,
     rows: Sequence[int],
     sign: PulsingSign,
@@ -115,7 +115,7 @@ def _answer(
     """Answer the rows that have no answer yet; None where all have one."""
     from tilewright.cli.terminal.batch_progress import Bar
 
-    # the longest first: what is left at the end is short, and no seat is empty for long
+    # the longest first: what is left at the end is short, and no slot is empty for long
     left = sorted((row for row in rows if row not in journal), key=data.length, reverse=True)
     if not left:
         return None
@@ -137,9 +137,9 @@ def _answer(
 
 def _here(
     options: BatchOptions,
-    source: Source,
+    source: ModelHandle,
     items: Iterator[Item | Record],
-    journal: Journal,
+    journal: BatchJournal,
     *,
     bar: Bar,
     sign: PulsingSign,
@@ -165,7 +165,7 @@ def _here(
         return meter
 
 
-def _follow(found: Iterator[list[Ended]], journal: Journal, bar: Bar) -> Meter:
+def _follow(found: Iterator[list[FinishedRow]], journal: BatchJournal, bar: Bar) -> Meter:
     from tilewright.batch.figures import Meter
 
     meter = Meter()
@@ -177,7 +177,7 @@ def _follow(found: Iterator[list[Ended]], journal: Journal, bar: Bar) -> Meter:
     return meter
 
 
-def _keep(ended: Sequence[Ended], journal: Journal) -> None:
+def _keep(ended: Sequence[FinishedRow], journal: BatchJournal) -> None:
     journal.add([each.record for each in ended])
 
 
@@ -196,7 +196,7 @@ def _end(
     options: BatchOptions,
     output: Output,
     data: DataSet,
-    journal: Journal,
+    journal: BatchJournal,
     *,
     rows: Sequence[int],
     meter: Meter | None,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
+class _BenchServeArgs:
     url: str = option("of the server", default="http://127.0.0.1:8000")
     model: str = option("the name to ask for (default: the first that the server has)", default="")
     plan: str = option(
@@ -59,7 +59,7 @@ class _Options:
 def main(argv: list[str]) -> int:
     """Run the plan; returns 1 where a request failed, or an answer was not what it must be."""
     text = "Load a server with many users' requests, by a plan."
-    options = parse(_Options, argv, prog="tilewright bench --url URL", description=text)
+    options = parse(_BenchServeArgs, argv, prog="tilewright bench --url URL", description=text)
     from tilewright.evaluate.load.contest import LEVELS
     from tilewright.evaluate.load.plans import PLANS
 
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
         raise TilewrightError(f"{options.url}: {error}") from None
 
 
-async def _tell(options: _Options) -> int:
+async def _tell(options: _BenchServeArgs) -> int:
     """Print and keep every row as soon as it is there; returns the exit code."""
     has_failed = False
     async for row in _run(options):
@@ -91,13 +91,13 @@ async def _tell(options: _Options) -> int:
     return int(has_failed)
 
 
-async def _run(options: _Options) -> AsyncIterator[Figures]:
+async def _run(options: _BenchServeArgs) -> AsyncIterator[Figures]:
     from tilewright.evaluate.load.client import connected
     from tilewright.evaluate.load.figures import rows_of
     from tilewright.evaluate.load.plans import PLANS, streams
-    from tilewright.evaluate.load.shape import Shape
+    from tilewright.evaluate.load.shape import LoadConfig
 
-    known = {field.name for field in fields(Shape)}
+    known = {field.name for field in fields(LoadConfig)}
     given = {name: value for name, value in asdict(options).items() if name in known}
     async with connected(options.url, options.model) as client:
         await client.wait_until_ready(options.wait)
@@ -105,7 +105,7 @@ async def _run(options: _Options) -> AsyncIterator[Figures]:
             await client.take_model()
         if options.warm_up:
             warm = {**given, "requests": options.warm_up, "seed": options.seed + 1, "rate": 0.0}
-            await rows_of(streams(client, Shape(**warm)))
+            await rows_of(streams(client, LoadConfig(**warm)))
         for round_number in range(options.rounds):
-            async for row in PLANS[options.plan].run(client, Shape(**given)):
+            async for row in PLANS[options.plan].run(client, LoadConfig(**given)):
                 yield {"plan": options.plan, "round": round_number, **row}

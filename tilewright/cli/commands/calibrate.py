@@ -34,7 +34,7 @@ _CPU, _CUDA = "cpu", "cuda"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
+class _CalibrateArgs:
     model: str | None = option(
         "checkpoint to calibrate, as for tilewright run (default: smollm2)", "model", nargs="?"
     )
@@ -75,7 +75,7 @@ class _Options:
 def main(argv: list[str]) -> int:
     """Run ``tilewright calibrate`` with its arguments. Return the exit code."""
     options = parse(
-        _Options,
+        _CalibrateArgs,
         argv,
         prog="tilewright calibrate",
         description="Choose the codes of block formats on a text, and write a folder to run.",
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
     return _run(options, name, found, precision, output, text)
 
 
-def _method_name(options: _Options) -> str:
+def _method_name(options: _CalibrateArgs) -> str:
     """Return the chosen method.
 
     Raises:
@@ -120,7 +120,7 @@ def _output(named: str | None) -> Path:
     return output_folder(named)
 
 
-def _read_text(options: _Options) -> str:
+def _read_text(options: _CalibrateArgs) -> str:
     """Return the calibration text.
 
     Raises:
@@ -142,7 +142,7 @@ def _read_text(options: _Options) -> str:
 
 
 def _run(
-    options: _Options,
+    options: _CalibrateArgs,
     name: str,
     found: FoundModel,
     precision: PrecisionConfig,
@@ -211,7 +211,7 @@ def _device(named: str | None) -> torch.device:
     return torch.device(named)
 
 
-def _sequences(model: LoadedModel, text: str, options: _Options) -> torch.Tensor:
+def _sequences(model: LoadedModel, text: str, options: _CalibrateArgs) -> torch.Tensor:
     """Return the text's token ids as sequences with equal lengths.
 
     Raises:
@@ -238,7 +238,7 @@ def _importance(named: str | None) -> dict[str, torch.Tensor] | None:
 
 
 def _facts(
-    options: _Options,
+    options: _CalibrateArgs,
     method: Method,
     model: LoadedModel,
     precision: PrecisionConfig,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilewright.cli.arguments.ask import (
     AskArguments,
-    Asked,
+    PromptArgs,
     Sign,
     compile_asked,
     cost_line,
@@ -45,7 +45,7 @@ Ctrl-C             stops an answer"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Arguments(AskArguments):
+class _ChatArgs(AskArguments):
     no_history: bool = option("keep no history of what is typed", default=False)
 
 
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     """Run ``tilewright chat`` with the arguments behind it; returns the exit code."""
     sign, words = Sign(), "Talk with a model, turn by turn."
     try:
-        asked = read_asked(argv, _Arguments, sign, prog="tilewright chat", description=words)
+        asked = read_asked(argv, _ChatArgs, sign, prog="tilewright chat", description=words)
         source = open_asked(asked, sign)
         if not source.tokenizer.has_chat_template:
             raise RequestError(
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
 class Talk:
     """A conversation: its messages, and what is set for the next answer."""
 
-    def __init__(self, llm: LLM, asked: Asked, sign: Sign) -> None:
+    def __init__(self, llm: LLM, asked: PromptArgs, sign: Sign) -> None:
         self._llm, self._sign = llm, sign
         self._sampling: dict[str, Any] = dict(asked.sampling)
         self.messages: list[dict[str, str]] = messages_of(asked.arguments.system)

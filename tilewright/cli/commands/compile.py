@@ -59,7 +59,7 @@ _SPLITS = ("tensor_parallel_size", "expert_parallel_size", "tensor_split", "comm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Arguments:
+class _CompileArgs:
     emit: str = option(
         "program: for --model DIR; onnx: for plain onnxruntime; mlir: through torch-mlir; "
         "ttnn: one Python file for a Tenstorrent board; engine: one for torch and Triton",
@@ -138,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Compile a model into a folder. Other options: "
         "tilewright compile --config FILE --help (the fastest of several engine.py files).",
     )
-    add_options(parser, PathArguments, OutputArguments, _Arguments)
+    add_options(parser, PathArguments, OutputArguments, _CompileArgs)
     add_options(parser, EngineConfig, only=(*names_of(EngineConfig, MODEL), *_SPLITS))
     return parser
 

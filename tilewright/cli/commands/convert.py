@@ -45,7 +45,7 @@ _NOT_IN_NAMES = re.compile(r"[^\w.-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
+class _ConvertArgs:
     to: str = option(
         "dllama: a .m and a .t file; cache: the compiled program that the commands find; gguf: a "
         "calibrated folder's q40 or q80 weights in a copy of the GGUF file they came from",
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="tilewright convert", description="Write a model for dllama, or into the cache."
     )
-    add_options(parser, PathArguments, OutputArguments, _Options)
+    add_options(parser, PathArguments, OutputArguments, _ConvertArgs)
     add_options(parser, EngineConfig, only=names_of(EngineConfig, MODEL))
     arguments = parser.parse_args(argv)
     if arguments.dump is not None:

@@ -37,7 +37,7 @@ _DEVICES = ("auto", "cuda", "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Arguments:
+class _GenerateEngineArgs:
     emit: str = option("engine: one Python file", default="engine", choices=("engine",))
     config: str = option("the model's configuration", default="target/model_config.json")
     weights: str = option("the folder of its weights", default="target/weights")
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     """Run ``tilewright compile --emit engine`` for a configuration file; returns the exit code."""
     begun = time.monotonic()
     given = parse(
-        _Arguments,
+        _GenerateEngineArgs,
         argv,
         prog="tilewright compile --emit engine",
         description="Write the engine.py that runs a model fastest on this machine.",
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
     with log, tempfile.TemporaryDirectory(prefix="tilewright-engine-") as scratch:
-        search = _Search(given, device, Path(scratch), begun + _seconds(given, device), log)
+        search = _EngineSearch(given, device, Path(scratch), begun + _seconds(given, device), log)
         try:
             search.run(folder / "engine.py")
         except TilewrightError as error:
@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _seconds(given: _Arguments, device: str) -> float:
+def _seconds(given: _GenerateEngineArgs, device: str) -> float:
     text = os.environ.get(SECONDS_VARIABLE)
     name, said = "--seconds", str(given.seconds)
     seconds = given.seconds
@@ -114,24 +114,24 @@ def _seconds(given: _Arguments, device: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _EngineCandidate:
     name: str
     plan: Plan
     choices: Choices
 
 
 @dataclass(slots=True)
-class _Search:
+class _EngineSearch:
     """Tries one candidate after another, each in a process of its own, until its time is up."""
 
-    given: _Arguments
+    given: _GenerateEngineArgs
     device: str
     scratch: Path
     deadline: float
     log: TextIO
     scale: int = 1
     num_layers: int = 0
-    best: _Candidate | None = None
+    best: _EngineCandidate | None = None
     baseline: dict[str, Any] = field(default_factory=dict)
 
     def run(self, place: Path) -> None:
@@ -214,12 +214,12 @@ class _Search:
             self.scale = _SHORTEST if is_large else _SHORTER
         return settings
 
-    def _candidates(self, plans: dict[str, Plan]) -> Iterator[_Candidate]:
+    def _candidates(self, plans: dict[str, Plan]) -> Iterator[_EngineCandidate]:
         """Both plans, then, on a GPU, one change after another of the best so far."""
         from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices
 
         for name, plan in plans.items():
-            yield _Candidate(name, plan, Choices())
+            yield _EngineCandidate(name, plan, Choices())
         changes: Sequence[dict[str, Any]] = ()
         if self.device == "cuda":
             changes = (
@@ -236,9 +236,9 @@ class _Search:
             if (so_far := self.best) is not None:
                 said = ", ".join(f"{key} {value}" for key, value in change.items())
                 name = f"{so_far.name}, {said}"
-                yield _Candidate(name, so_far.plan, replace(so_far.choices, **change))
+                yield _EngineCandidate(name, so_far.plan, replace(so_far.choices, **change))
 
-    def _text(self, candidate: _Candidate) -> str:
+    def _text(self, candidate: _EngineCandidate) -> str:
         from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
 
         title = f"the model of {Path(self.given.config).name}, {candidate.name}"
@@ -246,7 +246,7 @@ class _Search:
             candidate.plan, candidate.choices, title=title, num_layers=self.num_layers
         )
 
-    def _measure(self, candidate: _Candidate, text: str) -> float:
+    def _measure(self, candidate: _EngineCandidate, text: str) -> float:
         """How many times as fast as the reference, by the geometric mean of the cases; 0 where a
         case is wrong.
         """

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright.cli.measure.counted_steps import Counted, Stepper
+from tilewright.cli.measure.counted_steps import NodesTiming, Stepper
 from tilewright.distributed.grouping import Grouping
 from tilewright.errors import ConfigError
 from tilewright.models import quantised_types
@@ -38,7 +38,7 @@ from tilewright.utils.environment import now
 if TYPE_CHECKING:
     from tilewright.compiler.targets.interface.base import Executable
     from tilewright.compiler.targets.interface.compiled import Compiled
-    from tilewright.loading.source import Source
+    from tilewright.loading.source import ModelHandle
 
 _SEED = 10_042_026
 _WIRES = {"f32": "fp32", "q80": "q80", "bf16": "bf16"}
@@ -75,7 +75,7 @@ _OWN_OPTIONS = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Arguments:
+class _NodesArgs:
     config: EngineConfig
     path: str | None = option(
         "inference on rank 0 (the default), or worker on another machine",
@@ -130,7 +130,7 @@ class _Arguments:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class _NodesPrompt:
     """A text to continue, and of how many tokens both are to be."""
 
     text: str
@@ -167,7 +167,7 @@ def main(argv: list[str], prog: str = "tilewright run --nodes") -> int:
     refuse_given(given, ("prompts", "output"), "no --task; allowed: --task 1, 2 or 3 with it")
     if given.prompt is None:
         raise ConfigError("no --prompt; allowed: --prompt TEXT, - for standard input, or --task N")
-    prompt = _Prompt(read_prompt(given.prompt), given.steps or _STEPS)
+    prompt = _NodesPrompt(read_prompt(given.prompt), given.steps or _STEPS)
     source, compiled = _open(given, [prompt])
     try:
         _print(_run(source, compiled.executable, prompt, given, _show))
@@ -176,16 +176,16 @@ def main(argv: list[str], prog: str = "tilewright run --nodes") -> int:
     return 0
 
 
-def _parsed(argv: Sequence[str], prog: str, description: str) -> _Arguments:
+def _parsed(argv: Sequence[str], prog: str, description: str) -> _NodesArgs:
     parser = Parser(prog=prog, description=description)
-    add_options(parser, _Arguments)
+    add_options(parser, _NodesArgs)
     add_options(parser, EngineConfig, only=names_of(EngineConfig, MODEL))
     parsed = parser.parse_args(list(argv))
     config = EngineConfig(**{**SINGLE, **values_of(EngineConfig, parsed)})
-    return _Arguments(config=config, **values_of(_Arguments, parsed))
+    return _NodesArgs(config=config, **values_of(_NodesArgs, parsed))
 
 
-def _settle(given: _Arguments) -> _Arguments:
+def _settle(given: _NodesArgs) -> _NodesArgs:
     """The arguments with what their task says where they say nothing."""
     assert given.task is not None
     own: dict[str, Any] = {"max_seq_len": max(given.steps or max(_PROMPTS.values()), _POSITIONS)}
@@ -195,7 +195,7 @@ def _settle(given: _Arguments) -> _Arguments:
     return replace(given, **{k: v for k, v in own.items() if getattr(given, k) is None})
 
 
-def _task(given: _Arguments) -> int:
+def _task(given: _NodesArgs) -> int:
     """Run the three prompts of a task and leave what the competition wants of each."""
     if given.prompts is None:
         raise ConfigError(
@@ -203,7 +203,7 @@ def _task(given: _Arguments) -> int:
             + ", ".join(f"{name}.txt" for name in _PROMPTS)
         )
     prompts = {
-        name: _Prompt(_read(Path(given.prompts) / f"{name}.txt"), given.steps or steps)
+        name: _NodesPrompt(_read(Path(given.prompts) / f"{name}.txt"), given.steps or steps)
         for name, steps in _PROMPTS.items()
     }
     root = Path(given.output or ".") / f"task_{given.task}"
@@ -219,7 +219,7 @@ def _task(given: _Arguments) -> int:
     return 0
 
 
-def _script(given: _Arguments, prompt: _Prompt) -> str:
+def _script(given: _NodesArgs, prompt: _NodesPrompt) -> str:
     """A shell script that runs one prompt again as it was run, whatever the current directory."""
     command = [*PYTHON, "-m", "tilewright.cli.main", "run"]
     model = {name: getattr(given.config, name) for name in names_of(EngineConfig, MODEL)}
@@ -238,7 +238,7 @@ def _script(given: _Arguments, prompt: _Prompt) -> str:
     return f"#!/bin/sh\n{enter} || exit 2\n{said} |\n{shlex.join(command)}\n"
 
 
-def _keep(folder: Path, counted: Counted, script: str, times: tuple[str, str]) -> None:
+def _keep(folder: Path, counted: NodesTiming, script: str, times: tuple[str, str]) -> None:
     try:
         text = "\n".join([counted.text, "", *counted.lines(), ""])
         (folder / "output.txt").write_text(text, encoding="utf-8")
@@ -267,8 +267,8 @@ def _read(path: Path) -> str:
 
 
 def _open(
-    given: _Arguments, prompts: Sequence[_Prompt], folders: Sequence[Path] = ()
-) -> tuple[Source, Compiled]:
+    given: _NodesArgs, prompts: Sequence[_NodesPrompt], folders: Sequence[Path] = ()
+) -> tuple[ModelHandle, Compiled]:
     """The model on all its nodes, once it is known that there is room for all prompts; then
     ``folders`` are made.
     """
@@ -296,7 +296,7 @@ def _open(
     return source, compiled
 
 
-def _notes(given: _Arguments, prompts: Sequence[_Prompt], max_context: int) -> list[str]:
+def _notes(given: _NodesArgs, prompts: Sequence[_NodesPrompt], max_context: int) -> list[str]:
     """What is not as a task or the arguments have it, a line each."""
     notes = []
     if given.task is not None:
@@ -314,11 +314,11 @@ def _notes(given: _Arguments, prompts: Sequence[_Prompt], max_context: int) -> l
     return notes
 
 
-def _num_nodes(given: _Arguments) -> int:
+def _num_nodes(given: _NodesArgs) -> int:
     return len(given.workers) + 1 if given.workers else given.nodes or 1
 
 
-def _choices(given: _Arguments) -> ResolvedConfig:
+def _choices(given: _NodesArgs) -> ResolvedConfig:
     """The model's options, with the nodes that the arguments name."""
     from tilewright.distributed.parallel import Parallel
     from tilewright.distributed.worker import read_workers
@@ -353,12 +353,12 @@ def _wire(choices: ResolvedConfig, named: str | None) -> str:
 
 
 def _run(
-    source: Source,
+    source: ModelHandle,
     executable: Executable,
-    prompt: _Prompt,
-    given: _Arguments,
+    prompt: _NodesPrompt,
+    given: _NodesArgs,
     say: Callable[[str], None],
-) -> Counted:
+) -> NodesTiming:
     """Read a prompt and continue it, to its steps, of both, or the context's end."""
     from tilewright.compiler.sampling.params import SamplingParams
 
@@ -381,5 +381,5 @@ def _show(piece: str) -> None:
     print(piece, end="", flush=True)
 
 
-def _print(counted: Counted) -> None:
+def _print(counted: NodesTiming) -> None:
     print("\n", *counted.lines(), sep="\n")

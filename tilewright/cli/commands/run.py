@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tilewright.cli.arguments.ask import (
     AskArguments,
-    Asked,
+    PromptArgs,
     Sign,
     compile_asked,
     cost_line,
@@ -24,14 +24,14 @@ from tilewright.options.arguments import option, read_prompt
 
 if TYPE_CHECKING:
     from tilewright.llm import LLM, Answer
-    from tilewright.loading.source import Source
+    from tilewright.loading.source import ModelHandle
 
 _LEAST_CONTEXT = 2048
 """Positions that are reserved for a short prompt too, where the model has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Arguments(AskArguments):
+class _RunArgs(AskArguments):
     prompt: str | None = option("what is asked; - reads it from standard input, as without it")
     as_json: bool = option(
         "print one JSON object: text, tokens, finish reason, timings", "--json", default=False
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         "distributed-llama)."
     )
     try:
-        asked = read_asked(argv, _Arguments, sign, prog="tilewright run", description=words)
+        asked = read_asked(argv, _RunArgs, sign, prog="tilewright run", description=words)
         prompt = _prompt(asked.arguments.prompt)
         source = open_asked(asked, sign)
         tokens = _tokens(source, prompt, asked.arguments.system)
@@ -82,7 +82,7 @@ def _prompt(given: str | None) -> str:
     return read_prompt("-" if given is None else given)
 
 
-def _tokens(source: Source, prompt: str, system: str | None) -> tuple[int, ...]:
+def _tokens(source: ModelHandle, prompt: str, system: str | None) -> tuple[int, ...]:
     """The prompt as a chat; of a model without a chat template, the text itself."""
     tokenizer = source.tokenizer
     if tokenizer.has_chat_template:
@@ -96,7 +96,7 @@ def _tokens(source: Source, prompt: str, system: str | None) -> tuple[int, ...]:
     return tuple(tokenizer.encode(prompt, add_special=True))
 
 
-def _context(source: Source, asked: Asked, num_prompt: int) -> int:
+def _context(source: ModelHandle, asked: PromptArgs, num_prompt: int) -> int:
     """Room for the prompt and its answer.
 
     Raises:
@@ -119,7 +119,7 @@ def _context(source: Source, asked: Asked, num_prompt: int) -> int:
     return min(most, max(wanted, _LEAST_CONTEXT))
 
 
-def _answer(llm: LLM, tokens: tuple[int, ...], asked: Asked, sign: Sign) -> Answer:
+def _answer(llm: LLM, tokens: tuple[int, ...], asked: PromptArgs, sign: Sign) -> Answer:
     with llm.stream_tokens(tokens, **asked.sampling) as stream:
         for number, piece in enumerate(stream):
             if not asked.arguments.as_json:

@@ -54,9 +54,9 @@ def _serve(options: ServeOptions, argv: list[str], sign: Sign) -> int:
     from tilewright.serve.engines.replicas import replicas_of
     from tilewright.serve.web.server import serve
     from tilewright.serve.web.server_log import tell
-    from tilewright.serve.web.settings import Settings
+    from tilewright.serve.web.settings import ServerConfig
 
-    settings = Settings(
+    settings = ServerConfig(
         host=options.host,
         port=options.port,
         api_keys=options.api_key,

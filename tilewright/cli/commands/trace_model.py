@@ -18,7 +18,7 @@ from tilewright.utils.json_lines import check_writable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
+class _TraceArgs:
     model: str | None = option(
         "checkpoint, or calibrated folder (default: smollm2)", "model", nargs="?"
     )
@@ -44,7 +44,7 @@ class _Options:
 def main(argv: list[str]) -> int:
     """Run ``tilewright trace`` with its arguments. Return the exit code."""
     options = parse(
-        _Options,
+        _TraceArgs,
         argv,
         prog="tilewright trace",
         description="Find the layers, operations and settings that lose accuracy.",
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     return _run(options, found, precision, text)
 
 
-def _run(options: _Options, found: Path, precision: PrecisionConfig, text: str) -> int:
+def _run(options: _TraceArgs, found: Path, precision: PrecisionConfig, text: str) -> int:
     """Trace, then print the table or JSON."""
     from tilewright.cli.terminal.console import compile_progress, err, note, out, print_table
     from tilewright.compiler.calibration.forward import sequences

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class NodesTiming:
     """What one prompt took, as distributed-llama counts it; seconds are of steps alone."""
 
     num_evaluated: int
@@ -54,40 +54,40 @@ class Stepper:
     """One sequence's steps, each timed."""
 
     def __init__(self, executable: Executable, sampling: SamplingParams) -> None:
-        from tilewright.compiler.targets.interface.step import Seat
+        from tilewright.compiler.targets.interface.step import Slot
 
-        self._executable, self._seat, self._sampling = executable, Seat(0), sampling
+        self._executable, self._slot, self._sampling = executable, Slot(0), sampling
         self._seconds = [0.0, 0.0]
         self._counts = [0, 0]
         self._then = 0.0, 0.0
 
     def evaluate(self, tokens: Sequence[int]) -> None:
         """All of the prompt but its last token, which the first prediction reads."""
-        from tilewright.compiler.targets.interface.step import Chunk, Open, Step
+        from tilewright.compiler.targets.interface.step import OpenSlot, PrefillChunk, Step
 
         self._executable.reset()
-        seat, read = self._seat, tuple(tokens[:-1])
-        self._executable.step(Step(edits=(Open(seat, self._sampling, tuple(tokens)),)))
+        slot, read = self._slot, tuple(tokens[:-1])
+        self._executable.step(Step(edits=(OpenSlot(slot, self._sampling, tuple(tokens)),)))
         if read:
-            self._timed(0, len(read), Step(prompts=(Chunk(seat, 0, read),)))
+            self._timed(0, len(read), Step(prompts=(PrefillChunk(slot, 0, read),)))
 
     def predict(self, tokens: Sequence[int], limit: int) -> Any:
         """The generated tokens, until so many positions are filled."""
-        from tilewright.compiler.targets.interface.step import Chunk, Step
+        from tilewright.compiler.targets.interface.step import PrefillChunk, Step
 
         self._then = self._exchanged()
-        last = Chunk(self._seat, len(tokens) - 1, (tokens[-1],), chooses=True)
-        decode = Step(decode=(self._seat,))
+        last = PrefillChunk(self._slot, len(tokens) - 1, (tokens[-1],), chooses=True)
+        decode = Step(decode=(self._slot,))
         for position in range(len(tokens) - 1, limit):
             step = Step(prompts=(last,)) if position == len(tokens) - 1 else decode
             yield self._timed(1, 1, step)
 
-    def counted(self, text: str) -> Counted:
+    def counted(self, text: str) -> NodesTiming:
         """What all steps took, and what nodes exchanged in predictions; ``text`` goes with it."""
         (bytes_now, seconds_now), (bytes_then, seconds_then) = self._exchanged(), self._then
         sent, seconds = bytes_now - bytes_then, seconds_now - seconds_then
         (evaluated, predicted), (first_s, rest_s) = self._counts, self._seconds
-        return Counted(evaluated, first_s, predicted, rest_s, text, 512, int(sent), seconds)
+        return NodesTiming(evaluated, first_s, predicted, rest_s, text, 512, int(sent), seconds)
 
     def _exchanged(self) -> tuple[float, float]:
         """Bytes that this node has sent, and seconds in exchanges; of one node alone, none."""

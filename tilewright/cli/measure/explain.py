@@ -16,7 +16,7 @@ from tilewright.compiler.ops import COLLECTIVES
 from tilewright.compiler.precision import EXPERT_GROUPS, PrecisionSummary
 from tilewright.compiler.targets.table import get_target
 from tilewright.errors import CompileError
-from tilewright.evaluate.measure.roofline import Share, compiled_weight_bytes
+from tilewright.evaluate.measure.roofline import TrafficShare, compiled_weight_bytes
 from tilewright.evaluate.report.table import Columns, Table
 from tilewright.evaluate.results.record import RANDOM_WEIGHTS
 from tilewright.evaluate.sweep.byte_plan import byte_plan, kept_byte_plan
@@ -41,7 +41,7 @@ _CONTRACT: Columns[ContractEntry] = {
     "status": lambda entry: entry.meaning.status,
     "used": lambda entry: entry.meaning.effective,
 }
-_BYTES: Columns[Share] = {
+_BYTES: Columns[TrafficShare] = {
     "group": lambda share: share.group,
     "formats": lambda share: ", ".join(share.formats) * (share.group != "total"),
     "held as": lambda share: ", ".join(share.kinds) * (share.group != "total"),

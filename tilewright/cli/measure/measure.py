@@ -27,7 +27,7 @@ from tilewright.errors import ConfigError, RequestError
 from tilewright.evaluate.cases.cases import ACCURACY_CONTEXT, check_case
 from tilewright.evaluate.cases.prompts import AccuracyText, accuracy_text, cut_prompts
 from tilewright.evaluate.cases.reference import (
-    Reference,
+    AccuracyReference,
     ReferenceMismatchError,
     Subject,
     build_reference,
@@ -41,29 +41,29 @@ from tilewright.evaluate.cases.reference import (
     write_cache,
 )
 from tilewright.evaluate.measure import accuracy
-from tilewright.evaluate.measure.timing import Job, Run, sampling_text
+from tilewright.evaluate.measure.timing import TimedRequest, TimedRun, sampling_text
 from tilewright.evaluate.results.record import Accuracy, ContractLine, Result, medians
-from tilewright.loading.source import Source
+from tilewright.loading.source import ModelHandle
 from tilewright.models import LoadedModel
 from tilewright.utils.environment import environment
 from tilewright.utils.files import cache_dir
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """The jobs of a run and the context they need."""
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[TimedRequest, ...]
     context: int
 
 
-def is_emulated(source: Source, options: RunOptions) -> bool:
+def is_emulated(source: ModelHandle, options: RunOptions) -> bool:
     """Whether the target has a board's numbers without the board."""
     name = options.model.target if source.manifest is None else source.manifest.target
     return get_target(name).is_emulated
 
 
-def plan_jobs(source: Source, options: RunOptions, *, max_groups: int = 1) -> Plan:
+def plan_jobs(source: ModelHandle, options: RunOptions, *, max_groups: int = 1) -> BenchPlan:
     """Prompts as token ids, one job a user. ``max_groups``: data-parallel ones there may be.
 
     Raises:
@@ -92,7 +92,7 @@ def plan_jobs(source: Source, options: RunOptions, *, max_groups: int = 1) -> Pl
             max_tokens=wanted,
             stop_token_ids=end_tokens,
         )
-        jobs.append(Job(tuple(tokens), sampling))
+        jobs.append(TimedRequest(tuple(tokens), sampling))
     context = max(len(job.prompt) + job.sampling.max_tokens for job in jobs)
     if case.token_accuracy:
         text = options.accuracy_text
@@ -101,10 +101,10 @@ def plan_jobs(source: Source, options: RunOptions, *, max_groups: int = 1) -> Pl
         if truth.model is None and known_reference(subject, text) is None:
             truth.checkpoint_model()
         context = max(context, ACCURACY_CONTEXT)
-    return Plan(tuple(jobs), context)
+    return BenchPlan(tuple(jobs), context)
 
 
-def _prompt_tokens(source: Source, options: RunOptions) -> list[tuple[list[int], int]]:
+def _prompt_tokens(source: ModelHandle, options: RunOptions) -> list[tuple[list[int], int]]:
     """Token ids and the number to generate, for every user."""
     case, tokenizer = options.case, source.tokenizer
     most = case.max_generated_tokens
@@ -123,14 +123,16 @@ def _prompt_tokens(source: Source, options: RunOptions) -> list[tuple[list[int],
     return found
 
 
-def compile_for(source: Source, options: RunOptions, plan: Plan, progress: Progress) -> Compiled:
+def compile_for(
+    source: ModelHandle, options: RunOptions, plan: BenchPlan, progress: Progress
+) -> Compiled:
     """The executable for the plan's batch and context."""
     model = options.model.changed(max_num_seqs=options.case.batch_size, max_model_len=plan.context)
     return compile(source, model, progress=progress, ends_process=True)
 
 
 def measure_accuracy(
-    source: Source, compiled: Compiled, progress: Progress, *, text: AccuracyText | None = None
+    source: ModelHandle, compiled: Compiled, progress: Progress, *, text: AccuracyText | None = None
 ) -> Accuracy:
     """Teacher-forced accuracy against the model's fp32 reference, and against the base.
 
@@ -164,7 +166,7 @@ def measure_accuracy(
     return accuracy.score(predictions, reference, base=base, base_name=base_name, text=text.name)
 
 
-def subject_of(source: Source, text: AccuracyText | None = None) -> tuple[Subject, list[int]]:
+def subject_of(source: ModelHandle, text: AccuracyText | None = None) -> tuple[Subject, list[int]]:
     """What a reference of this model must be of, and the tokens of the accuracy text.
 
     Raises:
@@ -183,8 +185,8 @@ def subject_of(source: Source, text: AccuracyText | None = None) -> tuple[Subjec
 
 
 def find_reference(
-    source: Source, progress: Progress, *, text: AccuracyText | None = None
-) -> tuple[Reference, Tensor | None]:
+    source: ModelHandle, progress: Progress, *, text: AccuracyText | None = None
+) -> tuple[AccuracyReference, Tensor | None]:
     """The model's reference on a text, new if there is none, and its logits.
 
     A compiled folder has no weights to compute logits from: None where the cache has not kept them.
@@ -195,7 +197,7 @@ def find_reference(
     text, source = text or accuracy_text(), source.original or source
     subject, tokens = subject_of(source, text)
 
-    def build() -> tuple[Reference, Tensor]:
+    def build() -> tuple[AccuracyReference, Tensor]:
         executable = compile_reference(source.checkpoint_model(), progress)
         progress("reference", 0, 1)
         built = build_reference(executable, subject, tokens)
@@ -213,7 +215,7 @@ def find_reference(
     return known, found
 
 
-def known_reference(subject: Subject, text: AccuracyText) -> Reference | None:
+def known_reference(subject: Subject, text: AccuracyText) -> AccuracyReference | None:
     """The versioned reference of a model, else the one in the cache, if there is one.
 
     A versioned file of another model or tokenizer is not used; all are of the standard text.
@@ -259,7 +261,12 @@ def peak_memory_bytes() -> int:
 
 
 def make_result(
-    source: Source, options: RunOptions, compiled: Compiled, runs: Sequence[Run], *, plan: Plan
+    source: ModelHandle,
+    options: RunOptions,
+    compiled: Compiled,
+    runs: Sequence[TimedRun],
+    *,
+    plan: BenchPlan,
 ) -> Result:
     """The record of a run that has just been timed, without its accuracy."""
     repeats = tuple(run.repeat for run in runs)
@@ -287,9 +294,9 @@ def make_result(
 
 
 def describe(
-    source: Source,
+    source: ModelHandle,
     options: RunOptions,
-    plan: Plan,
+    plan: BenchPlan,
     precision: PrecisionSummary,
     contract: NumericContract,
     **figures: Any,

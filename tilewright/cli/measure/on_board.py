@@ -34,7 +34,7 @@ from tilewright.evaluate.report.display import decimal, percent
 from tilewright.evaluate.report.table import Table
 from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.results.row import model_text
-from tilewright.loading.source import Source, precision_of, precision_title
+from tilewright.loading.source import ModelHandle, precision_of, precision_title
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.request_state import RequestState
 
@@ -50,7 +50,7 @@ _GROUPS = 32
 """Data-parallel groups of the largest box."""
 
 
-def run_board(source: Source, options: RunOptions, screen: Console) -> int:
+def run_board(source: ModelHandle, options: RunOptions, screen: Console) -> int:
     """Predict a board's speed, emulate what the case asks for, print and record; the exit code."""
     _check(source, options)
     plan = measure.plan_jobs(source, options, max_groups=_GROUPS)
@@ -92,7 +92,7 @@ def say_expected_time(num_multiplies: int, precision: str) -> None:
     console.note(console.err(), f"{said}(the shortest answer: --case {precision}-short)")
 
 
-def _check(source: Source, options: RunOptions) -> None:
+def _check(source: ModelHandle, options: RunOptions) -> None:
     """Refuse what neither the emulator nor the model of time can answer.
 
     Raises:
@@ -115,7 +115,7 @@ def _check(source: Source, options: RunOptions) -> None:
 class _Board:
     """A model on a board: its programs, and the records made of them."""
 
-    def __init__(self, source: Source, options: RunOptions, plan: measure.Plan) -> None:
+    def __init__(self, source: ModelHandle, options: RunOptions, plan: measure.BenchPlan) -> None:
         self._source, self._options, self._plan = source, options, plan
         self._compiled: Compiled | None = None
         case = options.case

@@ -19,12 +19,12 @@ from tilewright.cli.measure.explain import (
 from tilewright.cli.terminal import console
 from tilewright.cli.terminal.notes import only_fallbacks
 from tilewright.compiler.artifacts.cache import ProgramCache
-from tilewright.evaluate.measure.timing import Run, time_jobs
+from tilewright.evaluate.measure.timing import TimedRun, time_jobs
 from tilewright.evaluate.report.table import Table
 from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.results.row import model_text
 from tilewright.loading.program import settle_backend
-from tilewright.loading.source import Source, precision_title
+from tilewright.loading.source import ModelHandle, precision_title
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EXIT_TEXTS_DIFFER = 1
 
 
-def run_here(source: Source, options: RunOptions, screen: Console) -> int:
+def run_here(source: ModelHandle, options: RunOptions, screen: Console) -> int:
     """Compile, generate, measure, print and record. Returns the exit code."""
     case, plan = options.case, measure.plan_jobs(source, options)
     if source.weights == "random":
@@ -85,7 +85,7 @@ def _print_result(screen: Console, result: Result, options: RunOptions, precisio
     console.note(screen, f"{result.device_detail}; {precision}")
 
 
-def _compare_texts(screen: Console, runs: Sequence[Run]) -> int:
+def _compare_texts(screen: Console, runs: Sequence[TimedRun]) -> int:
     if all(each.outputs == runs[0].outputs for each in runs[1:]):
         screen.print("every prompt gave the same text at every repeat", style="green")
         return 0

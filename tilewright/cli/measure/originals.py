@@ -7,12 +7,12 @@ from dataclasses import replace
 from tilewright.api import load
 from tilewright.cli.arguments.bench import RunOptions
 from tilewright.errors import ConfigError
-from tilewright.loading.source import Source
+from tilewright.loading.source import ModelHandle
 from tilewright.models import check_header, find_model
 from tilewright.models.checkpoints.calibrated.checkpoint import CalibratedCheckpoint
 
 
-def with_original(source: Source, options: RunOptions) -> Source:
+def with_original(source: ModelHandle, options: RunOptions) -> ModelHandle:
     """Return the source with the named original.
 
     Raises:

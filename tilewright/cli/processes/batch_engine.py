@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tilewright.api import compile, load
 from tilewright.batch.engine import BatchEngine
-from tilewright.batch.preparing import GrammarTrials, Preparer
+from tilewright.batch.preparing import BatchGrammarValidator, Preparer
 from tilewright.cli.arguments.batch import BatchOptions
 from tilewright.cli.terminal.notes import without_details
 from tilewright.compiler.targets.interface.base import Progress
@@ -19,7 +19,7 @@ from tilewright.compiler.targets.interface.compiled import Compiled
 from tilewright.distributed.parallel import Parallel
 from tilewright.loading.source import (
     ARITHMETIC,
-    Source,
+    ModelHandle,
     precision_of,
     served_facts,
 )
@@ -32,7 +32,7 @@ from tilewright.serve.prompt.template import read_template
 from tilewright.serve.web.server_log import say
 
 
-def open_batch_source(options: BatchOptions) -> Source:
+def open_batch_source(options: BatchOptions) -> ModelHandle:
     """The model of a batch, with the tokenizer that was asked for; no weights are read."""
     source = load(options.model.path, use_cache=options.model.config.use_cache)
     for note in source.notes:
@@ -42,7 +42,7 @@ def open_batch_source(options: BatchOptions) -> Source:
     return replace(source, tokenizer=load_tokenizer(TokenizerSource(options.tokenizer)))
 
 
-def batch_facts(options: BatchOptions, source: Source) -> dict[str, str]:
+def batch_facts(options: BatchOptions, source: ModelHandle) -> dict[str, str]:
     """What a batch's answers depend on beside its rows, as far as it is known before loading."""
     asking = options.asking
     chosen = {**options.sampling, "seed": options.seed, "max_tokens": options.max_tokens}
@@ -79,7 +79,7 @@ def _ranks(parallel: Parallel) -> str:
 
 @contextmanager
 def batch_engine(
-    options: BatchOptions, source: Source, *, created: int, progress: Progress
+    options: BatchOptions, source: ModelHandle, *, created: int, progress: Progress
 ) -> Iterator[BatchEngine]:
     """An engine that is compiled and warm; ``created``: what answers say of their time.
 
@@ -100,7 +100,7 @@ def batch_engine(
 
 
 def _made(
-    options: BatchOptions, source: Source, compiled: Compiled, *, created: int, folder: Path
+    options: BatchOptions, source: ModelHandle, compiled: Compiled, *, created: int, folder: Path
 ) -> BatchEngine:
     source.tokenizer.save(folder)  # for grammars, which are compiled for it
     executable, transport = compiled.executable, QueueTransport()
@@ -120,7 +120,7 @@ def _made(
     preparer = Preparer(
         model=served,
         template=read_template(source.tokenizer, None),
-        trials=GrammarTrials(grammars),
+        trials=BatchGrammarValidator(grammars),
         max_tokens=options.max_tokens,
         ignore_eos=options.ignore_eos,
         seed=options.seed,

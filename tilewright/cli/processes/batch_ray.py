@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tilewright.batch.engine import Ended
-from tilewright.batch.journal import Journal
+from tilewright.batch.engine import FinishedRow
+from tilewright.batch.journal import BatchJournal
 from tilewright.batch.records import Item, Record
 from tilewright.cli.arguments.batch import BatchOptions, read_batch_options
 from tilewright.compiler.devices import describe_cpu
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 _BATCHES = 4
 """The fewest batches that an actor is given, so that none waits long for another at the end."""
 
-_SEATS_FULL = 8
-"""How many times over a batch fills the seats at the most: with each, seats run empty once."""
+_SLOTS_FULL = 8
+"""How many times over a batch fills the slots at the most: with each, slots run empty once."""
 
 
 class Actor:
@@ -60,8 +60,8 @@ class Actor:
 
 
 def run_on_ray(
-    options: BatchOptions, items: Iterator[Item | Record], count: int, journal: Journal
-) -> Iterator[list[Ended]]:
+    options: BatchOptions, items: Iterator[Item | Record], count: int, journal: BatchJournal
+) -> Iterator[list[FinishedRow]]:
     """Answer ``count`` rows by Ray's actors; blocks of them, as they end.
 
     Raises:
@@ -74,12 +74,12 @@ def run_on_ray(
     except ImportError:
         raise ConfigError("--engine ray needs Ray; allowed: pip install -e '.[ray]'") from None
     known: list[Item] = []
-    bad: list[Ended] = []
+    bad: list[FinishedRow] = []
     for each in islice(items, count):
         if isinstance(each, Item):
             known.append(each)
         else:
-            bad.append(Ended(record=each))
+            bad.append(FinishedRow(record=each))
     if bad:
         yield bad
     if not known:
@@ -95,12 +95,14 @@ def run_on_ray(
         raise TilewrightError(f"Ray: {one_line(error)}; --resume goes on where it was") from None
 
 
-def _blocks(options: BatchOptions, items: list[Item], journal: Journal) -> Iterator[list[Ended]]:
+def _blocks(
+    options: BatchOptions, items: list[Item], journal: BatchJournal
+) -> Iterator[list[FinishedRow]]:
     import ray.data
 
     actors = options.actors
     size = -(-len(items) // (_BATCHES * actors))
-    size = max(1, min(size, _SEATS_FULL * options.seats))
+    size = max(1, min(size, _SLOTS_FULL * options.slots))
     is_gpu, num_ranks = options.model.target == "cuda", options.model.grouping.parallel.tensor
     threads = options.model.config.num_threads or max(
         1, describe_cpu().num_cores // (actors * num_ranks)
@@ -122,10 +124,10 @@ def _blocks(options: BatchOptions, items: list[Item], journal: Journal) -> Itera
         yield [_ended(*row) for row in zip(*columns, strict=True)]
 
 
-def _ended(record: bytes, first: float | None, total: float | None, ignored: bytes) -> Ended:
+def _ended(record: bytes, first: float | None, total: float | None, ignored: bytes) -> FinishedRow:
     decoded = msgspec.json.decode(bytes(record), type=Record)
     known = msgspec.json.decode(bytes(ignored), type=tuple[str, ...])
     times = {"first_s": first, "total_s": total}
     # a block of numbers holds NaN where there is none
     told = {name: value for name, value in times.items() if value is not None and value == value}
-    return Ended(record=decoded, ignored=known, **told)
+    return FinishedRow(record=decoded, ignored=known, **told)

@@ -21,14 +21,14 @@ from tilewright.cli.arguments.serve import (
 from tilewright.cli.terminal.notes import without_details
 from tilewright.compiler.sampling.params import SamplingParams, plain_names
 from tilewright.errors import ConfigError, RankError, RequestError, TilewrightError
-from tilewright.runtime.messages import Refused
+from tilewright.runtime.messages import EngineStartFailed
 from tilewright.serve.engines.client import TOKENIZER
 from tilewright.serve.engines.sockets import SocketTransport
 from tilewright.utils.garbage import collect_seldom
 
 if TYPE_CHECKING:
     from tilewright.compiler.targets.interface.compiled import Compiled
-    from tilewright.loading.source import Source
+    from tilewright.loading.source import ModelHandle
 
 
 def main(argv: list[str]) -> int:
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         print(f"tilewright: {error}", file=sys.stderr)
         return error.exit_code
     except TilewrightError as error:
-        transport.send([Refused(" ".join(str(error).split()))])
+        transport.send([EngineStartFailed(" ".join(str(error).split()))])
         return 2
     finally:
         transport.close()
@@ -80,12 +80,12 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
         service.run()
 
 
-def _facts(source: Source, compiled: Compiled, options: ServeOptions) -> dict[str, str]:
+def _facts(source: ModelHandle, compiled: Compiled, options: ServeOptions) -> dict[str, str]:
     """What is served, for people and for the fingerprint."""
     from tilewright.loading.source import served_facts
 
-    max_seats = compiled.executable.capabilities.max_seats
-    invariance = options.model.config.invariance(options.model.target, max_seats)
+    max_num_seqs = compiled.executable.capabilities.max_num_seqs
+    invariance = options.model.config.invariance(options.model.target, max_num_seqs)
     facts = served_facts(source, compiled, invariance=invariance)
     if options.sampling_defaults == MODEL:
         facts["sampling"] = json.dumps(_own_sampling(source.path))

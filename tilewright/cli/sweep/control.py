@@ -18,7 +18,7 @@ from tilewright.cli.sweep.files import open_sweep, torn_lines_said
 from tilewright.cli.sweep.layout import Listing, plain_line, plain_text
 from tilewright.errors import ConfigError, one_line
 from tilewright.evaluate.sweep import estimate
-from tilewright.evaluate.sweep.journal import FAILURES, Asked, CellState, Journal
+from tilewright.evaluate.sweep.journal import FAILURES, CellState, SweepJournal, TrialCommand
 from tilewright.utils.files import open_regular
 
 What = Literal["cancel", "restart"]
@@ -41,7 +41,7 @@ def status(given: argparse.Namespace) -> int:
     return 0
 
 
-def _table(given: argparse.Namespace, journal: Journal, *, is_held: bool) -> Listing:
+def _table(given: argparse.Namespace, journal: SweepJournal, *, is_held: bool) -> Listing:
     make = tables.configurations
     if given.cells:
         make = tables.cells
@@ -51,7 +51,7 @@ def _table(given: argparse.Namespace, journal: Journal, *, is_held: bool) -> Lis
     return table.sorted_by(given.sort, is_reversed=given.reverse)
 
 
-def _values(table: Listing, journal: Journal, *, is_held: bool) -> dict[str, Any]:
+def _values(table: Listing, journal: SweepJournal, *, is_held: bool) -> dict[str, Any]:
     state = journal.state
     statuses = [tables.shown_status(each, is_held=is_held) for each in state.cells.values()]
     return {
@@ -116,7 +116,7 @@ def affected(states: Sequence[CellState], what: What) -> list[CellState]:
     return [s for s in states if (s.is_open and not s.is_cancel_asked) is (what == "cancel")]
 
 
-def ask(journal: Journal, states: Sequence[CellState], what: What) -> list[str]:
+def ask(journal: SweepJournal, states: Sequence[CellState], what: What) -> list[str]:
     """Ask for cells to be cancelled or run again; what came of it, in lines.
 
     Raises:
@@ -131,7 +131,7 @@ def ask(journal: Journal, states: Sequence[CellState], what: What) -> list[str]:
     was_running = any(each.status == "running" for each in chosen)
     names = [f"  {tables.describe(each)}" for each in chosen]
     is_held = journal.is_held()
-    journal.append(*(Asked(each.cell.id, what) for each in chosen))
+    journal.append(*(TrialCommand(each.cell.id, what) for each in chosen))
     found = f"asked to {what} {cells_text(len(chosen))}"
     if what == "restart":
         taken = "the running sweep" if is_held else "the next run of the sweep"
@@ -160,7 +160,7 @@ def newest(states: Sequence[CellState]) -> CellState:
 
 
 def log_text(
-    journal: Journal, state: CellState, *, is_held: bool, max_bytes: int = _MAX_LOG_BYTES
+    journal: SweepJournal, state: CellState, *, is_held: bool, max_bytes: int = _MAX_LOG_BYTES
 ) -> str:
     """A cell, how it ended and what it said; of a long log the last bytes."""
     status = tables.shown_status(state, is_held=is_held)

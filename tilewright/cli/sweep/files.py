@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tilewright.cli.sweep.layout import plain_line
 from tilewright.errors import ConfigError
-from tilewright.evaluate.sweep.journal import Journal
+from tilewright.evaluate.sweep.journal import SweepJournal
 from tilewright.utils.files import replace_file
 from tilewright.utils.json_lines import TornLineWarning
 
@@ -39,7 +39,7 @@ def write_text(output: str | Path, text: str) -> None:
         raise ConfigError(f"{output}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def open_sweep(path: str | Path) -> Journal:
+def open_sweep(path: str | Path) -> SweepJournal:
     """A sweep's file, running or finished. Raises ConfigError where it is none."""
     with torn_lines_said():
-        return Journal.open(Path(path))
+        return SweepJournal.open(Path(path))

@@ -44,7 +44,7 @@ class Column:
     is_number: bool = False
     highest_first: bool = False
 
-    def show(self, line: Line) -> str:
+    def show(self, line: ScreenLine) -> str:
         """The text that a line shows in this column."""
         value = line.values[self.key]
         return "" if value is None else self.text(value)
@@ -56,7 +56,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ScreenLine:
     """A line and the cells it is made of; ``key`` stays while its figures change.
 
     ``values`` by the columns' keys, None for what is not known.
@@ -77,7 +77,7 @@ class Listing:
     """Columns, lines, and what is to be said below them."""
 
     columns: tuple[Column, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[ScreenLine, ...]
     notes: tuple[str, ...] = ()
 
     def sorted_by(self, key: str | None, *, is_reversed: bool = False) -> Listing:

@@ -10,9 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tilewright.cli.sweep.layout import shorten
 from tilewright.evaluate.report import display
-from tilewright.evaluate.results.row import Row
+from tilewright.evaluate.results.row import ResultRow
 from tilewright.evaluate.sweep import estimate
-from tilewright.evaluate.sweep.journal import CellState, Journal
+from tilewright.evaluate.sweep.journal import CellState, SweepJournal
 from tilewright.evaluate.sweep.runner import Report
 
 _NAME_WIDTH = 36
@@ -33,7 +33,7 @@ def sweep_progress(console: Console, *, jobs: int) -> Iterator[Report]:
     with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
         task = progress.add_task("plan", total=None, left="")
 
-        def report(journal: Journal) -> None:
+        def report(journal: SweepJournal) -> None:
             state = journal.state
             if {key: each.status for key, each in state.cells.items()} == seen:
                 return
@@ -60,7 +60,7 @@ def _line(state: CellState) -> str:
     result = state.result
     if result is None:
         return f"{found}: {state.reason}" if state.reason else found
-    figures = Row.of(result, result.accuracy)
+    figures = ResultRow.of(result, result.accuracy)
     if result.accuracy is not None:
         kl = display.significant(figures.kl_nats or 0)
         return f"{found}: top-1 {display.decimal(figures.top1_percent)} %, KL {kl}"

@@ -20,14 +20,14 @@ from tilewright.evaluate.report.table import Columns, Table
 from tilewright.evaluate.results.record import RANDOM_WEIGHTS
 from tilewright.evaluate.sweep import estimate
 from tilewright.evaluate.sweep.cell import Cell
-from tilewright.evaluate.sweep.journal import FAILURES, VERSION, Asked, Journal, Planned
+from tilewright.evaluate.sweep.journal import FAILURES, VERSION, Planned, SweepJournal, TrialCommand
 from tilewright.evaluate.sweep.runner import Runner, launcher
 from tilewright.utils.environment import environment
 from tilewright.utils.json_lines import TornLineWarning
 
 if TYPE_CHECKING:
     from tilewright.evaluate.sweep.model import SweptModel
-    from tilewright.evaluate.sweep.plans import Entry, Measures
+    from tilewright.evaluate.sweep.plans import Measures, SweepConfig
 
 EXIT_FAILED_CELLS = 1
 _NUM_LISTED = 8
@@ -46,11 +46,11 @@ def main(argv: list[str]) -> int:
     if options.dry_run:
         print_plan(cells, options)
         return 0
-    journal = Journal.create(options.results, planned(options, cells), cells)
+    journal = SweepJournal.create(options.results, planned(options, cells), cells)
     return run_journal(journal, options)
 
 
-def open_journal(options: SweepOptions) -> Journal:
+def open_journal(options: SweepOptions) -> SweepJournal:
     """Open the journal of the sweep to go on with, which must be of the plan asked for.
 
     Raises:
@@ -73,7 +73,7 @@ def open_journal(options: SweepOptions) -> Journal:
     return journal
 
 
-def _settle_other_code(journal: Journal, options: SweepOptions) -> None:
+def _settle_other_code(journal: SweepJournal, options: SweepOptions) -> None:
     """Figures of two versions of the code stand in one table only where that was asked for.
 
     Raises:
@@ -94,7 +94,7 @@ def _settle_other_code(journal: Journal, options: SweepOptions) -> None:
     what = "they are kept" if options.other_code == "keep" else "they are run again"
     note(err(), f"{said}; {what}")
     if options.other_code == "rerun" and not options.dry_run:
-        journal.append(*(Asked(cell_id, "restart") for cell_id in ids))
+        journal.append(*(TrialCommand(cell_id, "restart") for cell_id in ids))
 
 
 def planned(options: SweepOptions, cells: Sequence[Cell]) -> Planned:
@@ -204,7 +204,7 @@ def check_size(num_cells: int, options: SweepOptions) -> None:
         raise ConfigError(f"a plan of {num_cells} cells; allowed: {MAX_CELLS}, or more with --yes")
 
 
-def _entries(options: SweepOptions) -> list[Entry]:
+def _entries(options: SweepOptions) -> list[SweepConfig]:
     from tilewright.evaluate.sweep import plans
 
     models = swept_models(options)
@@ -246,7 +246,7 @@ def print_plan(cells: Sequence[Cell], options: SweepOptions) -> None:
 
 
 @contextmanager
-def runner_of(journal: Journal, options: SweepOptions) -> Iterator[Runner]:
+def runner_of(journal: SweepJournal, options: SweepOptions) -> Iterator[Runner]:
     """The one runner of a sweep, with progress. Raises ConfigError where another one is at it."""
     launch = launcher(timeout_s=options.timeout_s, max_bytes=options.memory)
     with journal.hold(), sweep_progress(err(), jobs=options.jobs) as report:
@@ -256,14 +256,14 @@ def runner_of(journal: Journal, options: SweepOptions) -> Iterator[Runner]:
         yield Runner(journal, launch, jobs=options.jobs, report=report)
 
 
-def run_journal(journal: Journal, options: SweepOptions) -> int:
+def run_journal(journal: SweepJournal, options: SweepOptions) -> int:
     """Run what is open, then say how it went; returns the exit code."""
     with runner_of(journal, options) as runner:
         runner.run()
     return say_result(journal)
 
 
-def say_result(journal: Journal) -> int:
+def say_result(journal: SweepJournal) -> int:
     """One line about the end, one for each failure; the exit code."""
     state = journal.state
     for each in state.cells.values():

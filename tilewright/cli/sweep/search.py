@@ -25,7 +25,7 @@ from tilewright.compiler.devices import BOARDS
 from tilewright.errors import ConfigError
 from tilewright.evaluate.cases.cases import ACCURACY_TEXT, CASES
 from tilewright.evaluate.cases.prompts import accuracy_text
-from tilewright.evaluate.sweep.journal import Journal
+from tilewright.evaluate.sweep.journal import SweepJournal
 from tilewright.utils.json_lines import check_writable
 
 EXIT_NOTHING_FOUND = 1
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     return _search(options, begun)
 
 
-def _as_begun(options: SweepOptions, begun: Journal) -> SweepOptions:
+def _as_begun(options: SweepOptions, begun: SweepJournal) -> SweepOptions:
     """A search that is resumed without its options has those it was begun with."""
     argv = ["search", f"--results={options.results}"]
     for key, value in begun.state.planned.options.items():
@@ -76,7 +76,7 @@ def _output(options: SweepOptions) -> Path:
     return options.output or options.results.with_suffix(".yaml")
 
 
-def _search(options: SweepOptions, begun: Journal | None) -> int:
+def _search(options: SweepOptions, begun: SweepJournal | None) -> int:
     from tilewright.evaluate.search import plan as search_plan
     from tilewright.evaluate.search.search_runner import hunt
 
@@ -84,7 +84,7 @@ def _search(options: SweepOptions, begun: Journal | None) -> int:
     run.check_size(usual.count(1 + len(options.levels)), options)
     (model,) = run.swept_models(options)
     device, base = search_plan.searched_place(model, target, options.devices, options.base)
-    search = search_plan.Search(
+    search = search_plan.SearchSpec(
         model=model,
         target=target,
         device=device,
@@ -102,7 +102,7 @@ def _search(options: SweepOptions, begun: Journal | None) -> int:
         run.print_plan(first, options)
         out().print("and, when these are known, about 12 cells that depend on them")
         return 0
-    journal = begun or Journal.create(options.results, run.planned(options, first), first)
+    journal = begun or SweepJournal.create(options.results, run.planned(options, first), first)
     with run.runner_of(journal, options) as runner:
         found = hunt(search, runner, known)
     print_table(out(), f"search: {search.bounds}", found.table(), numbers=True)
@@ -118,7 +118,9 @@ def _search(options: SweepOptions, begun: Journal | None) -> int:
     return 0
 
 
-def _known_sensitivities(options: SweepOptions, fits: Callable[[Journal], bool]) -> Journal | None:
+def _known_sensitivities(
+    options: SweepOptions, fits: Callable[[SweepJournal], bool]
+) -> SweepJournal | None:
     """The sweep of sensitivities to search by; without one the search measures them itself."""
     if options.sensitivities is not None:
         return open_sweep(options.sensitivities)

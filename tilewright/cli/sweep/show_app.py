@@ -19,9 +19,9 @@ from textual.widgets import DataTable, Footer, Static
 
 from tilewright.cli.sweep import control, tables
 from tilewright.cli.sweep.files import write_text
-from tilewright.cli.sweep.layout import Line, Listing, plain_line
+from tilewright.cli.sweep.layout import Listing, ScreenLine, plain_line
 from tilewright.errors import ConfigError
-from tilewright.evaluate.sweep.journal import Journal
+from tilewright.evaluate.sweep.journal import SweepJournal
 from tilewright.utils.json_lines import TornLineWarning
 
 LOOK_SECONDS = 1.0
@@ -52,7 +52,7 @@ class SweepScreen(Screen[None]):
         Binding("q", "app.quit", "quit"),
     ]
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: SweepJournal) -> None:
         super().__init__()
         self.journal = journal
         self.is_held = False
@@ -128,7 +128,7 @@ class SweepScreen(Screen[None]):
             widget.move_cursor(row=keys.index(current.key), animate=False)
         self._describe()
 
-    def current(self) -> Line | None:
+    def current(self) -> ScreenLine | None:
         """The line that the cursor is on."""
         row = self.query_one(LinesTable).cursor_row
         lines = () if self._shown is None else self._shown.lines
@@ -229,7 +229,7 @@ class SweepScreen(Screen[None]):
         question = Question(text)
         self.app.push_screen(question, lambda sure: self._ask(line, what, is_sure=bool(sure)))
 
-    def _ask(self, line: Line, what: control.What, *, is_sure: bool) -> None:
+    def _ask(self, line: ScreenLine, what: control.What, *, is_sure: bool) -> None:
         if not is_sure:
             return
         try:
@@ -334,7 +334,7 @@ class SweepApp(App[None]):
     #question { border: solid $foreground; }
     """
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: SweepJournal) -> None:
         super().__init__()
         self.animation_level = "none"  # over ssh every frame is sent
         self.table_screen = SweepScreen(journal)

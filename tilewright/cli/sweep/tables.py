@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tilewright.cli.sweep.layout import Column, Line, Listing, plain_line, shorten
+from tilewright.cli.sweep.layout import Column, Listing, ScreenLine, plain_line, shorten
 from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.report.display import decimal, span
-from tilewright.evaluate.results.row import Row
+from tilewright.evaluate.results.row import ResultRow
 from tilewright.evaluate.sweep import estimate
-from tilewright.evaluate.sweep.journal import FAILURES, CellState, Journal, SweepState
+from tilewright.evaluate.sweep.journal import FAILURES, CellState, SweepJournal, SweepState
 from tilewright.evaluate.sweep.standings import ranked
 from tilewright.evaluate.sweep.summary import SweptRow, rows
 
@@ -149,7 +149,7 @@ def _labelled(state: SweepState) -> list[SweptRow]:
     ]
 
 
-def _configuration_line(row: SweptRow, standing: str | None, *, is_held: bool) -> Line:
+def _configuration_line(row: SweptRow, standing: str | None, *, is_held: bool) -> ScreenLine:
     figures = row.figures()  # bytes as measured: an estimate has no place beside them
     spread, num_bytes = figures.decode_spread_fraction, figures.weight_bytes
     values = {
@@ -160,10 +160,10 @@ def _configuration_line(row: SweptRow, standing: str | None, *, is_held: bool) -
         "mb": None if num_bytes is None else num_bytes / 1e6,
         "front": standing if standing in ("front", "tied") else None,
     }
-    return Line(row.cell.id, row.states, values)
+    return ScreenLine(row.cell.id, row.states, values)
 
 
-def _cell_line(name: str, state: CellState, *, is_held: bool) -> Line:
+def _cell_line(name: str, state: CellState, *, is_held: bool) -> ScreenLine:
     cell, result = state.cell, state.result
     # what the warm-up of an accuracy case takes is no speed
     timed = result if cell.kind == "speed" else None
@@ -174,12 +174,12 @@ def _cell_line(name: str, state: CellState, *, is_held: bool) -> Line:
         "round": cell.round + 1 if cell.kind == "speed" else None,
         "status": shown_status(state, is_held=is_held),
         "seconds": state.seconds,
-        **_values(Row.of(timed, None if result is None else result.accuracy)),
+        **_values(ResultRow.of(timed, None if result is None else result.accuracy)),
     }
-    return Line(cell.id, (state,), values)
+    return ScreenLine(cell.id, (state,), values)
 
 
-def _values(figures: Row) -> dict[str, Any]:
+def _values(figures: ResultRow) -> dict[str, Any]:
     low, high = figures.top1_low_percent, figures.top1_high_percent
     return {
         "top1": figures.top1_percent,
@@ -210,7 +210,7 @@ def describe(state: CellState, name: str = "") -> str:
     return plain_line(f"{state.cell.id} {state.cell.title(name)}")
 
 
-def headline(journal: Journal, *, is_held: bool) -> tuple[str, str]:
+def headline(journal: SweepJournal, *, is_held: bool) -> tuple[str, str]:
     """Two lines: which sweep this is and whether it runs; how far it is and how long is left."""
     state = journal.state
     num_open = len(state.open_cells())

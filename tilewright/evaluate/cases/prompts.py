@@ -27,22 +27,22 @@ MAX_TEXT_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class BenchPrompt:
     """What one user asks; `max_tokens` bounds the answer where the file says so."""
 
     text: str
     max_tokens: int | None = None
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _PromptFileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A prompt as a file has it; 0 stands for a bound that is not given."""
 
     prompt: Annotated[str, msgspec.Meta(pattern=r"\S")]
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 0
 
 
-_ENTRIES: msgspec.json.Decoder[list[_Entry]] = msgspec.json.Decoder(
-    Annotated[list[_Entry], msgspec.Meta(min_length=1)]  # type: ignore[arg-type]
+_ENTRIES: msgspec.json.Decoder[list[_PromptFileEntry]] = msgspec.json.Decoder(
+    Annotated[list[_PromptFileEntry], msgspec.Meta(min_length=1)]  # type: ignore[arg-type]
 )
 _ENTRIES_FORM = "a list of objects with prompt, some text, and at will max_tokens, 1 or more"
 
@@ -93,7 +93,7 @@ def sample_prompts_dir() -> Path:
     return Path(__file__).parents[2] / "sample_prompts"
 
 
-def sample_prompts(name: str) -> list[Prompt]:
+def sample_prompts(name: str) -> list[BenchPrompt]:
     """The prompts of one sample file, such as `questions.json`.
 
     Raises:
@@ -135,7 +135,7 @@ def cut_prompts(tokens: Sequence[int], *, num_prompts: int, prompt_length: int) 
     ]
 
 
-def read_prompts(path: str | Path) -> list[Prompt]:
+def read_prompts(path: str | Path) -> list[BenchPrompt]:
     """Read a JSON list of objects with `prompt` and, at will, `max_tokens`.
 
     Raises:
@@ -149,7 +149,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         entries = _ENTRIES.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{place}: {one_line(error)}; allowed: {_ENTRIES_FORM}") from None
-    return [Prompt(entry.prompt, entry.max_tokens or None) for entry in entries]
+    return [BenchPrompt(entry.prompt, entry.max_tokens or None) for entry in entries]
 
 
 def _read_text(path: Path, place: str, *, limit: int, options: str) -> str:

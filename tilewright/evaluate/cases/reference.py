@@ -24,7 +24,7 @@ from torch import Tensor
 from tilewright.compiler.artifacts.paths import cache_dir
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
-from tilewright.compiler.targets.interface.step import Chunk, Open, Seat, Step
+from tilewright.compiler.targets.interface.step import OpenSlot, PrefillChunk, Slot, Step
 from tilewright.errors import ConfigError
 from tilewright.evaluate.cases.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
 from tilewright.utils.environment import environment
@@ -49,7 +49,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class AccuracyReference:
     """``tokens``: the text. ``guesses[i]``: the five likeliest ids for position ``prefill + i``.
 
     ``margins[i]``: first logit minus second, which says how firm the guess is.
@@ -91,18 +91,18 @@ def text_hash(tokens: Sequence[int]) -> str:
 
 def build_reference(
     executable: Executable, subject: Subject, tokens: Sequence[int]
-) -> tuple[Reference, Tensor]:
+) -> tuple[AccuracyReference, Tensor]:
     """Guesses and all logits ``[predictions, vocab]`` from one fp32 prefill of the text."""
     executable.reset()
-    seat = Seat(0)
-    whole = Chunk(seat, 0, tuple(tokens[:-1]), echoes=True)
-    opened = (Open(seat, SamplingParams()),)
+    slot = Slot(0)
+    whole = PrefillChunk(slot, 0, tuple(tokens[:-1]), echoes=True)
+    opened = (OpenSlot(slot, SamplingParams()),)
     (part,) = executable.step(Step(prompts=(whole,), edits=opened, want_logits=True)).parts
     assert part.logits is not None
     logits = part.logits()[ACCURACY_PREFILL - 1 :].clone()
     executable.reset()
     best = logits.topk(NUM_GUESSES, dim=-1)
-    reference = Reference(
+    reference = AccuracyReference(
         subject=subject,
         prefill=ACCURACY_PREFILL,
         tokens=tuple(tokens),
@@ -118,19 +118,19 @@ def reference_path(model: str, folder: Path = _FOLDER) -> Path:
     return folder / f"{_slug(model)}.json"
 
 
-def save_reference(reference: Reference, path: Path) -> None:
+def save_reference(reference: AccuracyReference, path: Path) -> None:
     """Write a reference to a file, from which `load_reference` reads it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, reference_bytes(reference))
 
 
-def reference_bytes(reference: Reference) -> bytes:
+def reference_bytes(reference: AccuracyReference) -> bytes:
     """The bytes of the file that a reference is kept in."""
     body = {"id": reference.id, **dataclasses.asdict(reference)}
     return (json.dumps(body, separators=(",", ":")) + "\n").encode()
 
 
-def load_reference(path: Path, subject: Subject) -> Reference:
+def load_reference(path: Path, subject: Subject) -> AccuracyReference:
     """Read a reference file: the tokens that accuracy is measured against.
 
     Raises:
@@ -140,9 +140,9 @@ def load_reference(path: Path, subject: Subject) -> Reference:
     try:
         values = msgspec.json.decode(read_regular(path), type=dict[str, Any])
         stored_id = values.pop("id", None)
-        if values.keys() != {field.name for field in dataclasses.fields(Reference)}:
+        if values.keys() != {field.name for field in dataclasses.fields(AccuracyReference)}:
             raise ValueError("other fields")
-        reference = msgspec.convert(values, Reference)
+        reference = msgspec.convert(values, AccuracyReference)
     except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise ConfigError(f"{path}: not a reference file ({type(error).__name__})") from None
     if reference.id != stored_id:
@@ -162,7 +162,7 @@ def _short(text: str) -> str:
     return text[:12] if text.isprintable() else repr(text[:12])
 
 
-def cached_logits(reference: Reference) -> Tensor | None:
+def cached_logits(reference: AccuracyReference) -> Tensor | None:
     """The fp32 logits of a reference, if the cache has them."""
     shape = (len(reference.guesses),)
     try:
@@ -175,7 +175,7 @@ def cached_logits(reference: Reference) -> Tensor | None:
     return None
 
 
-def keep_logits(reference: Reference, logits: Tensor) -> Tensor:
+def keep_logits(reference: AccuracyReference, logits: Tensor) -> Tensor:
     """Put the fp32 logits of a reference into the cache; returns them."""
     logits = logits.float()
     buffer = io.BytesIO()
@@ -184,7 +184,7 @@ def keep_logits(reference: Reference, logits: Tensor) -> Tensor:
     return logits
 
 
-def _logits_path(reference: Reference) -> Path:
+def _logits_path(reference: AccuracyReference) -> Path:
     return cache_dir() / "references" / f"{_slug(reference.subject.model)}-{reference.id}.npy"
 
 

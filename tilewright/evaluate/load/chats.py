@@ -10,10 +10,10 @@ from typing import Any
 
 from tilewright.evaluate.load.client import CHAT, Client, Heard, flush
 from tilewright.evaluate.load.figures import Figures, times
-from tilewright.evaluate.load.shape import Shape
+from tilewright.evaluate.load.shape import LoadConfig
 
 
-async def chats(client: Client, shape: Shape) -> AsyncIterator[Figures]:
+async def chats(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
     """Each user has a chat; all begin with the same system prompt of ``long_tokens`` words.
 
     What could be shared of a prompt is the longest beginning that an earlier prompt has too. Of

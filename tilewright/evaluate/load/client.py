@@ -185,18 +185,18 @@ class _Delta(msgspec.Struct):
     reasoning_content: str | None = None
 
 
-class _Said(msgspec.Struct):
+class _StreamDelta(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
 
 
-class _Event(msgspec.Struct):
-    choices: list[_Said] = []
+class _StreamEvent(msgspec.Struct):
+    choices: list[_StreamDelta] = []
     usage: dict[str, Any] | None = None
     error: Any = None
 
 
-_EVENT = msgspec.json.Decoder(_Event)  # what it does not name is skipped, not made
+_EVENT = msgspec.json.Decoder(_StreamEvent)  # what it does not name is skipped, not made
 
 
 def _take(heard: Heard, line: bytes) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tilewright.evaluate.load.client import CHAT, Client, at_most, flush
 from tilewright.evaluate.load.figures import Figures
-from tilewright.evaluate.load.shape import Shape
+from tilewright.evaluate.load.shape import LoadConfig
 
 LEVELS = {1: 1, 2: 1, 4: 2, 8: 2, 16: 4, 32: 4, 64: 8}
 """Users at a time, and the weight of that level's rate in the score."""
@@ -17,7 +17,7 @@ _NUM_TASKS, _NUM_PROMPTS, _MEAN_LENGTH = 64, 62, 320.0
 _SUMS = ("What is 17 + 25? Answer with the number.", "What is 8 * 12? Answer with the number.")
 
 
-async def contest(client: Client, shape: Shape) -> AsyncIterator[Figures]:
+async def contest(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
     """Two warm-up requests, then 64 unstreamed chats a level behind a semaphore of its width.
 
     Prompts are ``input_tokens`` words, answers up to ``output_tokens`` long. Where weights are
@@ -67,7 +67,7 @@ async def contest(client: Client, shape: Shape) -> AsyncIterator[Figures]:
 
 
 def _body(
-    shape: Shape, text: str, temperature: float, chooser: random.Random, is_random: bool
+    shape: LoadConfig, text: str, temperature: float, chooser: random.Random, is_random: bool
 ) -> dict[str, Any]:
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": text}],

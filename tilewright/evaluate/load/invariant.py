@@ -10,10 +10,10 @@ from typing import Any
 
 from tilewright.evaluate.load.client import COMPLETIONS, Client, at_most
 from tilewright.evaluate.load.figures import Figures
-from tilewright.evaluate.load.shape import Shape
+from tilewright.evaluate.load.shape import LoadConfig
 
 
-async def invariant(client: Client, shape: Shape) -> AsyncIterator[Figures]:
+async def invariant(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
     """Requests of many lengths, alone and then together, in another order, while others come and
     are cancelled, and then alone again, from what the server's prefix cache has kept. Half of them
     sample, with a seed of their own. One that differs has failed where the server promises that
@@ -53,7 +53,7 @@ async def invariant(client: Client, shape: Shape) -> AsyncIterator[Figures]:
     }
 
 
-def _body(shape: Shape, chooser: random.Random, number: int) -> dict[str, Any]:
+def _body(shape: LoadConfig, chooser: random.Random, number: int) -> dict[str, Any]:
     body = shape.body(
         chooser,
         num_input=chooser.randint(1, shape.input_tokens),
@@ -62,7 +62,7 @@ def _body(shape: Shape, chooser: random.Random, number: int) -> dict[str, Any]:
     return body | ({"temperature": 1.0, "seed": number} if number % 2 else {})
 
 
-async def _disturb(client: Client, shape: Shape) -> None:
+async def _disturb(client: Client, shape: LoadConfig) -> None:
     """Others that come and leave in the middle of their answers, until it is told to end."""
     chooser = random.Random(shape.seed + 1)
     while True:

@@ -20,14 +20,14 @@ from tilewright.evaluate.load.contest import contest
 from tilewright.evaluate.load.figures import Figures, summary
 from tilewright.evaluate.load.invariant import invariant
 from tilewright.evaluate.load.schemas import schemas
-from tilewright.evaluate.load.shape import Shape
+from tilewright.evaluate.load.shape import LoadConfig
 from tilewright.evaluate.load.soak import soak
 
-Plan = Callable[[Client, Shape], AsyncIterator[Figures]]
+Plan = Callable[[Client, LoadConfig], AsyncIterator[Figures]]
 """Asks a server and gives rows of figures as they are there."""
 
 
-async def streams(client: Client, shape: Shape) -> AsyncIterator[Figures]:
+async def streams(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
     """Completions over random token ids, closed loop, or open where a rate is given."""
     chooser = random.Random(shape.seed)
     jobs = [partial(client.stream, COMPLETIONS, shape.body(chooser)) for _ in range(shape.requests)]
@@ -38,7 +38,7 @@ async def streams(client: Client, shape: Shape) -> AsyncIterator[Figures]:
     yield summary(heard, seconds)
 
 
-async def intruder(client: Client, shape: Shape) -> AsyncIterator[Figures]:
+async def intruder(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
     """One long prompt into running streams: their longest silence, without it and with it."""
     chooser = random.Random(shape.seed)
     # All of them first: what is drawn while streams run is a silence of this process, not theirs.
@@ -71,7 +71,7 @@ async def intruder(client: Client, shape: Shape) -> AsyncIterator[Figures]:
     }
 
 
-async def overhead(client: Client, shape: Shape) -> AsyncIterator[Figures]:
+async def overhead(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
     """Streams at one user and at many, beside the server's own account of the host's time."""
     for users in sorted({1, shape.concurrency}):
         before = await client.metrics()

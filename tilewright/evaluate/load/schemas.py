@@ -10,7 +10,7 @@ from typing import Any
 
 from tilewright.evaluate.load.client import CHAT, COMPLETIONS, Client, Heard, at_most
 from tilewright.evaluate.load.figures import Figures
-from tilewright.evaluate.load.shape import Shape
+from tilewright.evaluate.load.shape import LoadConfig
 
 SCHEMA = {
     "type": "object",
@@ -29,7 +29,7 @@ SCHEMA = {
 }
 
 
-async def schemas(client: Client, shape: Shape) -> AsyncIterator[Figures]:
+async def schemas(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
     """Free streams beside free ones, then beside as many bound by a schema.
 
     Every bound answer must parse and keep to its schema.
@@ -79,12 +79,12 @@ def _mean(heard: list[Heard]) -> float:
     return sum(each.per_token for each in heard) / len(heard)
 
 
-def _free(client: Client, shape: Shape, number: int) -> Callable[[], Awaitable[Heard]]:
+def _free(client: Client, shape: LoadConfig, number: int) -> Callable[[], Awaitable[Heard]]:
     body = shape.body(random.Random(shape.seed + number))
     return partial(client.stream, COMPLETIONS, body)
 
 
-def _bound(client: Client, shape: Shape) -> Callable[[], Awaitable[Heard]]:
+def _bound(client: Client, shape: LoadConfig) -> Callable[[], Awaitable[Heard]]:
     asked = {"name": "row", "schema": SCHEMA}
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": "Name something, with a number and colours."}],

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class LoadConfig:
     """How much a load test asks for; each plan reads what concerns it.
 
     Attributes:

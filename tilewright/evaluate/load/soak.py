@@ -8,7 +8,7 @@ from functools import partial
 
 from tilewright.evaluate.load.client import COMPLETIONS, Client, Heard, at_most
 from tilewright.evaluate.load.figures import Figures
-from tilewright.evaluate.load.shape import Shape
+from tilewright.evaluate.load.shape import LoadConfig
 
 _CANCELLED, _MALFORMED = 0.2, 0.05
 _MALFORMED_BODIES = (
@@ -23,7 +23,7 @@ _MALFORMED_BODIES = (
 )
 
 
-async def soak(client: Client, shape: Shape) -> AsyncIterator[Figures]:
+async def soak(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
     """A tenth of the requests first, then the rest: nothing may be left over, and memory must not
     have grown by more than its noise meanwhile.
     """
@@ -36,7 +36,7 @@ async def soak(client: Client, shape: Shape) -> AsyncIterator[Figures]:
     yield {**rest, "failed": float(first["failed"]) + float(rest["failed"]), **after, **grown}
 
 
-async def _stretch(client: Client, shape: Shape, begin: int, end: int) -> Figures:
+async def _stretch(client: Client, shape: LoadConfig, begin: int, end: int) -> Figures:
     refused = 0
 
     async def malformed(number: int) -> Heard:

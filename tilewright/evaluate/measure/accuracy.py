@@ -20,7 +20,7 @@ from tilewright.compiler.artifacts.paths import cache_dir
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.errors import CompileError
 from tilewright.evaluate.cases.cases import ACCURACY_TEXT
-from tilewright.evaluate.cases.reference import Reference, write_cache
+from tilewright.evaluate.cases.reference import AccuracyReference, write_cache
 from tilewright.evaluate.results.record import Accuracy, Paired, pack_hits
 from tilewright.evaluate.results.stats import mean_and_error
 from tilewright.runtime.engine import Engine
@@ -43,7 +43,7 @@ class Predictions:
 
 def teacher_force(
     executable: Executable,
-    reference: Reference,
+    reference: AccuracyReference,
     logits: Tensor | None = None,
     *,
     on_step: Callable[[int, int], None] = lambda done, total: None,
@@ -66,7 +66,7 @@ def teacher_force(
     return Predictions(tuple(guesses), tuple(kl))
 
 
-def _predicted(engine: Engine, reference: Reference) -> Iterator[Tensor]:
+def _predicted(engine: Engine, reference: AccuracyReference) -> Iterator[Tensor]:
     """Yield the logits ``[1, vocab]`` of each predicted position."""
     tokens = torch.tensor(reference.tokens)
     yield engine.prefill([0], [tokens[: reference.prefill]])
@@ -98,7 +98,7 @@ def check_logits(rows: Tensor, step: int) -> None:
 
 def score(
     predictions: Predictions,
-    reference: Reference,
+    reference: AccuracyReference,
     *,
     base: Predictions | None = None,
     base_name: str = BASE,
@@ -139,12 +139,12 @@ def predictions_key(executable: Executable, *, target: str, compute: str, precis
     return f"{target}-{compute}-{precision_id}-{digest}"
 
 
-def remember(predictions: Predictions, reference: Reference, key: str) -> None:
+def remember(predictions: Predictions, reference: AccuracyReference, key: str) -> None:
     """Keep predictions in the cache, so that later runs can be compared with them."""
     write_cache(_predictions_path(reference, key), json.dumps(predictions.guesses).encode())
 
 
-def recall(reference: Reference, key: str) -> Predictions | None:
+def recall(reference: AccuracyReference, key: str) -> Predictions | None:
     """Predictions kept under ``key`` for this reference, if there are any."""
     try:
         found = json.loads(_predictions_path(reference, key).read_text(encoding="utf-8"))
@@ -155,10 +155,10 @@ def recall(reference: Reference, key: str) -> Predictions | None:
     return Predictions(tuple(found), ())
 
 
-def _right(predictions: Predictions, reference: Reference) -> list[bool]:
+def _right(predictions: Predictions, reference: AccuracyReference) -> list[bool]:
     pairs = zip(predictions.guesses, reference.guesses, strict=True)
     return [guess == five[0] for guess, five in pairs]
 
 
-def _predictions_path(reference: Reference, key: str) -> Path:
+def _predictions_path(reference: AccuracyReference, key: str) -> Path:
     return cache_dir() / "predictions" / reference.id / f"{key}.json"

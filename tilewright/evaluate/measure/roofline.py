@@ -30,7 +30,7 @@ CACHE, MEMORY = "kv_cache", "memory"
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TrafficShare:
     """A part of the bytes: of one weight or one piece of state, or of a whole group.
 
     ``formats`` are those asked for, ``kinds`` how the target keeps them. ``num_weights`` is 0 for
@@ -53,7 +53,7 @@ def weight_shares(
     num_tokens: int,
     compute: str,
     count: Callable[[int | None], int] = lambda layer: 1,
-) -> Iterator[Share]:
+) -> Iterator[TrafficShare]:
     """One share a use of a weight, for a step of so many tokens; see `state_shares` for ``count``.
 
     A weight that several nodes read is held and moved by the first of them alone; of an embedding
@@ -74,7 +74,7 @@ def weight_shares(
         held_already.add((recipe, held))
         if part != EMBEDDING:
             read_already.add(recipe)
-        yield Share(
+        yield TrafficShare(
             part,
             (recipe.format,),
             (held.kind,),
@@ -92,7 +92,7 @@ def state_shares(
     context: float,
     compute: str,
     count: Callable[[int | None], int] = lambda layer: 1,
-) -> Iterator[Share]:
+) -> Iterator[TrafficShare]:
     """One share a piece of one sequence's state at so many positions (a mean may be broken): keys
     and values are read, those of a layer with a window no further than that, and held as far as the
     target holds them; what is rewritten in place is read and written.
@@ -109,13 +109,13 @@ def state_shares(
             read = min(context, spec.window or context)
             reach = None if not spec.window else target.reach_back
             kept = context if reach is None else min(context, spec.window + reach)
-            yield Share(CACHE, (spec.format,), kinds, 0, size * kept, size * read)
+            yield TrafficShare(CACHE, (spec.format,), kinds, 0, size * kept, size * read)
         else:
-            yield Share(MEMORY, (spec.format,), kinds, 0, size, 2 * size)
+            yield TrafficShare(MEMORY, (spec.format,), kinds, 0, size, 2 * size)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepTraffic:
     """The least work of one step: bytes read from memory by part, floating-point operations.
 
     Values that one kernel hands to the next are not counted, nor are logits: caches hold them.
@@ -130,18 +130,18 @@ class Work:
         return sum(self.bytes_by_part.values())
 
 
-def limit_seconds(work: Work, ceilings: Ceilings) -> float:
+def limit_seconds(work: StepTraffic, ceilings: Ceilings) -> float:
     """The least time a step can take: the longer of reading and computing, fully overlapped."""
     return max(work.num_bytes / ceilings.bytes_per_s, work.flops / ceilings.flops_per_s)
 
 
-def decode_work(compiled: Compiled, *, batch: int, context: float) -> Work:
+def decode_work(compiled: Compiled, *, batch: int, context: float) -> StepTraffic:
     """One token of each of ``batch`` sequences of ``context`` positions (a mean may be broken)."""
     made = _made_for(compiled)
     return step_work(compiled.graph(), num_tokens=batch, batch=batch, context=context, **made)
 
 
-def prefill_work(compiled: Compiled, *, num_tokens: int) -> Work:
+def prefill_work(compiled: Compiled, *, num_tokens: int) -> StepTraffic:
     """A prompt from its start: attention is causal, and the last token alone wants logits."""
     made = {"attended": (num_tokens + 1) / 2, **_made_for(compiled)}
     return step_work(compiled.graph(), num_tokens=num_tokens, batch=1, context=num_tokens, **made)
@@ -160,7 +160,7 @@ def step_work(
     target: Target,
     compute: str,
     attended: float | None = None,
-) -> Work:
+) -> StepTraffic:
     """The work of a step of a lowered graph; of every sequence the last token alone wants logits.
 
     Args:
@@ -173,7 +173,7 @@ def step_work(
     parts = weight_bytes(graph_module, num_tokens=num_tokens, target=target, compute=compute)
     states = state_shares(graph_module, target, context=context, compute=compute)
     parts[STATE] = batch * sum(share.moved for share in states)
-    return Work(parts, sum(cost.flops for cost in costs))
+    return StepTraffic(parts, sum(cost.flops for cost in costs))
 
 
 def compiled_weight_bytes(compiled: Compiled) -> dict[str, float]:

@@ -14,15 +14,15 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.evaluate.results.record import Repeat
 from tilewright.runtime.loop import EngineLoop, OnToken
-from tilewright.runtime.scheduling.request_state import Policy, RequestState
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 
 _WARM_UP_TOKENS = 8
-OFFLINE = Policy(reuses=False, prompts_first=True)
+OFFLINE = SchedulerConfig(reuses=False, prompts_first=True)
 """How timed runs are scheduled: all prompts, each of them computed, then all decode together."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TimedRequest:
     """One user's work: prompt token ids and how the answer is chosen."""
 
     prompt: tuple[int, ...]
@@ -30,7 +30,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TimedRun:
     """One repeat: its figures, and the tokens of each job, in the jobs' order."""
 
     repeat: Repeat
@@ -46,12 +46,12 @@ def sampling_text(sampling: SamplingParams) -> str:
 
 def time_jobs(
     executable: Executable,
-    jobs: Sequence[Job],
+    jobs: Sequence[TimedRequest],
     *,
     num_repeats: int,
     rotate: bool = False,
     on_token: Callable[[int, RequestState, int], None] | None = None,
-) -> list[Run]:
+) -> list[TimedRun]:
     """Serve all jobs at once, ``num_repeats`` times after a warm-up.
 
     ``rotate`` hands every prompt to the next user (request id) at each repeat. ``on_token(repeat,
@@ -71,7 +71,7 @@ def time_jobs(
     return runs
 
 
-def warm_up(executable: Executable, jobs: Sequence[Job]) -> None:
+def warm_up(executable: Executable, jobs: Sequence[TimedRequest]) -> None:
     """A run with the same prompts and a few tokens, whose times nobody looks at."""
     fewest = [min(_WARM_UP_TOKENS, job.sampling.max_tokens) for job in jobs]
     requests = [
@@ -82,8 +82,8 @@ def warm_up(executable: Executable, jobs: Sequence[Job]) -> None:
 
 
 def time_once(
-    executable: Executable, jobs: Sequence[Job], order: Sequence[int], on_token: OnToken
-) -> Run:
+    executable: Executable, jobs: Sequence[TimedRequest], order: Sequence[int], on_token: OnToken
+) -> TimedRun:
     """Time one run of all jobs, in which user ``i`` gets job ``order[i]``."""
     requests = [
         RequestState(user, jobs[index].prompt, jobs[index].sampling)
@@ -93,7 +93,7 @@ def time_once(
     EngineLoop(executable, policy=OFFLINE).generate(requests, on_token)
     by_job = dict(zip(order, requests, strict=True))
     ordered = [by_job[index] for index in range(len(jobs))]
-    return Run(
+    return TimedRun(
         figures(requests, started),
         tuple(tuple(request.output) for request in ordered),
     )

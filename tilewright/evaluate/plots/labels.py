@@ -72,7 +72,7 @@ def place_labels(
     for _ in range(3):
         for index in order:
             found.pop(index, None)
-            room = _Room(inside, markers, lines, list(found.values()))
+            room = _Obstacles(inside, markers, lines, list(found.values()))
             label = room.cheapest(anchors[index], sizes[index])
             if label is None:
                 return None
@@ -81,7 +81,7 @@ def place_labels(
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _Obstacles:
     """What a label has to keep clear of."""
 
     inside: Box

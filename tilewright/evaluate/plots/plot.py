@@ -30,7 +30,7 @@ from tilewright.evaluate.plots.style import (
     settle,
     shown,
 )
-from tilewright.evaluate.results.pareto import Placed, Point
+from tilewright.evaluate.results.pareto import ParetoRank, Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,7 @@ STANDINGS = {
 
 
 def draw_front(
-    placed: Sequence[Placed],
+    placed: Sequence[ParetoRank],
     *,
     title: str,
     speed_label: str,
@@ -88,7 +88,7 @@ def draw_front(
     raise ConfigError(f"{len(placed)} points are too many to label; allowed: fewer in one plot")
 
 
-def _usual_height(placed: Sequence[Placed]) -> float:
+def _usual_height(placed: Sequence[ParetoRank]) -> float:
     return 5.2 + 0.1 * max(0, len(placed) - 12)
 
 
@@ -99,7 +99,7 @@ def _extent(point: Point, axis: int) -> tuple[float, ...]:
     return (point.top1, *(point.top1_interval or ()))
 
 
-def _front_caption(placed: Sequence[Placed], base: str | None) -> str:
+def _front_caption(placed: Sequence[ParetoRank], base: str | None) -> str:
     bars = []
     if any(one.point.top1_interval for one in placed):
         bars.append("95 % Wilson interval of top-1")
@@ -117,7 +117,7 @@ def _front_caption(placed: Sequence[Placed], base: str | None) -> str:
     return caption
 
 
-def _set_limits(axes: Axes, placed: Sequence[Placed]) -> None:
+def _set_limits(axes: Axes, placed: Sequence[ParetoRank]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for index, axis in enumerate((axes.xaxis, axes.yaxis)):
@@ -136,7 +136,7 @@ def _set_limits(axes: Axes, placed: Sequence[Placed]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_bars(axes: Axes, placed: Sequence[Placed]) -> list[Box]:
+def _draw_bars(axes: Axes, placed: Sequence[ParetoRank]) -> list[Box]:
     """The bars, and where they are in the axes' values."""
     boxes = []
     for one in placed:
@@ -148,7 +148,7 @@ def _draw_bars(axes: Axes, placed: Sequence[Placed]) -> list[Box]:
     return boxes
 
 
-def _draw_step(axes: Axes, placed: Sequence[Placed]) -> list[Box]:
+def _draw_step(axes: Axes, placed: Sequence[ParetoRank]) -> list[Box]:
     """The front: for each speed the best top-1 at that speed or a higher one."""
     points = sorted((one.point.speed, one.point.top1) for one in placed if one.standing == "front")
     if not points:
@@ -164,7 +164,7 @@ def _draw_step(axes: Axes, placed: Sequence[Placed]) -> list[Box]:
     return [Box(min(a, c), min(b, d), max(a, c), max(b, d)) for (a, b), (c, d) in pairwise(corners)]
 
 
-def _draw_markers(axes: Axes, placed: Sequence[Placed]) -> None:
+def _draw_markers(axes: Axes, placed: Sequence[ParetoRank]) -> None:
     for standing, (text, colour, marker, size) in STANDINGS.items():
         points = [one.point for one in placed if one.standing == standing]
         axes.plot(
@@ -185,10 +185,10 @@ def _draw_markers(axes: Axes, placed: Sequence[Placed]) -> None:
 
 
 def _draw_labels(
-    axes: Axes, placed: Sequence[Placed], *, base: str | None, lines: Sequence[Box]
+    axes: Axes, placed: Sequence[ParetoRank], *, base: str | None, lines: Sequence[Box]
 ) -> bool:
     """Labels every position; whether all found room (nothing is drawn otherwise)."""
-    groups: dict[Spot, list[Placed]] = {}
+    groups: dict[Spot, list[ParetoRank]] = {}
     for one in placed:
         groups.setdefault((one.point.speed, one.point.top1), []).append(one)
     names = []

@@ -17,7 +17,14 @@ from tilewright.evaluate.report.perf_tables import render_results
 from tilewright.evaluate.report.table import Table
 from tilewright.evaluate.results import selection
 from tilewright.evaluate.results.record import Result
-from tilewright.evaluate.results.row import CHANGED, OTHER_RUN, Row, machine_text, marks, origin
+from tilewright.evaluate.results.row import (
+    CHANGED,
+    OTHER_RUN,
+    ResultRow,
+    machine_text,
+    marks,
+    origin,
+)
 from tilewright.evaluate.store import Query
 
 _DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -28,7 +35,7 @@ _README_PRECISIONS = ("bf16", "all-q80", "performance", "all-q40")
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _DocumentRow:
     """A configuration's figures for one user, for 32, and of its accuracy."""
 
     name: str
@@ -47,14 +54,14 @@ def _rate(value: float | None, unit: str = "") -> str:
     return f"{display.decimal(value, 0 if value >= 100 else 1, grouped=True)} {unit}".rstrip()
 
 
-def _top1(row: Row) -> str:
+def _top1(row: ResultRow) -> str:
     if row.top1_percent is None:
         return ""
     ends = display.span(row.top1_low_percent, row.top1_high_percent, joint=" to ")
     return f"{display.decimal(row.top1_percent)} ({ends})"
 
 
-_COLUMNS: Mapping[str, Callable[[Row, Row], str]] = MappingProxyType(
+_COLUMNS: Mapping[str, Callable[[ResultRow, ResultRow], str]] = MappingProxyType(
     {
         "device": lambda one, many: one.device,
         "precision": lambda one, many: one.names,
@@ -80,7 +87,7 @@ _README = (
 )
 
 
-def _groups(results: Sequence[Result], query: Query) -> list[selection.Group]:
+def _groups(results: Sequence[Result], query: Query) -> list[selection.ResultGroup]:
     placed = list(filter(selection.is_placed, query.select(results)))
     # Results of another machine get a device with another name.
     return [g for g in selection.group_results(placed) if g.any.device in query.devices]
@@ -94,7 +101,7 @@ def _readme(results: Sequence[Result]) -> str:
         for group in groups:
             if name in group.names:
                 one = group.speed(selection.SHORT)
-                lines.append(_Line(name, one, None, group.accuracy_result))
+                lines.append(_DocumentRow(name, one, None, group.accuracy_result))
     return _table(_README, [line for line in lines if line.records], has_marks=False)
 
 
@@ -106,12 +113,12 @@ def _cpu(results: Sequence[Result]) -> str:
     for group in _groups(results, _CPU_RESULTS):
         one, many = group.speed(selection.SHORT), group.speed(selection.BATCH_32)
         if one is not None and many is not None:
-            lines.append(_Line(many.precision_name, one, many, group.accuracy_result))
+            lines.append(_DocumentRow(many.precision_name, one, many, group.accuracy_result))
     lines.sort(key=lambda line: (line.records[0].device, -(line.records[0].resident_bytes or 0)))
     return _table(_CPU, lines)
 
 
-def _table(titles: Sequence[str], lines: Sequence[_Line], *, has_marks: bool = True) -> str:
+def _table(titles: Sequence[str], lines: Sequence[_DocumentRow], *, has_marks: bool = True) -> str:
     """Return the rows, and a caption with machine, dates and commits.
 
     ``has_marks``: mark rows of another run or of changed code, and explain the marks.
@@ -125,8 +132,8 @@ def _table(titles: Sequence[str], lines: Sequence[_Line], *, has_marks: bool = T
         signs = marks(commits, is_of_other_run=is_other) if has_marks else ()
         seen.update(signs)
         name = " ".join((line.name, *signs))
-        one = Row.of(line.one, accuracy, of=line.records[0], names=[name])
-        rows.append([_COLUMNS[title](one, Row.of(line.many)) for title in titles])
+        one = ResultRow.of(line.one, accuracy, of=line.records[0], names=[name])
+        rows.append([_COLUMNS[title](one, ResultRow.of(line.many)) for title in titles])
     records = [each for line in lines for each in line.records]
     said = []
     for device in dict.fromkeys(each.device for each in records):

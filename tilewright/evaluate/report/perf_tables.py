@@ -20,7 +20,7 @@ from tilewright.evaluate.results.row import KL, PAIRED, PEAK, POSITIONS, PRECISI
 from tilewright.evaluate.results.selection import (
     BATCH_32,
     SHORT,
-    Group,
+    ResultGroup,
     SpeedTable,
     context_lengths,
     group_results,
@@ -125,11 +125,13 @@ def _board_plans(results: Sequence[Result]) -> list[TablePlan]:
         return []
     table = board_tables.board_table(results)
     found = TablePlan(1, board_tables.BOARDS_TITLE, board_tables.INTRO, table)
-    contract = _contract_plans([Group((replace(r, target="Tenstorrent boards"),)) for r in results])
+    contract = _contract_plans(
+        [ResultGroup((replace(r, target="Tenstorrent boards"),)) for r in results]
+    )
     return [found, *contract]
 
 
-def _case_plans(groups: list[Group]) -> list[TablePlan]:
+def _case_plans(groups: list[ResultGroup]) -> list[TablePlan]:
     plans = []
     for name in ("performance", "accuracy"):
         intro = f"Precision `{name}`. **Batch 1 (per DP group), {_SHORT}.**"
@@ -154,7 +156,7 @@ def _case_plans(groups: list[Group]) -> list[TablePlan]:
     return [plan for plan in plans if plan is not None]
 
 
-def _perf_plan(groups: list[Group], *, title: str, intro: str) -> TablePlan | None:
+def _perf_plan(groups: list[ResultGroup], *, title: str, intro: str) -> TablePlan | None:
     """A table with accuracy and batch-1 speed; None without a row."""
     printed = [group for group in groups if _has_perf_row(group)]
     rows = table_rows([(group, group.speed(SHORT), group.accuracy_result) for group in printed])
@@ -166,12 +168,12 @@ def _perf_plan(groups: list[Group], *, title: str, intro: str) -> TablePlan | No
     return TablePlan(2, title, intro, row.table_of(_PERF_COLUMNS, rows, *notes)) if rows else None
 
 
-def _has_perf_row(group: Group) -> bool:
+def _has_perf_row(group: ResultGroup) -> bool:
     return group.speed(SHORT) is not None or group.accuracy_result is not None
 
 
 def _speed_plan(
-    groups: list[Group], *tables: SpeedTable, columns: Sequence[str], title: str, intro: str
+    groups: list[ResultGroup], *tables: SpeedTable, columns: Sequence[str], title: str, intro: str
 ) -> TablePlan | None:
     """The groups' speeds of some tables in one; None without any."""
     figures = [(g, found, None) for g in groups for each in tables if (found := g.speed(each))]
@@ -179,7 +181,7 @@ def _speed_plan(
     return TablePlan(2, title, intro, row.table_of(columns, rows)) if rows else None
 
 
-def _contract_plans(groups: list[Group]) -> list[TablePlan]:
+def _contract_plans(groups: list[ResultGroup]) -> list[TablePlan]:
     """One table a target: what its results asked for, and what the arithmetic really was."""
     lines: dict[str, set[tuple[str, ...]]] = {}
     for group in groups:
@@ -194,7 +196,7 @@ def _contract_plans(groups: list[Group]) -> list[TablePlan]:
     ]
 
 
-def _environment_plan(groups: list[Group]) -> TablePlan:
+def _environment_plan(groups: list[ResultGroup]) -> TablePlan:
     rows = set()
     for group in groups:
         for result in group.results:
@@ -205,14 +207,14 @@ def _environment_plan(groups: list[Group]) -> TablePlan:
     return TablePlan(2, "Environment", "", Table.of(columns, sorted(rows)))
 
 
-def _precision_plans(groups: list[Group]) -> list[TablePlan]:
+def _precision_plans(groups: list[ResultGroup]) -> list[TablePlan]:
     """One section a heading.
 
     A group has its row in the section of its first name; a section of its other headings says so.
     """
     printed = [group for group in groups if _has_perf_row(group)]
     titles = titles_of([result for group in printed for result in group.results])
-    sections: dict[str, list[tuple[Group, Result]]] = {}
+    sections: dict[str, list[tuple[ResultGroup, Result]]] = {}
     for group in printed:
         for result in sorted(group.results, key=lambda result: result.precision_name):
             sections.setdefault(titles[result.heading], []).append((group, result))
@@ -227,7 +229,7 @@ def _precision_plans(groups: list[Group]) -> list[TablePlan]:
 
 
 def _precision_plan(
-    title: str, members: Sequence[tuple[Group, Result]], titles: Mapping[str, str]
+    title: str, members: Sequence[tuple[ResultGroup, Result]], titles: Mapping[str, str]
 ) -> TablePlan:
     """A section of the results whose heading has this title, each with its group."""
     intro = f"Precision {listed(sorted({result.precision_name for _, result in members}))}."
@@ -248,7 +250,7 @@ def _precision_plan(
     return replace(plan, table=replace(plan.table, notes=plan.table.notes + sentences))
 
 
-def _visitor_sentence(group: Group, visitors: Sequence[Result]) -> str:
+def _visitor_sentence(group: ResultGroup, visitors: Sequence[Result]) -> str:
     """What a section says of results whose row stands in another one."""
     names = sorted({result.precision_name for result in visitors})
     verb = "shares" if len(names) == 1 else "share"

@@ -146,7 +146,7 @@ def _known(estimate: float, measured: float, *, is_significant: bool, evidence: 
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ParetoRank:
     """A point's place on, at or below the front (see `front`).
 
     Attributes:
@@ -160,7 +160,7 @@ class Placed:
     notes: tuple[str, ...]
 
 
-def front(points: Sequence[Point]) -> list[Placed]:
+def front(points: Sequence[Point]) -> list[ParetoRank]:
     """Every point's standing, in the order given.
 
     - front: by the estimates, no other point is at least as good in speed and in top-1, and better
@@ -224,7 +224,7 @@ def _beyond_model_error(members: Sequence[Point]) -> list[Point]:
     return kept
 
 
-def _below(point: Point, above: Sequence[Point], best: set[str]) -> Placed:
+def _below(point: Point, above: Sequence[Point], best: set[str]) -> ParetoRank:
     """``above``: what dominates the point by estimate. Proof goes before missing knowledge, then
     the front's members (``best``), then the more accurate."""
     ordered = sorted(above, key=lambda q: (q.name not in best, -q.top1, -q.speed, q.name))
@@ -240,13 +240,13 @@ def _below(point: Point, above: Sequence[Point], best: set[str]) -> Placed:
     return _placed_below(point, ordered[0], "tied")
 
 
-def _placed_below(point: Point, other: Point, standing: Literal["tied", "dominated"]) -> Placed:
+def _placed_below(point: Point, other: Point, standing: Literal["tied", "dominated"]) -> ParetoRank:
     speed, top1 = compare_speed(point, other), compare_top1(point, other)
     found = _doubt("speed", speed, f"{other.name}'s"), _doubt("top-1", top1, f"{other.name}'s")
-    return Placed(point, standing, other.name, tuple(note for note in found if note))
+    return ParetoRank(point, standing, other.name, tuple(note for note in found if note))
 
 
-def _on_front(point: Point, members: Sequence[Point]) -> Placed:
+def _on_front(point: Point, members: Sequence[Point]) -> ParetoRank:
     notes = [
         f"its speed and its top-1 equal {other.name}'s"
         for other in sorted(members, key=lambda q: q.name)
@@ -260,7 +260,7 @@ def _on_front(point: Point, members: Sequence[Point]) -> Placed:
     ):
         doubts = (_doubt(what, compare(point, q), f"{q.name}'s, which is {how}") for q in others)
         notes += [doubt for doubt in doubts if doubt][:1]
-    return Placed(point, "front", None, tuple(notes))
+    return ParetoRank(point, "front", None, tuple(notes))
 
 
 def _doubt(what: str, compared: Comparison, whose: str) -> str | None:

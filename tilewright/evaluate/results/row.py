@@ -1,6 +1,6 @@
 """One flat row of figures, which feeds Markdown, CSV, JSON, PERF.md and the terminal alike.
 
-`Row.of` takes a record apart; `COLUMNS` says what each printed column makes of a row, and
+`ResultRow.of` takes a record apart; `COLUMNS` says what each printed column makes of a row, and
 `table_of` makes a table of rows. Which rows stand together is not known here.
 """
 
@@ -21,7 +21,7 @@ from tilewright.evaluate.results.record import RANDOM_WEIGHTS, Accuracy, Result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ResultRow:
     """The figures of one configuration on one device; None is a figure that is not known.
 
     Every field's name says its unit and is the name of its column in CSV and of its key in JSON.
@@ -86,7 +86,7 @@ class Row:
         of: Result | None = None,
         names: Sequence[str] = (),
         taken: Sequence[Result] = (),
-    ) -> Row:
+    ) -> ResultRow:
         """The row of a timed result and of an accuracy, each of which may be missing.
 
         ``of`` says whose model and device these are; without it ``speed`` does. ``taken``: the
@@ -167,7 +167,7 @@ def accuracy_figures(accuracy: Accuracy | None) -> dict[str, Any]:
     return dict(zip(_ACCURACY_FIELDS, values, strict=True))
 
 
-_FIELDS = [field.name for field in dataclasses.fields(Row)]
+_FIELDS = [field.name for field in dataclasses.fields(ResultRow)]
 _ACCURACY_FIELDS = _FIELDS[_FIELDS.index("accuracy_text") : _FIELDS.index("speed_case")]
 _SPEED_FIELDS = _FIELDS[_FIELDS.index("speed_case") :]
 _OF_RESULT: Mapping[str, str] = MappingProxyType(
@@ -208,20 +208,20 @@ def interval(result: Result, field: str) -> tuple[float, float] | None:
     return None if found is None else (max(0.0, found[0]), found[1])
 
 
-def _interval(which: str) -> Callable[[Row], str]:
+def _interval(which: str) -> Callable[[ResultRow], str]:
     low, high = f"{which}_low_percent", f"{which}_high_percent"
     return lambda row: display.span(getattr(row, low), getattr(row, high))
 
 
-def _decimal(field: str, digits: int = 1) -> Callable[[Row], str]:
+def _decimal(field: str, digits: int = 1) -> Callable[[ResultRow], str]:
     return lambda row: display.decimal(getattr(row, field), digits)
 
 
-def _percent(field: str, digits: int = 1) -> Callable[[Row], str]:
+def _percent(field: str, digits: int = 1) -> Callable[[ResultRow], str]:
     return lambda row: display.percent(getattr(row, field), digits)
 
 
-def _paired(row: Row) -> str:
+def _paired(row: ResultRow) -> str:
     pair = row.only_this_positions, row.only_base_positions, row.mcnemar_p
     return display.discordant(*pair, base=row.base or "")
 
@@ -246,7 +246,7 @@ def marks(commits: str, *, is_of_other_run: bool) -> list[str]:
     return [sign for sign, is_so in told if is_so]
 
 
-COLUMNS: Mapping[str, Callable[[Row], str]] = MappingProxyType(
+COLUMNS: Mapping[str, Callable[[ResultRow], str]] = MappingProxyType(
     {
         MODEL: lambda row: row.model,
         DEVICE: lambda row: row.device,
@@ -286,11 +286,11 @@ COLUMNS: Mapping[str, Callable[[Row], str]] = MappingProxyType(
 """What each column of a printed table says of a row, by the column's title."""
 
 
-def cells(row: Row, titles: Iterable[str]) -> tuple[str, ...]:
+def cells(row: ResultRow, titles: Iterable[str]) -> tuple[str, ...]:
     """What a row says in the columns of these titles."""
     return tuple(COLUMNS[title](row) for title in titles)
 
 
-def table_of(titles: Sequence[str], rows: Iterable[Row], *notes: str) -> Table:
+def table_of(titles: Sequence[str], rows: Iterable[ResultRow], *notes: str) -> Table:
     """Lay rows of figures out as a table with these columns."""
     return Table.of(titles, (cells(row, titles) for row in rows), *notes)

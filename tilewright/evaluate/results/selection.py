@@ -17,7 +17,7 @@ from tilewright.evaluate.cases.cases import (
     TABLE_PROMPT_LENGTH,
 )
 from tilewright.evaluate.results.record import Accuracy, Result
-from tilewright.evaluate.results.row import Row
+from tilewright.evaluate.results.row import ResultRow
 
 # An oracle and a test double make no claim of speed, and the oracle's accuracy is 100 % by nature.
 UNPRINTED_TARGETS = ("reference", "null")
@@ -30,7 +30,7 @@ several users, the rows of so many with prompts of so many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ResultGroup:
     """All current results of one model on one device whose configurations come to the same."""
 
     results: tuple[Result, ...]
@@ -65,12 +65,12 @@ class Group:
         return _newest(result for result in self.results if speed_table(result) == table)
 
 
-def context_lengths(groups: Iterable[Group]) -> list[int]:
+def context_lengths(groups: Iterable[ResultGroup]) -> list[int]:
     """The K of every long-context table that the groups have results for, ascending."""
     return sorted(table for table in _tables(groups) if isinstance(table, int))
 
 
-def several_users(groups: Iterable[Group]) -> list[tuple[int, int]]:
+def several_users(groups: Iterable[ResultGroup]) -> list[tuple[int, int]]:
     """The numbers of users, other than those that have tables of their own, and the lengths of
     prompts that the groups have results for: shorter prompts first.
     """
@@ -78,7 +78,7 @@ def several_users(groups: Iterable[Group]) -> list[tuple[int, int]]:
     return sorted(tables, key=lambda table: (table[1], table[0]))
 
 
-def _tables(groups: Iterable[Group]) -> set[SpeedTable | None]:
+def _tables(groups: Iterable[ResultGroup]) -> set[SpeedTable | None]:
     return {speed_table(result) for group in groups for result in group.results}
 
 
@@ -87,12 +87,12 @@ def unplaced(results: Iterable[Result]) -> list[Result]:
     return [result for result in results if not is_placed(result)]
 
 
-def group_results(results: list[Result]) -> list[Group]:
+def group_results(results: list[Result]) -> list[ResultGroup]:
     """Current results by what they come to, in the order of rows; see `told_apart`."""
     found: dict[tuple[object, ...], list[Result]] = {}
     for result in _current(told_apart(results)):
         found.setdefault((*_place(result), result.effective_id), []).append(result)
-    return sorted((Group(tuple(members)) for members in found.values()), key=row_order)
+    return sorted((ResultGroup(tuple(members)) for members in found.values()), key=row_order)
 
 
 def told_apart(results: list[Result]) -> list[Result]:
@@ -122,13 +122,15 @@ def told_apart(results: list[Result]) -> list[Result]:
     ]
 
 
-def table_rows(figures: Sequence[tuple[Group, Result | None, Result | None]]) -> list[Row]:
+def table_rows(
+    figures: Sequence[tuple[ResultGroup, Result | None, Result | None]],
+) -> list[ResultRow]:
     """The rows of one table: each a group, the record of its speed and that of its accuracy."""
     taken = [[each for each in line[1:] if each is not None] for line in figures]
     rows = []
     for (group, speed, of_accuracy), results in zip(figures, taken, strict=True):
         accuracy = None if of_accuracy is None else of_accuracy.accuracy
-        rows.append(Row.of(speed, accuracy, of=group.any, names=group.names, taken=results))
+        rows.append(ResultRow.of(speed, accuracy, of=group.any, names=group.names, taken=results))
     others = of_other_runs(taken)
     return [replace(row, is_of_other_run=it) for row, it in zip(rows, others, strict=True)]
 
@@ -219,7 +221,7 @@ def _place(result: Result) -> tuple[object, ...]:
     return r.model, r.weights, r.device, r.target, r.mesh, r.dp
 
 
-def row_order(group: Group) -> tuple[object, ...]:
+def row_order(group: ResultGroup) -> tuple[object, ...]:
     """The sort key of rows: models by name, those with random weights last."""
     r = group.any
     return r.weights == "random", r.model, r.device, r.target, r.mesh, r.dp, group.names

@@ -16,7 +16,7 @@ from itertools import pairwise
 from math import inf, isfinite
 from typing import Literal
 
-from tilewright.evaluate.search.levels import Level, Part
+from tilewright.evaluate.search.levels import Level, SweepUnit
 from tilewright.evaluate.sweep.cost_model import CostModel
 from tilewright.evaluate.sweep.sensitivity import Sensitivity
 
@@ -27,7 +27,7 @@ Held = Mapping[tuple[str, int | None, str], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class LevelOption:
     """A level a part may have, beside the base: KL added, ms a step and bytes saved.
 
     ``level`` is None for the base itself.
@@ -43,19 +43,19 @@ class Option:
         return self.ms_saved if price == "ms" else float(self.bytes_saved)
 
 
-BASE_OPTION = Option(None, 0.0, 0.0, 0)
+BASE_OPTION = LevelOption(None, 0.0, 0.0, 0)
 
-Choices = Mapping[Part, Option]
+Choices = Mapping[SweepUnit, LevelOption]
 """A configuration: the option of every part."""
 
 
 def part_options(
-    parts: Sequence[Part],
+    parts: Sequence[SweepUnit],
     sensitivity: Sensitivity,
     group_losses: Mapping[tuple[str, Level], float],
     held: Mapping[Level | None, Held],
     cost_model: CostModel,
-) -> dict[Part, list[Option]]:
+) -> dict[SweepUnit, list[LevelOption]]:
     """List each part's options: the base, and each level it was measured at whose time is known.
 
     Args:
@@ -72,20 +72,20 @@ def part_options(
                 continue
             saved = cost_model.predict(before) - cost_model.predict(after)
             bytes_saved = sum(before.values()) - sum(after.values())
-            options.append(Option(level, max(loss, 0.0) * share[part], saved, bytes_saved))
+            options.append(LevelOption(level, max(loss, 0.0) * share[part], saved, bytes_saved))
     return found
 
 
-def groups_without_shares(parts: Sequence[Part], sensitivity: Sensitivity) -> list[str]:
+def groups_without_shares(parts: Sequence[SweepUnit], sensitivity: Sensitivity) -> list[str]:
     """The groups of which some single layer was not measured."""
     missing = [part.group for part in parts if sensitivity.find(str(part)) is None]
     return list(dict.fromkeys(missing))
 
 
-def _shares(parts: Sequence[Part], sensitivity: Sensitivity) -> dict[Part, float]:
+def _shares(parts: Sequence[SweepUnit], sensitivity: Sensitivity) -> dict[SweepUnit, float]:
     """Each part's share of its group's loss, by single layers where measured; else equal ones."""
     unmeasured = groups_without_shares(parts, sensitivity)
-    found: dict[Part, float] = {}
+    found: dict[SweepUnit, float] = {}
     for group in dict.fromkeys(part.group for part in parts):
         members = [part for part in parts if part.group == group]
         lowered = [(part, sensitivity.find(str(part))) for part in members]
@@ -96,7 +96,9 @@ def _shares(parts: Sequence[Part], sensitivity: Sensitivity) -> dict[Part, float
     return found
 
 
-def shares(kl_lost: Mapping[Part, float], errors: Mapping[Part, float]) -> dict[Part, float]:
+def shares(
+    kl_lost: Mapping[SweepUnit, float], errors: Mapping[SweepUnit, float]
+) -> dict[SweepUnit, float]:
     """Each part's share of its group's loss, from single parts' measurements; they add up to 1.
 
     One that cannot be told from nothing counts with half its error: nothing is for free.
@@ -107,7 +109,7 @@ def shares(kl_lost: Mapping[Part, float], errors: Mapping[Part, float]) -> dict[
     return {part: kl / total for part, kl in floored.items()}
 
 
-def _of(held: Held, part: Part) -> dict[str, int]:
+def _of(held: Held, part: SweepUnit) -> dict[str, int]:
     """A part's bytes by kind."""
     return {
         kind: size
@@ -116,7 +118,7 @@ def _of(held: Held, part: Part) -> dict[str, int]:
     }
 
 
-def plan_path(options: Mapping[Part, Sequence[Option]], price: Price) -> list[Choices]:
+def plan_path(options: Mapping[SweepUnit, Sequence[LevelOption]], price: Price) -> list[Choices]:
     """List the way from the cheapest configuration to the most accurate, a part raised a step.
 
     Every part starts where it saves most and climbs its convex hull; the steps of all parts are
@@ -124,8 +126,8 @@ def plan_path(options: Mapping[Part, Sequence[Option]], price: Price) -> list[Ch
     a knapsack: each is the most accurate one predicted for what it saves, exact at every step,
     H. Everett, Operations Research 11, 1963).
     """
-    cheapest: dict[Part, Option] = {}
-    steps: list[tuple[float, Part, Option]] = []
+    cheapest: dict[SweepUnit, LevelOption] = {}
+    steps: list[tuple[float, SweepUnit, LevelOption]] = []
     for part, each in options.items():
         hull = _hull(each, price)
         cheapest[part] = hull[0]
@@ -140,10 +142,10 @@ def plan_path(options: Mapping[Part, Sequence[Option]], price: Price) -> list[Ch
     return path
 
 
-def _hull(options: Sequence[Option], price: Price) -> list[Option]:
+def _hull(options: Sequence[LevelOption], price: Price) -> list[LevelOption]:
     """The options from the one that saves most to the most accurate, each step a worse bargain."""
     by_saving = sorted(options, key=lambda o: (-o.saved(price), o.kl_lost, -o.bytes_saved))
-    hull: list[Option] = []
+    hull: list[LevelOption] = []
     for option in by_saving:
         if hull and option.kl_lost >= hull[-1].kl_lost:
             continue  # saves less and is no more accurate
@@ -155,7 +157,7 @@ def _hull(options: Sequence[Option], price: Price) -> list[Option]:
     return hull
 
 
-def _bargain(before: Option, after: Option, price: Price) -> float:
+def _bargain(before: LevelOption, after: LevelOption, price: Price) -> float:
     given_up = before.saved(price) - after.saved(price)
     return (before.kl_lost - after.kl_lost) / given_up if given_up > 0 else float("inf")
 

@@ -11,16 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from tilewright.compiler.precision import FOLLOWS, OP_GROUP_OF, PHASES, PrecisionConfig
 from tilewright.compiler.precision.fragment import Settings
 from tilewright.compiler.precision.phases import compact_settings
-from tilewright.evaluate.search.levels import PRODUCT_GROUPS, Level, Part, chosen_in, fidelities_in
+from tilewright.evaluate.search.levels import (
+    PRODUCT_GROUPS,
+    Level,
+    SweepUnit,
+    chosen_in,
+    fidelities_in,
+)
 
-Reason = Callable[[Part], str]
+Reason = Callable[[SweepUnit], str]
 """Why a part has its level, in a few words."""
 
 GroupReason = Callable[[str], str]
 """What the levels of a group's parts come to."""
 
 
-def usual_levels(levels: Mapping[Part, Level | None]) -> dict[str, Level | None]:
+def usual_levels(levels: Mapping[SweepUnit, Level | None]) -> dict[str, Level | None]:
     """The level that most parts of each group have; None is the base's, and of a group that is not
     in all layers, whose levels are given layer by layer.
     """
@@ -30,7 +36,7 @@ def usual_levels(levels: Mapping[Part, Level | None]) -> dict[str, Level | None]
     known = {part.layer for part in levels if part.layer is not None}
     return {
         group: Counter(found).most_common(1)[0][0]
-        if Part(group) in levels or len(found) == len(known)
+        if SweepUnit(group) in levels or len(found) == len(known)
         else None
         for group, found in groups.items()
     }
@@ -38,7 +44,7 @@ def usual_levels(levels: Mapping[Part, Level | None]) -> dict[str, Level | None]
 
 def render(
     base: PrecisionConfig,
-    levels: Mapping[Part, Level | None],
+    levels: Mapping[SweepUnit, Level | None],
     *,
     description: str,
     provenance: Sequence[str],
@@ -80,7 +86,7 @@ def render(
 
 def _layers(
     base: PrecisionConfig,
-    exceptions: Mapping[Part, Level | None],
+    exceptions: Mapping[SweepUnit, Level | None],
     reason: Reason,
     shared: frozenset[str],
     fidelities: Mapping[int, Settings],
@@ -101,7 +107,7 @@ def _layers(
 
 
 def _settings(
-    base: PrecisionConfig, part: Part, level: Level | None, shared: frozenset[str]
+    base: PrecisionConfig, part: SweepUnit, level: Level | None, shared: frozenset[str]
 ) -> Settings:
     is_own = OP_GROUP_OF[part.group] not in shared
     keys = PRODUCT_GROUPS[part.group] if is_own else ()
@@ -115,7 +121,7 @@ def _format(base: PrecisionConfig, group: str) -> str:
     return base.precision[group if group in base.precision else FOLLOWS[group]]
 
 
-def _shared_families(levels: Mapping[Part, Level | None]) -> frozenset[str]:
+def _shared_families(levels: Mapping[SweepUnit, Level | None]) -> frozenset[str]:
     """The op groups, before their phase, whose products several of the groups have."""
     groups = {part.group for part in levels}
     counts = Counter(OP_GROUP_OF[group] for group in groups)
@@ -123,7 +129,7 @@ def _shared_families(levels: Mapping[Part, Level | None]) -> frozenset[str]:
 
 
 def _shared_fidelities(
-    base: PrecisionConfig, levels: Mapping[Part, Level | None]
+    base: PrecisionConfig, levels: Mapping[SweepUnit, Level | None]
 ) -> tuple[Settings, dict[int, Settings]]:
     """Of the op groups that several groups share: where most layers differ from the base, and
     where single layers differ from most.

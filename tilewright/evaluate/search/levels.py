@@ -41,7 +41,7 @@ NO_PLACES: Places = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Part:
+class SweepUnit:
     """A tensor group, in one layer or (None) wherever it is."""
 
     group: str
@@ -99,7 +99,7 @@ def rank(fidelity: str) -> tuple[int, bool, bool, bool, bool]:
 
 def assign(
     base: PrecisionConfig,
-    choices: Mapping[Part, Level],
+    choices: Mapping[SweepUnit, Level],
     *,
     name: str,
     num_layers: int,
@@ -145,7 +145,7 @@ def assign(
     return PrecisionConfig(name, description, base.name, (*base.fragments, fragment))
 
 
-def chosen_in(choices: Mapping[Part, Level], layer: int) -> dict[str, Level]:
+def chosen_in(choices: Mapping[SweepUnit, Level], layer: int) -> dict[str, Level]:
     """The levels chosen for the groups of a layer."""
     found = {}
     for part, level in sorted(choices.items(), key=lambda each: each[0].layer is not None):

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from tilewright.compiler.precision import PrecisionConfig, list_precisions, load_precision
 from tilewright.errors import ConfigError
 from tilewright.evaluate.results.record import Accuracy
-from tilewright.evaluate.search.levels import PRODUCT_GROUPS, Level, Part, assign
+from tilewright.evaluate.search.levels import PRODUCT_GROUPS, Level, SweepUnit, assign
 from tilewright.evaluate.sweep import plans
 from tilewright.evaluate.sweep.cell import Cell
-from tilewright.evaluate.sweep.journal import Added, Finished, Journal, SweepState
+from tilewright.evaluate.sweep.journal import Added, SweepJournal, SweepState, TrialFinished
 from tilewright.evaluate.sweep.model import SweptModel
-from tilewright.evaluate.sweep.plans import Entry, Measures
+from tilewright.evaluate.sweep.plans import Measures, SweepConfig
 from tilewright.evaluate.sweep.sensitivity import Sensitivity, sensitivities
 from tilewright.utils.environment import environment
 
@@ -63,7 +63,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
+class SearchSpec:
     """What is searched: a model on a target, from a base, for what.
 
     ``usual``: how configurations are measured unless the search says otherwise. ``held_out``: the
@@ -81,15 +81,17 @@ class Search:
     held_out: str
     takes_other_code: bool = False
 
-    def entries(self, precisions: Iterable[PrecisionConfig], *, is_timed: bool) -> list[Entry]:
+    def entries(
+        self, precisions: Iterable[PrecisionConfig], *, is_timed: bool
+    ) -> list[SweepConfig]:
         """List what is to be measured; all but the base are probes, in no table of models."""
         return [
-            Entry(self.model, self.target, self.device, each, part, is_timed)
+            SweepConfig(self.model, self.target, self.device, each, part, is_timed)
             for each in precisions
             for part in ("" if each is self.base else each.name,)
         ]
 
-    def lowered(self, name: str, choices: Mapping[Part, Level]) -> PrecisionConfig:
+    def lowered(self, name: str, choices: Mapping[SweepUnit, Level]) -> PrecisionConfig:
         """Make the base configuration with parts at other levels."""
         return assign(
             self.base,
@@ -100,10 +102,10 @@ class Search:
             model_name=self.model.name,
         )
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SweepUnit]:
         """Every group of every layer, and the head: what levels are chosen for."""
         return [
-            Part(group, layer)
+            SweepUnit(group, layer)
             for group in self._groups()
             for layer in self.model.layers(group) or (None,)
         ]
@@ -111,14 +113,16 @@ class Search:
     def uniform(self) -> dict[Level, PrecisionConfig]:
         """The configurations that have one level everywhere, by level."""
         return {
-            level: self.lowered(f"all={level}", {Part(group): level for group in self._groups()})
+            level: self.lowered(
+                f"all={level}", {SweepUnit(group): level for group in self._groups()}
+            )
             for level in self.levels
         }
 
     def by_group(self) -> dict[tuple[str, Level], PrecisionConfig]:
         """Make the configurations in which one group alone is lowered, by group and level."""
         return {
-            (group, level): self.lowered(f"{group}={level}", {Part(group): level})
+            (group, level): self.lowered(f"{group}={level}", {SweepUnit(group): level})
             for level in self.levels
             for group in self._groups()
         }
@@ -126,7 +130,7 @@ class Search:
     def _groups(self) -> list[str]:
         return [group for group in self.model.groups() if group in PRODUCT_GROUPS]
 
-    def first_cells(self, known: Journal | None) -> list[Cell]:
+    def first_cells(self, known: SweepJournal | None) -> list[Cell]:
         """What is measured whatever comes of it: the base, every level everywhere, every group.
 
         Raises:
@@ -144,7 +148,7 @@ class Search:
         # the first of equal ones stays: a sensitivity's probe says what it lowers
         return plans.unique([*plans.cells(probes, self.usual), *found])
 
-    def fits(self, known: Journal) -> bool:
+    def fits(self, known: SweepJournal) -> bool:
         """Whether a sweep has sensitivities of this very model, target and base."""
         try:
             self.first_cells(known)
@@ -175,7 +179,7 @@ def searched_place(
 
 
 def adopt(
-    journal: Journal, cells: Sequence[Cell], known: SweepState, *, takes_other_code: bool
+    journal: SweepJournal, cells: Sequence[Cell], known: SweepState, *, takes_other_code: bool
 ) -> None:
     """Take over accuracies that another sweep has measured the same way, by the same code.
 
@@ -189,7 +193,7 @@ def adopt(
         if not takes_other_code and theirs.other_code(now):
             continue
         if ours is None or ours.is_open:
-            end = Finished(
+            end = TrialFinished(
                 cell=cell.id,
                 outcome="done",
                 seconds=theirs.seconds or 0.0,

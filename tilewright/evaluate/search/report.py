@@ -12,7 +12,7 @@ from tilewright.evaluate.report.display import decimal, megabytes, span
 from tilewright.evaluate.report.table import Columns, Table
 from tilewright.evaluate.results import stats
 from tilewright.evaluate.results.record import Accuracy
-from tilewright.evaluate.results.row import KL, TOP1, Row
+from tilewright.evaluate.results.row import KL, TOP1, ResultRow
 from tilewright.evaluate.sweep.cost_model import CostModel
 from tilewright.evaluate.sweep.summary import SweptRow, common_rounds
 
@@ -23,7 +23,7 @@ COLUMNS: Columns[Shown] = {
     "configuration": lambda shown: shown[0].name,
     TOP1.lower(): lambda shown: decimal(shown[0].figures().top1_percent),
     KL: lambda shown: f"{shown[0].accuracy.kl_mean or 0:.2e}" if shown[0].accuracy else "",
-    f"held-out {TOP1.lower()}": lambda shown: decimal(Row.of(accuracy=shown[1]).top1_percent),
+    f"held-out {TOP1.lower()}": lambda shown: decimal(ResultRow.of(accuracy=shown[1]).top1_percent),
     "t/s/u": lambda shown: decimal(shown[0].speed),
     "MB": lambda shown: megabytes(shown[0].num_bytes or 0),
     "within bounds": lambda shown: "yes" if shown[2] else "no",
@@ -31,7 +31,7 @@ COLUMNS: Columns[Shown] = {
 
 
 @dataclass(slots=True)
-class Found:
+class SearchResult:
     """What came of a search: rows for a table, remarks, and the YAML where there is a winner."""
 
     shown: list[Shown] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Found:
 
 def top1_text(accuracy: Accuracy) -> str:
     """Top-1 with its 95 % interval and count."""
-    row = Row.of(accuracy=accuracy)
+    row = ResultRow.of(accuracy=accuracy)
     interval = span(row.top1_low_percent, row.top1_high_percent, joint=" to ")
     return f"{decimal(row.top1_percent)} % ({interval}, {row.positions} positions)"
 

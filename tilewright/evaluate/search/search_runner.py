@@ -16,7 +16,7 @@ from tilewright.compiler.precision import PrecisionConfig, load_precision
 from tilewright.errors import ConfigError
 from tilewright.evaluate.report.display import decimal
 from tilewright.evaluate.results.record import Accuracy
-from tilewright.evaluate.results.row import Row
+from tilewright.evaluate.results.row import ResultRow
 from tilewright.evaluate.search import found_yaml
 from tilewright.evaluate.search.candidates import (
     Choices,
@@ -27,10 +27,10 @@ from tilewright.evaluate.search.candidates import (
     plan_path,
     within_bytes,
 )
-from tilewright.evaluate.search.levels import Level, Part
-from tilewright.evaluate.search.plan import GUARD, Search, adopt, sensitivity_of
+from tilewright.evaluate.search.levels import Level, SweepUnit
+from tilewright.evaluate.search.plan import GUARD, SearchSpec, adopt, sensitivity_of
 from tilewright.evaluate.search.report import (
-    Found,
+    SearchResult,
     about_predictions,
     against,
     is_better,
@@ -38,7 +38,7 @@ from tilewright.evaluate.search.report import (
 )
 from tilewright.evaluate.sweep import plans
 from tilewright.evaluate.sweep.cost_model import Observation, fit
-from tilewright.evaluate.sweep.journal import Journal, SweepState
+from tilewright.evaluate.sweep.journal import SweepJournal, SweepState
 from tilewright.evaluate.sweep.runner import Runner
 from tilewright.evaluate.sweep.sensitivity import observations
 from tilewright.evaluate.sweep.summary import SweptRow, later_rounds, rows
@@ -47,7 +47,7 @@ _SAFER = (0.0, 0.08, 0.2, 0.4)
 """How much of what is left of the path the next try goes on where the held-out text says no."""
 
 
-def hunt(search: Search, runner: Runner, known: Journal | None) -> Found:
+def hunt(search: SearchSpec, runner: Runner, known: SweepJournal | None) -> SearchResult:
     """Run the whole search for a front, from first measures to the last candidates.
 
     Raises:
@@ -64,7 +64,7 @@ def hunt(search: Search, runner: Runner, known: Journal | None) -> Found:
 class _Hunt:
     """The steps of one search, after its first cells have been measured."""
 
-    def __init__(self, search: Search, runner: Runner, known: Journal | None) -> None:
+    def __init__(self, search: SearchSpec, runner: Runner, known: SweepJournal | None) -> None:
         self.search, self.bounds, self.runner = search, search.bounds, runner
         self.base = self._row(search.base)
         probed = known.state if known else runner.journal.state
@@ -75,9 +75,9 @@ class _Hunt:
         # the weights grow with the steps
         self.last = within_bytes(self.path, self.base.num_bytes or 0, self.bounds.max_bytes)
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Bisect, confirm, compare with the uniform configurations, write down."""
-        found = Found(comments=[about_predictions(self.cost_model), *self.remarks])
+        found = SearchResult(comments=[about_predictions(self.cost_model), *self.remarks])
         num_steps = self._confirmed(found)
         tried = [self.search.base, *self.search.uniform().values()]
         if num_steps is not None:
@@ -94,7 +94,7 @@ class _Hunt:
         return found
 
     def _judge(
-        self, choices: Choices, winner: SweptRow, uniform: Sequence[SweptRow], found: Found
+        self, choices: Choices, winner: SweptRow, uniform: Sequence[SweptRow], found: SearchResult
     ) -> None:
         """Write the winner down, beside every uniform configuration within the bounds."""
         others = [row for row in uniform if self._is_within(row)]
@@ -113,7 +113,7 @@ class _Hunt:
         assert ours is not None and theirs is not None
         return (ours.kl_mean or 0.0) < (theirs.kl_mean or 0.0)
 
-    def _observations(self, known: Journal | None) -> list[Observation]:
+    def _observations(self, known: SweepJournal | None) -> list[Observation]:
         """What was timed first; of another sweep as it would be at this one's speed of the base."""
         state = self.runner.journal.state
         # the winner's rounds came later: without them a resumed search finds the same path
@@ -160,7 +160,7 @@ class _Hunt:
         assert row.accuracy is not None
         return self.bounds.keeps(row.accuracy, row.num_bytes or 0, guard=GUARD)
 
-    def _confirmed(self, found: Found) -> int | None:
+    def _confirmed(self, found: SearchResult) -> int | None:
         """From the fewest steps within the bounds, as far as the searched text tells: the first of
         ever safer configurations that the held-out text confirms.
         """
@@ -179,7 +179,7 @@ class _Hunt:
             if self.bounds.keeps(held_out, row.num_bytes or 0):
                 return num_steps
             found.comments.append(
-                f"{precision.name}: {decimal(Row.of(accuracy=held_out).top1_percent)} % on the "
+                f"{precision.name}: {decimal(ResultRow.of(accuracy=held_out).top1_percent)} % on the "
                 "held-out text, outside the bounds: a safer one was tried"
             )
         return None
@@ -279,7 +279,7 @@ class _Hunt:
             "KL of a part: its share of its group's measured loss. ms of a step: predicted.",
         ]
 
-    def _reason(self, part: Part) -> str:
+    def _reason(self, part: SweepUnit) -> str:
         """Why a part is an exception: what its options would have cost and saved."""
         options = (
             f"{option.level} costs KL {option.kl_lost:.1e}, saves {option.ms_saved:.3f} ms"
@@ -300,7 +300,7 @@ def _group_reason(choices: Choices, group: str) -> str:
     )
 
 
-def _about_sensitivities(known: Journal) -> str:
+def _about_sensitivities(known: SweepJournal) -> str:
     """Say where what was not measured by the search comes from."""
     planned = known.state.planned
     return (

@@ -22,7 +22,7 @@ from tilewright.compiler.driver import CompilableModel, lower_model, stored_form
 from tilewright.compiler.precision import OP_GROUP_OF, PHASES, ResolvedPrecision
 from tilewright.compiler.targets.interface.base import Target
 from tilewright.compiler.targets.interface.compiled import silent
-from tilewright.evaluate.measure.roofline import MEMORY, Share, state_shares, weight_shares
+from tilewright.evaluate.measure.roofline import MEMORY, TrafficShare, state_shares, weight_shares
 
 _LAYERS = re.compile(r"(?:^|\.)layers$")
 _SCALARS = (int, float, str, bytes, type(None))
@@ -37,12 +37,12 @@ class BytePlan:
     hold fewer positions); ``memory_bytes``: of what a sequence keeps besides.
     """
 
-    shares: tuple[Share, ...]
+    shares: tuple[TrafficShare, ...]
     position_bytes: int
     memory_bytes: int
 
     @property
-    def total(self) -> Share:
+    def total(self) -> TrafficShare:
         """What all tensor groups hold and move together."""
         return _joined("total", self.shares)
 
@@ -112,9 +112,9 @@ def kept_byte_plan(
     return cache.facts(key, tell, BytePlan)
 
 
-def _joined(group: str, parts: Iterable[Share]) -> Share:
+def _joined(group: str, parts: Iterable[TrafficShare]) -> TrafficShare:
     parts = list(parts)
-    return Share(
+    return TrafficShare(
         group,
         tuple(dict.fromkeys(name for part in parts for name in part.formats)),
         tuple(dict.fromkeys(name for part in parts for name in part.kinds)),

@@ -154,7 +154,7 @@ def _other_texts(shown: Sequence[Ranked]) -> str:
         (each.row.cell.model_name, each.names, accuracy.text, *row.cells(figures, _ACCURACY))
         for each in shown
         for accuracy in each.row.accuracies.values()
-        for figures in (row.Row.of(accuracy=accuracy),)
+        for figures in (row.ResultRow.of(accuracy=accuracy),)
         if accuracy is not each.row.accuracy
     ]
     columns = ("Model", SUMMARY_COLUMNS[0], "Text", *_ACCURACY)

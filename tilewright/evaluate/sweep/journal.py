@@ -42,11 +42,11 @@ Status = Literal["queued", "running", "done", "failed", "timed out", "out of mem
 FAILURES: tuple[Status, ...] = ("failed", "timed out", "out of memory")
 
 
-class _Event(msgspec.Struct, frozen=True, tag_field="event", forbid_unknown_fields=True):
+class _JournalEvent(msgspec.Struct, frozen=True, tag_field="event", forbid_unknown_fields=True):
     """A line of the file; its subclass's name is its ``event``."""
 
 
-class Planned(_Event, frozen=True, tag="planned", rename=keys.PLANNED, kw_only=True):
+class Planned(_JournalEvent, frozen=True, tag="planned", rename=keys.PLANNED, kw_only=True):
     """A journal's first line: what the sweep is, and where it was planned.
 
     ``base``: the ids of the configuration that others are compared with, as it resolves on each
@@ -66,20 +66,20 @@ class Planned(_Event, frozen=True, tag="planned", rename=keys.PLANNED, kw_only=T
         return self.base is not None and cell.precision_id in self.base.split()
 
 
-class Added(_Event, frozen=True, tag="added", rename=keys.ADDED):
+class Added(_JournalEvent, frozen=True, tag="added", rename=keys.ADDED):
     """A line of the journal: a cell is to be run."""
 
     cell: Cell
 
 
-class Started(_Event, frozen=True, tag="started", rename=keys.STARTED):
+class TrialStarted(_JournalEvent, frozen=True, tag="started", rename=keys.STARTED):
     """A line of the journal: a cell's process was started."""
 
     cell: str
     timestamp: str
 
 
-class Finished(_Event, frozen=True, tag="finished", rename=keys.FINISHED, kw_only=True):
+class TrialFinished(_JournalEvent, frozen=True, tag="finished", rename=keys.FINISHED, kw_only=True):
     """A cell's process has ended: ``result`` where it is done, else the ``reason``, one line."""
 
     cell: str
@@ -89,14 +89,14 @@ class Finished(_Event, frozen=True, tag="finished", rename=keys.FINISHED, kw_onl
     result: dict[str, Any] | None = None
 
 
-class Asked(_Event, frozen=True, tag="asked", rename=keys.ASKED):
+class TrialCommand(_JournalEvent, frozen=True, tag="asked", rename=keys.ASKED):
     """Somebody wants a cell cancelled, or run (again)."""
 
     cell: str
     what: Literal["cancel", "restart"]
 
 
-Event = Planned | Added | Started | Finished | Asked
+Event = Planned | Added | TrialStarted | TrialFinished | TrialCommand
 _CELL = keys.ADDED["cell"]
 
 
@@ -161,11 +161,11 @@ class SweepState:
         state = self.cells.get(event.cell)
         if state is None:
             raise ConfigError(f"event {event.cell[:40]!r} of a cell that was not added")
-        if isinstance(event, Started):
+        if isinstance(event, TrialStarted):
             state.status, state.started, state.reason = "running", event.timestamp, ""
             state.is_cancel_asked = state.is_restart_asked = False
             state.result = None
-        elif isinstance(event, Finished):
+        elif isinstance(event, TrialFinished):
             _finish(state, event)
         elif event.what == "restart":
             state.is_restart_asked = state.is_cancel_asked
@@ -185,7 +185,7 @@ class SweepState:
         return sum(state.status in statuses for state in self.cells.values())
 
 
-def _finish(state: CellState, event: Finished) -> None:
+def _finish(state: CellState, event: TrialFinished) -> None:
     if (event.outcome == "done") is (event.result is None):
         raise ConfigError(f"cell {event.cell}: {event.outcome}, and a result that does not fit it")
     result = None if event.result is None else from_values(event.result, place=event.cell)
@@ -198,7 +198,7 @@ def _finish(state: CellState, event: Finished) -> None:
     state.is_restart_asked = False
 
 
-class Journal:
+class SweepJournal:
     """The file of one sweep; ``state`` is what it said when it was last read or written."""
 
     def __init__(self, path: Path, state: SweepState, num_lines: int) -> None:
@@ -208,7 +208,7 @@ class Journal:
         self._size = -1
 
     @classmethod
-    def create(cls, path: Path, planned: Planned, cells: Sequence[Cell]) -> Journal:
+    def create(cls, path: Path, planned: Planned, cells: Sequence[Cell]) -> SweepJournal:
         """Begin a sweep: write its journal with the cells that are planned.
 
         Raises:
@@ -228,7 +228,7 @@ class Journal:
         return journal
 
     @classmethod
-    def open(cls, path: Path) -> Journal:
+    def open(cls, path: Path) -> SweepJournal:
         """Read a sweep's journal; a last line cut short is left out with a `TornLineWarning`.
 
         Raises:

@@ -30,7 +30,7 @@ from tilewright.compiler.targets.table import get_target
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class SweepWeight:
     """A matrix ``[out, in]``, or one of each expert ``[E, out, in]``: the module it belongs to, its
     group, its layer if it is in one, and the format that its checkpoint has it in.
     """
@@ -50,7 +50,7 @@ class SweptModel:
     name: str
     content_hash: str
     num_layers: int
-    weights: tuple[Weight, ...]
+    weights: tuple[SweepWeight, ...]
     loaded: CompilableModel
 
     def resolve(self, precision: PrecisionConfig) -> ResolvedPrecision:
@@ -108,7 +108,7 @@ def experts_share(model: CompilableModel, batch: int) -> float:
     return expected_experts(count, batch, chosen) / count
 
 
-def weights_of(model: CompilableModel) -> tuple[Weight, ...]:
+def weights_of(model: CompilableModel) -> tuple[SweepWeight, ...]:
     """The weights that belong to a group, in the order of the model; of a tied one both uses."""
     groups: Mapping[str, str] = model.module.tensor_groups
     names = {id(weight): name for name, weight in model.module.named_parameters()}
@@ -118,13 +118,13 @@ def weights_of(model: CompilableModel) -> tuple[Weight, ...]:
         group = next((name for glob, name in groups.items() if fnmatchcase(fqn, glob)), None)
         if weight is not None and weight.dim() >= 2 and group is not None:
             stored = formats[names[id(weight)]]
-            weights.append(Weight(fqn, tuple(weight.shape), group, layer_of(fqn), stored))
+            weights.append(SweepWeight(fqn, tuple(weight.shape), group, layer_of(fqn), stored))
     return tuple(weights)
 
 
-def blocks_of(weights: Sequence[Weight]) -> dict[Weight, tuple[Weight, ...]]:
+def blocks_of(weights: Sequence[SweepWeight]) -> dict[SweepWeight, tuple[SweepWeight, ...]]:
     """Map each weight of a block of experts to the others of its block."""
-    blocks: dict[str, list[Weight]] = defaultdict(list)
+    blocks: dict[str, list[SweepWeight]] = defaultdict(list)
     for weight in weights:
         if weight.group in EXPERT_GROUPS:
             blocks[weight.fqn.rpartition(".")[0]].append(weight)
@@ -136,12 +136,12 @@ def blocks_of(weights: Sequence[Weight]) -> dict[Weight, tuple[Weight, ...]]:
 
 
 def holding_of(
-    weight: Weight,
+    weight: SweepWeight,
     precision: ResolvedPrecision,
     target: Target,
     compute: str,
     *,
-    others: Sequence[Weight] = (),
+    others: Sequence[SweepWeight] = (),
 ) -> Holding:
     """How a target keeps a weight; ``others``: of its block of experts (see `blocks_of`).
 
@@ -153,7 +153,7 @@ def holding_of(
     return target.holding(recipe, facts, compute=compute, block=block)
 
 
-def _asked(precision: ResolvedPrecision, weight: Weight) -> tuple[WeightRecipe, NodeInfo]:
+def _asked(precision: ResolvedPrecision, weight: SweepWeight) -> tuple[WeightRecipe, NodeInfo]:
     """A weight as passes leave it: its recipe, and what is known of the product that reads it."""
     group, layer, fqn = weight.group, weight.layer, weight.fqn
     name = precision.format(group, layer=layer, fqn=fqn)

@@ -15,7 +15,7 @@ from tilewright.compiler.precision import PrecisionConfig
 from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.cases.cases import CASES, PRECISIONS, check_case
 from tilewright.evaluate.results.record import check_plain
-from tilewright.evaluate.search.levels import Level, Part, assign
+from tilewright.evaluate.search.levels import Level, SweepUnit, assign
 from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.model import SweptModel, experts_share, step_bytes
 
@@ -39,7 +39,7 @@ ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SweepConfig:
     """A configuration of a model on a target.
 
     ``part``: what it lowers, in a sensitivity plan. ``is_timed``: whether its speed is taken too.
@@ -84,7 +84,7 @@ def entries(
     targets: Sequence[str],
     devices: Sequence[str],
     precisions: Sequence[PrecisionConfig],
-) -> list[Entry]:
+) -> list[SweepConfig]:
     """List the entries of a grid; without ``devices`` each target's own.
 
     Raises:
@@ -97,7 +97,7 @@ def entries(
                 f"device {device[:60]!r}: no target here runs on it; {allowed(known, device)}"
             )
     return [
-        Entry(model, target, device, precision)
+        SweepConfig(model, target, device, precision)
         for model in models
         for target in targets
         for device in devices_of(target)
@@ -108,7 +108,7 @@ def entries(
 
 def sensitivity_entries(
     model: SweptModel, target: str, device: str, *, base: PrecisionConfig, level: Level
-) -> list[Entry]:
+) -> list[SweepConfig]:
     """List the base; every group, and all of them, lowered to ``level``; then layer by layer.
 
     The cache and the activations are groups too. One layer's time lies below the noise: only
@@ -116,12 +116,12 @@ def sensitivity_entries(
     """
     groups = [g for g in (*model.groups(), "kv_cache", "activation") if level.is_for(g)]
     products = [group for group in groups if group in model.groups() and group != "embedding"]
-    chosen = {str(Part(group)): {Part(group): level} for group in groups}
-    chosen[ALL] = {Part(group): level for group in products}
+    chosen = {str(SweepUnit(group)): {SweepUnit(group): level} for group in groups}
+    chosen[ALL] = {SweepUnit(group): level for group in products}
     for layer in range(model.num_layers):
-        parts = [Part(group, layer) for group in products if layer in model.layers(group)]
+        parts = [SweepUnit(group, layer) for group in products if layer in model.layers(group)]
         chosen |= {str(part): {part: level} for part in parts}
-    found = [Entry(model, target, device, base)]
+    found = [SweepConfig(model, target, device, base)]
     places = model.places()
     for name, choices in chosen.items():
         precision = assign(
@@ -132,11 +132,11 @@ def sensitivity_entries(
             groups=places,
             model_name=model.name,
         )
-        found.append(Entry(model, target, device, precision, name, is_timed="." not in name))
+        found.append(SweepConfig(model, target, device, precision, name, is_timed="." not in name))
     return found
 
 
-def cells(found: Sequence[Entry], measures: Measures) -> list[Cell]:
+def cells(found: Sequence[SweepConfig], measures: Measures) -> list[Cell]:
     """The cells of these configurations, equal ones once.
 
     Raises:
@@ -175,7 +175,7 @@ def unique(found: Sequence[Cell]) -> list[Cell]:
     return list(kept.values())
 
 
-def _cell(entry: Entry, measures: Measures) -> Cell:
+def _cell(entry: SweepConfig, measures: Measures) -> Cell:
     model, resolved = entry.model, entry.model.resolve(entry.precision)
     check_plain("precision", entry.precision.name)
     held = model.held_bytes(resolved, entry.target, measures.compute)

@@ -18,12 +18,12 @@ from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import (
     Added,
     CellState,
-    Finished,
-    Journal,
     Outcome,
-    Started,
+    SweepJournal,
+    TrialFinished,
+    TrialStarted,
 )
-from tilewright.utils.child_process import PYTHON, Child, Ended
+from tilewright.utils.child_process import PYTHON, Child, ChildExit
 from tilewright.utils.environment import now
 from tilewright.utils.json_lines import is_json
 
@@ -35,7 +35,7 @@ _MAX_REASON = 300
 Launch = Callable[[Cell, Path, int | None], Child]
 """Starts a cell: ``(cell, log, threads)``."""
 
-Report = Callable[[Journal], None]
+Report = Callable[[SweepJournal], None]
 """Told of every start and end, and several times a second in between."""
 
 
@@ -60,7 +60,7 @@ class Runner:
 
     def __init__(
         self,
-        journal: Journal,
+        journal: SweepJournal,
         launch: Launch,
         *,
         jobs: int = 1,
@@ -103,11 +103,13 @@ class Runner:
         waiting = (s for s in self.journal.state.open_cells() if s.cell.id not in self._running)
         for state in waiting:
             if state.is_cancel_asked:  # while nobody ran the sweep
-                self.journal.append(Finished(cell=state.cell.id, outcome="cancelled", seconds=0.0))
+                self.journal.append(
+                    TrialFinished(cell=state.cell.id, outcome="cancelled", seconds=0.0)
+                )
                 continue
             if not self._has_room(state.cell):
                 return
-            self.journal.append(Started(state.cell.id, now()))
+            self.journal.append(TrialStarted(state.cell.id, now()))
             log, threads = self.journal.log_path(state.cell.id), self._threads(state.cell)
             self._running[state.cell.id] = self._launch(state.cell, log, threads)
 
@@ -136,7 +138,9 @@ class Runner:
                 self.journal.append(end)
 
 
-def finished(cell: Cell, ended: Ended, output: bytes, *, is_cancelled: bool = False) -> Finished:
+def finished(
+    cell: Cell, ended: ChildExit, output: bytes, *, is_cancelled: bool = False
+) -> TrialFinished:
     """What came of a cell whose process has ended; the last line of its output is its record."""
     last = output.strip().rpartition(b"\n")[2]
     outcome: Outcome = "failed"
@@ -155,7 +159,9 @@ def finished(cell: Cell, ended: Ended, output: bytes, *, is_cancelled: bool = Fa
         reason = f"{how}: {ended.last or 'said nothing'}"[:_MAX_REASON]
         reason = reason if reason.isprintable() else repr(reason)
     seconds = round(ended.seconds, 3)
-    return Finished(cell=cell.id, outcome=outcome, seconds=seconds, reason=reason, result=result)
+    return TrialFinished(
+        cell=cell.id, outcome=outcome, seconds=seconds, reason=reason, result=result
+    )
 
 
 def _record(cell: Cell, line: bytes) -> dict[str, Any]:

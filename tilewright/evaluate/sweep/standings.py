@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from tilewright.evaluate.report.display import plain_line
 from tilewright.evaluate.results import pareto
-from tilewright.evaluate.results.pareto import Placed
+from tilewright.evaluate.results.pareto import ParetoRank
 from tilewright.evaluate.results.stats import MIN_ROUNDS
 from tilewright.evaluate.sweep import summary
 from tilewright.evaluate.sweep.summary import SweptRow
@@ -35,7 +35,7 @@ class Ranked:
 
     row: SweptRow
     label: str
-    placed: Placed | None
+    placed: ParetoRank | None
 
     @property
     def names(self) -> str:
@@ -70,7 +70,7 @@ def ranked(found: Sequence[SweptRow]) -> list[Ranked]:
         replace(row, names=tuple(dict.fromkeys(row.names))) for row in summary.merge_equal(found)
     ]
     labels = _labels(merged)
-    placed: dict[int, Placed] = {}
+    placed: dict[int, ParetoRank] = {}
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, row in enumerate(merged):
         groups.setdefault(comparable(row), []).append(index)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from tilewright.compiler.devices import BOARDS
 from tilewright.evaluate.results.pareto import Point
 from tilewright.evaluate.results.record import Accuracy, Paired, Result, medians, unpack_hits
-from tilewright.evaluate.results.row import Row, accuracy_figures
+from tilewright.evaluate.results.row import ResultRow, accuracy_figures
 from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import CellState, SweepState
 
@@ -85,9 +85,9 @@ class SweptRow:
         """Whether its accuracy is emulated and its speed predicted: of a board that is not here."""
         return self.cell.target in BOARDS
 
-    def figures(self) -> Row:
+    def figures(self) -> ResultRow:
         """All of these as one flat row; bytes as measured."""
-        flat = Row.of(self.speed_result, self.accuracy, names=self.names)
+        flat = ResultRow.of(self.speed_result, self.accuracy, names=self.names)
         return replace(flat, weight_bytes=self.measured_bytes)
 
     @property

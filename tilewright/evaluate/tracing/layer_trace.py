@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from tilewright.compiler import ops
-from tilewright.compiler.calibration.forward import LayeredForward, Segment
+from tilewright.compiler.calibration.forward import LayeredForward, LayerSegment
 from tilewright.compiler.driver import (
     CompilableModel,
     lower_model,
@@ -59,7 +59,7 @@ class TraceRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class LossTrace:
     """Trace rows, worst first, and the whole run's accuracy."""
 
     rows: tuple[TraceRow, ...]
@@ -121,7 +121,7 @@ def trace(
     original: CompilableModel | None = None,
     restores: bool = True,
     progress: Progress = silent,
-) -> Trace:
+) -> LossTrace:
     """Trace a model's loss against ``original`` (None: its own fp32 values).
 
     Raises:
@@ -154,7 +154,7 @@ class _TraceRun:
         self._truth_inputs: list[Tensor] = []
         self._head_weights: tuple[Tensor, Tensor] | None = None
 
-    def advance(self, segment: Segment) -> None:
+    def advance(self, segment: LayerSegment) -> None:
         """Run a segment in all streams, and start a stream for each operation."""
         exact, lossy = self._pair.exact.load(segment), self._pair.lossy.load(segment)
         skip = frozenset({self._head})
@@ -192,7 +192,7 @@ class _TraceRun:
             self._inputs[-1] = [found[self._head]]
         self._streams += fresh
 
-    def finish(self, report: Callable[[int, int], None]) -> Trace:
+    def finish(self, report: Callable[[int, int], None]) -> LossTrace:
         """Compare all streams with fp32."""
         assert self._head_weights is not None
         exact_VC, lossy_VC = self._head_weights
@@ -216,12 +216,12 @@ class _TraceRun:
             if each.place == "head" and self._restores:
                 rows[index] = _with_gain(each, kl, right, *score(hidden, exact_VC))
         found = sorted(rows.values(), key=_loss, reverse=True)
-        return Trace(tuple(found), right / guesses.numel(), kl, guesses.numel())
+        return LossTrace(tuple(found), right / guesses.numel(), kl, guesses.numel())
 
     def _watched_step(
         self,
         forward: LayeredForward,
-        segment: Segment,
+        segment: LayerSegment,
         weights: Mapping[Node, Tensor],
         groups: list[dict[Node, Tensor]],
         skip: frozenset[Node],
@@ -240,7 +240,7 @@ class _TraceRun:
     def _step(
         self,
         forward: LayeredForward,
-        segment: Segment,
+        segment: LayerSegment,
         weights: Mapping[Node, Tensor],
         groups: Iterable[dict[Node, Tensor]],
         skip: frozenset[Node],

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from tilewright.evaluate.report.table import Table
-from tilewright.evaluate.tracing.layer_trace import Trace, TraceRow
+from tilewright.evaluate.tracing.layer_trace import LossTrace, TraceRow
 
 
-def trace_table(trace: Trace, most: int) -> Table:
+def trace_table(trace: LossTrace, most: int) -> Table:
     """Return the first rows of a trace."""
     names = (
         "place",
@@ -39,7 +39,7 @@ def _cells(row: TraceRow) -> tuple[str, ...]:
     )
 
 
-def plot_trace(trace: Trace, path: Path, title: str) -> None:
+def plot_trace(trace: LossTrace, path: Path, title: str) -> None:
     """Write the own error of every operation by layer.
 
     Raises:

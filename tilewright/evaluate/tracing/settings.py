@@ -13,7 +13,14 @@ from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.precision.fragment import Fragment, read_rule
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable, Progress
-from tilewright.compiler.targets.interface.step import Chunk, Edit, Open, Pages, Seat, Step
+from tilewright.compiler.targets.interface.step import (
+    AssignPages,
+    OpenSlot,
+    PrefillChunk,
+    Slot,
+    StateUpdate,
+    Step,
+)
 from tilewright.errors import ConfigError
 from tilewright.evaluate.tracing.layer_trace import ALL, TraceRow
 from tilewright.evaluate.tracing.logits import observe
@@ -114,10 +121,10 @@ def exceptional_layers(
 def prefill_logits(executable: Executable, tokens: list[int]) -> Tensor:
     """Return a prefill's logits ``[T, vocabulary]``."""
     executable.reset()
-    seat, size = Seat(0), executable.capabilities.page_size
-    edits: list[Edit] = [Open(seat, SamplingParams())]
+    slot, size = Slot(0), executable.capabilities.page_size
+    edits: list[StateUpdate] = [OpenSlot(slot, SamplingParams())]
     if size:
-        edits.append(Pages(seat, 0, tuple(range(pages_of(len(tokens), size)))))
-    chunk = Chunk(seat, 0, tuple(tokens), echoes=True)
+        edits.append(AssignPages(slot, 0, tuple(range(pages_of(len(tokens), size)))))
+    chunk = PrefillChunk(slot, 0, tuple(tokens), echoes=True)
     output = executable.step(Step(prompts=(chunk,), edits=tuple(edits), want_logits=True))
     return torch.cat([part.logits() for part in output.parts if part.logits is not None])

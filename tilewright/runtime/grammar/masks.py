@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
-from tilewright.compiler.targets.interface.step import Seat
+from tilewright.compiler.targets.interface.step import Slot
 from tilewright.compiler.targets.interface.token_masks import Allowed, no_words, num_words, put_bits
 from tilewright.errors import RequestError, TilewrightError, one_line
 from tilewright.runtime.grammar.matchers import Grammars, Matcher, roomy_threads
@@ -29,7 +29,7 @@ class Masks:
         self._compilers: ThreadPoolExecutor | None = None
         self._makers: ThreadPoolExecutor | None = None
         self._compiling: dict[RequestState, Future[Matcher]] = {}
-        self._wanted: list[tuple[Seat, RequestState]] = []
+        self._wanted: list[tuple[Slot, RequestState]] = []
         self._words = no_words()
         self._jobs: list[Future[None]] = []
 
@@ -82,11 +82,11 @@ class Masks:
             found.append((request, error))
         return found
 
-    def begin(self, rows: Mapping[Seat, RequestState]) -> None:
+    def begin(self, rows: Mapping[Slot, RequestState]) -> None:
         """Start to compute the masks of rows whose answers are known up to the last token."""
         wait(self._jobs)  # what a step that failed has left behind
         self._jobs.clear()
-        self._wanted = [(seat, each) for seat, each in rows.items() if each.matcher is not None]
+        self._wanted = [(slot, each) for slot, each in rows.items() if each.matcher is not None]
         count = len(self._wanted)
         if not count:
             return
@@ -109,8 +109,8 @@ class Masks:
         words = self._words[: len(self._wanted)]
         is_there: list[bool] = (words != 0).any(axis=1).tolist()
         over = [each for (_, each), there in zip(self._wanted, is_there, strict=True) if not there]
-        seats = [seat for (seat, _), there in zip(self._wanted, is_there, strict=True) if there]
-        return Allowed(tuple(seats), words[np.array(is_there)] if over else words), over
+        slots = [slot for (slot, _), there in zip(self._wanted, is_there, strict=True) if there]
+        return Allowed(tuple(slots), words[np.array(is_there)] if over else words), over
 
     def close(self) -> None:
         """End the threads that compile grammars and make masks; what they still do is left."""

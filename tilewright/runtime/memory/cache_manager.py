@@ -1,4 +1,4 @@
-"""Seats, and what of a prompt somebody has computed before: what all executables share of it."""
+"""Slots, and what of a prompt somebody has computed before: what all executables share of it."""
 
 from __future__ import annotations
 
@@ -10,66 +10,68 @@ from dataclasses import dataclass
 
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import (
-    Back,
-    Close,
-    Edit,
+    CloseSlot,
     HostPlace,
-    Load,
-    Open,
-    Out,
-    Seat,
+    LoadState,
+    OpenSlot,
+    Slot,
     Snapshot,
+    StateUpdate,
+    SwapIn,
+    SwapOut,
 )
 from tilewright.runtime.memory.pages import chain_keys
 from tilewright.runtime.memory.snapshots import GRAIN, Snapshots, places_worth, spacing
-from tilewright.runtime.scheduling.request_state import Policy, RequestState
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 
 StateBytes = Callable[[int, int], int]
 """Bytes that so many positions of so many sequences take."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PrefixMatch:
     """What of a prompt need not be computed: its first ``length`` positions.
 
     Attributes:
-        pages: cached pages that hold them. seat: one, kept or running, that holds them.
+        pages: cached pages that hold them. slot: one, kept or running, that holds them.
         snapshot: the per-sequence state behind them; None where there is no such state, or where
-            the seat is continued as it is.
+            the slot is continued as it is.
         junction: positions that are there but of no use, for want of the state behind them; 0
             where there are none.
-        reached: the most positions that the seat's state has had; see `Capabilities.can_cut`.
+        reached: the most positions that the slot's state has had; see `Capabilities.can_cut`.
     """
 
     length: int = 0
     pages: tuple[int, ...] = ()
-    seat: Seat | None = None
+    slot: Slot | None = None
     snapshot: Snapshot | None = None
     junction: int = 0
     reached: int = 0
 
 
-NOTHING = Found()
+NOTHING = PrefixMatch()
 
 
-class Seating(ABC):
-    """Deals seats, and what they hold, to requests; collects the edits that tell the executable.
+class CacheManager(ABC):
+    """Deals slots, and what they hold, to requests; collects the edits that tell the executable.
 
-    ``seated``: who has a seat, in the order of admission; ``by_seat``: the same, by seat.
+    ``running``: who has a slot, in the order of admission; ``by_slot``: the same, by slot.
     ``num_present``: running and waiting requests at the last admission.
     """
 
-    def __init__(self, capabilities: Capabilities, policy: Policy, state_bytes: StateBytes) -> None:
+    def __init__(
+        self, capabilities: Capabilities, policy: SchedulerConfig, state_bytes: StateBytes
+    ) -> None:
         self.capabilities, self.policy = capabilities, policy
-        self.seated: dict[RequestState, None] = {}
-        self.by_seat: list[RequestState] = []
+        self.running: dict[RequestState, None] = {}
+        self.by_slot: list[RequestState] = []
         self.num_present = 0
-        self.edits: list[Edit] = []
+        self.edits: list[StateUpdate] = []
         self.snapshots = Snapshots(capabilities.num_snapshots if policy.reuses else 0)
         self.grain = capabilities.page_size or min(GRAIN, capabilities.cell)
         self._has_state = capabilities.has_sequence_state
         self._state_bytes = state_bytes
-        self._free = list(range(capabilities.max_seats))
+        self._free = list(range(capabilities.max_num_seqs))
 
     def name(self, request: RequestState) -> None:
         """Make the names of a prompt's pages, where they are of use to anybody."""
@@ -81,12 +83,12 @@ class Seating(ABC):
         return not self.snapshots.is_empty
 
     @property
-    def has_seat(self) -> bool:
-        """Whether anybody could sit down now, as far as seats go."""
+    def has_slot(self) -> bool:
+        """Whether anybody could sit down now, as far as slots go."""
         return bool(self._free)
 
     @abstractmethod
-    def find(self, request: RequestState) -> Found:
+    def find(self, request: RequestState) -> PrefixMatch:
         """Find how much of a request's prompt was computed already and can be shared."""
 
     @abstractmethod
@@ -94,16 +96,16 @@ class Seating(ABC):
         """Positions of a prompt that could be shared, once a running one has computed them."""
 
     @abstractmethod
-    def fits(self, request: RequestState, found: Found) -> bool:
-        """Whether there is room for a request to begin; there is a seat."""
+    def fits(self, request: RequestState, found: PrefixMatch) -> bool:
+        """Whether there is room for a request to begin; there is a slot."""
 
     @abstractmethod
-    def sit(self, request: RequestState, found: Found) -> None:
-        """Give a seat to a request, which must fit."""
+    def admit(self, request: RequestState, found: PrefixMatch) -> None:
+        """Give a slot to a request, which must fit."""
 
     @abstractmethod
     def follow(self, leader: RequestState, request: RequestState) -> bool:
-        """Another choice for the prompt that ``leader`` ends with the next step gets a seat, into
+        """Another choice for the prompt that ``leader`` ends with the next step gets a slot, into
         which the leader's state is copied; False where there is no room.
         """
 
@@ -113,7 +115,7 @@ class Seating(ABC):
 
     @abstractmethod
     def leave(self, running: RequestState, *, may_keep: bool) -> None:
-        """Free a seat for others; ``may_keep``: what it holds may be of use to them."""
+        """Free a slot for others; ``may_keep``: what it holds may be of use to them."""
 
     @abstractmethod
     def note(self, running: RequestState) -> None:
@@ -121,26 +123,26 @@ class Seating(ABC):
 
     def can_return(self, running: RequestState) -> bool:
         """Whether there is room for one whose state is in host memory."""
-        raise AssertionError(f"{running}: seats without pages are not given up")
+        raise AssertionError(f"{running}: slots without pages are not given up")
 
     def put_out(self, running: RequestState, place: HostPlace) -> None:
-        """The state of a seat goes to host memory, and the seat to others."""
-        self.edits.append(Out(running.seat, place))
+        """The state of a slot goes to host memory, and the slot to others."""
+        self.edits.append(SwapOut(running.slot, place))
         self.leave(running, may_keep=False)
 
     def take_back(self, running: RequestState, place: HostPlace) -> None:
-        """One for whom there is room gets a seat and its state again."""
-        running.seat = self._take_seat()
-        self._open(running.seat, running)
+        """One for whom there is room gets a slot and its state again."""
+        running.slot = self._take_slot()
+        self._open(running.slot, running)
         self._deal(running)
-        self.edits.append(Back(running.seat, place))
+        self.edits.append(SwapIn(running.slot, place))
         self._take_in(running)
 
-    def _deal(self, running: RequestState) -> None:  # noqa: B027 (seats may stay)
+    def _deal(self, running: RequestState) -> None:  # noqa: B027 (slots may stay)
         """Pages for what a running request holds, where there are pages."""
 
     def waits_for(
-        self, request: RequestState, found: Found, pending: Iterable[RequestState]
+        self, request: RequestState, found: PrefixMatch, pending: Iterable[RequestState]
     ) -> bool:
         """Whether a request should wait for prompts that are being computed, because that saves
         it a piece of its own; never for those of a worse priority.
@@ -194,7 +196,7 @@ class Seating(ABC):
             self.snapshots.supersede(running.latest)
         running.latest = key
 
-    def take_edits(self) -> tuple[Edit, ...]:
+    def take_edits(self) -> tuple[StateUpdate, ...]:
         """The edits of the step that is planned now, which has all its pieces of prompts."""
         edits = tuple(self.edits)
         self.edits.clear()
@@ -202,8 +204,8 @@ class Seating(ABC):
         return edits
 
     def forget(self) -> None:
-        """The executable holds nothing any more, and nobody has a seat."""
-        assert not self.seated
+        """The executable holds nothing any more, and nobody has a slot."""
+        assert not self.running
         self.snapshots.forget()
         self.edits.clear()
 
@@ -211,20 +213,20 @@ class Seating(ABC):
         """The bytes of state that one sequence takes."""
         return self._state_bytes(num_positions, 1)
 
-    def _open(self, seat: Seat, request: RequestState, keeps: int = 0) -> None:
+    def _open(self, slot: Slot, request: RequestState, keeps: int = 0) -> None:
         sampling = request.sampling
         wants_prompt = sampling.is_penalised or sampling.min_tokens
-        self.edits.append(Open(seat, sampling, request.prompt if wants_prompt else (), keeps))
+        self.edits.append(OpenSlot(slot, sampling, request.prompt if wants_prompt else (), keeps))
 
-    def _load(self, running: RequestState, found: Found) -> None:
-        """The state of what was found into a seat, where it is a snapshot's."""
+    def _load(self, running: RequestState, found: PrefixMatch) -> None:
+        """The state of what was found into a slot, where it is a snapshot's."""
         if found.snapshot is not None:
-            self.edits.append(Load(running.seat, found.snapshot))
+            self.edits.append(LoadState(running.slot, found.snapshot))
             running.latest = running.page_keys[found.length // self.grain - 1]
             self.snapshots.use(running.latest)
 
-    def _begin(self, request: RequestState, seat: Seat, found: Found) -> None:
-        request.take_slot(seat, num_cached=found.length, max_num_computed=found.reached)
+    def _begin(self, request: RequestState, slot: Slot, found: PrefixMatch) -> None:
+        request.take_slot(slot, num_cached=found.length, max_num_computed=found.reached)
         request.page_capacity = self.capabilities.max_context
         if self._has_state and request.page_keys and not self.snapshots.is_empty:
             known, junction = found.length, found.junction
@@ -235,28 +237,28 @@ class Seating(ABC):
             request.partings = {junction}
         self._take_in(request)
 
-    def _begin_copy(self, leader: RequestState, request: RequestState, seat: Seat) -> None:
+    def _begin_copy(self, leader: RequestState, request: RequestState, slot: Slot) -> None:
         """Another choice: its prompt is the leader's, whose last piece is in the next step."""
         length = len(request.prompt)
         reached = max(leader.max_num_computed, length)
-        self._begin(request, seat, Found(length, reached=reached))
+        self._begin(request, slot, PrefixMatch(length, reached=reached))
         request.saves.clear()
         request.num_scheduled = 1
 
     def _take_in(self, running: RequestState) -> None:
-        self.seated[running] = None
-        insort(self.by_seat, running, key=lambda each: each.seat)
+        self.running[running] = None
+        insort(self.by_slot, running, key=lambda each: each.slot)
 
     def _take_out(self, running: RequestState) -> None:
-        del self.seated[running]
-        self.by_seat.remove(running)
+        del self.running[running]
+        self.by_slot.remove(running)
 
-    def _take_seat(self) -> Seat:
-        return Seat(heapq.heappop(self._free))
+    def _take_slot(self) -> Slot:
+        return Slot(heapq.heappop(self._free))
 
-    def _give_seat(self, seat: Seat) -> None:
-        self.edits.append(Close(seat))
-        heapq.heappush(self._free, seat)
+    def _give_slot(self, slot: Slot) -> None:
+        self.edits.append(CloseSlot(slot))
+        heapq.heappush(self._free, slot)
 
 
 def common_keys(one: Sequence[bytes], other: Sequence[bytes]) -> int:

@@ -10,11 +10,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tilewright.compiler.targets.interface.step import Seat
+from tilewright.compiler.targets.interface.step import Slot
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CachedSlot:
     """A cached slot.
 
     Attributes:
@@ -30,7 +30,7 @@ class Kept:
     num_bytes: int
 
 
-class KeptSeats:
+class CachedSlots:
     """The cached slots by last use.
 
     Args:
@@ -41,52 +41,52 @@ class KeptSeats:
     def __init__(self, size_of: Callable[[int], int], most: int) -> None:
         self._size_of, self._most = size_of, most
         self._num_bytes = 0
-        self._kept: OrderedDict[Seat, Kept] = OrderedDict()
+        self._kept: OrderedDict[Slot, CachedSlot] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def __iter__(self) -> Iterator[tuple[Seat, Kept]]:
+    def __iter__(self) -> Iterator[tuple[Slot, CachedSlot]]:
         """Yield slots, least recently used first."""
         return iter(self._kept.items())
 
-    def keep(self, seat: Seat, tokens: tuple[int, ...], salt: str, *, reached: int) -> list[Seat]:
+    def keep(self, slot: Slot, tokens: tuple[int, ...], salt: str, *, reached: int) -> list[Slot]:
         """Add the slot of a finished sequence with ``tokens``. Return evicted slots, least recently
         used first.
 
         The new slot may itself be evicted.
         """
-        kept = Kept(tokens, reached, salt, self._size_of(len(tokens)))
-        self._kept[seat] = kept
+        kept = CachedSlot(tokens, reached, salt, self._size_of(len(tokens)))
+        self._kept[slot] = kept
         self._num_bytes += kept.num_bytes
         left = []
         while self._num_bytes > self._most:
             left.append(self.take_oldest())
         return left
 
-    def touch(self, seat: Seat) -> None:
+    def touch(self, slot: Slot) -> None:
         """Mark a slot as most recently used."""
-        self._kept.move_to_end(seat)
+        self._kept.move_to_end(slot)
 
-    def take(self, seat: Seat) -> Seat:
+    def take(self, slot: Slot) -> Slot:
         """Remove a slot from the cache."""
-        self._num_bytes -= self._kept.pop(seat).num_bytes
-        return seat
+        self._num_bytes -= self._kept.pop(slot).num_bytes
+        return slot
 
-    def take_oldest(self, *, besides: Seat | None = None) -> Seat:
+    def take_oldest(self, *, besides: Slot | None = None) -> Slot:
         """Remove the least recently used slot. ``besides`` is taken only if it is the last slot."""
-        seats = iter(self._kept)
-        seat = next(seats)
-        if seat == besides:
-            seat = next(seats, seat)
-        return self.take(seat)
+        slots = iter(self._kept)
+        slot = next(slots)
+        if slot == besides:
+            slot = next(slots, slot)
+        return self.take(slot)
 
-    def forget(self) -> list[Seat]:
+    def forget(self) -> list[Slot]:
         """Remove and return all slots."""
-        seats = list(self._kept)
+        slots = list(self._kept)
         self._kept.clear()
         self._num_bytes = 0
-        return seats
+        return slots
 
 
 def common_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:

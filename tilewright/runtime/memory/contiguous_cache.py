@@ -1,83 +1,85 @@
-"""Seats whose state lies in one piece: a later prompt continues one that has ended, or a copy."""
+"""Slots whose state lies in one piece: a later prompt continues one that has ended, or a copy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from tilewright.compiler.targets.interface.base import Capabilities
-from tilewright.compiler.targets.interface.step import Close, Copy, Seat
-from tilewright.runtime.memory.cache_manager import NOTHING, Found, Seating, StateBytes
-from tilewright.runtime.memory.cached_slots import KeptSeats, common_length
-from tilewright.runtime.scheduling.request_state import Policy, RequestState
+from tilewright.compiler.targets.interface.step import CloseSlot, CopyState, Slot
+from tilewright.runtime.memory.cache_manager import NOTHING, CacheManager, PrefixMatch, StateBytes
+from tilewright.runtime.memory.cached_slots import CachedSlots, common_length
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 
 _WORTH_COPYING = 8
-"""Positions of a seat's state that are copied rather than computed; or half a short prompt's."""
+"""Positions of a slot's state that are copied rather than computed; or half a short prompt's."""
 
 
-class SlotSeating(Seating):
-    """The seat of a sequence that has ended is kept, least recently used first to go.
+class ContiguousCacheManager(CacheManager):
+    """The slot of a sequence that has ended is kept, least recently used first to go.
 
-    A prompt that continues all that a kept seat holds takes that seat over; one that shares a part
-    of a kept or running one gets a copy of it, and where no seat is left for it, takes it over and
+    A prompt that continues all that a kept slot holds takes that slot over; one that shares a part
+    of a kept or running one gets a copy of it, and where no slot is left for it, takes it over and
     cuts it back. State that cannot be cut back goes on at its end, or from a snapshot.
     """
 
-    def __init__(self, capabilities: Capabilities, policy: Policy, state_bytes: StateBytes) -> None:
+    def __init__(
+        self, capabilities: Capabilities, policy: SchedulerConfig, state_bytes: StateBytes
+    ) -> None:
         super().__init__(capabilities, policy, state_bytes)
-        self.kept = KeptSeats(self.size_of, policy.host_bytes)
+        self.kept = CachedSlots(self.size_of, policy.host_bytes)
 
     @property
-    def has_seat(self) -> bool:
+    def has_slot(self) -> bool:
         return bool(self._free) or bool(self.kept)
 
-    def find(self, request: RequestState) -> Found:
+    def find(self, request: RequestState) -> PrefixMatch:
         if not self.policy.reuses or request.is_private:
             return NOTHING
         best = NOTHING
         usable = request.prompt[:-1]  # the last token is always computed
-        for seat, tokens, reached, is_kept in self._holders(request.cache_salt):
+        for slot, tokens, reached, is_kept in self._holders(request.cache_salt):
             if tokens[: best.length + 1] != usable[: best.length + 1]:
                 continue
             common = common_length(tokens, usable)
             if common <= best.length:
                 continue
             is_whole = is_kept and common == len(tokens)
-            found = self._use_of(request, seat, common, reached, is_whole=is_whole)
+            found = self._use_of(request, slot, common, reached, is_whole=is_whole)
             if found.length > best.length or (not best.length and found.junction > best.junction):
                 best = found
         return best
 
-    def _holders(self, salt: str) -> Iterator[tuple[Seat, tuple[int, ...], int, bool]]:
-        """Seats that hold tokens which may be shared, the most recently used first; the most
+    def _holders(self, salt: str) -> Iterator[tuple[Slot, tuple[int, ...], int, bool]]:
+        """Slots that hold tokens which may be shared, the most recently used first; the most
         positions that they have had, and whether they are kept.
         """
-        for seat, kept in reversed(list(self.kept)):
+        for slot, kept in reversed(list(self.kept)):
             if kept.salt == salt:
-                yield seat, kept.tokens, kept.reached, True
-        for each in self.seated:
+                yield slot, kept.tokens, kept.reached, True
+        for each in self.running:
             if not each.is_private and each.cache_salt == salt:
                 tokens, reached = each.prompt[: each.num_computed], self._reached(each)
-                yield each.seat, tokens, reached, False
+                yield each.slot, tokens, reached, False
 
     def _use_of(
-        self, request: RequestState, seat: Seat, common: int, reached: int, *, is_whole: bool
-    ) -> Found:
-        """What a prompt has of a seat with which it shares so many positions."""
+        self, request: RequestState, slot: Slot, common: int, reached: int, *, is_whole: bool
+    ) -> PrefixMatch:
+        """What a prompt has of a slot with which it shares so many positions."""
         can_cut = self.capabilities.can_cut
         if is_whole or not self._has_state:
             is_held = is_whole or can_cut(reached, common)
-            return Found(common, seat=seat, reached=reached) if is_held else NOTHING
+            return PrefixMatch(common, slot=slot, reached=reached) if is_held else NOTHING
         found = self.snapshots.find(request.page_keys, common // self.grain)
         junction = common // self.grain * self.grain
         if found is None or not can_cut(reached, found[0] * self.grain):
-            return Found(junction=junction)
+            return PrefixMatch(junction=junction)
         length = found[0] * self.grain
         junction = junction if junction > length else 0
-        return Found(length, seat=seat, snapshot=found[1], junction=junction, reached=reached)
+        return PrefixMatch(length, slot=slot, snapshot=found[1], junction=junction, reached=reached)
 
     @staticmethod
     def _reached(running: RequestState) -> int:
-        """The most positions that the state of a running sequence's seat has had."""
+        """The most positions that the state of a running sequence's slot has had."""
         return max(running.max_num_computed, running.num_computed)
 
     def shared_with(self, request: RequestState, other: RequestState) -> int:
@@ -88,27 +90,27 @@ class SlotSeating(Seating):
             return common
         return 0 if self.snapshots.is_empty else common // self.grain * self.grain
 
-    def fits(self, request: RequestState, found: Found) -> bool:
+    def fits(self, request: RequestState, found: PrefixMatch) -> bool:
         return True
 
-    def sit(self, request: RequestState, found: Found) -> None:
-        source = found.seat
-        seat, is_copied = self._choose(request, found)
-        if source is not None and not is_copied and seat != source:
+    def admit(self, request: RequestState, found: PrefixMatch) -> None:
+        source = found.slot
+        slot, is_copied = self._choose(request, found)
+        if source is not None and not is_copied and slot != source:
             found = NOTHING
         in_place = found.length > 0 and not is_copied
-        self._open(seat, request, found.length if in_place else 0)
+        self._open(slot, request, found.length if in_place else 0)
         if is_copied:
             assert source is not None
-            self.edits.append(Copy(source, seat, found.length))
-        self._begin(request, seat, found)
+            self.edits.append(CopyState(source, slot, found.length))
+        self._begin(request, slot, found)
         self._load(request, found)
 
-    def _choose(self, request: RequestState, found: Found) -> tuple[Seat, bool]:
-        """A seat, and whether what was found is copied into it."""
-        source = found.seat
+    def _choose(self, request: RequestState, found: PrefixMatch) -> tuple[Slot, bool]:
+        """A slot, and whether what was found is copied into it."""
+        source = found.slot
         if source is None:
-            return self._fresh_seat(), False
+            return self._fresh_slot(), False
         kept = dict(self.kept)
         if source in kept:
             is_end = len(kept[source].tokens) == found.length
@@ -117,46 +119,46 @@ class SlotSeating(Seating):
                 return self.kept.take(source), False
             self.kept.touch(source)
         is_worth = found.length >= min(_WORTH_COPYING, len(request.prompt) // 2)
-        return self._fresh_seat(besides=source), is_worth
+        return self._fresh_slot(besides=source), is_worth
 
-    def _fresh_seat(self, besides: Seat | None = None) -> Seat:
-        """A seat that holds nothing; the oldest kept one makes room where all are taken."""
+    def _fresh_slot(self, besides: Slot | None = None) -> Slot:
+        """A slot that holds nothing; the oldest kept one makes room where all are taken."""
         if self._free:
-            return self._take_seat()
-        seat = self.kept.take_oldest(besides=besides)
-        self.edits.append(Close(seat))
-        return seat
+            return self._take_slot()
+        slot = self.kept.take_oldest(besides=besides)
+        self.edits.append(CloseSlot(slot))
+        return slot
 
     def follow(self, leader: RequestState, request: RequestState) -> bool:
-        if not self.has_seat:
+        if not self.has_slot:
             return False
-        seat = self._fresh_seat()
-        self._open(seat, request)
-        self._begin_copy(leader, request, seat)
+        slot = self._fresh_slot()
+        self._open(slot, request)
+        self._begin_copy(leader, request, slot)
         return True
 
     def grow(self, running: RequestState) -> bool:
-        raise AssertionError(f"{running}: a seat has room for a whole context")
+        raise AssertionError(f"{running}: a slot has room for a whole context")
 
     def leave(self, running: RequestState, *, may_keep: bool) -> None:
         self._take_out(running)
-        seat = running.seat
+        slot = running.slot
         known = (*running.prompt, *running.output)[: running.num_computed]
         may_keep &= self.policy.reuses and not running.is_private and len(known) > 0
         may_keep &= self.capabilities.can_cut(running.num_computed, len(known))
         # what was computed behind a cancellation is not known, and state cannot be cut back
         if not may_keep or (self._has_state and running.num_computed > len(known)):
-            self._give_seat(seat)
+            self._give_slot(slot)
             return
         reached = self._reached(running)
-        for left in self.kept.keep(seat, known, running.cache_salt, reached=reached):
-            self._give_seat(left)
+        for left in self.kept.keep(slot, known, running.cache_salt, reached=reached):
+            self._give_slot(left)
 
     def note(self, running: RequestState) -> None:
-        """Do nothing: what a seat holds is found through the seat."""
+        """Do nothing: what a slot holds is found through the slot."""
 
     def forget(self) -> None:
         super().forget()
-        for seat in self.kept.forget():
-            self._free.append(seat)
+        for slot in self.kept.forget():
+            self._free.append(slot)
         self._free.sort()

@@ -1,21 +1,29 @@
-"""Seats over a pool of pages: full pages of prompts are shared, snapshots beside them."""
+"""Slots over a pool of pages: full pages of prompts are shared, snapshots beside them."""
 
 from __future__ import annotations
 
 from tilewright.compiler.targets.interface.base import Capabilities
-from tilewright.compiler.targets.interface.step import Pages, Save
-from tilewright.runtime.memory.cache_manager import NOTHING, Found, Seating, StateBytes, common_keys
+from tilewright.compiler.targets.interface.step import AssignPages, SaveState
+from tilewright.runtime.memory.cache_manager import (
+    NOTHING,
+    CacheManager,
+    PrefixMatch,
+    StateBytes,
+    common_keys,
+)
 from tilewright.runtime.memory.pages import PagePool, chain_keys, pages_of
-from tilewright.runtime.scheduling.request_state import Policy, RequestState
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 
 
-class PagedSeating(Seating):
+class PagedCacheManager(CacheManager):
     """A page enters the prefix cache when a step was planned that fills it, and is not written
     from then on; steps are in order, so who finds it computes behind that step. Pages of answers
     enter it, where they do, when these have ended and all their tokens are known.
     """
 
-    def __init__(self, capabilities: Capabilities, policy: Policy, state_bytes: StateBytes) -> None:
+    def __init__(
+        self, capabilities: Capabilities, policy: SchedulerConfig, state_bytes: StateBytes
+    ) -> None:
         super().__init__(capabilities, policy, state_bytes)
         self.pool = PagePool(capabilities.num_pages)
         self._num_growing = 0
@@ -25,34 +33,34 @@ class PagedSeating(Seating):
         # state that cannot be cut back is not where a shared page ends, unless it was kept there
         return not (self._has_state and self.snapshots.is_empty)
 
-    def find(self, request: RequestState) -> Found:
+    def find(self, request: RequestState) -> PrefixMatch:
         usable = (len(request.prompt) - 1) // self.grain  # the last token is always computed
-        is_small = not self._shares_passes(max(self.num_present, len(self.seated) + 1))
+        is_small = not self._shares_passes(max(self.num_present, len(self.running) + 1))
         pages = self.pool.find(request.page_keys[:usable], is_invariant=is_small)
         if not pages:
             return NOTHING
         if not self._has_state:
-            return Found(len(pages) * self.grain, tuple(pages))
+            return PrefixMatch(len(pages) * self.grain, tuple(pages))
         found = self.snapshots.find(request.page_keys, len(pages))
         if found is None:
-            return Found(junction=len(pages) * self.grain)
+            return PrefixMatch(junction=len(pages) * self.grain)
         count, snapshot = found
         junction = len(pages) * self.grain if count < len(pages) else 0
-        return Found(count * self.grain, tuple(pages[:count]), None, snapshot, junction)
+        return PrefixMatch(count * self.grain, tuple(pages[:count]), None, snapshot, junction)
 
     def shared_with(self, request: RequestState, other: RequestState) -> int:
         usable = (len(request.prompt) - 1) // self.grain
         return min(common_keys(request.page_keys, other.page_keys), usable) * self.grain
 
-    def fits(self, request: RequestState, found: Found) -> bool:
+    def fits(self, request: RequestState, found: PrefixMatch) -> bool:
         return self._has_room(found.pages, self._num_fresh(request, found))
 
-    def sit(self, request: RequestState, found: Found) -> None:
+    def admit(self, request: RequestState, found: PrefixMatch) -> None:
         fresh = self._num_fresh(request, found)
-        seat = self._take_seat()
-        self._open(seat, request, found.length)
+        slot = self._take_slot()
+        self._open(slot, request, found.length)
         self.pool.hold(found.pages)
-        self._begin(request, seat, found)
+        self._begin(request, slot, found)
         self._give_pages(request, [*found.pages, *self.pool.take(fresh)])
         request.num_named = len(found.pages)
         request.is_invariant = self.pool.are_invariant(found.pages)
@@ -63,11 +71,11 @@ class PagedSeating(Seating):
         fresh = self._num_first(request) - num_full
         if not self._free or not self._has_room((), fresh):
             return False
-        seat = self._take_seat()
-        self._open(seat, request)
+        slot = self._take_slot()
+        self._open(slot, request)
         shared = leader.pages[:num_full]
         self.pool.hold(shared)
-        self._begin_copy(leader, request, seat)
+        self._begin_copy(leader, request, slot)
         self._give_pages(request, [*shared, *self.pool.take(fresh)])
         request.num_named = num_full
         request.is_invariant = leader.is_invariant
@@ -77,7 +85,7 @@ class PagedSeating(Seating):
         if not self.pool.num_available:
             return False
         (page,) = self.pool.take(1)
-        self.edits.append(Pages(running.seat, len(running.pages), (page,)))
+        self.edits.append(AssignPages(running.slot, len(running.pages), (page,)))
         running.pages.append(page)
         self._num_growing -= _grows(running)
         running.page_capacity += self.grain
@@ -92,7 +100,7 @@ class PagedSeating(Seating):
         """
         place = running.reply[1] if running.reply else self.snapshots.borrow()
         if place is not None:
-            self.edits.append(Save(running.seat, place))
+            self.edits.append(SaveState(running.slot, place))
             running.reply = running.num_computed, place
 
     def leave(self, running: RequestState, *, may_keep: bool) -> None:
@@ -100,14 +108,14 @@ class PagedSeating(Seating):
         keys = self._name_reply(running) if may_keep and self._names_reply(running) else []
         if running.reply is not None:
             self._name_state(running, keys)
-        self._give_seat(running.seat)
+        self._give_slot(running.slot)
         self.pool.release(running.pages)
         self._num_growing -= _grows(running)
         running.pages = []
 
     def note(self, running: RequestState) -> None:
         keys = running.page_keys
-        if self._shares_passes(len(self.seated)):
+        if self._shares_passes(len(self.running)):
             running.is_invariant = False
         num_full = min(running.num_computed // self.grain, len(keys))
         for index in range(running.num_named, num_full):
@@ -128,7 +136,7 @@ class PagedSeating(Seating):
     def _give_pages(self, running: RequestState, pages: list[int]) -> None:
         running.pages, running.page_capacity = pages, len(pages) * self.grain
         self._num_growing += _grows(running)
-        self.edits.append(Pages(running.seat, 0, tuple(pages)))
+        self.edits.append(AssignPages(running.slot, 0, tuple(pages)))
 
     def _num_first(self, request: RequestState) -> int:
         """Pages for a prompt and the first position behind it, if that is ever read."""
@@ -139,7 +147,7 @@ class PagedSeating(Seating):
         num_now = pages_of(min(running.max_positions, running.num_computed + 1), self.grain)
         return max(num_now, self._num_first(running))
 
-    def _num_fresh(self, request: RequestState, found: Found) -> int:
+    def _num_fresh(self, request: RequestState, found: PrefixMatch) -> int:
         return self._num_first(request) - len(found.pages)
 
     def _has_room(self, shared: tuple[int, ...], num_fresh: int) -> bool:

@@ -1,4 +1,4 @@
-"""Places in host memory for the state of requests that lost their seats. Knows numbers alone."""
+"""Places in host memory for the state of requests that lost their slots. Knows numbers alone."""
 
 from __future__ import annotations
 

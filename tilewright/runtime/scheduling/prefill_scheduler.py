@@ -7,8 +7,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from tilewright.compiler.targets.interface.base import Capabilities
-from tilewright.compiler.targets.interface.step import Chunk
-from tilewright.runtime.scheduling.request_state import Policy, RequestState
+from tilewright.compiler.targets.interface.step import PrefillChunk
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 from tilewright.runtime.scheduling.step_cost_model import StepCost
 
 _MAX_ECHOED = 512
@@ -34,7 +34,7 @@ class PromptDealer:
     turn: short ones pass long ones, and long ones get every second piece all the same.
     """
 
-    def __init__(self, capabilities: Capabilities, policy: Policy, cost: StepCost) -> None:
+    def __init__(self, capabilities: Capabilities, policy: SchedulerConfig, cost: StepCost) -> None:
         self._limits, self._policy, self._cost = capabilities, policy, cost
         most = capabilities.max_step_tokens
         self._most = min(policy.step_tokens or most, most)
@@ -73,7 +73,7 @@ class PromptDealer:
             dealt.append((running, count))
         return dealt
 
-    def weigh(self, chunks: Sequence[Chunk]) -> float:
+    def weigh(self, chunks: Sequence[PrefillChunk]) -> float:
         """Tokens at the beginning of a sequence that would take as long as these pieces."""
         far = self._limits.far
         return sum(weight_of(chunk.start, len(chunk.tokens), far) for chunk in chunks)

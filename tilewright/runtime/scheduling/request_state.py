@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tilewright.compiler.sampling.params import SamplingParams
-from tilewright.compiler.targets.interface.step import HostPlace, LogProbs, Seat, Snapshot, Step
+from tilewright.compiler.targets.interface.step import HostPlace, LogProbs, Slot, Snapshot, Step
 from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.pooling import MEAN, Pooling
 from tilewright.runtime.request import EngineRequest
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 STEP_MS = 20.0
 """Milliseconds that a piece of a prompt may take beside running streams."""
 HOST_CACHE_BYTES = 4 << 30
-"""Host memory for the state of requests that do not run: preempted ones, and kept seats."""
+"""Host memory for the state of requests that do not run: preempted ones, and kept slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class SchedulerConfig:
     """What a user may choose of a scheduler.
 
     Attributes:
@@ -33,7 +33,7 @@ class Policy:
             silent for so long. 0: no limit.
         step_tokens: tokens of prompts in one step; None: as many as the executable takes.
         reuses: whether prompts share what was computed for others with the same beginning: pages,
-            or, on executables without them, the seats of sequences that have ended. Whoever
+            or, on executables without them, the slots of sequences that have ended. Whoever
             measures has it off, so that no figure comes from a cache.
         prompts_first: whether streams wait while prompts are computed: right where all requests
             are there from the beginning and nobody listens.
@@ -41,7 +41,7 @@ class Policy:
             last of them. What finds them reads what the kernels of decode have written, which is
             equal to a prompt's up to rounding.
         host_bytes: host memory for the state of preempted requests, and as much for that of kept
-            seats; what does not fit is computed again.
+            slots; what does not fit is computed again.
     """
 
     step_ms: float = STEP_MS
@@ -53,7 +53,7 @@ class Policy:
     host_bytes: int = HOST_CACHE_BYTES
 
 
-NO_SEAT = Seat(-1)
+NO_SLOT = Slot(-1)
 _NO_ANSWER = SamplingParams(max_tokens=1)
 
 
@@ -80,7 +80,7 @@ class RequestState:
         page_keys: Keys of full prompt pages in the prefix cache. Empty: no sharing.
         num_sent: Output tokens that were sent to the client.
         started_at: Time of the first slot. None: it never had a slot.
-        seat: Slot in the executable.
+        slot: Slot in the executable.
         prompt_left: Prompt tokens that no step has taken.
         num_computed: Positions of launched steps, or from the prefix cache.
         max_num_computed: Largest length of the cached sequence; see `Capabilities.can_cut`.
@@ -124,7 +124,7 @@ class RequestState:
     choices: list[RequestState] = field(default_factory=list)
     num_sent: int = 0
     started_at: float | None = None
-    seat: Seat = NO_SEAT
+    slot: Slot = NO_SLOT
     prompt_left: int = 0
     num_computed: int = 0
     max_num_computed: int = 0
@@ -165,9 +165,9 @@ class RequestState:
             pooling=Pooling(request.pooling) if request.pooling else None,
         )
 
-    def take_slot(self, seat: Seat, *, num_cached: int, max_num_computed: int) -> None:
+    def take_slot(self, slot: Slot, *, num_cached: int, max_num_computed: int) -> None:
         """Begin in a slot whose first ``num_cached`` positions are computed."""
-        self.seat, self.num_cached = seat, num_cached
+        self.slot, self.num_cached = slot, num_cached
         self.prompt_left = len(self.prompt) - num_cached
         self.num_computed, self.max_num_computed = num_cached, max_num_computed
         self.num_scheduled, self.replay_tokens = len(self.output), deque(self.output)
@@ -183,15 +183,15 @@ class RequestState:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A step and what becomes of its tokens: ``rows`` names who gets the token of a seat; rows
+class SchedulerOutput:
+    """A step and what becomes of its tokens: ``rows`` names who gets the token of a slot; rows
     that only replay known tokens are not there. ``prompt_weight``: tokens at the beginning of a
     sequence that would take as long as the step's pieces of prompts. ``echoes``: whose chunks echo
     or pool, in their order, and where each begins.
     """
 
     step: Step
-    rows: Mapping[Seat, RequestState]
+    rows: Mapping[Slot, RequestState]
     num_prompt_tokens: int
     prompt_weight: float
     echoes: tuple[tuple[RequestState, int], ...] = ()

@@ -1,4 +1,4 @@
-"""What the next step works on: seats, pages, pieces of prompts. No tensors, no device.
+"""What the next step works on: slots, pages, pieces of prompts. No tensors, no device.
 
 Lengths and positions advance by known counts, so a step is planned before the last one's tokens
 have been read; only ends by an end token are learnt late, and their rows in flight are dropped.
@@ -11,15 +11,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from tilewright.compiler.targets.interface.base import Capabilities
-from tilewright.compiler.targets.interface.step import Chunk, Drop, HostPlace, Seat, Step
+from tilewright.compiler.targets.interface.step import (
+    DropSwapped,
+    HostPlace,
+    PrefillChunk,
+    Slot,
+    Step,
+)
 from tilewright.errors import RequestError
-from tilewright.runtime.memory.cache_manager import Seating, StateBytes
-from tilewright.runtime.memory.contiguous_cache import SlotSeating
-from tilewright.runtime.memory.paged_cache import PagedSeating
+from tilewright.runtime.memory.cache_manager import CacheManager, StateBytes
+from tilewright.runtime.memory.contiguous_cache import ContiguousCacheManager
+from tilewright.runtime.memory.paged_cache import PagedCacheManager
 from tilewright.runtime.memory.swap_space import HostPlaces
 from tilewright.runtime.request import CANCELLED, FAILED, LENGTH, STOPPED
 from tilewright.runtime.scheduling.prefill_scheduler import PromptDealer
-from tilewright.runtime.scheduling.request_state import Plan, Policy, RequestState
+from tilewright.runtime.scheduling.request_state import (
+    RequestState,
+    SchedulerConfig,
+    SchedulerOutput,
+)
 from tilewright.runtime.scheduling.step_cost_model import StepCost
 from tilewright.runtime.scheduling.waiting_queue import WaitingLine
 
@@ -27,7 +37,7 @@ HOLD_SECONDS = 5.0
 """How long a request that does not fit holds back those behind it, before one of them passes."""
 
 
-Rows: TypeAlias = dict[Seat, RequestState]
+Rows: TypeAlias = dict[Slot, RequestState]
 """The state that gets the token of a slot."""
 
 
@@ -44,15 +54,17 @@ class Scheduler:
         self,
         capabilities: Capabilities,
         *,
-        policy: Policy | None = None,
+        policy: SchedulerConfig | None = None,
         cost: StepCost | None = None,
         state_bytes: StateBytes = lambda num_positions, num_sequences: 0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.capabilities = capabilities
-        self.policy = policy or Policy()
-        kind: type[Seating] = PagedSeating if capabilities.page_size else SlotSeating
-        self.seating = kind(capabilities, self.policy, state_bytes)
+        self.policy = policy or SchedulerConfig()
+        kind: type[CacheManager] = (
+            PagedCacheManager if capabilities.page_size else ContiguousCacheManager
+        )
+        self.cache_manager = kind(capabilities, self.policy, state_bytes)
         self.line = WaitingLine()
         self.places = HostPlaces(self.policy.host_bytes)
         self.num_arrived = self.num_preemptions = self.num_preempted = 0
@@ -62,31 +74,35 @@ class Scheduler:
         self._held: RequestState | None = None
         self._held_since = 0.0
         self._decoding: list[RequestState] = []
-        self._decode: tuple[Seat, ...] = ()
+        self._decode: tuple[Slot, ...] = ()
         self._rows: Rows = {}
         self._logprobs: int | None = None
         self._masked = False
 
     @property
     def running(self) -> list[RequestState]:
-        """The requests that have a seat, in the order in which they got it."""
-        return list(self.seating.seated)
+        """The requests that have a slot, in the order in which they got it."""
+        return list(self.cache_manager.running)
 
     @property
     def num_held_pages(self) -> int:
         """Pages that somebody holds; 0 where there are no pages."""
-        seating = self.seating
-        return seating.pool.num_held if isinstance(seating, PagedSeating) else 0
+        cache_manager = self.cache_manager
+        return cache_manager.pool.num_held if isinstance(cache_manager, PagedCacheManager) else 0
 
     @property
     def num_kept(self) -> int:
-        """Seats that nobody has, and that are kept for what they hold."""
-        return len(self.seating.kept) if isinstance(self.seating, SlotSeating) else 0
+        """Slots that nobody has, and that are kept for what they hold."""
+        return (
+            len(self.cache_manager.kept)
+            if isinstance(self.cache_manager, ContiguousCacheManager)
+            else 0
+        )
 
     @property
     def num_snapshots_used(self) -> int:
         """Snapshots of per-sequence state that hold one."""
-        return len(self.seating.snapshots)
+        return len(self.cache_manager.snapshots)
 
     @property
     def num_swapped(self) -> int:
@@ -120,7 +136,7 @@ class Scheduler:
             RequestError: for one that it refuses.
         """
         self.check(request)
-        self.seating.name(request)
+        self.cache_manager.name(request)
         self.num_arrived += 1
         request.order = self.num_arrived
         if request.like is not None:
@@ -129,13 +145,13 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self.line or self.seating.seated)
+        return bool(self.line or self.cache_manager.running)
 
-    def schedule(self) -> Plan | None:
+    def schedule(self) -> SchedulerOutput | None:
         """Plan the next step; None where nothing can be computed before a step is read.
 
         Of the steps before, one at most has not been read; and between two calls one is read, if
-        any was under way: who loses a seat comes back knowing all that was chosen for it.
+        any was under way: who loses a slot comes back knowing all that was chosen for it.
         """
         if self.line:
             self._admit()
@@ -149,7 +165,7 @@ class Scheduler:
             for running, copies, chunk in chunks:
                 if chunk.chooses:
                     running.num_scheduled += 1
-                    rows |= {chunk.seat: running, **copies}
+                    rows |= {chunk.slot: running, **copies}
         echoes = tuple(
             [(one, chunk.start) for one, _, chunk in chunks if chunk.echoes or chunk.pools]
         )
@@ -157,51 +173,51 @@ class Scheduler:
         step = Step(
             decode=self._decode,
             prompts=tuple(chunk for _, _, chunk in chunks),
-            edits=self.seating.take_edits(),
+            edits=self.cache_manager.take_edits(),
             forced=forced,
             masked=_any_masked(rows) if chunks else self._masked,
             logprobs=_most_logprobs(rows, asking) if chunks else self._logprobs,
         )
         prompts = sum(len(chunk.tokens) for chunk in step.prompts)
-        return Plan(step, rows, prompts, self._dealer.weigh(step.prompts), echoes)
+        return SchedulerOutput(step, rows, prompts, self._dealer.weigh(step.prompts), echoes)
 
-    def _advance(self, decoding: list[RequestState]) -> tuple[dict[Seat, int], Rows]:
+    def _advance(self, decoding: list[RequestState]) -> tuple[dict[Slot, int], Rows]:
         """Let those who decode read a token each: what is forced on whom, and who gets one."""
-        forced: dict[Seat, int] = {}
+        forced: dict[Slot, int] = {}
         is_same = decoding == self._decoding
         if not is_same:
             self._decoding = decoding
-            self._decode = tuple([each.seat for each in decoding])
+            self._decode = tuple([each.slot for each in decoding])
         for each in decoding:
             each.num_computed += 1
             if each.replay_tokens:
-                forced[each.seat] = each.replay_tokens.popleft()
+                forced[each.slot] = each.replay_tokens.popleft()
                 if each.replay_tokens:
                     continue
             each.num_scheduled += 1
         if forced or not is_same:
-            self._rows = {each.seat: each for each in decoding if not each.replay_tokens}
+            self._rows = {each.slot: each for each in decoding if not each.replay_tokens}
             self._logprobs = _most_logprobs(self._rows)
             self._masked = _any_masked(self._rows)
         return forced, self._rows
 
     def closing(self) -> Step | None:
-        """What frees the seats of those who ended, where nothing else is to be computed."""
-        if not self.seating.edits or self.seating.seated:
+        """What frees the slots of those who ended, where nothing else is to be computed."""
+        if not self.cache_manager.edits or self.cache_manager.running:
             return None
-        return Step(edits=self.seating.take_edits())
+        return Step(edits=self.cache_manager.take_edits())
 
     def finish(self, request: RequestState, reason: str) -> None:
-        """End a request for ``reason``; its seat and pages go to others from the next step on."""
+        """End a request for ``reason``; its slot and pages go to others from the next step on."""
         if request.finish_reason is not None:
             return
         request.finish_reason = reason
-        if request in self.seating.seated:
-            self.seating.leave(request, may_keep=reason != FAILED)
+        if request in self.cache_manager.running:
+            self.cache_manager.leave(request, may_keep=reason != FAILED)
             return
         self.line.leave(request)
         if request in self._swapped:
-            self.seating.edits.append(Drop(self._give_place_back(request)))
+            self.cache_manager.edits.append(DropSwapped(self._give_place_back(request)))
 
     def take(self, request: RequestState, token: int, *, is_end: bool) -> bool:
         """Take a token of a step that was read; returns whether its request wanted it."""
@@ -219,13 +235,13 @@ class Scheduler:
     def evacuate(self) -> None:
         """Take everything off the executable: all that ran waits again, and is replayed."""
         for running in self.running:
-            self.seating.leave(running, may_keep=False)
+            self.cache_manager.leave(running, may_keep=False)
             self.line.put_back(running)
         for request in self._swapped:
             request.place = None
         self._swapped.clear()
         self.places.forget()
-        self.seating.forget()
+        self.cache_manager.forget()
         self._forget_rows()
 
     def _forget_rows(self) -> None:
@@ -233,17 +249,17 @@ class Scheduler:
         self._decoding, self._decode, self._rows = [], (), {}
 
     def _admit(self) -> None:
-        """Seats for those who wait, in their order, as far as there is room."""
-        seating = self.seating
-        if not seating.has_seat:
+        """Slots for those who wait, in their order, as far as there is room."""
+        cache_manager = self.cache_manager
+        if not cache_manager.has_slot:
             return
-        seating.num_present = len(seating.seated) + len(self.line)
+        cache_manager.num_present = len(cache_manager.running) + len(self.line)
         admitted: list[RequestState] = []
         is_passing = False
         for request in self.line:
-            if not seating.has_seat:
+            if not cache_manager.has_slot:
                 break
-            fits = self._seat(request)
+            fits = self._slot(request)
             if fits is None:
                 continue
             if fits:
@@ -258,26 +274,26 @@ class Scheduler:
         for request in admitted:
             self.line.leave(request)
 
-    def _seat(self, request: RequestState) -> bool | None:
-        """Whether there was room for a request, which has a seat then; None for one that waits for
+    def _slot(self, request: RequestState) -> bool | None:
+        """Whether there was room for a request, which has a slot then; None for one that waits for
         what others compute, and keeps nobody waiting.
         """
-        seating = self.seating
+        cache_manager = self.cache_manager
         if request in self._swapped:
-            if not seating.can_return(request):
+            if not cache_manager.can_return(request):
                 return False
-            seating.take_back(request, self._give_place_back(request))
-            self._forget_rows()  # the same may decode as in the last step, this one on another seat
+            cache_manager.take_back(request, self._give_place_back(request))
+            self._forget_rows()  # the same may decode as in the last step, this one on another slot
             return True
         if self._is_copied_later(request):
             return None
-        found = seating.find(request)
-        pending = [each for each in seating.seated if each.prompt_left]
-        if pending and seating.waits_for(request, found, pending):
+        found = cache_manager.find(request)
+        pending = [each for each in cache_manager.running if each.prompt_left]
+        if pending and cache_manager.waits_for(request, found, pending):
             return None
-        if not seating.fits(request, found):
+        if not cache_manager.fits(request, found):
             return False
-        seating.sit(request, found)
+        cache_manager.admit(request, found)
         if request.num_preemptions:
             self._forget_rows()  # as above
         return True
@@ -287,7 +303,7 @@ class Scheduler:
         first = request.like
         if first is None or request.output or first.output or first.finish_reason is not None:
             return False
-        return first not in self.seating.seated or first.prompt_left > 0
+        return first not in self.cache_manager.running or first.prompt_left > 0
 
     def _holds_back(self, request: RequestState) -> bool:
         """Whether a request that does not fit keeps those behind it waiting: for some seconds; then
@@ -300,23 +316,25 @@ class Scheduler:
         return now - self._held_since < HOLD_SECONDS
 
     def _decode_rows(self) -> list[RequestState]:
-        """Every seat that decodes, by seat; each has the page that its token is written to."""
-        if self.policy.prompts_first and any(each.prompt_left for each in self.seating.by_seat):
+        """Every slot that decodes, by slot; each has the page that its token is written to."""
+        if self.policy.prompts_first and any(
+            each.prompt_left for each in self.cache_manager.by_slot
+        ):
             return []
         decoding = self._wanting()
         growing = [each for each in decoding if each.num_computed == each.page_capacity]
         if not growing:
             return decoding
         for running in growing:
-            while running in self.seating.seated and not self.seating.grow(running):
-                self._preempt(max(self.seating.seated, key=_rank))
+            while running in self.cache_manager.running and not self.cache_manager.grow(running):
+                self._preempt(max(self.cache_manager.running, key=_rank))
         return self._wanting()
 
     def _wanting(self) -> list[RequestState]:
         """Who has all of its prompt computed, and wants a token that it is not getting yet."""
         return [
             each
-            for each in self.seating.by_seat
+            for each in self.cache_manager.by_slot
             if not each.prompt_left and (each.num_scheduled < each.max_output or each.replay_tokens)
         ]
 
@@ -327,11 +345,11 @@ class Scheduler:
         self.num_preemptions += 1
         self.num_preempted += not request.num_preemptions
         request.num_preemptions += 1
-        request.place = self.places.take(self.seating.size_of(request.num_computed))
+        request.place = self.places.take(self.cache_manager.size_of(request.num_computed))
         if request.place is None:
-            self.seating.leave(request, may_keep=False)
+            self.cache_manager.leave(request, may_keep=False)
         else:
-            self.seating.put_out(request, request.place)
+            self.cache_manager.put_out(request, request.place)
             self._swapped.add(request)
         self.line.put_back(request)
 
@@ -342,14 +360,14 @@ class Scheduler:
         self.places.give_back(handle)
         return handle
 
-    def _chunks(self, num_decoding: int) -> list[tuple[RequestState, Rows, Chunk]]:
-        pending = [each for each in self.seating.seated if each.prompt_left]
+    def _chunks(self, num_decoding: int) -> list[tuple[RequestState, Rows, PrefillChunk]]:
+        pending = [each for each in self.cache_manager.running if each.prompt_left]
         if not pending:
             return []
         dealt = self._dealer.deal(pending, num_decoding)
         return [self._chunk(running, count) for running, count in dealt]
 
-    def _chunk(self, request: RequestState, count: int) -> tuple[RequestState, Rows, Chunk]:
+    def _chunk(self, request: RequestState, count: int) -> tuple[RequestState, Rows, PrefillChunk]:
         """The next piece of a prompt, and the states that get a copy of what it ends in."""
         start = request.num_computed
         request.num_computed += count
@@ -357,14 +375,14 @@ class Scheduler:
         end, pooling, is_last = request.num_computed, request.pooling, not request.prompt_left
         chooses = is_last and not request.output and pooling is None
         copies = self._copies(request) if chooses and request.choices else {}
-        self.seating.note(request)  # after the copies: it counts open sequences
+        self.cache_manager.note(request)  # after the copies: it counts open sequences
         echoes = request.sampling.prompt_logprobs is not None and not request.output
-        chunk = Chunk(
-            request.seat,
+        chunk = PrefillChunk(
+            request.slot,
             start,
             request.prompt[start:end],
             chooses=chooses,
-            saves=self.seating.saves(request, start, end),
+            saves=self.cache_manager.saves(request, start, end),
             echoes=echoes,
             next_token=request.prompt[end] if echoes and not is_last else None,
             also=tuple(copies),
@@ -376,11 +394,11 @@ class Scheduler:
         """The other choices for a prompt whose end is planned, as many as there is room for."""
         copies: Rows = {}
         for request in leader.choices:
-            if request.finish_reason is None and request not in self.seating.seated:
-                if not self.seating.follow(leader, request):
+            if request.finish_reason is None and request not in self.cache_manager.running:
+                if not self.cache_manager.follow(leader, request):
                     break
                 self.line.leave(request)
-                copies[request.seat] = request
+                copies[request.slot] = request
         return copies
 
 
@@ -389,13 +407,13 @@ def _rank(running: RequestState) -> tuple[int, int]:
     return running.priority, running.order
 
 
-def _any_masked(rows: Mapping[Seat, RequestState]) -> bool:
+def _any_masked(rows: Mapping[Slot, RequestState]) -> bool:
     """Whether the answer of any of those who get a token has a grammar."""
     return any(each.matcher is not None for each in rows.values())
 
 
 def _most_logprobs(
-    rows: Mapping[Seat, RequestState], echoes: Sequence[RequestState] = ()
+    rows: Mapping[Slot, RequestState], echoes: Sequence[RequestState] = ()
 ) -> int | None:
     """The most that any of those who get a token asks for, or whose prompts echo."""
     asks = [each.sampling.logprobs for each in rows.values()]

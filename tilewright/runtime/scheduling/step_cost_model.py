@@ -17,7 +17,7 @@ and does not predict larger counts.
 _WARM = 3
 
 
-class _Line:
+class _LinearFit:
     """A linear fit ``ms = first + each * count`` with larger weights for recent measurements."""
 
     def __init__(self, *, is_careful: bool) -> None:
@@ -68,7 +68,7 @@ class StepCost:
 
     def forget(self) -> None:
         """Discard all measured step times."""
-        self._decode, self._prompts = _Line(is_careful=False), _Line(is_careful=True)
+        self._decode, self._prompts = _LinearFit(is_careful=False), _LinearFit(is_careful=True)
         self.passes = PassCost()
 
     def decode(self, num_rows: int) -> float:

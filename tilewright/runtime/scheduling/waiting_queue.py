@@ -1,4 +1,4 @@
-"""Who waits for a seat, and in which order they are asked."""
+"""Who waits for a slot, and in which order they are asked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tilewright.runtime.scheduling.request_state import RequestState
 
 
 @dataclass(slots=True)
-class _Level:
+class _PriorityQueue:
     """One priority: those who ran before, by arrival, and the queue of each client, in turn."""
 
     resumed: list[RequestState] = field(default_factory=list)
@@ -20,7 +20,7 @@ class _Level:
 
 
 class WaitingLine:
-    """The line of requests without a seat, in the order in which they are served.
+    """The line of requests without a slot, in the order in which they are served.
 
     Iterating gives them in the order in which they are asked: lower priorities first; of one
     priority those who were preempted, by arrival; then the clients in turn, each one's requests by
@@ -28,7 +28,7 @@ class WaitingLine:
     """
 
     def __init__(self) -> None:
-        self._levels: dict[int, _Level] = {}
+        self._levels: dict[int, _PriorityQueue] = {}
         self._resumed: set[RequestState] = set()
         self._num_waiting = 0
 
@@ -48,13 +48,13 @@ class WaitingLine:
 
     def add(self, request: RequestState) -> None:
         """A request that has never run, behind all others of its client and priority."""
-        level = self._levels.setdefault(request.priority, _Level())
+        level = self._levels.setdefault(request.priority, _PriorityQueue())
         level.clients.setdefault(request.client, deque()).append(request)
         self._num_waiting += 1
 
     def put_back(self, request: RequestState) -> None:
-        """Put a request that lost its seat back into the line, before later ones."""
-        level = self._levels.setdefault(request.priority, _Level())
+        """Put a request that lost its slot back into the line, before later ones."""
+        level = self._levels.setdefault(request.priority, _PriorityQueue())
         insort(level.resumed, request, key=lambda each: each.order)
         self._resumed.add(request)
         self._num_waiting += 1

@@ -13,7 +13,7 @@ import msgspec
 
 from tilewright.errors import ConfigError
 from tilewright.runtime.memory.pages import chain_keys
-from tilewright.runtime.messages import Forget, Ready, ToEngine, Tokens
+from tilewright.runtime.messages import EngineReady, NewTokens, ResetPrefixCache, ToEngine
 from tilewright.runtime.pooling import MEAN
 from tilewright.runtime.request import EngineRequest
 from tilewright.serve.engines.process import (
@@ -24,7 +24,7 @@ from tilewright.serve.engines.process import (
     EngineProcess,
 )
 from tilewright.serve.engines.request_tracker import Answer, Limits, RequestHandle, RequestTracker
-from tilewright.serve.engines.routing import Router
+from tilewright.serve.engines.routing import ReplicaRouter
 from tilewright.serve.engines.run_folders import MeetingFolder
 from tilewright.serve.web.errors import ApiError
 from tilewright.serve.web.server_log import say
@@ -50,23 +50,23 @@ class EngineClient:
         replicas: one for each engine.
 
     Attributes:
-        ready: what all engines together have: seats, pages and bytes are sums, lengths the least.
+        ready: what all engines together have: slots, pages and bytes are sums, lengths the least.
         ended: told why, behind an exit code, once there will be no engine any more.
     """
 
     def __init__(
         self,
         command: Sequence[str],
-        on_ready: Callable[[int, Path, Ready], Awaitable[None]],
+        on_ready: Callable[[int, Path, EngineReady], Awaitable[None]],
         *,
         replicas: Sequence[Replica] = (Replica(),),
         limits: Limits | None = None,
         hung_seconds: float = HUNG_SECONDS,
     ) -> None:
-        self.ready: Ready | None = None
+        self.ready: EngineReady | None = None
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._on_ready = on_ready
-        router = Router(len(replicas))
+        router = ReplicaRouter(len(replicas))
         self._tracker = RequestTracker(self._place, self._send, router, limits or Limits())
         self._has_begun = False
         self._beginning = asyncio.Lock()
@@ -148,13 +148,13 @@ class EngineClient:
         """Let no later prompt share what was computed until now."""
         self._tracker.router.forget()
         for engine in self.engines:
-            engine.give(Forget())
+            engine.give(ResetPrefixCache())
 
     def fail_all(self, code: str, message: str) -> None:
         """Tell all who wait for answers that none will come, with a code and a message."""
         self._tracker.fail_all(code, message)
 
-    async def begin(self, engine: int, folder: Path, ready: Ready) -> None:
+    async def begin(self, engine: int, folder: Path, ready: EngineReady) -> None:
         """See `Listener`; one at a time, for the first of them brings the tokenizer.
 
         Raises:
@@ -176,7 +176,7 @@ class EngineClient:
 
     def hear(self, engine: int, message: Answer) -> None:
         """See `Listener`."""
-        if isinstance(message, Tokens):  # most are
+        if isinstance(message, NewTokens):  # most are
             self._tracker.on_message(message)
             return
         num_running = sum(each.beat.num_running for each in self.engines)
@@ -215,25 +215,25 @@ class EngineClient:
         is_shared &= asked.pooling != MEAN
         if len(self.engines) > 1 and is_shared:
             keys = chain_keys(asked.prompt, size, asked.cache_salt)
-        held = self.ready.num_pages or self.ready.max_seats * self.ready.max_context // size
+        held = self.ready.num_pages or self.ready.max_num_seqs * self.ready.max_context // size
         return self._tracker.router.place(
             asked.request_id,
             keys,
             num_prompt=len(asked.prompt),
             num_answer=asked.sampling.max_tokens,
             usable=[each.number for each in heard or ready],
-            num_seats=self.ready.max_seats // len(self.engines),
+            num_slots=self.ready.max_num_seqs // len(self.engines),
             most_keys=held // len(self.engines),
             like=asked.like,
         )
 
 
-def _together(engines: Sequence[Ready]) -> Ready:
+def _together(engines: Sequence[EngineReady]) -> EngineReady:
     """What engines that serve the same have together; a request has one of them alone."""
     first = engines[0]
     return msgspec.structs.replace(
         first,
-        max_seats=sum(each.max_seats for each in engines),
+        max_num_seqs=sum(each.max_num_seqs for each in engines),
         max_context=min(each.max_context for each in engines),
         max_positions=min(each.max_positions for each in engines),
         num_pages=sum(each.num_pages for each in engines),
@@ -242,7 +242,7 @@ def _together(engines: Sequence[Ready]) -> Ready:
     )
 
 
-def _check_alike(name: str, ready: Ready, known: Ready) -> None:
+def _check_alike(name: str, ready: EngineReady, known: EngineReady) -> None:
     """Refuse an engine that serves another thing than one that is up. Raises ConfigError."""
     facts = {**ready.facts, "vocabulary": str(ready.vocab_size), "pages": str(ready.page_size)}
     others = {**known.facts, "vocabulary": str(known.vocab_size), "pages": str(known.page_size)}

@@ -18,19 +18,19 @@ from typing import Protocol
 
 from tilewright.errors import TilewrightError, one_line
 from tilewright.runtime.messages import (
-    Beat,
+    EngineReady,
+    EngineStartFailed,
     FromEngine,
-    Ready,
-    Refused,
-    Stop,
+    Heartbeat,
+    NewTokens,
+    Shutdown,
     ToEngine,
-    Tokens,
 )
 from tilewright.serve.engines.request_tracker import Answer
 from tilewright.serve.engines.sockets import FrontSocket, from_engine
 from tilewright.serve.web.server_log import say, say_fault, write
 from tilewright.serve.web.settings import Replica
-from tilewright.utils.child_process import PYTHON, Child, Ended
+from tilewright.utils.child_process import PYTHON, Child, ChildExit
 
 LOADING, READY, DOWN = "loading", "ready", "down"
 HEALTHY_SECONDS, HUNG_SECONDS = 10.0, 60.0
@@ -39,10 +39,10 @@ _ENDING_SECONDS = 3.0
 _MAX_RESTARTS, _RESTART_WINDOW = 3, 600.0
 
 
-class Listener(Protocol):
+class EngineEvents(Protocol):
     """Who hears engines, each by its number."""
 
-    async def begin(self, engine: int, folder: Path, ready: Ready) -> None:
+    async def begin(self, engine: int, folder: Path, ready: EngineReady) -> None:
         """It is up, and has left in ``folder`` what its front needs; what this raises ends it."""
 
     def began(self, engine: int) -> None:
@@ -82,13 +82,13 @@ class EngineProcess:
         replica: Replica,
         *,
         folder: Path,
-        listener: Listener,
+        listener: EngineEvents,
         hung_seconds: float = HUNG_SECONDS,
     ) -> None:
         self.number, self.name = number, name
         self.state = LOADING
-        self.ready: Ready | None = None
-        self.beat = Beat(0, 0, 0, 0, 0, 0)
+        self.ready: EngineReady | None = None
+        self.beat = Heartbeat(0, 0, 0, 0, 0, 0)
         self.num_restarts = 0
         self._command, self._replica = (*command, *replica.arguments), replica
         self._folder, self._listener = folder, listener
@@ -131,7 +131,7 @@ class EngineProcess:
         """End the process, kindly first."""
         self._is_closing = True
         if self._socket is not None:
-            self._socket.send([Stop()])
+            self._socket.send([Shutdown()])
         if self._child is not None:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(None, self._child.wait, _ENDING_SECONDS)
@@ -172,18 +172,18 @@ class EngineProcess:
             self._give_up_for(error)
 
     def _hear(self, message: FromEngine, folder: Path) -> None:
-        if isinstance(message, Tokens):  # most are
+        if isinstance(message, NewTokens):  # most are
             self._listener.hear(self.number, message)
-        elif isinstance(message, Beat):
+        elif isinstance(message, Heartbeat):
             self.beat, self._last_beat = message, time.monotonic()
-        elif isinstance(message, Ready):
+        elif isinstance(message, EngineReady):
             self._tasks.append(asyncio.ensure_future(self._begin(message, folder)))
-        elif isinstance(message, Refused):
+        elif isinstance(message, EngineStartFailed):
             self.give_up(f"2 {message.message}")
         else:
             self._listener.hear(self.number, message)
 
-    async def _begin(self, ready: Ready, folder: Path) -> None:
+    async def _begin(self, ready: EngineReady, folder: Path) -> None:
         try:
             await self._listener.begin(self.number, folder, ready)
         except Exception as error:  # nobody awaits this task: what ends it is told here
@@ -216,7 +216,7 @@ class EngineProcess:
             await asyncio.sleep(_LOOK_SECONDS)  # what it said last is still heard
             self._take_end(ended)
 
-    def _take_end(self, ended: Ended) -> None:
+    def _take_end(self, ended: ChildExit) -> None:
         if self._is_gone:
             return
         write("".join(f"{line}\n" for line in ended.said))

@@ -14,18 +14,18 @@ from typing import TypeAlias
 import msgspec
 
 from tilewright.runtime.messages import (
-    Cancel,
-    Failed,
-    Finished,
-    Started,
+    AbortRequest,
+    NewTokens,
+    RequestFailed,
+    RequestFinished,
+    RequestStarted,
     ToEngine,
-    Tokens,
 )
 from tilewright.runtime.request import EngineRequest
-from tilewright.serve.engines.routing import Router
+from tilewright.serve.engines.routing import ReplicaRouter
 from tilewright.serve.web.errors import ApiError
 
-Answer: TypeAlias = Started | Tokens | Finished | Failed
+Answer: TypeAlias = RequestStarted | NewTokens | RequestFinished | RequestFailed
 _MAX_RETRY_SECONDS = 600
 _LOOK_SECONDS, _LOOK_SHARE = 1.0, 0.1  # between looks at who has waited too long
 _OLD, _NEW = 0.9, 0.1  # shares of what is known and of what is measured, in the rate
@@ -61,17 +61,17 @@ class RequestTimes:
         if self.first_at is None:
             self.first_at = self.last_at
 
-    def on_started(self, message: Started) -> None:
+    def on_started(self, message: RequestStarted) -> None:
         """Note the time of the slot. The message may come with the first token."""
         if self.started_at is None:
             self.started_at = min(time.perf_counter(), self.sent_at + message.queue_s)
 
-    def finished(self, request_id: int) -> Finished | None:
+    def finished(self, request_id: int) -> RequestFinished | None:
         """Return the message of a request that ends now. None: it has no token."""
         if self.started_at is None or self.first_at is None:
             return None
         first, last = max(0.0, self.first_at - self.started_at), self.last_at - self.first_at
-        return Finished(request_id, "stop", first, last)
+        return RequestFinished(request_id, "stop", first, last)
 
 
 @dataclass(slots=True)
@@ -100,14 +100,14 @@ class RequestHandle:
     _tracker: RequestTracker
     engines: dict[int, int] = field(default_factory=dict)
     _found: list[tuple[int, Answer]] = field(default_factory=list)
-    _finished: dict[int, Finished] = field(default_factory=dict)
+    _finished: dict[int, RequestFinished] = field(default_factory=dict)
     _waiter: asyncio.Future[None] | None = None
     _look_timer: asyncio.TimerHandle | None = None
     _heard_at: float = 0.0
 
     def put(self, index: int, message: Answer) -> None:
         """Take a message; the tracker calls this for each."""
-        if isinstance(message, Finished):
+        if isinstance(message, RequestFinished):
             self._finished[index] = message
         self._found.append((index, message))
         self._wake()
@@ -138,7 +138,7 @@ class RequestHandle:
             self._wake()
         self._look_timer = loop.call_later(left if left > 0 else patience, self._look, patience)
 
-    def cancel(self, index: int) -> Finished | None:
+    def cancel(self, index: int) -> RequestFinished | None:
         """Cancel the request at ``index``, which is not wanted any more. Returns what it took: as
         the engine has said if it had ended by itself, else as measured here, or None before its
         first token.
@@ -166,7 +166,7 @@ class RequestTracker:
         self,
         place: Callable[[EngineRequest], int | None],
         send: Callable[[int, ToEngine], None],
-        router: Router,
+        router: ReplicaRouter,
         limits: Limits,
     ) -> None:
         self._place, self._send, self.router, self._limits = place, send, router, limits
@@ -213,7 +213,7 @@ class RequestTracker:
             self._look_later()
         return handle
 
-    def cancel(self, request_id: int) -> Finished | None:
+    def cancel(self, request_id: int) -> RequestFinished | None:
         """End a request, of which the engine says nothing more; see `RequestHandle.cancel`. One
         that has ended already is ignored.
         """
@@ -222,7 +222,7 @@ class RequestTracker:
             return None
         engine = self.router.leave(request_id)
         if engine is not None:
-            self._send(engine, Cancel(request_id))
+            self._send(engine, AbortRequest(request_id))
         done = asked.times.finished(request_id)
         if done is not None:
             self._measure(asked.message, done)
@@ -237,16 +237,16 @@ class RequestTracker:
             return
         if num_running is not None:
             self._num_running = max(1, num_running)
-        if isinstance(message, Tokens):
+        if isinstance(message, NewTokens):
             self.router.advance(message.request_id, len(message.tokens))
             asked.times.on_tokens()
-        elif isinstance(message, Started):
+        elif isinstance(message, RequestStarted):
             if not asked.has_started:
                 self._count(asked.message, -1)
                 asked.handle.engines[asked.index] = engine
             asked.times.on_started(message)
         else:
-            if isinstance(message, Finished):
+            if isinstance(message, RequestFinished):
                 self._measure(asked.message, message)
             self._forget(message.request_id)
             self.router.leave(message.request_id)
@@ -267,7 +267,7 @@ class RequestTracker:
     def _fail(self, request_id: int, code: str, message: str) -> None:
         pending = self._asked[request_id]
         self.cancel(request_id)
-        pending.handle.put(pending.index, Failed(request_id, code, message))
+        pending.handle.put(pending.index, RequestFailed(request_id, code, message))
 
     def under_way(self) -> list[dict[str, object]]:
         """Return the facts about pending requests for an operator, without their texts."""
@@ -331,7 +331,7 @@ class RequestTracker:
         if self._asked:
             self._look_later()
 
-    def _measure(self, asked: EngineRequest, done: Finished) -> None:
+    def _measure(self, asked: EngineRequest, done: RequestFinished) -> None:
         """Tokens of prompts a second, all that run together."""
         spent = done.prefill_s + done.decode_s
         if spent > 0:

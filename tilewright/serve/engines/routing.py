@@ -1,6 +1,6 @@
 """Which of several engines a request goes to: the one that has its beginning, or the least busy.
 
-Knows keys of pages, numbers of tokens and seats; nothing of processes, texts or clocks.
+Knows keys of pages, numbers of tokens and slots; nothing of processes, texts or clocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _TOO_BUSY = 2
 
 
 @dataclass(slots=True)
-class _Placed:
+class _RoutedRequest:
     """A request, and how many tokens of it its engine still has to read and to write."""
 
     engine: int
@@ -57,19 +57,19 @@ class _Known:
             self.keys.popitem(last=False)
 
 
-class Router:
+class ReplicaRouter:
     """Places requests on engines, which are numbered from 0, and knows what each has to do.
 
-    A request goes where a seat is free: one that waits behind requests that have nearly ended
-    would leave another engine's seat empty for as long as its own answer takes. Of those engines,
-    or of all where none has a seat free, it goes where most of its first pages are, unless with it
+    A request goes where a slot is free: one that waits behind requests that have nearly ended
+    would leave another engine's slot empty for as long as its own answer takes. Of those engines,
+    or of all where none has a slot free, it goes where most of its first pages are, unless with it
     that engine would have more than twice as much to do as the least busy one: then, or where
     nobody knows its beginning, to that one; of equals to the one that was chosen least recently.
     """
 
     def __init__(self, num_engines: int) -> None:
         self._known = [_Known() for _ in range(num_engines)]
-        self._placed: dict[int, _Placed] = {}
+        self._placed: dict[int, _RoutedRequest] = {}
         self._turn = 0
 
     def __contains__(self, request_id: object) -> bool:
@@ -94,7 +94,7 @@ class Router:
         num_prompt: int,
         num_answer: int,
         usable: Sequence[int],
-        num_seats: int,
+        num_slots: int,
         most_keys: int,
         like: int | None = None,
     ) -> int | None:
@@ -115,7 +115,7 @@ class Router:
         if first is not None and first.engine in usable:
             engine, num_prompt = first.engine, 0
         else:
-            free = [each for each in usable if self._known[each].count < num_seats]
+            free = [each for each in usable if self._known[each].count < num_slots]
             engine = self._choose(keys, num_prompt + num_answer, free or usable)
         known = self._known[engine]
         known.note(keys, most_keys)
@@ -123,7 +123,7 @@ class Router:
         known.load += num_prompt + num_answer
         self._turn += 1
         known.turn = self._turn
-        self._placed[request_id] = _Placed(engine, num_prompt, num_answer)
+        self._placed[request_id] = _RoutedRequest(engine, num_prompt, num_answer)
         return engine
 
     def _choose(self, keys: Sequence[bytes], size: int, usable: Sequence[int]) -> int:

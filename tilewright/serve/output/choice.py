@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tilewright.compiler.targets.interface.step import LogProbs
-from tilewright.runtime.messages import Finished, Started, Tokens
+from tilewright.runtime.messages import NewTokens, RequestFinished, RequestStarted
 from tilewright.runtime.request import EngineRequest
-from tilewright.serve.output.reasoning import Piece, ReasoningSplitter, joined
+from tilewright.serve.output.reasoning import AnswerDelta, ReasoningSplitter, joined
 from tilewright.serve.output.stops import StopMatcher
-from tilewright.serve.output.tool_calls import Call, CallReader
+from tilewright.serve.output.tool_calls import CallReader, ToolCall
 from tilewright.serve.prompt.texts import Decoder, TextCoder
 
 STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
@@ -28,7 +28,7 @@ class Scored:
 
 
 @dataclass(slots=True)
-class Choice:
+class ChoiceStream:
     """Follows one answer from its first token to its end.
 
     Attributes:
@@ -55,8 +55,8 @@ class Choice:
     num_reasoning: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    started: Started | None = None
-    finished: Finished | None = None
+    started: RequestStarted | None = None
+    finished: RequestFinished | None = None
     _num_characters: int = 0
     _decoder: Decoder = field(init=False)
 
@@ -69,7 +69,7 @@ class Choice:
         self._decoder = self.coder.stream(shown=tokens, after=self.request.prompt)
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[ToolCall]:
         """The calls of functions that the answer makes."""
         return self.reader.calls if self.reader is not None else []
 
@@ -88,11 +88,11 @@ class Choice:
         is_watched = self.reader is not None or self.matcher.has_stops
         return not is_watched and self.splitter.is_done
 
-    def push(self, message: Tokens) -> Piece:
+    def push(self, message: NewTokens) -> AnswerDelta:
         """What is certain now; sets ``finish_reason`` where a stop string or a call ends it."""
         if self._is_plain and not message.logprobs:
             return self._push_plain(message.tokens)
-        found = [Piece()]
+        found = [AnswerDelta()]
         for at, token in enumerate(message.tokens):
             if self.finish_reason is not None:
                 break
@@ -112,7 +112,7 @@ class Choice:
                 self.stop_reason = token
         return self._kept(found)
 
-    def _push_plain(self, tokens: Sequence[int]) -> Piece:
+    def _push_plain(self, tokens: Sequence[int]) -> AnswerDelta:
         """Do what `push` does, for most tokens of most answers."""
         self.tokens += tokens
         said: Sequence[int] = tokens
@@ -125,12 +125,12 @@ class Choice:
         text = self._decoder.push_all(said)
         self._num_characters += len(text)
         self.content += text
-        return Piece(content=text)
+        return AnswerDelta(content=text)
 
-    def end(self, reason: str) -> Piece:
+    def end(self, reason: str) -> AnswerDelta:
         """What was held back, once the engine has said that the answer ended."""
         if self.finish_reason is not None:
-            return Piece()
+            return AnswerDelta()
         last = self.matcher.push(self._decoder.flush())
         piece = self._split(last + self.matcher.flush())
         self.stop_reason = self.matcher.found or self.stop_reason
@@ -145,18 +145,18 @@ class Choice:
             self.scored.append(Scored(token, scores, offset))
             offset += length
 
-    def _split(self, text: str) -> Piece:
+    def _split(self, text: str) -> AnswerDelta:
         piece = self.splitter.push(text)
         self.num_reasoning += self.splitter.is_inside
         return self._read(piece)
 
-    def _read(self, piece: Piece) -> Piece:
+    def _read(self, piece: AnswerDelta) -> AnswerDelta:
         """The piece with its calls told from its content."""
         if self.reader is None or not piece.content:
             return piece
-        return joined([Piece(piece.reasoning), self.reader.push(piece.content)])
+        return joined([AnswerDelta(piece.reasoning), self.reader.push(piece.content)])
 
-    def _finish(self, reason: str) -> Piece:
+    def _finish(self, reason: str) -> AnswerDelta:
         """What was held back; calls that are whole are why the model stopped."""
         rest = [self._read(self.splitter.flush())]
         if self.reader is not None:
@@ -166,7 +166,7 @@ class Choice:
         self.finish_reason = reason
         return joined(rest)
 
-    def _kept(self, pieces: Sequence[Piece]) -> Piece:
+    def _kept(self, pieces: Sequence[AnswerDelta]) -> AnswerDelta:
         piece = joined(pieces)
         self.reasoning += piece.reasoning
         self.content += piece.content

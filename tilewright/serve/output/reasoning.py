@@ -26,7 +26,7 @@ class CallPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerDelta:
     """A part of an answer: what is thought, what is said, and what is called."""
 
     reasoning: str = ""
@@ -42,9 +42,9 @@ class Piece:
         return bool(self.content) and not self.reasoning and not self.calls
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
+def joined(pieces: Sequence[AnswerDelta]) -> AnswerDelta:
     """Several pieces in a row as one."""
-    return Piece(
+    return AnswerDelta(
         "".join(piece.reasoning for piece in pieces),
         "".join(piece.content for piece in pieces),
         tuple(call for piece in pieces for call in piece.calls),
@@ -76,31 +76,35 @@ class ReasoningSplitter:
         """Whether all that comes next is said, as it is."""
         return self._close is None and self._undecided is None and not self._at_start
 
-    def push(self, text: str) -> Piece:
+    def push(self, text: str) -> AnswerDelta:
         """Take the next ``text``; returns what is certain now to be thought, said or called."""
         if self._undecided is not None:
             begun = (self._undecided + text).lstrip()
             if len(begun) < len(OPEN) and OPEN.startswith(begun):
                 self._undecided += text
-                return Piece()
+                return AnswerDelta()
             text, self._undecided = self._undecided + text, None
             if begun.startswith(OPEN):
                 self._close, self._at_start = StopMatcher((CLOSE,)), True
                 text = begun.removeprefix(OPEN)
         if self._close is None:
-            return Piece(content=self._said(text))
+            return AnswerDelta(content=self._said(text))
         thought = self._thought(self._close.push(text))
         if self._close.found is None:
-            return Piece(thought)
+            return AnswerDelta(thought)
         rest, self._close, self._at_start = self._close.rest, None, True
-        return Piece(thought, self._said(rest))
+        return AnswerDelta(thought, self._said(rest))
 
-    def flush(self) -> Piece:
+    def flush(self) -> AnswerDelta:
         """What was held back, at the end of the answer."""
         if self._undecided is not None:
             text, self._undecided = self._undecided, None
-            return Piece(content=text)
-        return Piece() if self._close is None else Piece(self._thought(self._close.flush()))
+            return AnswerDelta(content=text)
+        return (
+            AnswerDelta()
+            if self._close is None
+            else AnswerDelta(self._thought(self._close.flush()))
+        )
 
     def _thought(self, text: str) -> str:
         """Strip white space at both ends of a thought: what may be the last of it is held back."""

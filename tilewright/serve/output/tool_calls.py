@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tilewright.serve.output.reasoning import CallPiece, Piece
-from tilewright.serve.tools.events import Argued, Called, Ended, Event, Said, ToolParser
+from tilewright.serve.output.reasoning import AnswerDelta, CallPiece
+from tilewright.serve.tools.events import (
+    Argued,
+    ContentDelta,
+    Event,
+    ToolCallEnd,
+    ToolCallStart,
+    ToolParser,
+)
 
 
 @dataclass(slots=True)
-class Call:
+class ToolCall:
     """A call of a function; ``arguments``: JSON, as far as it has come."""
 
     id: str
@@ -34,7 +41,7 @@ class CallReader:
     new_id: Callable[[], str]
     is_parallel: bool = True
     must_call: bool = False
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     _is_over: bool = False
 
     @property
@@ -47,30 +54,30 @@ class CallReader:
         """Whether the answer has called something, and nothing by halves."""
         return bool(self.calls) and self.calls[-1].is_whole
 
-    def push(self, text: str) -> Piece:
+    def push(self, text: str) -> AnswerDelta:
         """What is certain now that ``text`` has come."""
         return self._piece(self.parser.push(text))
 
-    def flush(self) -> Piece:
+    def flush(self) -> AnswerDelta:
         """What was held back, at the end of the answer."""
         return self._piece(self.parser.flush(must_call=self.must_call))
 
-    def _piece(self, events: Sequence[Event]) -> Piece:
+    def _piece(self, events: Sequence[Event]) -> AnswerDelta:
         content, pieces = "", []
         for event in events:
             if self.is_full:
                 break
-            if isinstance(event, Said):
+            if isinstance(event, ContentDelta):
                 self._is_over = self.must_call and self.is_whole
                 content += "" if self._is_over else event.text
-            elif isinstance(event, Called):
-                self.calls.append(Call(self.new_id(), event.name))
+            elif isinstance(event, ToolCallStart):
+                self.calls.append(ToolCall(self.new_id(), event.name))
                 call = self.calls[-1]
                 pieces.append(CallPiece(len(self.calls) - 1, id=call.id, name=call.name))
             elif isinstance(event, Argued):
                 self.calls[-1].arguments += event.text
                 pieces.append(CallPiece(len(self.calls) - 1, event.text))
             else:
-                assert isinstance(event, Ended), event
+                assert isinstance(event, ToolCallEnd), event
                 self.calls[-1].is_whole = True
-        return Piece(content=content, calls=tuple(pieces))
+        return AnswerDelta(content=content, calls=tuple(pieces))

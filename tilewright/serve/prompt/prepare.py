@@ -11,12 +11,12 @@ import msgspec
 
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.errors import RequestError
-from tilewright.runtime.messages import Ready
+from tilewright.runtime.messages import EngineReady
 from tilewright.serve.prompt.template import TemplateFacts
 from tilewright.serve.prompt.texts import TextCoder
 from tilewright.serve.tools.asked import ToolsAsked
 from tilewright.serve.web.errors import invalid, refuse
-from tilewright.serve.web.requests import Common, Message, sampling_values
+from tilewright.serve.web.requests import ChatMessage, Common, sampling_values
 
 _CHARACTERS_A_TOKEN = 256
 """The longest token of any vocabulary: a text longer than this for each position cannot fit."""
@@ -25,7 +25,7 @@ _SEED_BITS = 63
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TokenizedPrompt:
     """A prompt as text, where it came as text, and as ids."""
 
     text: str
@@ -34,7 +34,7 @@ class Prompt:
 
 def render_chat(
     coder: TextCoder,
-    messages: Sequence[Message],
+    messages: Sequence[ChatMessage],
     *,
     facts: TemplateFacts,
     tools: ToolsAsked | None = None,
@@ -68,7 +68,7 @@ def render_chat(
     return text[: text.rindex(last.strip())] + last
 
 
-def _plain_message(message: Message, at: int) -> dict[str, Any]:
+def _plain_message(message: ChatMessage, at: int) -> dict[str, Any]:
     """A message as templates know them: the developer is the system, content is one text."""
     found: dict[str, Any] = msgspec.to_builtins(message)
     refusal = found.pop("refusal", "")
@@ -99,7 +99,9 @@ def _text_of(part: Mapping[str, Any], role: str, at: int) -> str:
     return text
 
 
-def encode(coder: TextCoder, text: str, ready: Ready, *, add_special: bool) -> Prompt:
+def encode(
+    coder: TextCoder, text: str, ready: EngineReady, *, add_special: bool
+) -> TokenizedPrompt:
     """Encode a text as token ids.
 
     Raises:
@@ -108,12 +110,12 @@ def encode(coder: TextCoder, text: str, ready: Ready, *, add_special: bool) -> P
     if len(text) > _CHARACTERS_A_TOKEN * ready.max_positions:
         raise _too_long(f"{len(text)} characters", ready)
     try:
-        return Prompt(text, tuple(coder.encode(text, add_special)))
+        return TokenizedPrompt(text, tuple(coder.encode(text, add_special)))
     except RequestError as error:
         raise refuse(error) from None
 
 
-def check_prompt(prompt: Prompt, ready: Ready, param: str) -> None:
+def check_prompt(prompt: TokenizedPrompt, ready: EngineReady, param: str) -> None:
     """Refuse a prompt that is empty, does not fit, or has ids outside the vocabulary.
 
     Raises:
@@ -128,7 +130,7 @@ def check_prompt(prompt: Prompt, ready: Ready, param: str) -> None:
         raise invalid(f"{param}: token {max(prompt.tokens)}; allowed: 0 to {most}", param)
 
 
-def _too_long(said: str, ready: Ready) -> Exception:
+def _too_long(said: str, ready: EngineReady) -> Exception:
     return invalid(
         f"the prompt has {said}; allowed: {ready.max_positions} tokens, and at least one of "
         "the answer behind them",
@@ -138,8 +140,8 @@ def _too_long(said: str, ready: Ready) -> Exception:
 
 def sampling_for(
     request: Common,
-    prompt: Prompt,
-    ready: Ready,
+    prompt: TokenizedPrompt,
+    ready: EngineReady,
     coder: TextCoder,
     *,
     defaults: Mapping[str, float],
@@ -177,7 +179,7 @@ def sampling_for(
         raise refuse(error) from None
 
 
-def _stop_ids(request: Common, ready: Ready) -> tuple[int, ...]:
+def _stop_ids(request: Common, ready: EngineReady) -> tuple[int, ...]:
     for token in request.stop_token_ids or ():
         if token >= ready.vocab_size:
             most = ready.vocab_size - 1

@@ -98,7 +98,7 @@ def behind_reasoning(spec: GrammarSpec, prompt: str, coder: TextCoder) -> Gramma
     return replace(spec, behind=CLOSE, opener=mark[0]) if len(mark) == 1 else spec
 
 
-class GrammarTrials:
+class GrammarValidator:
     """Compiles grammars in threads of its own, so many at a time, each for so long."""
 
     def __init__(self, grammars: Grammars, *, seconds: float = SECONDS) -> None:

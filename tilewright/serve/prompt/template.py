@@ -13,7 +13,7 @@ from tilewright.errors import RequestError
 from tilewright.serve.prompt.texts import TextCoder
 from tilewright.serve.tools.base import Call, ToolFormat, result_message
 from tilewright.serve.tools.formats.table import FORMATS, GENERIC, format_of
-from tilewright.serve.tools.shapes import Tool
+from tilewright.serve.tools.shapes import ToolSpec
 
 Message: TypeAlias = dict[str, Any]
 
@@ -74,7 +74,7 @@ class TemplateFacts:
         """
         return self.reads_tools and self.format is not None
 
-    def messages(self, given: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    def messages(self, given: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Message]:
         """The messages as the template can write them."""
         names: dict[str, str] = {}
         found = [self._prepared(message, names) for message in given]
@@ -224,7 +224,7 @@ def _call(call: Mapping[str, Any]) -> Call:
     return _name(call), given if isinstance(given, dict) else {}
 
 
-def _declared(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+def _declared(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
     return [
         {"name": tool.name, "description": tool.description, "parameters": tool.schema}
         for tool in tools

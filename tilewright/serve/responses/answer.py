@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 from tilewright.serve.output.choice import LENGTH, Scored, chat_logprobs
-from tilewright.serve.output.reasoning import CallPiece, Piece
+from tilewright.serve.output.reasoning import AnswerDelta, CallPiece
 from tilewright.serve.responses.items import Item, new_id
 from tilewright.serve.responses.request import ResponsesRequest
 from tilewright.serve.web.errors import ApiError
-from tilewright.serve.web.responses import Job
+from tilewright.serve.web.responses import CompletionTask
 
-Updates = Mapping[int, tuple[Piece, list[Scored]]]
+Updates = Mapping[int, tuple[AnswerDelta, list[Scored]]]
 _REASONING, _MESSAGE, _CALL = "reasoning", "message", "function_call"
 
 
@@ -30,7 +30,7 @@ class ResponseSpelling:
 
     def __init__(
         self,
-        job: Job,
+        job: CompletionTask,
         request: ResponsesRequest,
         *,
         on_end: Callable[[dict[str, Any]], None],
@@ -240,7 +240,7 @@ def _format_of(request: ResponsesRequest) -> dict[str, Any]:
     return {"type": given.type, **named, "schema": given.schema}
 
 
-def _usage(job: Job) -> dict[str, Any]:
+def _usage(job: CompletionTask) -> dict[str, Any]:
     found = job.usage()
     return {
         "input_tokens": found["prompt_tokens"],

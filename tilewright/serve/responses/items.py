@@ -11,14 +11,14 @@ import msgspec
 from msgspec import Struct
 
 from tilewright.serve.web.errors import invalid
-from tilewright.serve.web.requests import Message
+from tilewright.serve.web.requests import ChatMessage
 
 Item = dict[str, Any]
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _T = TypeVar("_T")
 
 
-class _Part(Struct, frozen=True):
+class _ContentPart(Struct, frozen=True):
     type: str = "input_text"
     text: str | None = None
     refusal: str | None = None
@@ -26,7 +26,7 @@ class _Part(Struct, frozen=True):
 
 class _MessageItem(Struct, frozen=True):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[_Part]
+    content: str | list[_ContentPart]
 
 
 class _CallItem(Struct, frozen=True):
@@ -37,12 +37,12 @@ class _CallItem(Struct, frozen=True):
 
 class _OutputItem(Struct, frozen=True):
     call_id: str
-    output: str | list[_Part]
+    output: str | list[_ContentPart]
 
 
 class _ReasoningItem(Struct, frozen=True):
-    summary: list[_Part] = []
-    content: list[_Part] | None = None
+    summary: list[_ContentPart] = []
+    content: list[_ContentPart] | None = None
 
 
 def new_id(prefix: str) -> str:
@@ -64,7 +64,7 @@ def items_of(given: str | Sequence[Mapping[str, Any]] | None) -> list[Item]:
     return found
 
 
-def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Message]:
+def messages_of(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
     """Return items as messages: an assistant's reasoning, text and calls in a row are one.
 
     Raises:
@@ -81,7 +81,7 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Message]:
             given = _convert(item, _OutputItem, where)
             text = _text_of(given.output, f"{where}.output")
             turns.end()
-            turns.found.append(Message("tool", text, tool_call_id=given.call_id))
+            turns.found.append(ChatMessage("tool", text, tool_call_id=given.call_id))
         elif kind == "reasoning":
             thought = _convert(item, _ReasoningItem, where)
             parts = thought.content or thought.summary
@@ -105,7 +105,7 @@ _PREFIXES = {
 class _Turns:
     """Messages so far, and the assistant's turn that is not ended."""
 
-    found: list[Message] = field(default_factory=list)
+    found: list[ChatMessage] = field(default_factory=list)
     _text: str | None = None
     _reasoning: str = ""
     _calls: list[dict[str, Any]] = field(default_factory=list)
@@ -114,7 +114,7 @@ class _Turns:
         text = _text_of(given.content, f"{where}.content")
         if given.role != "assistant":
             self.end()
-            self.found.append(Message(given.role, text))
+            self.found.append(ChatMessage(given.role, text))
             return
         if self._text is not None or self._calls:
             self.end()
@@ -134,7 +134,7 @@ class _Turns:
         if self._text is not None or self._calls or self._reasoning:
             text = self._text if self._text is not None or self._calls else ""
             self.found.append(
-                Message(
+                ChatMessage(
                     "assistant",
                     text,
                     tool_calls=self._calls or None,
@@ -144,7 +144,7 @@ class _Turns:
         self._text, self._reasoning, self._calls = None, "", []
 
 
-def _text_of(content: str | Sequence[_Part], where: str) -> str:
+def _text_of(content: str | Sequence[_ContentPart], where: str) -> str:
     if isinstance(content, str):
         return content
     texts = []

@@ -11,8 +11,8 @@ from msgspec import Meta, Struct
 from tilewright.serve.responses.items import messages_of
 from tilewright.serve.web.errors import invalid, unsupported
 from tilewright.serve.web.requests import (
+    ChatMessage,
     ChatRequest,
-    Message,
     NamedSchema,
     ResponseFormat,
     SamplingFields,
@@ -123,7 +123,7 @@ def chat_of(request: ResponsesRequest, items: Sequence[Mapping[str, Any]]) -> Ch
     if not messages:
         raise invalid("input: empty; allowed: a text, or at least one item", "input")
     if request.instructions is not None:
-        messages.insert(0, Message("system", request.instructions))
+        messages.insert(0, ChatMessage("system", request.instructions))
     reasoning = request.reasoning
     return ChatRequest(
         messages=messages,

@@ -1,4 +1,4 @@
-"""What an operator may ask, with ``--admin`` alone: who has a seat, and caches to be forgotten."""
+"""What an operator may ask, with ``--admin`` alone: who has a slot, and caches to be forgotten."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from tilewright.serve.web.http_io import FRONT, Route, json_response
 
 
 async def _slots(request: web.Request) -> web.Response:
-    """The requests under way, and how many seats there are."""
+    """The requests under way, and how many slots there are."""
     front = request.app[FRONT]
     ready, _ = front.up()
-    return json_response({"total_slots": ready.max_seats, "requests": front.client.under_way()})
+    return json_response({"total_slots": ready.max_num_seqs, "requests": front.client.under_way()})
 
 
 async def _reset_prefix_cache(request: web.Request) -> web.Response:

@@ -12,7 +12,7 @@ from tilewright.serve.web.http_io import (
     read_body,
 )
 from tilewright.serve.web.requests import ChatRequest, CompletionRequest, decode
-from tilewright.serve.web.responses import Job
+from tilewright.serve.web.responses import CompletionTask
 from tilewright.serve.web.streams import ChunkSpelling, answer
 
 
@@ -24,20 +24,22 @@ async def _completions(request: web.Request) -> web.StreamResponse:
     return await _answer(request, *await _completion_job(request))
 
 
-async def _chat_job(request: web.Request) -> tuple[Job, dict[str, str]]:
+async def _chat_job(request: web.Request) -> tuple[CompletionTask, dict[str, str]]:
     """What is asked, and the headers of the answer. The body is not kept while it waits."""
     front = request.app[FRONT]
     asked, ignored = decode(await read_body(request, front), ChatRequest)
     return await front.chat_job(asked), ignored_fields(ignored)
 
 
-async def _completion_job(request: web.Request) -> tuple[Job, dict[str, str]]:
+async def _completion_job(request: web.Request) -> tuple[CompletionTask, dict[str, str]]:
     front = request.app[FRONT]
     asked, ignored = decode(await read_body(request, front), CompletionRequest)
     return await front.completion_job(asked), ignored_fields(ignored)
 
 
-async def _answer(request: web.Request, job: Job, headers: dict[str, str]) -> web.StreamResponse:
+async def _answer(
+    request: web.Request, job: CompletionTask, headers: dict[str, str]
+) -> web.StreamResponse:
     job.client = request[CLIENT]
     return await answer(request, job, ChunkSpelling(job), headers)
 

@@ -13,10 +13,10 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from tilewright.compiler.sampling.params import SamplingParams
-from tilewright.runtime.messages import Failed, Finished, Ready, Started
+from tilewright.runtime.messages import EngineReady, RequestFailed, RequestFinished, RequestStarted
 from tilewright.runtime.request import UNNUMBERED, EngineRequest
 from tilewright.serve.front import Front
-from tilewright.serve.prompt.prepare import Prompt, check_prompt, encode
+from tilewright.serve.prompt.prepare import TokenizedPrompt, check_prompt, encode
 from tilewright.serve.web.errors import invalid, unsupported
 from tilewright.serve.web.http_io import (
     CLIENT,
@@ -69,7 +69,7 @@ async def _embeddings(request: web.Request) -> web.Response:
     return await front.aside(size, json_response, body, headers=ignored_fields(ignored))
 
 
-def _check(asked: EmbeddingRequest, ready: Ready) -> None:
+def _check(asked: EmbeddingRequest, ready: EngineReady) -> None:
     """Raise an ApiError with status 400 if the target cannot serve the request."""
     if not ready.hidden_size:
         target = ready.facts.get("target", "of this server")
@@ -80,7 +80,9 @@ def _check(asked: EmbeddingRequest, ready: Ready) -> None:
         raise invalid(said, "dimensions")
 
 
-async def _prompts(front: Front, asked: EmbeddingRequest, ready: Ready) -> list[Prompt]:
+async def _prompts(
+    front: Front, asked: EmbeddingRequest, ready: EngineReady
+) -> list[TokenizedPrompt]:
     """Return a prompt for each input. Raise an ApiError with status 400 for bad input."""
     _, coder = front.up()
     inputs = prompt_list(asked.input, "input", MAX_INPUTS)
@@ -92,7 +94,7 @@ async def _prompts(front: Front, asked: EmbeddingRequest, ready: Ready) -> list[
         if isinstance(given, str):
             prompt = await front.aside(len(given), encode, coder, given, ready, add_special=True)
         else:
-            prompt = Prompt("", tuple(given))
+            prompt = TokenizedPrompt("", tuple(given))
         if len(prompt.tokens) > ready.max_positions:
             said = f"{where}: {len(prompt.tokens)} tokens; allowed: up to {ready.max_positions}"
             raise invalid(said, where, "context_length_exceeded")
@@ -102,7 +104,7 @@ async def _prompts(front: Front, asked: EmbeddingRequest, ready: Ready) -> list[
 
 
 async def _embed(
-    front: Front, asked: EmbeddingRequest, prompts: Sequence[Prompt], *, client: str
+    front: Front, asked: EmbeddingRequest, prompts: Sequence[TokenizedPrompt], *, client: str
 ) -> list[bytes]:
     """Return a little-endian float32 vector for each prompt, computed in groups."""
     found = []
@@ -113,7 +115,7 @@ async def _embed(
 
 
 async def _embed_together(
-    front: Front, asked: EmbeddingRequest, prompts: Sequence[Prompt], client: str
+    front: Front, asked: EmbeddingRequest, prompts: Sequence[TokenizedPrompt], client: str
 ) -> list[bytes]:
     began = time.perf_counter()
     handle = front.client.submit(
@@ -131,15 +133,15 @@ async def _embed_together(
         client=client,
     )
     vectors: dict[int, bytes] = {}
-    started: dict[int, Started] = {}
+    started: dict[int, RequestStarted] = {}
     try:
         while len(vectors) < len(prompts):
             for index, message in await handle.take():
-                if isinstance(message, Failed):
+                if isinstance(message, RequestFailed):
                     raise error_of(message)
-                if isinstance(message, Started):
+                if isinstance(message, RequestStarted):
                     started.setdefault(index, message)
-                elif isinstance(message, Finished):
+                elif isinstance(message, RequestFinished):
                     vectors[index] = message.vector
                     metrics = front.metrics.of(handle.engines.get(index, 0))
                     metrics.take_vector(

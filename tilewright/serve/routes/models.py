@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tilewright.runtime.messages import Ready
+from tilewright.runtime.messages import EngineReady
 from tilewright.serve.front import Front
 from tilewright.serve.output.choice import token_text
 from tilewright.serve.responses.store import MAX_STORED, MAX_STORED_BYTES
@@ -70,7 +70,7 @@ async def _props(request: web.Request) -> web.Response:
         {
             "model": front.names(ready)[0],
             "system_fingerprint": front.fingerprint,
-            "total_slots": ready.max_seats,
+            "total_slots": ready.max_num_seqs,
             "replicas": len(front.client.engines),
             "max_model_len": ready.max_positions,
             "num_pages": ready.num_pages,
@@ -116,7 +116,7 @@ def _format_source(front: Front) -> str:
     return "generic" if front.template.format is None else "template"
 
 
-def _determinism(ready: Ready) -> str:
+def _determinism(ready: EngineReady) -> str:
     if ready.invariant_rows:
         return _PROMISES["small"].format(ready.invariant_rows)
     return _PROMISES[ready.invariant]

@@ -22,7 +22,7 @@ from tilewright.serve.web.http_io import (
     read_body,
 )
 from tilewright.serve.web.requests import decode
-from tilewright.serve.web.responses import Job
+from tilewright.serve.web.responses import CompletionTask
 from tilewright.serve.web.streams import answer
 
 _NAMES = {
@@ -44,7 +44,7 @@ async def _create(request: web.Request) -> web.StreamResponse:
 
 async def begin_response(
     front: Front, asked: ResponsesRequest, client: str
-) -> tuple[Job, ResponseSpelling]:
+) -> tuple[CompletionTask, ResponseSpelling]:
     """Return the job and the spelling of a response, or raise ApiError."""
     check_responses(asked)
     front.up()

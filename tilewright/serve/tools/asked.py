@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from tilewright.serve.tools.shapes import Tool
+from tilewright.serve.tools.shapes import ToolSpec
 from tilewright.serve.web.errors import invalid, unsupported
 
 MAX_TOOLS = 1024
@@ -25,7 +25,7 @@ class _Function(Struct):
     strict: bool | None = None
 
 
-class _Tool(Struct):
+class _ToolField(Struct):
     type: Literal["function"]
     function: _Function
 
@@ -34,7 +34,7 @@ class _Name(Struct):
     name: str
 
 
-class _Choice(Struct):
+class _ToolChoice(Struct):
     type: Literal["function"]
     function: _Name
 
@@ -51,7 +51,7 @@ class ToolsAsked:
         is_parallel: whether one answer may hold several calls.
     """
 
-    tools: tuple[Tool, ...]
+    tools: tuple[ToolSpec, ...]
     given: Sequence[Mapping[str, Any]]
     must_call: bool = False
     only: str | None = None
@@ -76,7 +76,7 @@ def read_tools(
     if isinstance(choice, Mapping):
         if choice.get("type") == "allowed_tools":
             raise unsupported("tool_choice", "allowed_tools; allowed: fewer tools")
-        only = _convert(choice, _Choice, "tool_choice").function.name
+        only = _convert(choice, _ToolChoice, "tool_choice").function.name
         if only not in {tool.name for tool in tools}:
             said = f"tool_choice: function {only[:100]!r}; allowed: one of tools"
             raise invalid(said, "tool_choice")
@@ -88,19 +88,19 @@ def read_tools(
     return ToolsAsked(tools, given or (), must_call, only, is_parallel is not False)
 
 
-def _tools(given: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
+def _tools(given: Sequence[Mapping[str, Any]]) -> tuple[ToolSpec, ...]:
     if len(given) > MAX_TOOLS:
         raise invalid(f"tools: {len(given)}; allowed: up to {MAX_TOOLS}", "tools")
-    found: dict[str, Tool] = {}
+    found: dict[str, ToolSpec] = {}
     for at, each in enumerate(given):
-        function = _convert(each, _Tool, f"tools[{at}]").function
+        function = _convert(each, _ToolField, f"tools[{at}]").function
         if function.name in found:
             where = f"tools[{at}].function.name"
             raise invalid(f"{where}: {function.name!r} is there twice", where)
         if _is_deep(function.parameters):
             where = f"tools[{at}].function.parameters"
             raise invalid(f"{where}: nested too deep; allowed: {MAX_DEPTH} levels", where)
-        found[function.name] = Tool(
+        found[function.name] = ToolSpec(
             function.name,
             function.description or "",
             function.parameters or {},

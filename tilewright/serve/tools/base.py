@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from tilewright.serve.tools.events import ToolParser
-from tilewright.serve.tools.shapes import Shape, Term, Tool
+from tilewright.serve.tools.shapes import CallGrammar, Term, ToolSpec
 
 Call: TypeAlias = tuple[str, Mapping[str, Any]]
 """A call of an earlier turn: a function's name, and its arguments."""
@@ -25,7 +25,7 @@ def result_message(content: str) -> str:
     return f"<tool_response>\n{content}\n</tool_response>"
 
 
-def listed(tools: Sequence[Tool]) -> str:
+def listed(tools: Sequence[ToolSpec]) -> str:
     """List functions as JSON, one on each line, as templates without tools want them."""
     return "\n".join(
         json.dumps(
@@ -40,7 +40,7 @@ def listed(tools: Sequence[Tool]) -> str:
 class ToShape:
     """Calls that are to be put into rules; ``template``: the source of the chat template."""
 
-    tools: Sequence[Tool]
+    tools: Sequence[ToolSpec]
     is_parallel: bool
     template: str
     term: Term
@@ -63,10 +63,10 @@ class ToolFormat:
 
     name: str
     marks: tuple[str, ...]
-    parser: Callable[[Sequence[Tool]], ToolParser]
-    instruction: Callable[[Sequence[Tool]], str]
+    parser: Callable[[Sequence[ToolSpec]], ToolParser]
+    instruction: Callable[[Sequence[ToolSpec]], str]
     write: Callable[[Sequence[Call]], str]
-    shape: Callable[[ToShape], Shape]
+    shape: Callable[[ToShape], CallGrammar]
     tokens: tuple[str, ...] = ()
     new_id: Callable[[], str] = call_id
     known_id: Callable[[str], str] = str

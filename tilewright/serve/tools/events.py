@@ -16,14 +16,14 @@ SPACE = " \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ContentDelta:
     """A piece of the answer's text that belongs to no call."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
+class ToolCallStart:
     """A call of a function begins; its arguments follow."""
 
     name: str
@@ -37,18 +37,18 @@ class Argued:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ToolCallEnd:
     """The arguments of the last call are complete."""
 
 
-Event: TypeAlias = Said | Called | Argued | Ended
+Event: TypeAlias = ContentDelta | ToolCallStart | Argued | ToolCallEnd
 
 
-class Region(Protocol):
+class CallRegion(Protocol):
     """Reads what stands behind an opening marker.
 
     Attributes:
-        is_call: whether a `Called` was given: until then all of it may yet prove to be plain text.
+        is_call: whether a `ToolCallStart` was given: until then all of it may yet prove to be plain text.
         rest: None while it reads; then the text behind its end, or behind what it could not read.
     """
 
@@ -77,11 +77,11 @@ class ToolParser:
     """
 
     def __init__(
-        self, markers: Sequence[str], region: Callable[[str], Region], *, first: str = ""
+        self, markers: Sequence[str], region: Callable[[str], CallRegion], *, first: str = ""
     ) -> None:
         self._markers, self._first, self._make = tuple(markers), first, region
         self._matcher = StopMatcher(self._markers)
-        self._region: Region | None = None
+        self._region: CallRegion | None = None
         self._raw: list[str] = []  # of a region that may yet be plain text
         self._space = ""
         self._is_at_start = True
@@ -113,7 +113,7 @@ class ToolParser:
         if not is_cut:
             self._say(held, found)
         if not self._has_called and self._space:
-            found.append(Said(self._space))
+            found.append(ContentDelta(self._space))
         self._space = ""
         return found
 
@@ -165,4 +165,4 @@ class ToolParser:
         kept = whole.rstrip(SPACE)
         self._space = whole[len(kept) :]
         if kept:
-            found.append(Said(kept))
+            found.append(ContentDelta(kept))

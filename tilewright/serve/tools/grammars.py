@@ -12,7 +12,7 @@ from tilewright.serve.prompt.structured import behind_reasoning
 from tilewright.serve.prompt.texts import TextCoder
 from tilewright.serve.tools.asked import ToolsAsked
 from tilewright.serve.tools.base import ToolFormat, ToShape
-from tilewright.serve.tools.shapes import Shape, Term, json_term, quoted
+from tilewright.serve.tools.shapes import CallGrammar, Term, json_term, quoted
 from tilewright.serve.web.errors import unsupported
 
 _GAP = r"GAP: /[ \n]{1,4}/"
@@ -91,7 +91,7 @@ def _free(marker: str, *, has_begun: bool, repeats: bool) -> list[str]:
     return [*lines, "called: opened region", f"opened[lazy]: TEXT {marker}"]
 
 
-def _spec(lines: Sequence[str], shape: Shape) -> GrammarSpec:
+def _spec(lines: Sequence[str], shape: CallGrammar) -> GrammarSpec:
     return GrammarSpec(kind=LARK, text="\n".join(["%llguidance {}", *lines, *shape.rules]))
 
 

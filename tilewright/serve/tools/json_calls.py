@@ -12,7 +12,7 @@ from collections.abc import Collection
 from enum import Enum, auto
 
 from tilewright.serve.output.stops import StopMatcher
-from tilewright.serve.tools.events import SPACE, Argued, Called, Ended, Event
+from tilewright.serve.tools.events import SPACE, Argued, Event, ToolCallEnd, ToolCallStart
 from tilewright.serve.tools.json_scanner import At, JsonScanner, escaped
 
 _NAMES = ("name", "function")
@@ -51,7 +51,7 @@ def _string(raw: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-class _Part(Enum):
+class _ObjectField(Enum):
     """What is being read of an object: a key, or a value by its key."""
 
     NONE = auto()
@@ -62,7 +62,7 @@ class _Part(Enum):
     OTHER = auto()
 
 
-class _Call:
+class _JsonCallParser:
     """One object, from its brace on; ``known``: what may be called, None where anything may."""
 
     def __init__(self, known: Collection[str] | None) -> None:
@@ -71,7 +71,7 @@ class _Call:
         self.raw: list[str] = []  # until it is known to be a call
         self._known = known
         self._scanner = JsonScanner()
-        self._part = _Part.NONE
+        self._part = _ObjectField.NONE
         self._key = ""
         self._name: str | None = None
         self._text: list[str] = []  # of the part at hand
@@ -99,45 +99,47 @@ class _Call:
             return False
         if depth == 1 and character not in SPACE:
             if was in (At.KEY, At.FIRST_KEY):
-                self._part, self._text = _Part.KEY, []
+                self._part, self._text = _ObjectField.KEY, []
             elif was is At.VALUE:
                 self._part, self._text = self._value_part(character), []
-                if self._part is _Part.NONE:
+                if self._part is _ObjectField.NONE:
                     return False
-        if self._part is _Part.OBJECT:
+        if self._part is _ObjectField.OBJECT:
             self._argue(escaped(character, was), found)
-        elif self._part in (_Part.KEY, _Part.NAME, _Part.TEXT):
+        elif self._part in (_ObjectField.KEY, _ObjectField.NAME, _ObjectField.TEXT):
             self._text.append(character)
-        is_part = self._part is not _Part.NONE
+        is_part = self._part is not _ObjectField.NONE
         if is_part and scanner.depth == 1 and scanner.at in (At.COLON, At.BEHIND):
             return self._end_part(found)
         return not self.is_whole or self._end(found)
 
     def flush(self) -> list[Event]:
         """What can be said of arguments that are cut short."""
-        if self._part is not _Part.TEXT or self._name is None or self._text[0] != '"':
+        if self._part is not _ObjectField.TEXT or self._name is None or self._text[0] != '"':
             return []
         found: list[Event] = []
         self._argue(_string(_OPEN_ESCAPE.sub(r"\1", "".join(self._text)) + '"'), found)
         return found
 
-    def _value_part(self, first: str) -> _Part:
+    def _value_part(self, first: str) -> _ObjectField:
         """What a value is, by its key and first character; NONE: no call has that."""
         if self._key in _ARGUMENTS and not self.has_arguments:
-            return {"{": _Part.OBJECT, '"': _Part.TEXT, "n": _Part.TEXT}.get(first, _Part.NONE)
+            return {"{": _ObjectField.OBJECT, '"': _ObjectField.TEXT, "n": _ObjectField.TEXT}.get(
+                first, _ObjectField.NONE
+            )
         if self._key in _NAMES and self._name is None:
-            other = _Part.NONE if self._key == "name" else _Part.OTHER
-            return _Part.NAME if first == '"' else other
-        return _Part.OTHER
+            other = _ObjectField.NONE if self._key == "name" else _ObjectField.OTHER
+            return _ObjectField.NAME if first == '"' else other
+        return _ObjectField.OTHER
 
     def _end_part(self, found: list[Event]) -> bool:
-        part, self._part = self._part, _Part.NONE
+        part, self._part = self._part, _ObjectField.NONE
         raw = "".join(self._text)
-        if part is _Part.KEY:
+        if part is _ObjectField.KEY:
             self._key = _string(raw)
             # JSON that has no marker of calls is an answer as soon as it says something else
             return self._known is None or self._key in _KEYS
-        elif part is _Part.NAME:
+        elif part is _ObjectField.NAME:
             self._name = _string(raw)
             if not is_name(self._name) or (
                 self._known is not None and self._name not in self._known
@@ -145,9 +147,9 @@ class _Call:
                 return False
             if self._early:
                 self._argue("".join(self._early), found)
-        elif part is _Part.TEXT:
+        elif part is _ObjectField.TEXT:
             self._argue(_string(raw) if raw.startswith('"') else "{}", found)
-        self.has_arguments |= part in (_Part.OBJECT, _Part.TEXT)
+        self.has_arguments |= part in (_ObjectField.OBJECT, _ObjectField.TEXT)
         return True
 
     def _argue(self, text: str, found: list[Event]) -> None:
@@ -156,7 +158,7 @@ class _Call:
             return
         if not self.is_call:
             self.is_call = True
-            found.append(Called(self._name))
+            found.append(ToolCallStart(self._name))
         found.append(Argued(text))
 
     def _end(self, found: list[Event]) -> bool:
@@ -164,7 +166,7 @@ class _Call:
             return False
         if not self.is_call:
             self._argue("{}", found)
-        found.append(Ended())
+        found.append(ToolCallEnd())
         return True
 
 
@@ -194,7 +196,7 @@ class JsonRegion:
         self._close, self._known, self._separator = close, known, separator
         self._state = _State.OPENED
         self._is_list = False
-        self._call = _Call(known)
+        self._call = _JsonCallParser(known)
         self._back = ""  # read, and plain text if the region ends here
         self._matcher = StopMatcher((close,) if close else ())
 
@@ -240,7 +242,7 @@ class JsonRegion:
         return character == "{" and self._begin(character)
 
     def _begin(self, character: str) -> bool:
-        self._state, self._back, self._call = _State.OBJECT, "", _Call(self._known)
+        self._state, self._back, self._call = _State.OBJECT, "", _JsonCallParser(self._known)
         return self._call.step(character, [])
 
     def _object(self, character: str, found: list[Event]) -> bool:
@@ -254,7 +256,7 @@ class JsonRegion:
             self._back = "".join(call.raw) if self.is_call else ""
             return False
         if call.has_arguments:
-            found.append(Ended())
+            found.append(ToolCallEnd())
             return False
         self._state = _State.RAW
         return self._broken(character, found)
@@ -283,6 +285,6 @@ class JsonRegion:
         """Arguments that are no JSON: they are passed on as they are, up to the closing marker."""
         found.append(Argued(self._matcher.push(character)))
         if self._matcher.found is not None:
-            found.append(Ended())
+            found.append(ToolCallEnd())
             self._state = _State.OVER
         return True

@@ -16,7 +16,7 @@ _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class ToolSpec:
     """A function that may be called; ``schema`` is the JSON schema of its arguments."""
 
     name: str
@@ -26,7 +26,7 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CallGrammar:
     """How one model family writes calls, as grammar rules.
 
     Attributes:
@@ -54,30 +54,30 @@ def json_term(schema: Mapping[str, Any], *, is_strict: bool = True) -> str:
     return f"%json {without_annotations(text)}"
 
 
-def arguments_term(tool: Tool) -> str:
+def arguments_term(tool: ToolSpec) -> str:
     """The arguments of a function as a JSON object."""
     return json_term({"type": "object", **tool.schema}, is_strict=tool.is_strict)
 
 
-def property_term(tool: Tool, schema: object) -> str:
+def property_term(tool: ToolSpec, schema: object) -> str:
     """One argument as JSON; its schema may refer to what the function's one defines."""
     named = schema if isinstance(schema, Mapping) else {}
     shared = {key: tool.schema[key] for key in ("$defs", "definitions") if key in tool.schema}
     return json_term({**shared, **named}, is_strict=tool.is_strict)
 
 
-def is_needed(tool: Tool, key: str) -> bool:
+def is_needed(tool: ToolSpec, key: str) -> bool:
     """Whether a call must have the argument."""
     needed = tool.schema.get("required")
     return isinstance(needed, list) and key in needed
 
 
-def any_call(tools: Sequence[Tool]) -> str:
+def any_call(tools: Sequence[ToolSpec]) -> str:
     """The rule that one of ``call_0``, ``call_1`` and so on is there."""
     return f"call: {' | '.join(f'call_{at}' for at in range(len(tools)))}"
 
 
-def object_rules(tools: Sequence[Tool], key: str) -> list[str]:
+def object_rules(tools: Sequence[ToolSpec], key: str) -> list[str]:
     """Make the rule ``call``: an object of a function's name, and its arguments under ``key``."""
     rules = [any_call(tools)]
     for at, tool in enumerate(tools):

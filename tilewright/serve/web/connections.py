@@ -12,7 +12,7 @@ from typing import Any, cast
 from aiohttp import web
 
 from tilewright.serve.web.errors import ApiError
-from tilewright.serve.web.settings import Settings
+from tilewright.serve.web.settings import ServerConfig
 
 _LINE_BYTES = 8190
 _HEADERS = 64
@@ -66,7 +66,7 @@ class Connection(web.RequestHandler):
         "_writes_to",
     )
 
-    def __init__(self, server: web.Server, settings: Settings) -> None:
+    def __init__(self, server: web.Server, settings: ServerConfig) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(server, loop=loop, **limits())
         self._settings = settings

@@ -72,7 +72,7 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     grammar: str | None = None
 
 
-class Message(Struct, frozen=True, omit_defaults=True):
+class ChatMessage(Struct, frozen=True, omit_defaults=True):
     """One turn of a chat; keys that are not named here are allowed and not read."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -168,7 +168,7 @@ class Common(SamplingFields, kw_only=True, frozen=True):
 class ChatRequest(Common, kw_only=True, frozen=True):
     """The body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=65536)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)]
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -251,7 +251,7 @@ class TokenizeRequest(Struct, frozen=True):
     """The body of ``POST /tokenize``: ``prompt``, ``messages`` or ``content``."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
     content: str | None = None
     add_special: bool | None = None
     add_special_tokens: bool | None = None
@@ -273,7 +273,7 @@ class DetokenizeRequest(Struct, frozen=True):
 class TemplateRequest(Struct, frozen=True):
     """The body of ``POST /apply-template``."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

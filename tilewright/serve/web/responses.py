@@ -8,16 +8,16 @@ from typing import Any
 
 import msgspec
 
-from tilewright.serve.output.choice import Choice, Scored, chat_logprobs, legacy_logprobs
-from tilewright.serve.output.reasoning import CallPiece, Piece
-from tilewright.serve.output.tool_calls import Call
+from tilewright.serve.output.choice import ChoiceStream, Scored, chat_logprobs, legacy_logprobs
+from tilewright.serve.output.reasoning import AnswerDelta, CallPiece
+from tilewright.serve.output.tool_calls import ToolCall
 from tilewright.serve.prompt.texts import TextCoder
 
 _MARK = "\x00the text\x00"
 
 
 @dataclass(slots=True, kw_only=True)
-class Job:
+class CompletionTask:
     """One request of a client: what is asked of the engine, and how it is answered.
 
     ``choices`` are in order of their index: ``n`` for each prompt. ``client``: which
@@ -30,7 +30,7 @@ class Job:
     model: str
     fingerprint: str
     coder: TextCoder
-    choices: list[Choice]
+    choices: list[ChoiceStream]
     n: int = 1
     client: str = ""
     is_chat: bool = True
@@ -102,7 +102,7 @@ class Job:
         body = {**self.head(is_chunk=False), "choices": made, "usage": self.usage()}
         return {**body, "timings": self.timing()} if self.timings else body
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: ChoiceStream) -> dict[str, Any]:
         found: dict[str, Any] = {"index": index}
         if self.is_chat:
             content = None if choice.calls and not choice.content else choice.content
@@ -121,7 +121,7 @@ class Job:
             found["token_ids"] = choice.tokens
         return found
 
-    def chunk(self, index: int, piece: Piece, scored: Sequence[Scored]) -> dict[str, Any]:
+    def chunk(self, index: int, piece: AnswerDelta, scored: Sequence[Scored]) -> dict[str, Any]:
         """Text of a choice as it comes; the first one says who speaks."""
         is_first = index not in self.opened
         self.opened.add(index)
@@ -150,7 +150,7 @@ class Job:
             return None
         frame = self._frames.get(index)
         if frame is None:
-            whole = msgspec.json.encode(self.chunk(index, Piece(content=_MARK), ()))
+            whole = msgspec.json.encode(self.chunk(index, AnswerDelta(content=_MARK), ()))
             before, _, after = whole.partition(msgspec.json.encode(_MARK))
             frame = self._frames[index] = before, after
         return frame[0] + msgspec.json.encode(text) + frame[1]
@@ -189,7 +189,7 @@ class Job:
         return legacy_logprobs(self.coder, scored, self.num_top, offset=offset)
 
 
-def _called(call: Call) -> dict[str, Any]:
+def _called(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 

@@ -17,7 +17,7 @@ from tilewright.serve.web.app import make_app
 from tilewright.serve.web.connections import Connection, connections_for, limits
 from tilewright.serve.web.errors import ApiError
 from tilewright.serve.web.server_log import say
-from tilewright.serve.web.settings import Settings
+from tilewright.serve.web.settings import ServerConfig
 
 _LOOK_SECONDS = 0.05
 _BUSY = ApiError(503, "overloaded", "there are too many connections").body()
@@ -48,7 +48,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    settings: Settings,
+    settings: ServerConfig,
     command: Sequence[str],
     load_coder: LoadCoder,
     *,
@@ -70,7 +70,7 @@ def serve(
 
 @contextlib.asynccontextmanager
 async def serving(
-    settings: Settings, command: Sequence[str], load_coder: LoadCoder, bound: socket.socket
+    settings: ServerConfig, command: Sequence[str], load_coder: LoadCoder, bound: socket.socket
 ) -> AsyncIterator[Front]:
     """A front that answers on ``bound``, and its engine, for as long as the block lasts."""
     front = Front(settings, command, load_coder)
@@ -93,7 +93,7 @@ async def serving(
 
 
 async def _run(
-    settings: Settings,
+    settings: ServerConfig,
     command: Sequence[str],
     load_coder: LoadCoder,
     bound: socket.socket,
@@ -137,7 +137,7 @@ async def _drain(front: Front, signals: asyncio.Queue[int]) -> None:
     await asyncio.sleep(_LOOK_SECONDS)  # the last events leave
 
 
-def _accepting(server: web.Server, settings: Settings) -> Callable[[], asyncio.Protocol]:
+def _accepting(server: web.Server, settings: ServerConfig) -> Callable[[], asyncio.Protocol]:
     """Makes the protocol of each connection; of one too many, a refusal."""
     most = connections_for(settings.max_connections)
     if most < settings.max_connections:

@@ -25,7 +25,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ServerConfig:
     """The front's part of ``tilewright serve``'s options.
 
     Attributes:
@@ -38,7 +38,7 @@ class Settings:
         replicas: the engines, one for each.
         hung_seconds: how long no step may end before the engine is started again.
         write_timeout: how long a client may accept nothing of what it is sent.
-        has_admin: whether it is told who has a seat, and caches are forgotten, when asked.
+        has_admin: whether it is told who has a slot, and caches are forgotten, when asked.
     """
 
     host: str = "127.0.0.1"

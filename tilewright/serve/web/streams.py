@@ -10,14 +10,14 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 from aiohttp import HttpVersion11, web
 
-from tilewright.runtime.messages import Failed, Started, Tokens
+from tilewright.runtime.messages import NewTokens, RequestFailed, RequestStarted
 from tilewright.serve.engines.request_tracker import Answer, RequestHandle
 from tilewright.serve.front import Front
-from tilewright.serve.output.choice import Choice, Scored
-from tilewright.serve.output.reasoning import Piece, joined
+from tilewright.serve.output.choice import ChoiceStream, Scored
+from tilewright.serve.output.reasoning import AnswerDelta, joined
 from tilewright.serve.web.errors import ApiError
 from tilewright.serve.web.http_io import FRONT, HEADERS, ID, json_response
-from tilewright.serve.web.responses import Job
+from tilewright.serve.web.responses import CompletionTask
 from tilewright.serve.web.server_log import say_fault
 
 _EVENT, _END = b"data: ", b"\n\n"
@@ -28,11 +28,11 @@ _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control":
 _HEADERS["x-accel-buffering"] = "no"
 _LONG = 64  # scored tokens that are spelled at once, without a thread
 _CHARACTERS_A_SCORE = 64  # that it takes as long to spell as so many to tokenise
-Updates: TypeAlias = dict[int, tuple[Piece, list[Scored]]]
+Updates: TypeAlias = dict[int, tuple[AnswerDelta, list[Scored]]]
 """New text and log probabilities by choice."""
 
 
-class Follower:
+class AnswerStreamer:
     """Follows a job on its way: its answers, as they come.
 
     Raises:
@@ -44,7 +44,7 @@ class Follower:
         *("_num_left", "_num_shown", "_of", "_request_id"),
     )
 
-    def __init__(self, job: Job, front: Front, request_id: str) -> None:
+    def __init__(self, job: CompletionTask, front: Front, request_id: str) -> None:
         self._job, self._client, self._metrics = job, front.client, front.metrics
         self._of = [front.metrics.of(0)] * len(job.choices)  # until an engine has begun them
         self._aside, self._request_id = front.aside, request_id
@@ -70,7 +70,7 @@ class Follower:
                 found: Updates = {}
                 for index, message in messages:
                     choice = job.choices[index]
-                    if choice.awaits_echo and isinstance(message, Tokens):
+                    if choice.awaits_echo and isinstance(message, NewTokens):
                         size = _CHARACTERS_A_SCORE * len(choice.request.prompt)
                         await self._aside(size, choice.score_prompt, message.echo)
                     self._take(index, message, handle, found)
@@ -89,16 +89,16 @@ class Follower:
         choice = self._job.choices[index]
         if choice.finish_reason is not None:
             return  # what was on its way when a stop string ended it
-        if isinstance(message, Tokens):
+        if isinstance(message, NewTokens):
             self._time(index, len(message.tokens))
             piece = choice.push(message)
             if choice.finish_reason is not None:
                 choice.finished = handle.cancel(index)
-        elif isinstance(message, Started):
+        elif isinstance(message, RequestStarted):
             choice.started = choice.started or message
             self._of[index] = self._metrics.of(handle.engines[index])
             return
-        elif isinstance(message, Failed):
+        elif isinstance(message, RequestFailed):
             raise error_of(message)
         else:
             choice.finished = message
@@ -123,7 +123,7 @@ class Follower:
             self._of[index].between.observe((now - last) / count)
         self._last[index] = now
 
-    def _ended(self, index: int, choice: Choice) -> None:
+    def _ended(self, index: int, choice: ChoiceStream) -> None:
         self._num_left -= 1
         seconds = time.perf_counter() - self._began
         self._of[index].take(choice, seconds=seconds, request_id=self._request_id)
@@ -133,7 +133,7 @@ class Follower:
             self._of[index].take_prompt(length, cached, num_choices=self._job.n)
 
 
-def error_of(message: Failed) -> ApiError:
+def error_of(message: RequestFailed) -> ApiError:
     """Return the error of a request that the engine gave up."""
     status = 503 if message.code in _UNAVAILABLE else 500
     after = {"retry-after": "5"} if status == 503 else None
@@ -141,13 +141,13 @@ def error_of(message: Failed) -> ApiError:
 
 
 async def answer(
-    request: web.Request, job: Job, spelling: Spelling, headers: dict[str, str]
+    request: web.Request, job: CompletionTask, spelling: Spelling, headers: dict[str, str]
 ) -> web.StreamResponse:
     """Run a job, and send its output whole or as a stream."""
     front = request.app[FRONT]
     if job.unheld:
         headers["x-unconstrained-tools"] = job.unheld.encode("ascii", "replace").decode()[:500]
-    follower = Follower(job, front, request[ID])
+    follower = AnswerStreamer(job, front, request[ID])
     if job.streams:
         return await answer_stream(request, job, follower, spelling, headers | request[HEADERS])
     async with aclosing(follower.updates()) as updates:
@@ -188,7 +188,7 @@ class Spelling(Protocol):
 class ChunkSpelling:
     """The bodies and chunks of chats and completions."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: CompletionTask) -> None:
         self._job = job
         self.whole = job.whole
 
@@ -211,8 +211,8 @@ class ChunkSpelling:
 
 async def answer_stream(
     request: web.Request,
-    job: Job,
-    follower: Follower,
+    job: CompletionTask,
+    follower: AnswerStreamer,
     spelling: Spelling,
     headers: dict[str, str],
 ) -> web.StreamResponse:
@@ -262,7 +262,7 @@ def _num_scored(found: Updates) -> int:
     return sum(len(scored) for _, scored in found.values())
 
 
-def _chunks(job: Job, found: Updates) -> bytes:
+def _chunks(job: CompletionTask, found: Updates) -> bytes:
     """The events of what is new, for one write."""
     data = b""
     for index, (piece, scored) in found.items():

@@ -20,7 +20,7 @@ from tilewright.compiler.targets.cpu.native.program.mapping import Mapped
 from tilewright.compiler.targets.cpu.native.program.packed import MAX_TOKENS, Packed, program_of
 from tilewright.compiler.targets.cpu.native.settings import prints_times
 from tilewright.compiler.targets.host.executable import Batch, HostExecutable, with_all_rows
-from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions, MemoryUse, Seat
+from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions, MemoryUse, Slot
 from tilewright.compiler.targets.interface.step import Snapshot
 
 _NUM_SNAPSHOTS = 64
@@ -46,7 +46,7 @@ class NativeExecutable(HostExecutable):
         has_own = packed.has_sequence_state
         num_held, back = reach_back(windows_of(packed, options.max_context))
         self.capabilities = Capabilities(
-            max_seats=options.max_batch,
+            max_num_seqs=options.max_batch,
             max_context=options.max_context,
             num_snapshots=_NUM_SNAPSHOTS if has_own else 0,
             has_sequence_state=has_own,
@@ -89,14 +89,14 @@ class NativeExecutable(HostExecutable):
             each.astype(np.int32)
             for each in (batch.tokens, batch.positions, batch.cu_seqlens, batch.logit_rows)
         )
-        seats = np.array(batch.seats, dtype=np.int32)
+        slots = np.array(batch.slots, dtype=np.int32)
         found = np.empty((len(rows), width), np.float32)
         if len(tokens) <= MAX_TOKENS:
-            self._run(tokens, positions, bounds, seats, rows, found, batch.decodes)
+            self._run(tokens, positions, bounds, slots, rows, found, batch.decodes)
         else:
-            self._run_cut(tokens, positions, bounds, seats, rows, found, batch.decodes)
-        for seat, end in zip(batch.seats, bounds[1:].tolist(), strict=True):
-            self._lengths[seat] = int(positions[end - 1]) + 1
+            self._run_cut(tokens, positions, bounds, slots, rows, found, batch.decodes)
+        for slot, end in zip(batch.slots, bounds[1:].tolist(), strict=True):
+            self._lengths[slot] = int(positions[end - 1]) + 1
         return found
 
     def _run_cut(
@@ -104,7 +104,7 @@ class NativeExecutable(HostExecutable):
         tokens: np.ndarray,
         positions: np.ndarray,
         bounds: np.ndarray,
-        seats: np.ndarray,
+        slots: np.ndarray,
         rows: np.ndarray,
         found: np.ndarray,
         decodes: bool,
@@ -112,7 +112,7 @@ class NativeExecutable(HostExecutable):
         """Run more tokens than the library's limit, in several calls."""
         for first in range(0, len(tokens), MAX_TOKENS):
             last = min(first + MAX_TOKENS, len(tokens))
-            held = [at for at in range(len(seats)) if bounds[at] < last and bounds[at + 1] > first]
+            held = [at for at in range(len(slots)) if bounds[at] < last and bounds[at + 1] > first]
             cuts = [max(int(bounds[at]), first) - first for at in held]
             wanted = np.flatnonzero((rows >= first) & (rows < last))
             part = np.empty((len(wanted), found.shape[1]), np.float32)
@@ -120,7 +120,7 @@ class NativeExecutable(HostExecutable):
                 np.ascontiguousarray(tokens[first:last]),
                 np.ascontiguousarray(positions[first:last]),
                 np.array([*cuts, last - first], dtype=np.int32),
-                seats[held],
+                slots[held],
                 (rows[wanted] - first).astype(np.int32),
                 part,
                 decodes,
@@ -132,20 +132,20 @@ class NativeExecutable(HostExecutable):
         tokens: np.ndarray,
         positions: np.ndarray,
         bounds: np.ndarray,
-        seats: np.ndarray,
+        slots: np.ndarray,
         rows: np.ndarray,
         found: np.ndarray,
         decodes: bool,
     ) -> None:
         step = lib.TwStep(
             num_tokens=len(tokens),
-            num_sequences=len(seats),
+            num_sequences=len(slots),
             num_rows=len(rows),
             decodes=decodes,
             tokens=tokens.ctypes.data,
             positions=positions.ctypes.data,
             bounds=bounds.ctypes.data,
-            seats=seats.ctypes.data,
+            slots=slots.ctypes.data,
             rows=rows.ctypes.data,
             logits=None if self._is_hidden else found.ctypes.data,
             hidden=found.ctypes.data if self._is_hidden else None,
@@ -162,28 +162,28 @@ class NativeExecutable(HostExecutable):
         if self._times is not None:
             self._times.count_step()
 
-    def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
+    def copy_state(self, source: Slot, target: Slot, num_positions: int) -> None:
         self._library.tw_copy(self._opened(), source, target, num_positions)
         self._lengths[target] = num_positions
 
-    def clear_state(self, seat: Seat) -> None:
-        if self._lengths[seat]:
-            self._lengths[seat] = 0
-            self._library.tw_clear(self._opened(), seat)
+    def clear_state(self, slot: Slot) -> None:
+        if self._lengths[slot]:
+            self._lengths[slot] = 0
+            self._library.tw_clear(self._opened(), slot)
 
-    def save_state(self, seat: Seat, snapshot: Snapshot) -> None:
+    def save_state(self, slot: Slot, snapshot: Snapshot) -> None:
         kept = np.empty(self._sequence_bytes, dtype=np.uint8)
-        self._library.tw_save(self._opened(), seat, kept.ctypes.data)
-        self._snapshots[snapshot] = self.length(seat), kept
+        self._library.tw_save(self._opened(), slot, kept.ctypes.data)
+        self._snapshots[snapshot] = self.length(slot), kept
 
-    def load_state(self, seat: Seat, snapshot: Snapshot) -> int:
+    def load_state(self, slot: Slot, snapshot: Snapshot) -> int:
         position, kept = self._snapshots[snapshot]
-        self._library.tw_load(self._opened(), seat, kept.ctypes.data)
-        self._lengths[seat] = max(self._lengths[seat], position)
+        self._library.tw_load(self._opened(), slot, kept.ctypes.data)
+        self._lengths[slot] = max(self._lengths[slot], position)
         return position
 
     def memory(self) -> MemoryUse:
-        state = sum(self._library.tw_seat_bytes(self._opened(), each) for each in self._lengths)
+        state = sum(self._library.tw_slot_bytes(self._opened(), each) for each in self._lengths)
         own = self._sequence_bytes * sum(each > 0 for each in self._lengths)
         return MemoryUse(self._weight_bytes, state + own)
 
@@ -197,7 +197,7 @@ class NativeExecutable(HostExecutable):
         each, longer = divmod(num_positions, dealt)
         found = num_sequences * self._sequence_bytes
         for length, count in ((each, dealt - longer), (each + 1, longer)):
-            found += count * int(self._library.tw_seat_bytes(self._opened(), length))
+            found += count * int(self._library.tw_slot_bytes(self._opened(), length))
         return found
 
     def _opened(self) -> int:

@@ -79,7 +79,7 @@ def batch_that_fits(
 
 def check_room(
     states: Sequence[lib.TwState],
-    max_seats: int,
+    max_num_seqs: int,
     max_context: int,
     memory: int,
     windows: Sequence[int] = (),
@@ -91,28 +91,28 @@ def check_room(
         CompileError: They do not fit. The message has the sequences and positions that fit.
     """
 
-    def seat_of(num_positions: int) -> int:
+    def slot_of(num_positions: int) -> int:
         return sequence_bytes(states, num_positions, windows)
 
-    seat = seat_of(whole(max_context, _POSITIONS))
-    if seat * max_seats <= memory:
+    slot = slot_of(whole(max_context, _POSITIONS))
+    if slot * max_num_seqs <= memory:
         return
     chunks = range(_POSITIONS, max_context + 1, _POSITIONS)
-    fitting = bisect_right(chunks, memory // max_seats, key=seat_of)
+    fitting = bisect_right(chunks, memory // max_num_seqs, key=slot_of)
     positions = chunks[fitting - 1] if fitting else 0
     allowed = []
-    if memory // seat:
-        allowed.append(f"up to {memory // seat} sequences (--max-seats, max_batch)")
+    if memory // slot:
+        allowed.append(f"up to {memory // slot} sequences (--max-seats, max_batch)")
     if positions:
         allowed.append(f"up to {positions} positions (--max-context, max_context)")
     raise CompileError(
-        f"backend native: {max_seats} sequences of {max_context} positions keep "
-        f"{seat * max_seats / 1e9:,.1f} GB, and the machine has {memory / 1e9:,.1f} GB; "
+        f"backend native: {max_num_seqs} sequences of {max_context} positions keep "
+        f"{slot * max_num_seqs / 1e9:,.1f} GB, and the machine has {memory / 1e9:,.1f} GB; "
         f"allowed: {', or '.join(allowed) or 'a machine with more memory'}"
     )
 
 
-class _Program(Protocol):
+class _ProgramStates(Protocol):
     """Instructions with their numbered states."""
 
     @property
@@ -121,7 +121,7 @@ class _Program(Protocol):
     def states(self) -> Sequence[lib.TwState]: ...
 
 
-def windows_of(program: _Program, max_context: int) -> list[int]:
+def windows_of(program: _ProgramStates, max_context: int) -> list[int]:
     """Return the attention window per state. 0: the whole context."""
     attends = [each for each in program.instructions if lib.OPS[each.op] == "attend"]
     own = {each.state: each.window for each in attends if 0 < each.window < max_context}

@@ -24,9 +24,9 @@ from tilewright.compiler.targets.cpu.native.program.mapping import Mapped
 from tilewright.compiler.targets.cpu.native.program.packed import MAX_TOKENS, Packed
 from tilewright.compiler.targets.host.executable import Batch
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.compiler.targets.interface.step import Open, Seat, Step, StepOutput
+from tilewright.compiler.targets.interface.step import OpenSlot, Slot, Step, StepOutput
 from tilewright.distributed.channel import has_gone
-from tilewright.distributed.peers import Peers
+from tilewright.distributed.peers import SetupCollectives
 from tilewright.errors import ExchangeError
 
 _NEVER = (1 << 63) - 1
@@ -59,7 +59,7 @@ class NativeRank(NativeExecutable):
         self._best: list[np.ndarray] = []
         self._likeliest = np.empty((0, 0), np.float32)
 
-    def join(self, peers: Peers) -> None:
+    def join(self, peers: SetupCollectives) -> None:
         self._sockets, self._limit_s = peers.connect(), peers.limit_s
         for each in self._sockets.values():
             each.setblocking(False)
@@ -149,12 +149,12 @@ class NativeRank(NativeExecutable):
             return True
         if any(chunk.echoes for chunk in step.prompts):
             return True
-        opened = {each.seat: each.sampling for each in step.edits if isinstance(each, Open)}
-        ends = [seat for chunk in step.prompts for seat in (chunk.seat, *chunk.also)]
-        return any(not self._is_plain(seat, opened) for seat in (*step.decode, *ends))
+        opened = {each.slot: each.sampling for each in step.edits if isinstance(each, OpenSlot)}
+        ends = [slot for chunk in step.prompts for slot in (chunk.slot, *chunk.also)]
+        return any(not self._is_plain(slot, opened) for slot in (*step.decode, *ends))
 
-    def _is_plain(self, seat: Seat, opened: Mapping[Seat, SamplingParams]) -> bool:
-        sampling = opened[seat] if seat in opened else self._sittings[seat].sampling
+    def _is_plain(self, slot: Slot, opened: Mapping[Slot, SamplingParams]) -> bool:
+        sampling = opened[slot] if slot in opened else self._slot_states[slot].sampling
         return sampling.is_greedy and not sampling.changes_logits
 
     def _rows_of(self, best: np.ndarray) -> np.ndarray:
@@ -166,13 +166,13 @@ class NativeRank(NativeExecutable):
         rows[np.arange(len(best)), best["token"]] = best["value"]
         return rows
 
-    def _shared(self, peers: Peers) -> list[bytes]:
+    def _shared(self, peers: SetupCollectives) -> list[bytes]:
         """Return the thread counts of all ranks on this machine, identified by host name."""
         own = socket.gethostname().encode()
         found = peers.all_gather(struct.pack("<q", self._num_threads) + own)
         return [each[:8] for each in found if each[8:] == own]
 
-    def _choose_hops(self, peers: Peers) -> str:
+    def _choose_hops(self, peers: SetupCollectives) -> str:
         """Measure sums with one hop and with two. Rank 0's times decide. Return a description."""
         if peers.size == 2 or not self._reductions:
             return "one hop"

@@ -14,10 +14,10 @@ from tilewright.compiler.ir.state import PER_TOKEN, StateSpec
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.cpu.native.memory import REACH_BACK
 from tilewright.compiler.targets.interface.base import (
+    BuiltProgram,
     CompileOptions,
     Executable,
     Holding,
-    Program,
     Progress,
     Stage,
     Target,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tilewright.compiler.ir.recipe import WeightRecipe
     from tilewright.compiler.targets.cpu.native.program.assembly import Assembly
     from tilewright.compiler.targets.cpu.native.program.packed import Packed
-    from tilewright.compiler.targets.program.instructions import Plan
+    from tilewright.compiler.targets.program.instructions import KernelProgram
 
 
 _SHOWN = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -106,7 +106,9 @@ class NativeTarget(Target):
     def check_room(self, graph_module: GraphModule, options: CompileOptions) -> None:
         _check(_assembled(graph_module, options)[1], options)
 
-    def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
+    def load(
+        self, program: BuiltProgram, options: CompileOptions, progress: Progress
+    ) -> Executable:
         from tilewright.compiler.devices import describe_cpu
         from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
         from tilewright.compiler.targets.cpu.native.program.mapping import map_weights
@@ -145,7 +147,9 @@ def _check(program: Assembly | Packed, options: CompileOptions) -> CompileOption
     return dataclasses.replace(options, max_batch=batch)
 
 
-def _assembled(graph_module: GraphModule, options: CompileOptions) -> tuple[Plan, Assembly]:
+def _assembled(
+    graph_module: GraphModule, options: CompileOptions
+) -> tuple[KernelProgram, Assembly]:
     """The plan of a graph of this target's last stage, and what is assembled of it.
 
     Raises:

@@ -32,7 +32,7 @@ Binding = tuple[str, tuple[int, ...], int]
 """Name, shape and address of a tensor for a window of slots."""
 
 
-class _Pages:
+class _LazyZeros:
     """Zero pages from the system. They use memory only after a write."""
 
     def __init__(self, num_bytes: int, what: str, remedy: str) -> None:
@@ -86,7 +86,7 @@ class SlotCaches:
             self._offsets.append((total, total + size * num_slots))
             total += 2 * size * num_slots
         wanted = f"a cache of {total} bytes for {num_slots} sequences of {length} positions"
-        self._pages = _Pages(total, wanted, "sequences or positions")
+        self._pages = _LazyZeros(total, wanted, "sequences or positions")
 
     def bindings(self, first: int, last: int) -> list[Binding]:
         """Return name, shape and address of every cache tensor for slots ``first`` to ``last -
@@ -139,7 +139,7 @@ class SlotStates:
             total += size * num_slots
             total += -total % mmap.PAGESIZE
         wanted = f"state of {total} bytes for {num_slots} sequences"
-        self._pages = _Pages(total, wanted, "sequences")
+        self._pages = _LazyZeros(total, wanted, "sequences")
 
     @property
     def slot_bytes(self) -> int:

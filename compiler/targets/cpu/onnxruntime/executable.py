@@ -21,7 +21,7 @@ from tilewright.compiler.targets.interface.base import (
     Capabilities,
     CompileOptions,
     MemoryUse,
-    Seat,
+    Slot,
 )
 from tilewright.compiler.targets.interface.step import Snapshot
 
@@ -48,7 +48,7 @@ class Window:
 class LastDecode:
     """A decode step with slots that fill a single window in order."""
 
-    seats: tuple[Seat, ...]
+    slots: tuple[Slot, ...]
     window: Window
 
 
@@ -61,7 +61,7 @@ class CpuExecutable(HostExecutable):
         super().__init__()
         self.contract = contract
         self.capabilities = Capabilities(
-            max_seats=options.max_batch,
+            max_num_seqs=options.max_batch,
             max_context=options.max_context,
             num_snapshots=_NUM_SNAPSHOTS if model.states else 0,
             has_sequence_state=bool(model.states),
@@ -83,16 +83,16 @@ class CpuExecutable(HostExecutable):
         if logits is None:
             self._last = None
             logits = self._decode(batch) if batch.decodes else self._prefill(batch)
-        for seat, end in zip(batch.seats, batch.cu_seqlens[1:].tolist(), strict=True):
-            self._lengths[seat] = int(batch.positions[end - 1]) + 1
+        for slot, end in zip(batch.slots, batch.cu_seqlens[1:].tolist(), strict=True):
+            self._lengths[slot] = int(batch.positions[end - 1]) + 1
         return logits
 
     def hidden(self, batch: Batch) -> np.ndarray:
         self._last = None
         self._prefill(batch, num_hidden=len(batch.tokens))
-        (seat,) = batch.seats
-        self._lengths[seat] = int(batch.positions[-1]) + 1
-        return self._window(seat, seat + 1, len(batch.tokens), 0, len(batch.tokens)).hidden
+        (slot,) = batch.slots
+        self._lengths[slot] = int(batch.positions[-1]) + 1
+        return self._window(slot, slot + 1, len(batch.tokens), 0, len(batch.tokens)).hidden
 
     def _continue(self, batch: Batch) -> np.ndarray | None:
         """Run the next decode step of the same slots in the same window. Return None otherwise.
@@ -100,26 +100,26 @@ class CpuExecutable(HostExecutable):
         Weights flow through every cache, so host work between steps is slow. Here it is minimal.
         """
         last = self._last
-        if last is None or last.seats is not batch.seats or not batch.decodes:
+        if last is None or last.slots is not batch.slots or not batch.decodes:
             return None
         last.window.tokens[:, 0] = batch.tokens
         last.window.last_positions[:] = batch.positions
         return self._run(last.window)
 
     def _prefill(self, batch: Batch, num_hidden: int = 0) -> np.ndarray:
-        seat, num_tokens = batch.seats[0], len(batch.tokens)
-        window = self._window(seat, seat + 1, num_tokens, len(batch.logit_rows), num_hidden)
+        slot, num_tokens = batch.slots[0], len(batch.tokens)
+        window = self._window(slot, slot + 1, num_tokens, len(batch.logit_rows), num_hidden)
         window.tokens[0] = batch.tokens
         window.last_positions[0] = int(batch.positions[-1])
         window.logit_rows[:] = batch.logit_rows
         return self._run(window)
 
     def _decode(self, batch: Batch) -> np.ndarray:
-        row_of = {int(seat): row for row, seat in enumerate(batch.seats)}
+        row_of = {int(slot): row for row, slot in enumerate(batch.slots)}
         tokens, positions = batch.tokens.tolist(), batch.positions.tolist()
         parts, order = [], []
         for first, last in plan_windows(sorted(row_of), _MAX_GAP):
-            rows = [row_of.get(seat) for seat in range(first, last)]
+            rows = [row_of.get(slot) for slot in range(first, last)]
             shown = [at for at, row in enumerate(rows) if row is not None]
             window = self._window(first, last, 1, len(shown))
             for at, row in enumerate(rows):
@@ -133,7 +133,7 @@ class CpuExecutable(HostExecutable):
                 self._states.write(slot, pieces)
             order += [row for row in rows if row is not None]
         if len(parts) == 1 and rows == order == list(range(len(rows))):
-            self._last = LastDecode(batch.seats, window)
+            self._last = LastDecode(batch.slots, window)
         if order == sorted(order):
             return parts[0] if len(parts) == 1 else np.concatenate(parts)
         logits = np.empty((len(order), self.vocab_size), np.float32)
@@ -188,24 +188,24 @@ class CpuExecutable(HostExecutable):
             self._windows.popitem(last=False)
         return window
 
-    def clear_state(self, seat: Seat) -> None:
+    def clear_state(self, slot: Slot) -> None:
         self._last = None
-        if self._lengths[seat]:
-            self._lengths[seat] = 0
-            self._caches.release(seat)
-            self._states.release(seat)
+        if self._lengths[slot]:
+            self._lengths[slot] = 0
+            self._caches.release(slot)
+            self._states.release(slot)
 
-    def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
+    def copy_state(self, source: Slot, target: Slot, num_positions: int) -> None:
         self._caches.copy(source, target, num_positions)
         self._states.copy(source, target)
         self._lengths[target] = num_positions
 
-    def save_state(self, seat: Seat, snapshot: Snapshot) -> None:
-        self._snapshots[snapshot] = self.length(seat), self._states.read(seat)
+    def save_state(self, slot: Slot, snapshot: Snapshot) -> None:
+        self._snapshots[snapshot] = self.length(slot), self._states.read(slot)
 
-    def load_state(self, seat: Seat, snapshot: Snapshot) -> int:
+    def load_state(self, slot: Slot, snapshot: Snapshot) -> int:
         position, pieces = self._snapshots[snapshot]
-        self._states.write(seat, pieces)
+        self._states.write(slot, pieces)
         return position
 
     def memory(self) -> MemoryUse:

@@ -21,11 +21,11 @@ from tilewright.compiler.targets.contract.build import build_contract
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.cpu.onnxruntime.numerics import check_fidelities, holding, meanings
 from tilewright.compiler.targets.interface.base import (
+    BuiltProgram,
     CompileOptions,
     Emission,
     Executable,
     Holding,
-    Program,
     Progress,
     Stage,
     Target,
@@ -90,7 +90,9 @@ class CpuTarget(Target):
         self.build(graph_module, *given)
         emission.write("generate.py", Path(generate.__file__).read_bytes())
 
-    def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
+    def load(
+        self, program: BuiltProgram, options: CompileOptions, progress: Progress
+    ) -> Executable:
         from tilewright.compiler.targets.cpu.onnxruntime.executable import CpuExecutable
         from tilewright.compiler.targets.cpu.onnxruntime.model_file import open_model
 

@@ -37,7 +37,7 @@ _LIMIT, _STOPPED = 4, 5
 _FAILED, _BY_RANK, _FOR_PEER, _AT_INDEX = range(4)
 
 
-class _Group(ctypes.Structure):
+class _RankTable(ctypes.Structure):
     _fields_ = (
         ("peers", ctypes.c_uint64 * MOST_RANKS),
         ("state", ctypes.c_void_p),
@@ -49,7 +49,7 @@ class _Group(ctypes.Structure):
 
 class _Reduce(ctypes.Structure):
     _fields_ = (
-        ("group", _Group),
+        ("group", _RankTable),
         *((name, ctypes.c_void_p) for name in ("x", "residual", "norm", "sum", "out")),
         *((name, ctypes.c_int) for name in ("num_rows", "width", "x_stride", "sum_stride")),
         *((name, ctypes.c_int) for name in ("out_stride", "is_bf16")),
@@ -60,7 +60,7 @@ class _Reduce(ctypes.Structure):
 
 class _Best(ctypes.Structure):
     _fields_ = (
-        ("group", _Group),
+        ("group", _RankTable),
         *((name, ctypes.c_void_p) for name in ("keys", "ends", "tokens", "positions", "why")),
         *((name, ctypes.c_int) for name in ("num_rows", "num_keys", "keys_stride")),
         *((name, ctypes.c_int) for name in ("num_ends", "ends_stride", "first")),
@@ -69,7 +69,7 @@ class _Best(ctypes.Structure):
 
 class _Deliver(ctypes.Structure):
     _fields_ = (
-        ("group", _Group),
+        ("group", _RankTable),
         *((name, ctypes.c_void_p) for name in ("x", "out")),
         *((name, ctypes.c_int) for name in ("num_words", "senders", "receivers", "padding")),
     )
@@ -80,10 +80,10 @@ class _Advance(ctypes.Structure):
 
 
 class _Ping(ctypes.Structure):
-    _fields_ = (("group", _Group), ("turns", ctypes.c_int))
+    _fields_ = (("group", _RankTable), ("turns", ctypes.c_int))
 
 
-SOURCE = nvrtc.Source(
+SOURCE = nvrtc.KernelSource(
     Path(__file__).with_name("exchange.cu"),
     (
         "choose_best",
@@ -98,12 +98,12 @@ SOURCE = nvrtc.Source(
         ),
     ),
     headers=("exchange.cuh", "primitives.cuh"),
-    structures=(("Group", _Group), ("Reduce", _Reduce), ("Best", _Best), ("Deliver", _Deliver)),
+    structures=(("Group", _RankTable), ("Reduce", _Reduce), ("Best", _Best), ("Deliver", _Deliver)),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AllReduceConfig:
     """How a row of a sum lies on the device: threads a block, words of 16 bytes a thread, blocks
     that share the row. It says in what order a norm's squares are added, so it never depends on
     how many rows there are.
@@ -123,7 +123,7 @@ class Failure:
     index: int
 
 
-def shape_for(width: int, wire: str) -> Shape:
+def shape_for(width: int, wire: str) -> AllReduceConfig:
     """The shape of rows with a norm: one block where it has room for them, which was measured
     faster than several with a barrier between them.
     """
@@ -132,11 +132,11 @@ def shape_for(width: int, wire: str) -> Shape:
     for num_blocks in (1, 2, 4, 8):
         num_threads = 32 * math.ceil(words / (32 * units * num_blocks))
         if num_threads <= _MOST_THREADS[wire, units]:
-            return Shape(num_threads, units, num_blocks)
+            return AllReduceConfig(num_threads, units, num_blocks)
     raise ValueError(f"rows of {width} columns are wider than a cluster takes")
 
 
-class Exchange:
+class PeerAllReduce:
     """A rank's side of the exchanges of a group. All ranks call the same methods in the same order
     with the same sizes; every method can be captured in a CUDA graph; all run on one stream.
     """
@@ -161,7 +161,7 @@ class Exchange:
         self._ranks = 2 if self.count <= 2 else 4 if self.count <= 4 else 8
         self._state = torch.zeros(8, dtype=torch.int32, device=device)
         self._report = torch.zeros(8, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._group = _Group(
+        self._group = _RankTable(
             (ctypes.c_uint64 * MOST_RANKS)(*addresses), self._state.data_ptr(),
             self._report.data_ptr(), part_bytes, rank, self.count,
         )  # fmt: skip
@@ -197,7 +197,11 @@ class Exchange:
         assert out.shape == x.shape
         if x.is_contiguous() and out.is_contiguous():
             width = _piece(x.numel(), num_threads * units * _ELEMENTS[wire], _ELEMENTS[wire])
-            x, out, shape = x.view(-1, width), out.view(-1, width), Shape(num_threads, units)
+            x, out, shape = (
+                x.view(-1, width),
+                out.view(-1, width),
+                AllReduceConfig(num_threads, units),
+            )
         else:
             shape = shape_for(x.shape[1], wire)
         for part, rows in self._parts(x, wire):
@@ -218,7 +222,7 @@ class Exchange:
         out: Tensor | None = None,
         norm: Tensor | None = None,
         eps: float = 0.0,
-        shape: Shape | None = None,
+        shape: AllReduceConfig | None = None,
     ) -> None:
         """Add all ranks' ``x [R, W]`` to ``stream [R, W]``, both fp32; where there is ``norm [W]``,
         ``out [R, W]`` (bfloat16 or fp32) is the stream's RMSNorm, each row's in one order.
@@ -312,7 +316,9 @@ class Exchange:
             part = slice(first, first + most)
             yield part, x[part]
 
-    def _reduce(self, arguments: _Reduce, wire: str, kind: torch.dtype, shape: Shape) -> None:
+    def _reduce(
+        self, arguments: _Reduce, wire: str, kind: torch.dtype, shape: AllReduceConfig
+    ) -> None:
         held = "bf16" if kind == torch.bfloat16 else "fp32"
         assert shape.units in _UNITS[wire, held], f"{shape} of {held} sent as {wire}"
         name = f"reduce_{wire}_{held}_{shape.units}_{self._ranks}"

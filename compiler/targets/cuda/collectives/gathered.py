@@ -16,8 +16,8 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.collectives.exchange import (
     EMPTY,
     MOST_RANKS,
-    Exchange,
     Failure,
+    PeerAllReduce,
 )
 
 _LEAST = (-0x7F900000 << 32) + 0xFFFFFFFF
@@ -37,8 +37,8 @@ class Gathering(Protocol):
         """
 
 
-class GatheredExchange(Exchange):
-    """An `Exchange` whose kernels run as the first of a group that has sent all its parts: they lie
+class GatheredExchange(PeerAllReduce):
+    """An `PeerAllReduce` whose kernels run as the first of a group that has sent all its parts: they lie
     where it would await them, one after the other, and what it sends itself goes aside. So nothing
     is waited for there, and the slot of the protocol is always the first.
     """
@@ -57,25 +57,25 @@ class GatheredExchange(Exchange):
         self.rank, self.count = gathering.rank, gathering.count
 
     def failure(self) -> Failure | None:
-        """See `Exchange`; after the library's end nothing that was gathered means anything."""
+        """See `PeerAllReduce`; after the library's end nothing that was gathered means anything."""
         if self._gathering.has_ended:
             return Failure(self.rank, self.rank, 0)
         return super().failure()
 
     def all_reduce(self, out: Tensor, x: Tensor, *, wire: str, **how: int) -> None:
-        """See `Exchange`."""
+        """See `PeerAllReduce`."""
         x, wire = self._sent(x, wire)
         super().all_reduce(out, x, wire=wire, **how)
 
     def all_reduce_add(self, x: Tensor, stream: Tensor, *, wire: str, **how: Any) -> None:
-        """See `Exchange`."""
+        """See `PeerAllReduce`."""
         x, wire = self._sent(x, wire)
         super().all_reduce_add(x, stream, wire=wire, **how)
 
     def choose_best(
         self, tokens: Tensor, why: Tensor, keys: Tensor, *, first_column: int, **how: Any
     ) -> None:
-        """See `Exchange`."""
+        """See `PeerAllReduce`."""
         parts = self._room((len(tokens), 1), torch.int64)
         own = parts[self.rank]
         if keys.shape[1]:
@@ -87,7 +87,7 @@ class GatheredExchange(Exchange):
         super().choose_best(tokens, why, best, first_column=0, **how)
 
     def deliver(self, out: Tensor, x: Tensor, *, senders: int, receivers: int) -> None:
-        """See `Exchange`."""
+        """See `PeerAllReduce`."""
         assert x.is_contiguous() and out.is_contiguous() and out.numel() == self.count * x.numel()
         own = x.view(-1).view(torch.int32)
         parts = self._room((len(own),), torch.int32)
@@ -100,7 +100,7 @@ class GatheredExchange(Exchange):
                     words[rank].copy_(own if rank == self.rank else parts[rank])
 
     def end_step(self) -> None:
-        """See `Exchange`; there is nothing to count."""
+        """See `PeerAllReduce`; there is nothing to count."""
 
     def _parts(self, x: Tensor, wire: str) -> Iterator[tuple[slice, Tensor]]:
         kind = torch.float32 if wire == "fp32" else torch.bfloat16

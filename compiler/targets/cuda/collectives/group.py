@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.collectives.exchange import EMPTY, SLOTS, Exchange
+from tilewright.compiler.targets.cuda.collectives.exchange import EMPTY, SLOTS, PeerAllReduce
 from tilewright.compiler.targets.cuda.kernels.sampling.argmax import best_keys, choose
 from tilewright.distributed.group import LOADING_SECONDS
 from tilewright.distributed.parallel import MOST_GPUS, NCCL, PEERS
 from tilewright.errors import ExchangeError
 
 if TYPE_CHECKING:
-    from tilewright.distributed.peers import Peers as Met
+    from tilewright.distributed.peers import SetupCollectives as Met
 
 WARMUP_SECONDS = 120.0
 """How long ranks wait for each other at least until a first step was captured, and while others
@@ -35,24 +35,24 @@ _PART_BYTES = 8 << 20
 _ROOT = 0
 
 
-class Way(Protocol):
+class CollectiveBackend(Protocol):
     """What an exchange goes through."""
 
     def close(self) -> None:
         """Free it; no rank may begin another step."""
 
 
-class Group:
+class RankGroup:
     """All ranks call its methods in the same order. ``sizes``: the columns of the logits that each
     rank has; none where every rank has them all. ``notes``: what people are told of it.
     """
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: PeerAllReduce,
         sizes: tuple[int, ...],
         *,
-        way: Way | None = None,
+        way: CollectiveBackend | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:
         self.exchange, self.sizes, self.notes, self._way = exchange, sizes, notes, way
@@ -155,7 +155,7 @@ class Group:
             self._way.close()
 
 
-def alone(rank: int, count: int, sizes: tuple[int, ...], device: torch.device) -> Group:
+def alone(rank: int, count: int, sizes: tuple[int, ...], device: torch.device) -> RankGroup:
     """A rank whose own values stand in for those of all others: every kernel runs at its real
     shape, and only the way between GPUs is missing. What it computes means nothing.
     """
@@ -164,13 +164,13 @@ def alone(rank: int, count: int, sizes: tuple[int, ...], device: torch.device) -
     own = memory.data_ptr()
     # what is meant for a rank lands where that rank's own part is awaited
     addresses = [own + (each - rank) * _PART_BYTES for each in range(count)]
-    exchange = Exchange(addresses, rank, part_bytes=_PART_BYTES, device=device, kept=memory)
-    return Group(exchange, sizes)
+    exchange = PeerAllReduce(addresses, rank, part_bytes=_PART_BYTES, device=device, kept=memory)
+    return RankGroup(exchange, sizes)
 
 
 def meet(
     met: Met, sizes: tuple[int, ...], device: torch.device, *, asked: str | None = None
-) -> Group:
+) -> RankGroup:
     """Let this rank's GPU and those of the others exchange; all ranks call it.
 
     Args:
@@ -196,18 +196,18 @@ def meet(
     return _limited(_through_nccl(met, sizes, device, why), met)
 
 
-def _through_memory(met: Met, sizes: tuple[int, ...], device: torch.device) -> Group:
-    from tilewright.compiler.targets.cuda.collectives.peer_memory import Peers, check_reached
+def _through_memory(met: Met, sizes: tuple[int, ...], device: torch.device) -> RankGroup:
+    from tilewright.compiler.targets.cuda.collectives.peer_memory import PeerMemory, check_reached
 
     check_reached(device, met.all_gather)
     num_bytes = SLOTS * met.size * _PART_BYTES
-    peers = Peers(met.rank, num_bytes, device, met.all_gather, fill=EMPTY)
-    exchange = Exchange(peers.addresses, met.rank, part_bytes=_PART_BYTES, device=device)
+    peers = PeerMemory(met.rank, num_bytes, device, met.all_gather, fill=EMPTY)
+    exchange = PeerAllReduce(peers.addresses, met.rank, part_bytes=_PART_BYTES, device=device)
     met.abort_with(exchange.stop, has_limit=True)
-    return Group(exchange, sizes, way=peers)
+    return RankGroup(exchange, sizes, way=peers)
 
 
-def _through_nccl(met: Met, sizes: tuple[int, ...], device: torch.device, why: str) -> Group:
+def _through_nccl(met: Met, sizes: tuple[int, ...], device: torch.device, why: str) -> RankGroup:
     from tilewright.compiler.targets.cuda.collectives.gathered import GatheredExchange
     from tilewright.compiler.targets.cuda.collectives.nccl import Nccl
 
@@ -215,10 +215,10 @@ def _through_nccl(met: Met, sizes: tuple[int, ...], device: torch.device, why: s
     met.abort_with(library.abort)
     library.warm_up()
     exchange = GatheredExchange(library, part_bytes=_PART_BYTES, device=device)
-    return Group(exchange, sizes, way=library, notes=(_NOTE.format(why, LOADING_SECONDS),))
+    return RankGroup(exchange, sizes, way=library, notes=(_NOTE.format(why, LOADING_SECONDS),))
 
 
-def _limited(group: Group, met: Met) -> Group:
+def _limited(group: RankGroup, met: Met) -> RankGroup:
     group.limit_s = met.limit_s
     group.exchange.set_limit(max(met.limit_s, WARMUP_SECONDS))
     return group

@@ -114,7 +114,7 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-class Peers:
+class PeerMemory:
     """A rank's memory, and that of the others as this process reaches it.
 
     Attributes:

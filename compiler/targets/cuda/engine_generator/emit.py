@@ -18,10 +18,10 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.plan import (
 from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
 from tilewright.compiler.targets.host.tensor_files import save_tensors
 from tilewright.compiler.targets.interface.base import Emission
-from tilewright.compiler.targets.program.instructions import Plan
+from tilewright.compiler.targets.program.instructions import KernelProgram
 
 
-def emit_engine(plan: Plan, emission: Emission) -> None:
+def emit_engine(plan: KernelProgram, emission: Emission) -> None:
     """Write ``engine.py``, ``model_config.json`` and ``weights/model.safetensors``.
 
     ``emission.settings`` has the ``model_config``.
@@ -43,7 +43,7 @@ def emit_engine(plan: Plan, emission: Emission) -> None:
     save_tensors(tensors, emission.folder / "weights" / "model.safetensors")
 
 
-def engine_source(plan: Plan, config: Mapping[str, Any], *, title: str) -> str:
+def engine_source(plan: KernelProgram, config: Mapping[str, Any], *, title: str) -> str:
     """The text of ``engine.py`` for a ``model_config``, of which ``torch_dtype`` is the weights'.
 
     Raises:
@@ -67,7 +67,7 @@ def choices_for(plan: parts.Plan, config: Mapping[str, Any]) -> Choices:
     return NativeChoices(products="cuda", native=native)
 
 
-def _tensors_of(plan: Plan) -> list[str]:
+def _tensors_of(plan: KernelProgram) -> list[str]:
     """Every tensor of the checkpoint that a typed program reads, once, in its order."""
     found: list[str] = []
     for each in plan.instructions:

@@ -30,7 +30,7 @@ _VALUES = {
 """What products are called, by the tensor group of their weights."""
 
 
-def engine_plan(plan: typed.Plan) -> parts.Plan:
+def engine_plan(plan: typed.KernelProgram) -> parts.Plan:
     """The plan of a generated engine that computes what a typed program does.
 
     Sizes are left to the configuration, so every layer of a kind must be the same but for its
@@ -99,25 +99,25 @@ class _Writer:
     ``offset``: what the program adds to the weights of norms.
     """
 
-    def __init__(self, plan: typed.Plan) -> None:
+    def __init__(self, plan: typed.KernelProgram) -> None:
         self._plan = plan
-        self.offset = float(any(isinstance(each, typed.DeltaRule) for each in plan.instructions))
+        self.offset = float(any(isinstance(each, typed.DeltaRuleOp) for each in plan.instructions))
         self._values: dict[int, tuple[str, int]] = {}  # by buffer: its name and width
         self._mixers = MixerWriter(self._name, self._out, self._norm)
 
     def instruction(self, each: typed.Instruction) -> parts.Instruction | None:
         """Translate an instruction; None where a later one's stands for it as well."""
-        if isinstance(each, typed.Embed):
+        if isinstance(each, typed.EmbedOp):
             return parts.Embed(self._out(each.out, "x"), _one_name(each.table))
-        if isinstance(each, typed.Linear) and each.bias is None:
+        if isinstance(each, typed.LinearOp) and each.bias is None:
             return self._linear(each)
-        if isinstance(each, typed.Norm):
+        if isinstance(each, typed.NormOp):
             x = self._name(each.x)
             return parts.Norm(self._out(each.out, "normed"), x, self._norm(each.weight))
-        if isinstance(each, typed.Gather):
+        if isinstance(each, typed.GatherOp):
             x = self._name(each.x)
             return parts.Gather(self._out(each.out, "last"), x)
-        if isinstance(each, typed.Attend) and _is_plain(each) and not self.offset:
+        if isinstance(each, typed.AttentionOp) and _is_plain(each) and not self.offset:
             qkv = self._name(each.qkv)
             return parts.Attend(self._out(each.out, "heads"), qkv)
         if self.offset and self._mixers.takes(each):
@@ -125,7 +125,7 @@ class _Writer:
         what = getattr(each, "fqn", "") or type(each).__name__
         raise CompileError(f"{what}: no instruction of generated engines; {_NAMES}")
 
-    def _linear(self, each: typed.Linear) -> parts.Linear:
+    def _linear(self, each: typed.LinearOp) -> parts.Linear:
         x = self._name(each.x)
         name = "inner" if each.swiglu else _VALUES.get(each.group, "y")
         return parts.Linear(
@@ -141,14 +141,14 @@ class _Writer:
         """The name of a norm's weight: of the stream's, or of that of the heads of q and k."""
         return _one_name(recipe, self.offset)
 
-    def _out(self, place: typed.Place, name: str) -> str:
+    def _out(self, place: typed.BufferView, name: str) -> str:
         """The name of a value that is written anew; buffers are used for several values."""
         if place.first:
             raise CompileError(f"a value among the columns of another; {_NAMES}")
         self._values[place.buffer] = name, place.width
         return name
 
-    def _name(self, place: typed.Place, first: int = 0, width: int | None = None) -> str:
+    def _name(self, place: typed.BufferView, first: int = 0, width: int | None = None) -> str:
         """The name of the value that a place holds: all its columns, or ``width`` of them from
         ``first`` on.
         """
@@ -158,7 +158,7 @@ class _Writer:
         return name
 
 
-def _is_plain(each: typed.Attend) -> bool:
+def _is_plain(each: typed.AttentionOp) -> bool:
     return not each.window and not each.soft_cap and each.factor == 1.0
 
 

@@ -15,8 +15,8 @@ GATES = "gates"
 
 _LAYER = re.compile(r"^model\.layers\.\d+\.")
 
-_Started = typed.NormHeads | typed.Attend | typed.Route | typed.ExpertLinear
-_TAKEN = _Started | typed.SigmoidGate | typed.DeltaRule | typed.ExpertSum
+_Started = typed.NormHeads | typed.AttentionOp | typed.TopKRouteOp | typed.ExpertLinearOp
+_TAKEN = _Started | typed.SigmoidGate | typed.DeltaRuleOp | typed.ExpertSum
 
 
 class MixerWriter:
@@ -28,7 +28,7 @@ class MixerWriter:
     def __init__(
         self,
         name: Callable[..., str],
-        out: Callable[[typed.Place, str], str],
+        out: Callable[[typed.BufferView, str], str],
         norm: Callable[[WeightRecipe], str],
     ) -> None:
         self._name, self._out, self._norm = name, out, norm
@@ -52,12 +52,12 @@ class MixerWriter:
             return self._gated_attend(started, each)
         if isinstance(each, typed.ExpertSum):
             return self._experts(started, each)
-        assert isinstance(each, typed.DeltaRule) and not started
+        assert isinstance(each, typed.DeltaRuleOp) and not started
         return self._delta_rule(each)
 
     def _gated_attend(self, started: list[_Started], gated: typed.SigmoidGate) -> parts.GatedAttend:
         match started:
-            case [typed.NormHeads() as normed, typed.Attend() as attend]:
+            case [typed.NormHeads() as normed, typed.AttentionOp() as attend]:
                 width = normed.qkv.width
                 x = self._name(normed.qkv, width=width)
                 self._same(x, self._name(gated.gate, first=width, width=gated.gate.width))
@@ -69,7 +69,7 @@ class MixerWriter:
                 return parts.GatedAttend(out, x, q_norm, k_norm)
         raise CompileError("a gate of something else than attention with head norms")
 
-    def _delta_rule(self, each: typed.DeltaRule) -> parts.DeltaRule:
+    def _delta_rule(self, each: typed.DeltaRuleOp) -> parts.DeltaRule:
         convolve = each.convolve
         if convolve is None:
             raise CompileError(f"{each.state.name}: linear attention without a convolution")
@@ -89,7 +89,7 @@ class MixerWriter:
 
     def _experts(self, started: list[_Started], total: typed.ExpertSum) -> parts.Experts:
         match started:
-            case [typed.Route() as route, typed.ExpertLinear() as inner]:
+            case [typed.TopKRouteOp() as route, typed.ExpertLinearOp() as inner]:
                 if total.shared is None or not (total.residual and route.renormalise):
                     raise CompileError(f"{total.fqn}: without an expert of all tokens, or shares")
                 shared, gate = total.shared

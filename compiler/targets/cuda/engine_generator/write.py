@@ -95,7 +95,7 @@ def engine_text(plan: Plan, choices: Choices, *, title: str, num_layers: int) ->
             bodies[name] = [piece for piece in bodies[name] if piece.text in kept]
     bodies = _with_own_names(bodies)
     made = f"PLAN = {_literal(plan)}", f"CHOICES = {_literal(choices)}"
-    bodies["generated"] = [_Piece(made[0], 1), _Piece(made[1], 1)]
+    bodies["generated"] = [_SourceDefinition(made[0], 1), _SourceDefinition(made[1], 1)]
     family = "HYBRID" if isinstance(plan, HybridPlan) else "LLAMA"
     replaced = {"FEW_ROWS": f"FEW_ROWS = {_PRODUCTS[choices.products]}()"}
     if isinstance(choices, NativeChoices):
@@ -130,14 +130,16 @@ def engine_text(plan: Plan, choices: Choices, *, title: str, num_layers: int) ->
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _SourceDefinition:
     """A definition with its decorators, comments and docstring; ``gap``: empty lines before it."""
 
     text: str
     gap: int
 
 
-def _with_own_names(bodies: dict[str, list[_Piece]]) -> dict[str, list[_Piece]]:
+def _with_own_names(
+    bodies: dict[str, list[_SourceDefinition]],
+) -> dict[str, list[_SourceDefinition]]:
     """Rename the names of an included module that an earlier section binds, too."""
     bound: set[str] = set()
     renamed = {}
@@ -152,7 +154,7 @@ def _with_own_names(bodies: dict[str, list[_Piece]]) -> dict[str, list[_Piece]]:
     return renamed
 
 
-def _with_fields(piece: _Piece, choices: Choices, used: str) -> _Piece:
+def _with_fields(piece: _SourceDefinition, choices: Choices, used: str) -> _SourceDefinition:
     """`Choices` without fields that the file does not read and that have their default."""
     if not piece.text.startswith(_CHOICES):
         return piece
@@ -160,7 +162,7 @@ def _with_fields(piece: _Piece, choices: Choices, used: str) -> _Piece:
     unread = [name for name in usual if f"CHOICES.{name}" not in used]
     dropped = tuple(f"    {n}: " for n in unread if getattr(choices, n) == usual[n])
     lines = [line for line in piece.text.splitlines() if not line.startswith(dropped)]
-    return _Piece("\n".join(lines), piece.gap)
+    return _SourceDefinition("\n".join(lines), piece.gap)
 
 
 def _sources_text(native: tuple[str, ...]) -> str:
@@ -180,15 +182,15 @@ def _bases(family: str, native: tuple[str, ...]) -> tuple[str, ...]:
     return (*(each for name, each in known.items() if name in native), last)
 
 
-def _replaced(piece: _Piece, texts: Mapping[str, str]) -> _Piece:
+def _replaced(piece: _SourceDefinition, texts: Mapping[str, str]) -> _SourceDefinition:
     """Return the piece with the text whose key begins it, if there is one."""
     text = next((text for begin, text in texts.items() if piece.text.startswith(begin)), piece.text)
     return replace(piece, text=text)
 
 
-def _body(source: str) -> list[_Piece]:
+def _body(source: str) -> list[_SourceDefinition]:
     """The definitions of a part as they stand."""
-    lines, found = source.splitlines(), list[_Piece]()
+    lines, found = source.splitlines(), list[_SourceDefinition]()
     nodes = ast.parse(source).body
     for index, node in enumerate(nodes):
         if isinstance(node, ast.Import | ast.ImportFrom) or (_is_text(node) and index == 0):
@@ -196,13 +198,13 @@ def _body(source: str) -> list[_Piece]:
         stop = node.end_lineno
         if _is_text(node):  # what is said of the name above
             said = "\n".join(lines[node.lineno - 1 : stop])
-            found[-1] = _Piece(f"{found[-1].text}\n{said}", found[-1].gap)
+            found[-1] = _SourceDefinition(f"{found[-1].text}\n{said}", found[-1].gap)
             continue
         start = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
         while start > 1 and lines[start - 2].startswith("#"):
             start -= 1
         gap = next(n for n in range(3) if n == 2 or lines[start - 2 - n])
-        found.append(_Piece("\n".join(lines[start - 1 : stop]), gap))
+        found.append(_SourceDefinition("\n".join(lines[start - 1 : stop]), gap))
     return found
 
 
@@ -225,7 +227,7 @@ def _first_paragraphs(text: str) -> str:
     return "\n".join(lines)
 
 
-def _joined(body: Iterable[_Piece]) -> str:
+def _joined(body: Iterable[_SourceDefinition]) -> str:
     """Pieces behind a heading, as far apart as they were, or a formatter wants them."""
     text, was_block = "", False
     for each in body:

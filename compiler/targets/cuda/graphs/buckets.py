@@ -15,16 +15,16 @@ from tilewright.compiler.targets.cuda.graphs.capture import DecodeBucket, Prompt
 from tilewright.compiler.targets.cuda.graphs.mixed_graphs import BatchBucket, Passes
 from tilewright.compiler.targets.cuda.kernels.sampling.mask_logits import forbid
 from tilewright.compiler.targets.cuda.plan import has_mixers
-from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
-from tilewright.compiler.targets.cuda.state.token_batch import Rows
+from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
+from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.run import Steps
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.compiler.targets.interface.step import Seat
+from tilewright.compiler.targets.interface.step import Slot
 from tilewright.compiler.targets.interface.token_masks import num_words
-from tilewright.compiler.targets.program.instructions import Plan
+from tilewright.compiler.targets.program.instructions import KernelProgram
 
 
-def prepared_rows_of(plan: Plan, options: CompileOptions) -> int | None:
+def prepared_rows_of(plan: KernelProgram, options: CompileOptions) -> int | None:
     """Return the maximum rows of the decode steps to capture before the first request.
 
     None: all. Ranks capture together, and passes of mixers are captured by size.
@@ -51,7 +51,7 @@ class Buckets:
         rows: Sequence[int],
         tokens: Sequence[int],
         num_choosable: Callable[[], int],
-        table: SeatTable,
+        table: SlotTable,
         passes: Callable[[], Passes] = lambda: (),
         most_pieces: Callable[[], int] = lambda: 1,
         prepared_rows: int | None = None,
@@ -67,14 +67,14 @@ class Buckets:
         self._prepared_rows = prepared_rows
         self._later: deque[Callable[[], object]] = deque()
 
-    def cut(self, seats: tuple[Seat, ...]) -> tuple[tuple[Seat, ...], ...]:
+    def cut(self, slots: tuple[Slot, ...]) -> tuple[tuple[Slot, ...], ...]:
         """Split decode rows by the largest bucket. One bucket is enough: return the same tuple,
         which the next step compares by identity.
         """
         most = self.rows[-1]
-        if len(seats) <= most:
-            return (seats,) if seats else ()
-        return tuple(seats[first : first + most] for first in range(0, len(seats), most))
+        if len(slots) <= most:
+            return (slots,) if slots else ()
+        return tuple(slots[first : first + most] for first in range(0, len(slots), most))
 
     def decode(self, num_rows: int) -> DecodeBucket:
         """The smallest bucket for so many rows."""
@@ -114,7 +114,7 @@ class Buckets:
 
     def prepare(self, longest: int, *, runs_long: bool) -> None:
         """Capture all that steps may run, prompts of up to ``longest`` tokens among them, in every
-        bucket, while nobody is seated; ``runs_long``: prompts that are too long to be captured run
+        bucket, while no slot is in use; ``runs_long``: prompts that are too long to be captured run
         once, so that their kernels are there.
         """
         found: list[tuple[int, Callable[[], BatchBucket | PromptBucket]]] = []
@@ -139,7 +139,7 @@ class Buckets:
         last = torch.zeros(1, dtype=torch.int64).to(device)
         while runs_long and size < longest:
             size = min(2 * size, longest)
-            rows = Rows.padding(size, device)
+            rows = TokenBatch.padding(size, device)
             for from_start in {False, self._steps.attention.begins_otherwise(size)}:
                 self._steps.prefill(rows, logit_rows=last, from_start=from_start)
 

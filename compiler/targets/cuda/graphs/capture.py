@@ -15,24 +15,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.collectives.group import Group
+from tilewright.compiler.targets.cuda.collectives.group import RankGroup
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
     EVERY_DRAWING,
-    Choice,
     Drawing,
+    SamplingBatch,
     make_choice,
 )
 from tilewright.compiler.targets.cuda.plan import has_mixers, num_multiplied
 from tilewright.compiler.targets.cuda.state.pages import PAGE
 from tilewright.compiler.targets.cuda.state.ragged import lay_out
-from tilewright.compiler.targets.cuda.state.slot_table import SeatTable, send, send_into
+from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send, send_into
 from tilewright.compiler.targets.cuda.state.snapshot_positions import NO_MARKS, Marks
 from tilewright.compiler.targets.cuda.state.tables import PagedState
-from tilewright.compiler.targets.cuda.state.token_batch import Rows
+from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.run import Steps
-from tilewright.compiler.targets.host.executable import Sitting
-from tilewright.compiler.targets.interface.step import Chunk, Seat
-from tilewright.compiler.targets.program.instructions import Attend, Plan
+from tilewright.compiler.targets.host.executable import SlotState
+from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
+from tilewright.compiler.targets.program.instructions import AttentionOp, KernelProgram
 
 _PROMPTS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048)
 """The sizes of prompts that are captured: hundreds of launches keep the host busy longer than the
@@ -53,7 +53,7 @@ _SPARE = 1 << 30
 """Bytes that a capture may take beyond what its run did."""
 
 
-def prompt_buckets(plan: Plan, num_ranks: int = 1) -> tuple[int, ...]:
+def prompt_buckets(plan: KernelProgram, num_ranks: int = 1) -> tuple[int, ...]:
     """Tokens of the prompts that are captured, padding included: without mixers up to where the GPU
     takes longer than the host, so that padding would cost more than launches. Several ranks, whose
     parts may differ and who capture all in one order, have none of these longer ones.
@@ -62,7 +62,7 @@ def prompt_buckets(plan: Plan, num_ranks: int = 1) -> tuple[int, ...]:
         return _PROMPTS
     most: float = _LEAST_LONG
     if num_ranks == 1:
-        num_layers = sum(isinstance(each, Attend) for each in plan.instructions)
+        num_layers = sum(isinstance(each, AttentionOp) for each in plan.instructions)
         a_token = max(1, 2 * num_multiplied(plan))
         most = max(most, num_layers * _LAYER_SECONDS * _RATE / a_token)
     return tuple(size for size in sorted(_PROMPTS + _BETWEEN) if size <= most)
@@ -83,7 +83,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Captured:
+class CapturedGraph:
     """A function of no arguments: run once as it stands, then captured, then replayed.
 
     The first run compiles kernels and allocates what the library wants; it must be harmless.
@@ -94,7 +94,7 @@ class Captured:
         run: Callable[[], None],
         device: torch.device,
         pool: Any,
-        group: Group | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         """``group``: whose ranks all capture the same now, and may be late."""
         self._run = run
@@ -142,12 +142,12 @@ class Bucket:
     from logits that masks have changed since.
     """
 
-    def __init__(self, choice: Choice, device: torch.device, pool: Any) -> None:
+    def __init__(self, choice: SamplingBatch, device: torch.device, pool: Any) -> None:
         self.choice = choice
         self.logits = torch.empty(0)
         self._device, self._pool = device, pool
-        self._draws: dict[Drawing, Captured] = {}
-        self._again: Captured | None = None
+        self._draws: dict[Drawing, CapturedGraph] = {}
+        self._again: CapturedGraph | None = None
 
     def choose_again(self, drawing: Drawing | None) -> None:
         """Choose once more from the logits of the last pass, which masks have changed."""
@@ -155,7 +155,7 @@ class Bucket:
         if drawing is not None:
             self._draw(drawing)
 
-    def _capture_again(self) -> Captured:
+    def _capture_again(self) -> CapturedGraph:
         if self._again is None:
             self._again = self._captured(lambda: self.choice.take_likeliest(self.logits))
         return self._again
@@ -167,8 +167,8 @@ class Bucket:
         for drawing in EVERY_DRAWING:
             self._capture_draw(drawing)
 
-    def _captured(self, run: Callable[[], None]) -> Captured:
-        return Captured(run, self._device, self._pool, self.choice.group)
+    def _captured(self, run: Callable[[], None]) -> CapturedGraph:
+        return CapturedGraph(run, self._device, self._pool, self.choice.group)
 
     def _draw(self, drawing: Drawing) -> None:
         """Replace the likeliest tokens, which the last pass chose, where rows draw."""
@@ -192,22 +192,22 @@ class DecodeBucket(Bucket):
 
     def __init__(self, steps: Steps, num_rows: int, width: int, num_ends: int, pool: Any) -> None:
         self.num_rows = num_rows
-        self.rows = Rows.padding(num_rows, steps.device)
+        self.rows = TokenBatch.padding(num_rows, steps.device)
         tokens, positions = self.rows.tokens, self.rows.positions
         choice = make_choice(
             num_rows, width, num_ends, tokens, positions=positions, group=steps.group
         )
         super().__init__(choice, steps.device, pool)
         self._steps = steps
-        self._passes: dict[int, Captured] = {}  # by reach
+        self._passes: dict[int, CapturedGraph] = {}  # by reach
 
-    def sit(self, table: SeatTable, seats: Sequence[Seat], positions: np.ndarray) -> Tensor:
-        """Up to B seats take the rows of this bucket, and read their tokens at ``positions``; the
+    def admit(self, table: SlotTable, slots: Sequence[Slot], positions: np.ndarray) -> Tensor:
+        """Up to B slots take the rows of this bucket, and read their tokens at ``positions``; the
         rows ``[B]`` of the table that they have, padding's for the other rows.
         """
         assert self.rows.words is not None
-        staged, count = np.zeros((3, self.num_rows), dtype=np.int64), len(seats)
-        staged[0, :count] = staged[2, :count] = seats
+        staged, count = np.zeros((3, self.num_rows), dtype=np.int64), len(slots)
+        staged[0, :count] = staged[2, :count] = slots
         staged[0, count:] = table.padding
         staged[1, :count], staged[1, count:] = positions, -1
         sent = send(staged, self._device)
@@ -232,7 +232,7 @@ class DecodeBucket(Bucket):
         if drawing is not None:
             self._draw(drawing)
 
-    def _capture(self, reach: int) -> Captured:
+    def _capture(self, reach: int) -> CapturedGraph:
         if reach not in self._passes:
             kept = [each.clone() for each in (self.rows.tokens, self.rows.positions)]
             self.rows.positions.fill_(-1)  # while it is compiled and captured, all is padding
@@ -248,17 +248,17 @@ class DecodeBucket(Bucket):
 
 
 @dataclass(slots=True)
-class Seated:
-    """The seats in the rows of a bucket, in order, and their rows of the table, padding included.
+class CapturedSlots:
+    """The slots in the rows of a bucket, in order, and their rows of the table, padding included.
 
     ``drawing``: what their draws ask for; None where all are greedy. ``is_late``: some of them are
     chosen for by the host. ``lengths [B]`` (int64): positions that they held at first.
     ``num_steps``: steps since then; sittings know of them once :meth:`settle` has told them.
-    ``num_covered``: steps for which every seat is known to have pages. An unchanged step reads and
+    ``num_covered``: steps for which every slot is known to have pages. An unchanged step reads and
     writes two integers.
     """
 
-    seats: tuple[Seat, ...]
+    slots: tuple[Slot, ...]
     bucket: DecodeBucket
     at: Tensor
     drawing: Drawing | None
@@ -272,19 +272,19 @@ class Seated:
         self.longest = int(self.lengths.max())
 
     def advance(self, state: PagedState) -> int:
-        """Each seat has one position more, for which it must have a page; those of the longest."""
+        """Each slot has one position more, for which it must have a page; those of the longest."""
         self.num_steps += 1
         if self.num_steps > self.num_covered:
-            free = state.check_all(self.seats, self.lengths + self.num_steps)
+            free = state.check_all(self.slots, self.lengths + self.num_steps)
             self.num_covered = self.num_steps + free
         return self.longest + self.num_steps
 
-    def settle(self, sittings: Mapping[Seat, Sitting]) -> None:
+    def settle(self, slot_states: Mapping[Slot, SlotState]) -> None:
         """Tell those who still sit how many positions they hold."""
         lengths = (self.lengths + self.num_steps).tolist()
-        for seat, length in zip(self.seats, lengths, strict=True):
-            if (sitting := sittings.get(seat)) is not None:
-                sitting.length = length
+        for slot, length in zip(self.slots, lengths, strict=True):
+            if (slot_state := slot_states.get(slot)) is not None:
+                slot_state.length = length
 
 
 class PromptBucket(Bucket):
@@ -297,7 +297,7 @@ class PromptBucket(Bucket):
     def __init__(
         self,
         steps: Steps,
-        table: SeatTable,
+        table: SlotTable,
         num_tokens: int,
         width: int,
         pool: Any,
@@ -306,12 +306,12 @@ class PromptBucket(Bucket):
         self.num_tokens, self._table = num_tokens, table
         self._words = torch.zeros(4 * num_tokens + 3, dtype=torch.int64, device=device)
         words, self._at, self.last, ends = self._words.split((4 * num_tokens, 1, 1, 1))
-        self.rows = Rows.over(words.view(4, num_tokens))
+        self.rows = TokenBatch.over(words.view(4, num_tokens))
         tokens = torch.zeros(1, dtype=torch.int64, device=device)
         choice = make_choice(1, width, table.num_ends, tokens, positions=ends, group=steps.group)
         super().__init__(choice, device, pool)
         self._steps = steps
-        self._passes: dict[bool, Captured] = {}
+        self._passes: dict[bool, CapturedGraph] = {}
 
     def prepare(self) -> None:
         """Capture all that a prompt may run; a step's rows must not be in it."""
@@ -320,14 +320,16 @@ class PromptBucket(Bucket):
         for drawing in EVERY_DRAWING:
             self._capture_draw(drawing)
 
-    def run(self, chunk: Chunk, drawing: Drawing | None = None, marks: Marks = NO_MARKS) -> None:
-        """Run a piece with its marks; its next token is chosen as the table says for its seat."""
+    def run(
+        self, chunk: PrefillChunk, drawing: Drawing | None = None, marks: Marks = NO_MARKS
+    ) -> None:
+        """Run a piece with its marks; its next token is chosen as the table says for its slot."""
         captured = self._capture(self._from_start(chunk.start))
         staged = np.zeros(4 * self.num_tokens + 3, dtype=np.int64)
         rows = staged[:-3].reshape(4, -1)
         rows[1::2] = -1
         lay_out(rows, (chunk,), self.num_tokens, marks)
-        staged[-3], staged[-2], staged[-1] = chunk.seat, len(chunk.tokens) - 1, chunk.end
+        staged[-3], staged[-2], staged[-1] = chunk.slot, len(chunk.tokens) - 1, chunk.end
         send_into(self._words, staged)
         captured()
         if drawing is not None:
@@ -337,7 +339,7 @@ class PromptBucket(Bucket):
         """Whether it attends in the way of prompts that begin at position 0."""
         return first == 0 and self._steps.attention.begins_otherwise(self.num_tokens)
 
-    def _capture(self, from_start: bool) -> Captured:
+    def _capture(self, from_start: bool) -> CapturedGraph:
         if from_start not in self._passes:
             self.rows.positions.fill_(-1)
             self.last.zero_()

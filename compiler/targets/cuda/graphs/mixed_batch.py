@@ -11,67 +11,73 @@ from tilewright.compiler.targets.cuda.outputs.deferred_sampling import choose_no
 from tilewright.compiler.targets.cuda.outputs.sampled_tokens import Answers
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import drawing_of
 from tilewright.compiler.targets.cuda.state.ragged import join, num_tokens_of
-from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
+from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.steps.run import Steps
-from tilewright.compiler.targets.host.executable import Sitting
-from tilewright.compiler.targets.interface.step import Chunk, Part, Seat, Step
+from tilewright.compiler.targets.host.executable import SlotState
+from tilewright.compiler.targets.interface.step import PrefillChunk, SamplerOutput, Slot, Step
 
 
 class Joined:
     """Runs pieces of several prompts as one batch, for an executable. ``check`` finds who sits
-    where a piece belongs; ``leave`` takes back what a bucket holds of its seats.
+    where a piece belongs; ``leave`` takes back what a bucket holds of its slots.
     """
 
     def __init__(
         self,
         steps: Steps,
         state: PagedState,
-        table: SeatTable,
+        table: SlotTable,
         buckets: Buckets,
         answers: Answers,
-        sittings: Mapping[Seat, Sitting],
+        slot_states: Mapping[Slot, SlotState],
         *,
-        check: Callable[[Chunk], Sitting],
+        check: Callable[[PrefillChunk], SlotState],
         leave: Callable[[], None],
     ) -> None:
         self._steps, self._state, self._table = steps, state, table
-        self._buckets, self._answers, self._sittings = buckets, answers, sittings
+        self._buckets, self._answers, self._slot_states = buckets, answers, slot_states
         self._check, self._leave = check, leave
 
-    def run(self, chunks: Sequence[Chunk], step: Step, riding: tuple[Seat, ...] = ()) -> list[Part]:
-        """Pieces of prompts, and a token of seats that decode, in one batch; what is chosen."""
+    def run(
+        self, chunks: Sequence[PrefillChunk], step: Step, riding: tuple[Slot, ...] = ()
+    ) -> list[SamplerOutput]:
+        """Pieces of prompts, and a token of slots that decode, in one batch; what is chosen."""
         for chunk in chunks:
-            sitting = self._check(chunk)
-            sitting.length, sitting.token = chunk.end, None
+            slot_state = self._check(chunk)
+            slot_state.length, slot_state.token = chunk.end, None
         held = self._go_on(riding)
-        ends = {seat: at + 1 for seat, at in held.items()}
-        ends |= {chunk.seat: chunk.end for chunk in chunks if chunk.chooses}
+        ends = {slot: at + 1 for slot, at in held.items()}
+        ends |= {chunk.slot: chunk.end for chunk in chunks if chunk.chooses}
         may_be_captured = self._answers.may_be_captured(tuple(ends), step)
         found = self._buckets.batch(num_tokens_of(chunks), len(ends)) if may_be_captured else None
         if found is None:
             return self._uncaptured(chunks, step, held, ends)
         bucket, size = found
-        drawing = drawing_of([self._sittings[seat].sampling for seat in ends])
+        drawing = drawing_of([self._slot_states[slot].sampling for slot in ends])
         now = None if step.masked else drawing
         bucket.run(size, chunks, held, ends, now, self._state.marks(chunks))
         self._state.keep(chunks)
-        seats = tuple(ends)
-        if not seats:
+        slots = tuple(ends)
+        if not slots:
             return []
         if step.masked:
-            return [self._answers.masked(seats, bucket, step, drawing)]
-        return [self._answers.chosen(seats, bucket.logits[: len(seats)], bucket.choice, step)]
+            return [self._answers.masked(slots, bucket, step, drawing)]
+        return [self._answers.chosen(slots, bucket.logits[: len(slots)], bucket.choice, step)]
 
     def _uncaptured(
-        self, chunks: Sequence[Chunk], step: Step, held: dict[Seat, int], ends: dict[Seat, int]
-    ) -> list[Part]:
+        self,
+        chunks: Sequence[PrefillChunk],
+        step: Step,
+        held: dict[Slot, int],
+        ends: dict[Slot, int],
+    ) -> list[SamplerOutput]:
         """A batch that is larger than those captured, or whose tokens are chosen late."""
         riding = tuple(held)
         ragged = join(
             chunks,
             self._table.device,
-            seats=riding,
+            slots=riding,
             positions=tuple(held.values()),
             marks=self._state.marks(chunks),
         )
@@ -87,22 +93,22 @@ class Joined:
         self._state.keep(chunks)
         if logits is None:
             return []
-        seats = tuple(ends)
-        chosen = [self._sittings[seat].sampling for seat in seats]
-        if self._answers.is_late(seats, step):
-            return [self._answers.late(seats, logits, step)]
+        slots = tuple(ends)
+        chosen = [self._slot_states[slot].sampling for slot in slots]
+        if self._answers.is_late(slots, step):
+            return [self._answers.late(slots, logits, step)]
         at, width = [*ends.values()], self._answers.num_choosable
-        choice = choose_now(self._table, seats, at, width, logits, chosen, self._steps.group)
-        self._table.give_back(self._table.index(seats), choice.tokens)
-        return [self._answers.chosen(seats, logits, choice, step)]
+        choice = choose_now(self._table, slots, at, width, logits, chosen, self._steps.group)
+        self._table.give_back(self._table.index(slots), choice.tokens)
+        return [self._answers.chosen(slots, logits, choice, step)]
 
-    def _go_on(self, seats: tuple[Seat, ...]) -> dict[Seat, int]:
-        """Each seat has one position more, outside of a bucket; where their tokens stand."""
-        if not seats:
+    def _go_on(self, slots: tuple[Slot, ...]) -> dict[Slot, int]:
+        """Each slot has one position more, outside of a bucket; where their tokens stand."""
+        if not slots:
             return {}
         self._leave()
-        held = [self._sittings[seat].length for seat in seats]
-        self._state.check_all(seats, np.array(held) + 1)
-        for seat, at in zip(seats, held, strict=True):
-            self._sittings[seat].length = at + 1
-        return dict(zip(seats, held, strict=True))
+        held = [self._slot_states[slot].length for slot in slots]
+        self._state.check_all(slots, np.array(held) + 1)
+        for slot, at in zip(slots, held, strict=True):
+            self._slot_states[slot].length = at + 1
+        return dict(zip(slots, held, strict=True))

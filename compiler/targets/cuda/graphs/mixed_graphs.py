@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilewright.compiler.targets.cuda.graphs.capture import Bucket, Captured
+from tilewright.compiler.targets.cuda.graphs.capture import Bucket, CapturedGraph
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import Drawing, make_choice
 from tilewright.compiler.targets.cuda.state.ragged import SHORT_BLOCK, lay_out
-from tilewright.compiler.targets.cuda.state.slot_table import SeatTable, send_into
+from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send_into
 from tilewright.compiler.targets.cuda.state.snapshot_positions import NO_MARKS, Marks
-from tilewright.compiler.targets.cuda.state.token_batch import Rows
+from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.run import Steps
-from tilewright.compiler.targets.interface.step import Chunk, Seat
+from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
 
 _TOTALS = (128, 256, 384, 512, 640, 896, 1024)
 """Rows of whole passes, of whole tiles of the library's: of a few more its products take as long as
@@ -59,7 +59,7 @@ def _sizes(width: int) -> tuple[int, ...]:
     return tuple(sorted({_LEAST, *(each - taken for each in _TOTALS if each - taken > _LEAST)}))
 
 
-class _Pass:
+class _MixedGraph:
     """One captured number of tokens: what it reads, in one piece of memory, and its graph.
 
     ``rows``: of the pieces, and behind them of those that ride along; ``wanted``: whose logits are
@@ -70,13 +70,13 @@ class _Pass:
 
     def __init__(self, num_tokens: int, width: int, most: int, device: torch.device) -> None:
         self.num_tokens, self.width = num_tokens, width
-        self.captured: Captured | None = None
+        self.captured: CapturedGraph | None = None
         self._sizes = 4 * (num_tokens + width), 3 * width, most + 1
         self._words = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
         words, each, self.starts = self._words.split(self._sizes)
         words = words.view(4, -1)
         words[1], words[3] = -1, -1
-        self.rows = Rows(*words)
+        self.rows = TokenBatch(*words)
         self.wanted, self.at, self.ends = each.view(3, width)
         self.starts[1:] = num_tokens
 
@@ -87,13 +87,13 @@ class _Pass:
 
     def upload(
         self,
-        chunks: Sequence[Chunk],
-        held: Mapping[Seat, int],
-        ends: Mapping[Seat, int],
+        chunks: Sequence[PrefillChunk],
+        held: Mapping[Slot, int],
+        ends: Mapping[Slot, int],
         none: int,
         marks: Marks,
     ) -> None:
-        """Pieces with their marks, and seats that ride along with the positions that they hold;
+        """Pieces with their marks, and slots that ride along with the positions that they hold;
         ``ends``: those that get a token, the riding ones first; ``none``: the table's row for
         nobody.
         """
@@ -121,7 +121,7 @@ class BatchBucket(Bucket):
     def __init__(
         self,
         steps: Steps,
-        table: SeatTable,
+        table: SlotTable,
         width: int,
         sizes: Sequence[int],
         most: int,
@@ -134,7 +134,7 @@ class BatchBucket(Bucket):
         super().__init__(choice, device, pool)
         self.width, self._sizes, self._most = width, tuple(sizes), most
         self._steps, self._table = steps, table
-        self._passes: dict[int, _Pass] = {}
+        self._passes: dict[int, _MixedGraph] = {}
         self._at = torch.empty(0)
 
     def size_for(self, num_tokens: int) -> int | None:
@@ -154,13 +154,13 @@ class BatchBucket(Bucket):
     def run(
         self,
         num_tokens: int,
-        chunks: Sequence[Chunk],
-        held: Mapping[Seat, int],
-        ends: Mapping[Seat, int],
+        chunks: Sequence[PrefillChunk],
+        held: Mapping[Slot, int],
+        ends: Mapping[Slot, int],
         drawing: Drawing | None,
         marks: Marks = NO_MARKS,
     ) -> None:
-        """Run a pass of a captured number of tokens, as :meth:`_Pass.upload` says; each seat of
+        """Run a pass of a captured number of tokens, as :meth:`_MixedGraph.upload` says; each slot of
         ``ends`` reads what was chosen for it next.
         """
         found = self._pass(num_tokens)
@@ -176,15 +176,15 @@ class BatchBucket(Bucket):
         super().choose_again(drawing)
         self._table.give_back(self._at, self.choice.tokens)
 
-    def _pass(self, num_tokens: int) -> _Pass:
+    def _pass(self, num_tokens: int) -> _MixedGraph:
         if num_tokens not in self._passes:
-            made = _Pass(num_tokens, self.width, self._most, self._device)
+            made = _MixedGraph(num_tokens, self.width, self._most, self._device)
             made.at.fill_(self._table.padding)
             self._passes[num_tokens] = made
             made.captured = self._captured(lambda: self._run(made))
         return self._passes[num_tokens]
 
-    def _run(self, made: _Pass) -> None:
+    def _run(self, made: _MixedGraph) -> None:
         """Padding that rides along may read any token: it stands nowhere."""
         held = self._table.tokens
         torch.index_select(held, 0, made.at, out=made.rows.tokens[made.riding])

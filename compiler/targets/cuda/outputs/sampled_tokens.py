@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.collectives.group import Group
+from tilewright.compiler.targets.cuda.collectives.group import RankGroup
 from tilewright.compiler.targets.cuda.graphs.capture import Bucket
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import (
     DeviceChoice,
@@ -22,41 +22,51 @@ from tilewright.compiler.targets.cuda.outputs.deferred_sampling import (
 )
 from tilewright.compiler.targets.cuda.outputs.pinned_ring import Ends, Readings
 from tilewright.compiler.targets.cuda.outputs.pooled_states import read_pooled
-from tilewright.compiler.targets.cuda.outputs.sampling_batch import Choice, Drawing, drawing_of
-from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
-from tilewright.compiler.targets.host.executable import HostChoice, Sitting, log_probs
-from tilewright.compiler.targets.interface.step import Chosen, Chunk, Part, Seat, Step
+from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
+    Drawing,
+    SamplingBatch,
+    drawing_of,
+)
+from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
+from tilewright.compiler.targets.host.executable import HostChoice, SlotState, log_probs
+from tilewright.compiler.targets.interface.step import (
+    Chosen,
+    PrefillChunk,
+    SamplerOutput,
+    Slot,
+    Step,
+)
 from tilewright.compiler.targets.interface.token_masks import Allowed
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """Seats of a follower whose tokens rank 0 chooses."""
+    """Slots of a follower whose tokens rank 0 chooses."""
 
-    seats: tuple[Seat, ...]
+    slots: tuple[Slot, ...]
 
 
 class Answers:
-    """Makes the parts of steps. ``leave`` takes back what a bucket holds of its seats; ``width``
+    """Makes the parts of steps. ``leave`` takes back what a bucket holds of its slots; ``width``
     says how many tokens there are to choose from.
     """
 
     def __init__(
         self,
-        table: SeatTable,
-        sittings: dict[Seat, Sitting],
+        table: SlotTable,
+        slot_states: dict[Slot, SlotState],
         *,
         leave: Callable[[], None],
         width: Callable[[], int],
-        num_seats: int,
+        num_slots: int,
     ) -> None:
-        self._table, self._sittings = table, sittings
+        self._table, self._slot_states = table, slot_states
         self._leave, self._width = leave, width
-        self._readings = Readings(num_seats, table.device)
-        self._ends: dict[Seat, frozenset[int]] = {}
+        self._readings = Readings(num_slots, table.device)
+        self._ends: dict[Slot, frozenset[int]] = {}
         self._waiting: list[HostChoice | DeviceChoice | _Told] = []
         self._is_one_pass = True
-        self.group: Group | None = None
+        self.group: RankGroup | None = None
 
     @property
     def follows(self) -> bool:
@@ -73,17 +83,17 @@ class Answers:
         """How many tokens there are to choose from."""
         return self._width()
 
-    def open(self, seat: Seat, end_tokens: Sequence[int]) -> None:
-        """A seat's end tokens, where the device has no room for all of them."""
+    def open(self, slot: Slot, end_tokens: Sequence[int]) -> None:
+        """A slot's end tokens, where the device has no room for all of them."""
         if len(end_tokens) > self._table.num_ends:
-            self._ends[seat] = frozenset(end_tokens)
+            self._ends[slot] = frozenset(end_tokens)
 
-    def close(self, seat: Seat) -> None:
-        """Forget a seat, whose answer has ended."""
-        self._ends.pop(seat, None)
+    def close(self, slot: Slot) -> None:
+        """Forget a slot, whose answer has ended."""
+        self._ends.pop(slot, None)
 
     def forget(self) -> None:
-        """Forget all seats, and choices that are waited for."""
+        """Forget all slots, and choices that are waited for."""
         self._waiting.clear()
         self._ends.clear()
 
@@ -92,79 +102,81 @@ class Answers:
         assert not self._waiting, "the last step's choice is still waited for"
         self._is_one_pass = num_passes == 1
 
-    def is_late(self, seats: Sequence[Seat], step: Step) -> bool:
-        """Whether tokens of these seats cannot be chosen by the step itself."""
-        return step.masked or not self.may_be_captured(seats, step)
+    def is_late(self, slots: Sequence[Slot], step: Step) -> bool:
+        """Whether tokens of these slots cannot be chosen by the step itself."""
+        return step.masked or not self.may_be_captured(slots, step)
 
-    def may_be_captured(self, seats: Sequence[Seat], step: Step) -> bool:
-        """Whether these seats may take part in a captured pass of several kinds of rows: the device
+    def may_be_captured(self, slots: Sequence[Slot], step: Step) -> bool:
+        """Whether these slots may take part in a captured pass of several kinds of rows: the device
         chooses for them, at once or, of one rank, once masks are there.
         """
         if step.logprobs is not None or (step.masked and self.group is not None):
             return False
-        return not any(needs_host(self._sittings[seat].sampling) for seat in seats)
+        return not any(needs_host(self._slot_states[slot].sampling) for slot in slots)
 
-    def chosen(self, seats: tuple[Seat, ...], logits: Tensor, choice: Choice, step: Step) -> Part:
+    def chosen(
+        self, slots: tuple[Slot, ...], logits: Tensor, choice: SamplingBatch, step: Step
+    ) -> SamplerOutput:
         """What the device chose, on its way to the host."""
         kept = None
         if step.want_logits:
             whole = self._whole(logits)
             kept = None if self.follows else whole.to("cpu", copy=True)
         if self.follows:
-            return _nothing(seats)
-        count = len(seats)
-        read = self._readings.of(choice.tokens[:count], choice.why[:count], self._ends_of(seats))
-        return Part(seats, self._checked(read), None if kept is None else lambda: kept)
+            return _nothing(slots)
+        count = len(slots)
+        read = self._readings.of(choice.tokens[:count], choice.why[:count], self._ends_of(slots))
+        return SamplerOutput(slots, self._checked(read), None if kept is None else lambda: kept)
 
-    def pooled(self, parts: Sequence[Tensor], count: int) -> Part:
+    def pooled(self, parts: Sequence[Tensor], count: int) -> SamplerOutput:
         """Return the states of a chunk of ``count`` tokens, from `pool_rows` of its parts."""
         if self.follows:
             return _nothing(())
         total = torch.stack([each[0] for each in parts]).sum(0)
         both = torch.stack((total, parts[-1][1]))
-        return Part((), self._checked(read_pooled(both, count)))
+        return SamplerOutput((), self._checked(read_pooled(both, count)))
 
     def masked(
         self,
-        seats: tuple[Seat, ...],
+        slots: tuple[Slot, ...],
         bucket: Bucket,
         step: Step,
         drawing: Drawing | None,
-    ) -> Part:
+    ) -> SamplerOutput:
         """What the device chooses again from the logits of a bucket's pass, once masks are there;
-        the seats hold it where they hold what the pass itself chooses.
+        the slots hold it where they hold what the pass itself chooses.
         """
-        logits = bucket.logits[: len(seats)]
+        logits = bucket.logits[: len(slots)]
         if not self._is_one_pass:
-            return self._masked(seats, logits, step)
+            return self._masked(slots, logits, step)
         again = partial(bucket.choose_again, drawing)
         kept = logits.clone() if step.want_logits else None
-        return self._waits(seats, logits, bucket.choice, again, kept)
+        return self._waits(slots, logits, bucket.choice, again, kept)
 
     def late(
-        self, seats: tuple[Seat, ...], logits: Tensor, step: Step, echo: Chunk | None = None
-    ) -> Part:
+        self, slots: tuple[Slot, ...], logits: Tensor, step: Step, echo: PrefillChunk | None = None
+    ) -> SamplerOutput:
         """The choice by the host, the tokens going back to the device before the next step; or by
         the device, where masks are all that is late: they are made while this step runs.
         """
         logits = self._whole(logits)
         if self.follows:
-            return self._told_later(seats, step)
-        by_host = any(needs_host(self._sittings[seat].sampling) for seat in seats)
+            return self._told_later(slots, step)
+        by_host = any(needs_host(self._slot_states[slot].sampling) for slot in slots)
         if step.masked and step.logprobs is None and echo is None and not by_host:
-            return self._masked(seats, logits, step)
+            return self._masked(slots, logits, step)
         kept = logits.to("cpu", copy=True)
         found = None
         if echo is not None and step.logprobs is not None:
             found = log_probs(kept[: len(echo.echoed)], echo.echoed, step.logprobs)
-        is_prompt = len(kept) != len(seats)
-        last = kept[-1:].repeat(len(seats), 1) if is_prompt else kept
-        choice = HostChoice(seats, last.numpy(), step.logprobs, found, self._width())
+        is_prompt = len(kept) != len(slots)
+        last = kept[-1:].repeat(len(slots), 1) if is_prompt else kept
+        choice = HostChoice(slots, last.numpy(), step.logprobs, found, self._width())
         if step.masked:
             self._waiting.append(choice)
         else:
             self._finish(choice, Allowed())
-        return Part(seats, choice.read, (lambda: kept) if step.want_logits else None)
+        return SamplerOutput(slots, choice.read, (lambda: kept) if step.want_logits else None)
 
     def choose(self, allowed: Allowed) -> None:
         """Make the choices that wait for masks; a follower is told them."""
@@ -172,57 +184,57 @@ class Answers:
             self._finish(choice, allowed)
         self._waiting.clear()
 
-    def _told_later(self, seats: tuple[Seat, ...], step: Step) -> Part:
-        told = _Told(seats)
+    def _told_later(self, slots: tuple[Slot, ...], step: Step) -> SamplerOutput:
+        told = _Told(slots)
         if step.masked:
             self._waiting.append(told)
         else:
             self._finish(told, Allowed())
-        return _nothing(seats)
+        return _nothing(slots)
 
-    def _masked(self, seats: tuple[Seat, ...], logits: Tensor, step: Step) -> Part:
+    def _masked(self, slots: tuple[Slot, ...], logits: Tensor, step: Step) -> SamplerOutput:
         """The choice outside of a graph, from a copy that neither masks nor passes change."""
-        chosen_for = [self._sittings[seat] for seat in seats]
+        chosen_for = [self._slot_states[slot] for slot in slots]
         lengths = [each.length for each in chosen_for]
-        choice = choice_of(self._table, seats, lengths, self._width())
+        choice = choice_of(self._table, slots, lengths, self._width())
         drawing = drawing_of(each.sampling for each in chosen_for)
-        is_prompt = len(logits) != len(seats)
-        rows = logits[-1:].repeat(len(seats), 1) if is_prompt else logits.clone()
+        is_prompt = len(logits) != len(slots)
+        rows = logits[-1:].repeat(len(slots), 1) if is_prompt else logits.clone()
         kept = logits.clone() if step.want_logits else None
 
         def again() -> None:
             self._leave()
             choice.apply(rows, drawing)
-            self._table.give_back(self._table.index(seats), choice.tokens)
+            self._table.give_back(self._table.index(slots), choice.tokens)
 
-        return self._waits(seats, rows, choice, again, kept)
+        return self._waits(slots, rows, choice, again, kept)
 
     def _waits(
         self,
-        seats: tuple[Seat, ...],
+        slots: tuple[Slot, ...],
         logits: Tensor,
-        choice: Choice,
+        choice: SamplingBatch,
         again: Callable[[], None],
         kept: Tensor | None,
-    ) -> Part:
-        ends = self._ends_of(seats)
-        late = DeviceChoice(seats, logits, choice, again, self._readings, ends)
+    ) -> SamplerOutput:
+        ends = self._ends_of(slots)
+        late = DeviceChoice(slots, logits, choice, again, self._readings, ends)
         self._waiting.append(late)
-        return Part(seats, late.read, None if kept is None else lambda: kept.to("cpu"))
+        return SamplerOutput(slots, late.read, None if kept is None else lambda: kept.to("cpu"))
 
     def _finish(self, choice: HostChoice | DeviceChoice | _Told, allowed: Allowed) -> None:
         if isinstance(choice, HostChoice):
-            choice.choose(self._sittings, allowed)
-        if not choice.seats:
+            choice.choose(self._slot_states, allowed)
+        if not choice.slots:
             return
         if isinstance(choice, DeviceChoice):
             choice.choose(allowed)
         else:
             self._leave()
             if isinstance(choice, HostChoice):
-                self._table.put(choice.seats, choice.read().tokens)
+                self._table.put(choice.slots, choice.read().tokens)
         if self.group is not None:
-            at = self._table.index(choice.seats)
+            at = self._table.index(choice.slots)
             tokens = self._table.tokens.index_select(0, at)
             self.group.share(tokens)
             self._table.give_back(at, tokens)
@@ -230,9 +242,9 @@ class Answers:
     def _whole(self, logits: Tensor) -> Tensor:
         return logits if self.group is None else self.group.whole(logits)
 
-    def _ends_of(self, seats: tuple[Seat, ...]) -> Ends:
-        """The end tokens, by row, of seats that have more of them than the device looks for."""
-        return {row: self._ends[each] for row, each in enumerate(seats) if each in self._ends}
+    def _ends_of(self, slots: tuple[Slot, ...]) -> Ends:
+        """The end tokens, by row, of slots that have more of them than the device looks for."""
+        return {row: self._ends[each] for row, each in enumerate(slots) if each in self._ends}
 
     def _checked(self, read: Callable[[], Chosen]) -> Callable[[], Chosen]:
         """Tokens that mean nothing where a rank did not take its part are not given."""
@@ -248,10 +260,10 @@ class Answers:
         return checked
 
 
-def _nothing(seats: tuple[Seat, ...]) -> Part:
+def _nothing(slots: tuple[Slot, ...]) -> SamplerOutput:
     """A part that another rank answers for."""
 
     def read() -> Chosen:
         raise AssertionError("rank 0 answers")
 
-    return Part(seats, read)
+    return SamplerOutput(slots, read)

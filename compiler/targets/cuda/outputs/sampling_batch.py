@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.sampling.params import SamplingParams
-from tilewright.compiler.targets.cuda.collectives.group import Group
+from tilewright.compiler.targets.cuda.collectives.group import RankGroup
 from tilewright.compiler.targets.cuda.kernels.sampling import cutoff as search
 from tilewright.compiler.targets.cuda.kernels.sampling import sample
 from tilewright.compiler.targets.cuda.kernels.sampling.argmax import choose, num_keys
-from tilewright.compiler.targets.cuda.state.slot_table import Parameters, SeatTable
+from tilewright.compiler.targets.cuda.state.slot_table import Parameters, SlotTable
 
 
 class Drawing(NamedTuple):
@@ -36,7 +36,7 @@ def drawing_of(rows: Iterable[SamplingParams]) -> Drawing | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SamplingBatch:
     """How the tokens of B rows are chosen, and where they go: tensors that a graph reads.
 
     All are ``[B]`` but ``parameters``, of B rows. ``tokens`` and ``why`` (see :class:`Chosen`) are
@@ -49,12 +49,12 @@ class Choice:
     parameters: Parameters
     positions: Tensor
     keys: Tensor
-    scratch: search.Scratch
+    scratch: search.SearchScratch
     width: int
-    group: Group | None = None
+    group: RankGroup | None = None
 
-    def gather(self, table: SeatTable, at: Tensor) -> None:
-        """The parameters of the seats in the rows ``at [B]`` of the table."""
+    def gather(self, table: SlotTable, at: Tensor) -> None:
+        """The parameters of the slots in the rows ``at [B]`` of the table."""
         torch.index_select(table.parameters.words, 0, at, out=self.parameters.words)
 
     def take_likeliest(self, logits: Tensor, *, advancing: Tensor | None = None) -> None:
@@ -107,19 +107,19 @@ def make_choice(
     tokens: Tensor,
     *,
     positions: Tensor | None = None,
-    group: Group | None = None,
-) -> Choice:
+    group: RankGroup | None = None,
+) -> SamplingBatch:
     """A choice of ``num_rows`` rows, greedy until told otherwise; it writes into ``tokens``, and
     reads ``positions`` when it is made (default: its own).
     """
     device = tokens.device
-    return Choice(
+    return SamplingBatch(
         tokens=tokens,
         why=torch.zeros(num_rows, dtype=torch.uint8, device=device),
         parameters=Parameters(num_rows, num_ends, device),
         positions=torch.zeros_like(tokens) if positions is None else positions,
         keys=torch.empty(num_rows, num_keys(width), dtype=torch.int64, device=device),
-        scratch=search.Scratch.empty(num_rows, width, device),
+        scratch=search.SearchScratch.empty(num_rows, width, device),
         width=width,
         group=group,
     )

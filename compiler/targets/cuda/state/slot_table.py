@@ -1,7 +1,7 @@
-"""The device's table of seats: what each reads next, and how its tokens are chosen.
+"""The device's table of slots: what each reads next, and how its tokens are chosen.
 
-A decode bucket gathers the rows of its seats when they change, and gives their tokens back when it
-is left; between, they stay in the bucket and no row of the table is touched. Where a seat stands is
+A decode bucket gathers the rows of its slots when they change, and gives their tokens back when it
+is left; between, they stay in the bucket and no row of the table is touched. Where a slot stands is
 the host's to know: it goes on by counts that need no token to be read.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.sampling.params import SamplingParams
-from tilewright.compiler.targets.interface.step import Seat
+from tilewright.compiler.targets.interface.step import Slot
 
 _TEMPERATURE, _TOP_P, _TOP_K, _SEED, _MIN_P, _NUM_NUMBERS = range(6)
 
@@ -41,27 +41,27 @@ class Parameters:
         self.end_tokens.fill_(-1)
 
 
-class SeatTable:
-    """A row a seat, and one more that padding reads and writes.
+class SlotTable:
+    """A row a slot, and one more that padding reads and writes.
 
     ``tokens [S + 1]`` (int64): what each reads next; ``parameters``: of S + 1 rows.
     """
 
-    def __init__(self, num_seats: int, num_ends: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, num_ends: int, device: torch.device) -> None:
         self.device = device
-        self.padding = num_seats
-        self.tokens = torch.zeros(num_seats + 1, dtype=torch.int64, device=device)
-        self.parameters = Parameters(num_seats + 1, num_ends, device)
-        self._rows = torch.arange(num_seats + 1, device=device)
+        self.padding = num_slots
+        self.tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.parameters = Parameters(num_slots + 1, num_ends, device)
+        self._rows = torch.arange(num_slots + 1, device=device)
         self._words = self.parameters.words.cpu().numpy().copy()  # nobody else writes them
 
     @property
     def num_ends(self) -> int:
-        """The number of end tokens that a seat has room for."""
+        """The number of end tokens that a slot has room for."""
         return self.parameters.end_tokens.shape[1]
 
-    def open(self, opened: Mapping[Seat, SamplingParams]) -> None:
-        """Write how tokens are chosen for seats that begin; end tokens as far as there is room.
+    def open(self, opened: Mapping[Slot, SamplingParams]) -> None:
+        """Write how tokens are chosen for slots that begin; end tokens as far as there is room.
 
         One copy writes them all, with the rows between them as they are; none does where all are
         there already.
@@ -71,8 +71,8 @@ class SeatTable:
         first = min(opened)
         held = self._words[first : max(opened) + 1]
         words = held.copy()
-        for seat, c in opened.items():
-            row = words[seat - first]
+        for slot, c in opened.items():
+            row = words[slot - first]
             fractions = row.view(np.float64)
             row[_TOP_K], row[_SEED] = c.top_k, c.seed
             fractions[_TEMPERATURE] = np.float32(c.temperature)
@@ -84,24 +84,24 @@ class SeatTable:
             send_into(self.parameters.words[first : first + len(words)], words)
             held[:] = words
 
-    def index(self, seats: Sequence[Seat], size: int | None = None) -> Tensor:
-        """Row numbers of seats on the device, int64; padded to ``size`` with the row of padding."""
-        if len(seats) == 1 and (size or 1) == 1:
-            return self._rows[seats[0] : seats[0] + 1]  # it is there
-        wanted = [*seats, *[self.padding] * ((size or len(seats)) - len(seats))]
+    def index(self, slots: Sequence[Slot], size: int | None = None) -> Tensor:
+        """Row numbers of slots on the device, int64; padded to ``size`` with the row of padding."""
+        if len(slots) == 1 and (size or 1) == 1:
+            return self._rows[slots[0] : slots[0] + 1]  # it is there
+        wanted = [*slots, *[self.padding] * ((size or len(slots)) - len(slots))]
         return send(np.array(wanted, dtype=np.int64), self.device)
 
-    def hold(self, seat: Seat, token: Tensor) -> None:
-        """A seat reads ``token [1]``, which is on the device, next."""
-        self.tokens[seat : seat + 1].copy_(token)
+    def hold(self, slot: Slot, token: Tensor) -> None:
+        """A slot reads ``token [1]``, which is on the device, next."""
+        self.tokens[slot : slot + 1].copy_(token)
 
-    def put(self, seats: Sequence[Seat], tokens: Sequence[int]) -> None:
-        """Note the tokens that seats read in their next step, where the host knows them."""
-        both = send(np.array([seats, tokens], dtype=np.int64), self.device)
+    def put(self, slots: Sequence[Slot], tokens: Sequence[int]) -> None:
+        """Note the tokens that slots read in their next step, where the host knows them."""
+        both = send(np.array([slots, tokens], dtype=np.int64), self.device)
         self.tokens.index_copy_(0, *both)
 
-    def agreed(self, lengths: Mapping[Seat, int]) -> bytes:
-        """Seats, where they stand and what each reads next: all ranks have them alike."""
+    def agreed(self, lengths: Mapping[Slot, int]) -> bytes:
+        """Slots, where they stand and what each reads next: all ranks have them alike."""
         tokens = self.tokens.tolist()
         return repr(sorted((int(s), length, tokens[s]) for s, length in lengths.items())).encode()
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_solve import CHUNK
-from tilewright.compiler.targets.interface.step import Chunk, Seat
+from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
 
-Marks = Mapping[tuple[Seat, int], Seat]
-"""By the seat of a piece and a position inside of it: whose place its state there is kept in."""
+Marks = Mapping[tuple[Slot, int], Slot]
+"""By the slot of a piece and a position inside of it: whose place its state there is kept in."""
 
 NO_MARKS: Marks = MappingProxyType({})
 
@@ -18,7 +18,7 @@ MOST_MARKS = 2
 """Of a piece: each takes a sequence's state more, and a prompt of two turns has no others."""
 
 
-def cut(chunk: Chunk, most: int) -> list[Chunk]:
+def cut(chunk: PrefillChunk, most: int) -> list[PrefillChunk]:
     """Parts of a piece, as few as there can be, whose snapshots are of their ends or of up to
     ``most`` positions inside, a multiple of the kernels' chunk behind their starts each.
     """
@@ -36,7 +36,7 @@ def cut(chunk: Chunk, most: int) -> list[Chunk]:
     return [_part(chunk, *both) for both in zip(starts, (*ends, chunk.end), strict=True)]
 
 
-def _part(chunk: Chunk, start: int, end: int) -> Chunk:
+def _part(chunk: PrefillChunk, start: int, end: int) -> PrefillChunk:
     return replace(
         chunk,
         start=start,
@@ -46,7 +46,7 @@ def _part(chunk: Chunk, start: int, end: int) -> Chunk:
     )
 
 
-def marks_of(chunks: Sequence[Chunk], first: int) -> Marks:
+def marks_of(chunks: Sequence[PrefillChunk], first: int) -> Marks:
     """The marks of pieces of one pass, whose places are those from ``first`` on."""
-    inside = [(chunk.seat, at) for chunk in chunks for at, _ in chunk.saves if at < chunk.end]
-    return {each: Seat(first + n) for n, each in enumerate(dict.fromkeys(inside))}
+    inside = [(chunk.slot, at) for chunk in chunks for at, _ in chunk.saves if at < chunk.end]
+    return {each: Slot(first + n) for n, each in enumerate(dict.fromkeys(inside))}

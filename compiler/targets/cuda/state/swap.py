@@ -1,4 +1,4 @@
-"""Seats whose state is in host memory: what they read next and how far they are goes with it."""
+"""Slots whose state is in host memory: what they read next and how far they are goes with it."""
 
 from __future__ import annotations
 
@@ -7,40 +7,44 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
+from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.state.tables import PagedState
-from tilewright.compiler.targets.host.executable import Sitting
-from tilewright.compiler.targets.interface.step import Back, Drop, HostPlace, Out, Seat
+from tilewright.compiler.targets.host.executable import SlotState
+from tilewright.compiler.targets.interface.step import DropSwapped, HostPlace, Slot, SwapIn, SwapOut
 
 
 class Away:
-    """What seats were when they were put out, by place; ``sittings`` are those of the executable.
+    """What slots were when they were put out, by place; ``slot_states`` are those of the executable.
 
     The tokens they hold stay on the device, where the step that chooses them may still be queued.
     """
 
     def __init__(
-        self, sittings: MutableMapping[Seat, Sitting], state: PagedState, table: SeatTable
+        self, slot_states: MutableMapping[Slot, SlotState], state: PagedState, table: SlotTable
     ) -> None:
-        self._sittings, self._state, self._table = sittings, state, table
-        self._kept: dict[HostPlace, tuple[Sitting, Tensor]] = {}
+        self._slot_states, self._state, self._table = slot_states, state, table
+        self._kept: dict[HostPlace, tuple[SlotState, Tensor]] = {}
 
-    def apply(self, edit: Out | Back | Drop) -> None:
-        """Put a seat out, take one back, or forget one."""
-        if isinstance(edit, Drop):
+    def apply(self, edit: SwapOut | SwapIn | DropSwapped) -> None:
+        """Put a slot out, take one back, or forget one."""
+        if isinstance(edit, DropSwapped):
             del self._kept[edit.place]
             self._state.drop(edit.place)
             return
-        sitting = self._sittings[edit.seat]
-        if isinstance(edit, Out):
-            kept = replace(sitting, counts=dict(sitting.counts))
-            self._kept[edit.place] = kept, self._table.tokens[edit.seat].clone()
-            self._state.put_out(edit.seat, edit.place, sitting.length)
+        slot_state = self._slot_states[edit.slot]
+        if isinstance(edit, SwapOut):
+            kept = replace(slot_state, counts=dict(slot_state.counts))
+            self._kept[edit.place] = kept, self._table.tokens[edit.slot].clone()
+            self._state.put_out(edit.slot, edit.place, slot_state.length)
             return
         kept, token = self._kept.pop(edit.place)
-        sitting.length, sitting.token, sitting.counts = kept.length, kept.token, kept.counts
-        self._table.hold(edit.seat, token.view(1))
-        self._state.take_back(edit.place, edit.seat, kept.length)
+        slot_state.length, slot_state.token, slot_state.counts = (
+            kept.length,
+            kept.token,
+            kept.counts,
+        )
+        self._table.hold(edit.slot, token.view(1))
+        self._state.take_back(edit.place, edit.slot, kept.length)
 
     def forget(self) -> None:
         """Forget every state that is kept in host memory."""

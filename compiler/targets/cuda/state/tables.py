@@ -1,4 +1,4 @@
-"""The state of all seats on the device: pages and their tables, state per sequence, snapshots."""
+"""The state of all slots on the device: pages and their tables, state per sequence, snapshots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from tilewright.compiler.targets.cuda.state.pages import (
 from tilewright.compiler.targets.cuda.state.slot_table import send, send_into
 from tilewright.compiler.targets.cuda.state.snapshot_positions import Marks, marks_of
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.compiler.targets.interface.step import Chunk, HostPlace, Pages, Seat, Snapshot
+from tilewright.compiler.targets.interface.step import (
+    AssignPages,
+    HostPlace,
+    PrefillChunk,
+    Slot,
+    Snapshot,
+)
 
 
 def sequence_bytes(specs: Sequence[StateSpec]) -> int:
@@ -29,9 +35,9 @@ def sequence_bytes(specs: Sequence[StateSpec]) -> int:
 
 
 class PagedState:
-    """A pool of pages with a table of each seat's, and what each seat keeps whatever its length.
+    """A pool of pages with a table of each slot's, and what each slot keeps whatever its length.
 
-    ``pages``: the caches by layer. ``tables [S, M]`` int32: the pages of every seat. ``sequences``:
+    ``pages``: the caches by layer. ``tables [S, M]`` int32: the pages of every slot. ``sequences``:
     float32 ``[S + num_marks, ...]`` by layer, rewritten by every step; a sequence's counts from its
     position 0. The last ones are nobody's: what a prompt's pass keeps at its marks.
     Whose page is whose is the runtime's to say.
@@ -65,31 +71,31 @@ class PagedState:
         }
         self._first_mark, self.num_marks = options.max_batch, num_marks
         self._sequence_bytes = sequence_bytes(sequence_specs)
-        self._held: dict[Seat, list[int]] = {}
-        self._room = np.zeros(options.max_batch, dtype=np.int64)  # positions in a seat's pages
+        self._held: dict[Slot, list[int]] = {}
+        self._room = np.zeros(options.max_batch, dtype=np.int64)  # positions in a slot's pages
         self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
         self._places: dict[HostPlace, list[Tensor]] = {}
 
-    def note(self, edit: Pages) -> None:
-        """Keep in mind which pages a seat has; :meth:`deal` writes them."""
-        held = self._held.setdefault(edit.seat, [])
-        assert edit.first <= len(held), f"seat {edit.seat} has no page before {edit.first}"
+    def note(self, edit: AssignPages) -> None:
+        """Keep in mind which pages a slot has; :meth:`deal` writes them."""
+        held = self._held.setdefault(edit.slot, [])
+        assert edit.first <= len(held), f"slot {edit.slot} has no page before {edit.first}"
         held[edit.first :] = edit.ids
         width = self.tables.shape[1]
-        assert len(held) <= width, f"seat {edit.seat} has {len(held)} pages of {width}"
-        self._room[edit.seat] = PAGE * len(held)
+        assert len(held) <= width, f"slot {edit.slot} has {len(held)} pages of {width}"
+        self._room[edit.slot] = PAGE * len(held)
 
-    def deal(self, edits: Sequence[Pages]) -> None:
-        """Write pages into seats' tables, in one go; of two for one place the last counts."""
+    def deal(self, edits: Sequence[AssignPages]) -> None:
+        """Write pages into slots' tables, in one go; of two for one place the last counts."""
         width = self.tables.shape[1]
         if len(edits) == 1:  # a single copy, and nothing else
             (edit,) = edits
-            first = edit.seat * width + edit.first
+            first = edit.slot * width + edit.first
             places = self._flat_tables[first : first + len(edit.ids)]
             send_into(places, np.array(edit.ids, dtype=np.int32))
             return
         pages = {
-            edit.seat * width + at: page
+            edit.slot * width + at: page
             for edit in edits
             for at, page in enumerate(edit.ids, edit.first)
         }
@@ -100,31 +106,31 @@ class PagedState:
         places, ids = send(both, self.device)
         self._flat_tables.index_copy_(0, places, ids.view(torch.int32)[: len(pages)])
 
-    def check(self, seat: Seat, end: int) -> None:
-        """Positions before ``end`` are in pages of the seat's own: what the table names behind them
+    def check(self, slot: Slot, end: int) -> None:
+        """Positions before ``end`` are in pages of the slot's own: what the table names behind them
         may be another's by now.
         """
-        room = int(self._room[seat])
-        assert end <= room or not self.pages, f"seat {seat} has pages up to {room}, not {end}"
+        room = int(self._room[slot])
+        assert end <= room or not self.pages, f"slot {slot} has pages up to {room}, not {end}"
 
-    def check_all(self, seats: Sequence[Seat], ends: np.ndarray) -> int:
-        """:meth:`check`, of several seats; the positions that each of them has left at least."""
+    def check_all(self, slots: Sequence[Slot], ends: np.ndarray) -> int:
+        """:meth:`check`, of several slots; the positions that each of them has left at least."""
         if not self.pages:
             return sys.maxsize
-        free = int((self._room[list(seats)] - ends).min(initial=sys.maxsize))
+        free = int((self._room[list(slots)] - ends).min(initial=sys.maxsize))
         if free < 0:
-            for seat, end in zip(seats, ends.tolist(), strict=True):
-                self.check(seat, end)
+            for slot, end in zip(slots, ends.tolist(), strict=True):
+                self.check(slot, end)
         return free
 
-    def clear(self, seat: Seat) -> None:
-        """A seat has no pages any more; what is queued on the device still comes first."""
-        self._held.pop(seat, None)
-        self._room[seat] = 0
+    def clear(self, slot: Slot) -> None:
+        """A slot has no pages any more; what is queued on the device still comes first."""
+        self._held.pop(slot, None)
+        self._room[slot] = 0
 
     @torch.no_grad()
-    def copy(self, source: Seat, target: Seat, num_positions: int) -> None:
-        """The page that the first positions of a seat end in, and its own state, to another's."""
+    def copy(self, source: Slot, target: Slot, num_positions: int) -> None:
+        """The page that the first positions of a slot end in, and its own state, to another's."""
         if num_positions % PAGE:
             at = num_positions // PAGE
             old, new = self._held[source][at], self._held[target][at]
@@ -132,52 +138,52 @@ class PagedState:
                 pool[new] = pool[old]
         _copy_all(self._own(source), self._own(target))
 
-    def save(self, seat: Seat, snapshot: Snapshot, position: int) -> None:
-        """Keep what a seat has of state per sequence, as it is at ``position``."""
+    def save(self, slot: Slot, snapshot: Snapshot, position: int) -> None:
+        """Keep what a slot has of state per sequence, as it is at ``position``."""
         if snapshot not in self._snapshots:
             kept = [torch.empty_like(state[0]) for state in self.sequences.values()]
         else:
             kept = self._snapshots[snapshot][1]
-        _copy_all(self._own(seat), kept)
+        _copy_all(self._own(slot), kept)
         self._snapshots[snapshot] = position, kept
 
-    def marks(self, chunks: Sequence[Chunk]) -> Marks:
+    def marks(self, chunks: Sequence[PrefillChunk]) -> Marks:
         """Where the pass of these pieces is to keep their states inside of them."""
         found = marks_of(chunks, self._first_mark)
         assert len(found) <= self.num_marks, f"{len(found)} marks in one pass"
         return found
 
-    def keep(self, chunks: Sequence[Chunk]) -> None:
+    def keep(self, chunks: Sequence[PrefillChunk]) -> None:
         """Take the snapshots of pieces whose pass has run with :meth:`marks`."""
         marks = self.marks(chunks)
         for chunk in chunks:
             for at, snapshot in chunk.saves:
-                self.save(marks.get((chunk.seat, at), chunk.seat), snapshot, at)
+                self.save(marks.get((chunk.slot, at), chunk.slot), snapshot, at)
 
-    def load(self, seat: Seat, snapshot: Snapshot) -> int:
-        """Put a snapshot into a seat; returns the position it was saved at."""
+    def load(self, slot: Slot, snapshot: Snapshot) -> int:
+        """Put a snapshot into a slot; returns the position it was saved at."""
         position, kept = self._snapshots[snapshot]
-        _copy_all(kept, self._own(seat))
+        _copy_all(kept, self._own(slot))
         return position
 
-    def put_out(self, seat: Seat, place: HostPlace, num_positions: int) -> None:
-        """Copy the pages of a seat's first positions, and its own state, to host memory."""
-        ids = self._ids(self._held[seat][: pages_of(num_positions)])
+    def put_out(self, slot: Slot, place: HostPlace, num_positions: int) -> None:
+        """Copy the pages of a slot's first positions, and its own state, to host memory."""
+        ids = self._ids(self._held[slot][: pages_of(num_positions)])
         kept = [_to_host(each.index_select(0, ids)) for each in self._pools()]
-        kept += [_to_host(state) for state in self._own(seat)]
+        kept += [_to_host(state) for state in self._own(slot)]
         self._places[place] = kept
 
-    def take_back(self, place: HostPlace, seat: Seat, num_positions: int) -> None:
-        """Copy what :meth:`put_out` kept into the pages and the state of a seat, and forget it."""
+    def take_back(self, place: HostPlace, slot: Slot, num_positions: int) -> None:
+        """Copy what :meth:`put_out` kept into the pages and the state of a slot, and forget it."""
         kept = iter(self._places.pop(place))
-        ids = self._ids(self._held[seat][: pages_of(num_positions)])
+        ids = self._ids(self._held[slot][: pages_of(num_positions)])
         for pool in self._pools():
             pool.index_copy_(0, ids, next(kept).to(self.device, non_blocking=True))
-        for state in self._own(seat):
+        for state in self._own(slot):
             state.copy_(next(kept), non_blocking=True)
 
     def drop(self, place: HostPlace) -> None:
-        """Free the host memory in which :meth:`put_out` kept a seat's state."""
+        """Free the host memory in which :meth:`put_out` kept a slot's state."""
         del self._places[place]
 
     def reset(self) -> None:
@@ -187,9 +193,9 @@ class PagedState:
         self._snapshots.clear()
         self._places.clear()
 
-    def _own(self, seat: int) -> list[Tensor]:
-        """What a seat keeps whatever its length, by layer."""
-        return [state[seat] for state in self.sequences.values()]
+    def _own(self, slot: int) -> list[Tensor]:
+        """What a slot keeps whatever its length, by layer."""
+        return [state[slot] for state in self.sequences.values()]
 
     def _pools(self) -> list[Tensor]:
         """Tensors with a row a page: values and exponents of every layer."""
@@ -205,7 +211,7 @@ class PagedState:
         return pages_of(num_positions) * a_page + num_sequences * self._sequence_bytes
 
     def num_bytes_held(self) -> int:
-        """Bytes on the device of what seats and snapshots hold now; a page that several share
+        """Bytes on the device of what slots and snapshots hold now; a page that several share
         counts once.
         """
         pages = {page for held in self._held.values() for page in held}

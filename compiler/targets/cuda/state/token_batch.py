@@ -1,4 +1,4 @@
-"""The rows of a step on the device: which token, where in its sequence, in whose seat."""
+"""The rows of a step on the device: which token, where in its sequence, in whose slot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TokenBatch:
     """The tokens of a step: ``tokens``, ``positions`` (negative: padding) and ``slots``, int64;
     ``keeps``, of tokens of prompts: the slot that gets the state as it is before this one, -1 for
     none. ``words [4, R]``: all of them, where they lie together.

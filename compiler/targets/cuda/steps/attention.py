@@ -18,7 +18,7 @@ from tilewright.compiler.targets.cuda.kernels.attention import decode_triton as 
 from tilewright.compiler.targets.cuda.kernels.attention import prefill_triton as attention_prefill
 from tilewright.compiler.targets.cuda.kernels.attention import split as attention_shares
 from tilewright.compiler.targets.cuda.kernels.attention.rope import rotate_and_store
-from tilewright.compiler.targets.cuda.kernels.attention.split import Share, Spread
+from tilewright.compiler.targets.cuda.kernels.attention.split import SplitKV, Spread
 from tilewright.compiler.targets.cuda.kernels.attention.table import (
     CPP,
     CUDNN,
@@ -33,15 +33,15 @@ from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, FAST, G
 from tilewright.compiler.targets.cuda.plan import has_mixers
 from tilewright.compiler.targets.cuda.state.pages import KVPages
 from tilewright.compiler.targets.cuda.state.tables import PagedState
-from tilewright.compiler.targets.cuda.state.token_batch import Rows
+from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers
 from tilewright.compiler.targets.cuda.steps.cublas import attend_from_start
 from tilewright.compiler.targets.cuda.weights.stream import Weights
-from tilewright.compiler.targets.program.instructions import Attend, Plan
+from tilewright.compiler.targets.program.instructions import AttentionOp, KernelProgram
 
 
 @dataclass(frozen=True, slots=True)
-class _Bound:
+class _BoundAttention:
     """Attention of a layer with all that is known at load.
 
     Attributes:
@@ -57,11 +57,11 @@ class _Bound:
     inv_freq: Tensor
     given: dict[str, Any]
     attend: Callable[..., None]
-    splits: dict[int, Ranges[Share | Spread]]
+    splits: dict[int, Ranges[SplitKV | Spread]]
     prompt: Ranges[str]
 
 
-class Attention:
+class AttentionRunner:
     """Runs the attention of a plan, with its scratch memory.
 
     ``arithmetic``: ``strict`` gives a decode row the same bits in each batch, and a prompt's token
@@ -70,7 +70,7 @@ class Attention:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: KernelProgram,
         weights: Weights,
         state: PagedState,
         *,
@@ -80,7 +80,7 @@ class Attention:
     ) -> None:
         self._weights, self._state = weights, state
         self._operand = torch.float32 if arithmetic == EXACT else torch.bfloat16
-        attends = [each for each in plan.instructions if isinstance(each, Attend)]
+        attends = [each for each in plan.instructions if isinstance(each, AttentionOp)]
         sites = [self._site_of(each, gpu, arithmetic) for each in attends]
         self.why_not_native = next(filter(None, map(why_no_cpp, sites)), "")
         device, num_pages = state.tables.device, state.tables.shape[1]
@@ -90,7 +90,7 @@ class Attention:
         if is_own and not has_mixers(plan):
             self.reaches = attention_shares.reaches_of(num_pages)
         self._decode_scratch = self._prompt_scratch = None
-        self._bound: dict[int, _Bound] = {}
+        self._bound: dict[int, _BoundAttention] = {}
         if not attends:
             return
         most = max(attends, key=lambda each: each.num_heads * each.state.shape[-1])
@@ -102,16 +102,16 @@ class Attention:
         if gpu.has_cpp and arithmetic == FAST:
             heads = max(each.num_heads for each in attends)
             width = max(each.state.shape[-1] for each in attends)
-            self._prompt_scratch = attention_prefill.Scratch.empty(heads, width, device)
+            self._prompt_scratch = attention_prefill.PrefillScratch.empty(heads, width, device)
         if any(bind_decode(site) == CPP for site in sites):
             nvrtc.load(device, native_attention.SOURCE)
-        splits: dict[AttentionSite, dict[int, Ranges[Share | Spread]]] = {}
+        splits: dict[AttentionSite, dict[int, Ranges[SplitKV | Spread]]] = {}
         for each, site in zip(attends, sites, strict=True):
             if site not in splits:
                 splits[site] = self._splits_of(site, max_rows)
             self._bound[id(each)] = self._bind(each, site, splits[site])
 
-    def _site_of(self, each: Attend, gpu: Gpu, arithmetic: str) -> AttentionSite:
+    def _site_of(self, each: AttentionOp, gpu: Gpu, arithmetic: str) -> AttentionSite:
         pages = self._state.pages[each.state.name]
         kinds = {torch.bfloat16: "bf16", torch.int8: "bfp8"}
         return AttentionSite(
@@ -127,18 +127,18 @@ class Attention:
             is_whole=True,
         )
 
-    def _splits_of(self, site: AttentionSite, max_rows: int) -> dict[int, Ranges[Share | Spread]]:
+    def _splits_of(self, site: AttentionSite, max_rows: int) -> dict[int, Ranges[SplitKV | Spread]]:
         if bind_decode(site) != CPP:
             return {}
         reaches = {*self.reaches, self._state.tables.shape[1]}
         return {reach: bind_splits(site, reach, max_rows) for reach in reaches}
 
     def _bind(
-        self, each: Attend, site: AttentionSite, splits: dict[int, Ranges[Share | Spread]]
-    ) -> _Bound:
+        self, each: AttentionOp, site: AttentionSite, splits: dict[int, Ranges[SplitKV | Spread]]
+    ) -> _BoundAttention:
         attend = native_attention.attend_decode if splits else attention_decode.attend_decode
         given = {"block_tables": self._state.tables, "scale": each.scale, "window": each.window}
-        return _Bound(
+        return _BoundAttention(
             self._state.pages[each.state.name],
             self._weights.constant(each.inv_freq),
             given,
@@ -152,7 +152,13 @@ class Attention:
         return any(each.prompt.at(num_tokens) == CUDNN for each in self._bound.values())
 
     def decode(
-        self, each: Attend, step: Buffers, rows: Rows, *, reach: int | None, captured: bool
+        self,
+        each: AttentionOp,
+        step: Buffers,
+        rows: TokenBatch,
+        *,
+        reach: int | None,
+        captured: bool,
     ) -> None:
         """One token of each of B sequences, none of which has more than ``reach`` pages (None: any
         number); ``captured`` as :meth:`.steps.Steps.decode` has it.
@@ -177,7 +183,7 @@ class Attention:
         )
 
     def prompt(
-        self, each: Attend, step: Buffers, rows: Rows, *, from_start: bool, block: int
+        self, each: AttentionOp, step: Buffers, rows: TokenBatch, *, from_start: bool, block: int
     ) -> None:
         """T tokens of prompts; ``from_start`` and ``block`` as :meth:`.steps.Steps.prefill`."""
         bound, qkv = self._bound[id(each)], step.view(each.qkv)

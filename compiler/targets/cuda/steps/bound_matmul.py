@@ -9,9 +9,9 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.kernels.common.table import Ranges
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
 from tilewright.compiler.targets.cuda.kernels.matmul.table import DENSE
-from tilewright.compiler.targets.cuda.weights.copies import Copy
+from tilewright.compiler.targets.cuda.weights.copies import DequantizedCopy
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
-from tilewright.compiler.targets.program.instructions import Linear
+from tilewright.compiler.targets.program.instructions import LinearOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class BoundMatmul:
         aligned, unaligned: Kernels by rows, with and without those that the copy engine feeds.
     """
 
-    each: Linear
+    each: LinearOp
     held: HeldWeight
     bias: Tensor | None
     norm: tuple[Tensor, float] | None
-    codes: Copy | None
+    codes: DequantizedCopy | None
     values: Tensor | None
     aligned: Ranges[str]
     unaligned: Ranges[str]

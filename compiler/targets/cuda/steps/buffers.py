@@ -7,7 +7,12 @@ import copy
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_COLUMNS
-from tilewright.compiler.targets.program.instructions import OPERAND, Place, Plan, Route
+from tilewright.compiler.targets.program.instructions import (
+    OPERAND,
+    BufferView,
+    KernelProgram,
+    TopKRouteOp,
+)
 
 
 def padded(width: int) -> int:
@@ -15,7 +20,7 @@ def padded(width: int) -> int:
     return -(-width // TILE_COLUMNS) * TILE_COLUMNS
 
 
-def is_aligned(plan: Plan, place: Place, count: int) -> bool:
+def is_aligned(plan: KernelProgram, place: BufferView, count: int) -> bool:
     """Whether rows of a place begin at multiples of ``count`` values."""
     stride = place.stride or place.width
     if plan.buffers[place.buffer].role == OPERAND:
@@ -26,17 +31,17 @@ def is_aligned(plan: Plan, place: Place, count: int) -> bool:
 class Buffers:
     """The buffers ``flat``, one of a plan's each, cut into ``num_rows`` rows."""
 
-    def __init__(self, plan: Plan, flat: list[Tensor], num_rows: int) -> None:
+    def __init__(self, plan: KernelProgram, flat: list[Tensor], num_rows: int) -> None:
         self._plan, self._flat, self._num_rows = plan, flat, num_rows
-        self._aliases: dict[Place, Place] = {}
-        self._given: dict[int, tuple[Place, Tensor]] = {}  # by buffer
+        self._aliases: dict[BufferView, BufferView] = {}
+        self._given: dict[int, tuple[BufferView, Tensor]] = {}  # by buffer
         self._part = slice(None)
 
-    def alias(self, place: Place, source: Place) -> None:
+    def alias(self, place: BufferView, source: BufferView) -> None:
         """Let ``place`` be the values of ``source`` in this step."""
         self._aliases[place] = source
 
-    def put(self, place: Place, values: Tensor) -> None:
+    def put(self, place: BufferView, values: Tensor) -> None:
         """Let ``values [rows, width]``, of all rows, be those of ``place``: not copied where they
         lie as its rows would, until other columns of its buffer are asked for.
         """
@@ -54,7 +59,7 @@ class Buffers:
         found._part = rows
         return found
 
-    def view(self, place: Place) -> Tensor:
+    def view(self, place: BufferView) -> Tensor:
         """View a place as ``[rows, width]``; operands of products lie in rows of whole tiles. What
         was put in a buffer's other columns is copied there first: its views end with that.
         """
@@ -67,7 +72,7 @@ class Buffers:
             self._lying(given, slice(None)).copy_(values)
         return self._lying(place, self._part)
 
-    def _lying(self, place: Place, part: slice) -> Tensor:
+    def _lying(self, place: BufferView, part: slice) -> Tensor:
         stride = place.stride or place.width
         if self._plan.buffers[place.buffer].role == OPERAND:
             stride = padded(stride)
@@ -78,5 +83,5 @@ class Buffers:
     def logits(self) -> Tensor:
         """The logits, which the last instruction wrote."""
         last = self._plan.instructions[-1]
-        assert not isinstance(last, Route)
+        assert not isinstance(last, TopKRouteOp)
         return self.view(last.out)

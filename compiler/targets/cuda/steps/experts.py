@@ -44,16 +44,16 @@ from tilewright.compiler.targets.cuda.steps.routes import (
 )
 from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of
 from tilewright.compiler.targets.program.instructions import (
-    ExpertLinear,
+    ExpertLinearOp,
     ExpertSum,
     Instruction,
-    Linear,
-    Plan,
-    Route,
+    KernelProgram,
+    LinearOp,
+    TopKRouteOp,
 )
 
 
-def experts_bytes(plan: Plan, num_tokens: int) -> int:
+def experts_bytes(plan: KernelProgram, num_tokens: int) -> int:
     """Bytes that a prompt's experts take beside the plan's buffers, in float32: the largest of
     them.
     """
@@ -70,10 +70,10 @@ def _behind_products(steps: Sequence[Instruction]) -> set[int]:
     """What is right behind experts' products, by identity: of a sum nothing between these writes
     what it reads before the product has ended.
     """
-    return {id(last) for first, last in pairwise(steps) if isinstance(first, ExpertLinear)}
+    return {id(last) for first, last in pairwise(steps) if isinstance(first, ExpertLinearOp)}
 
 
-class Experts:
+class ExpertsRunner:
     """A plan's experts with their weights. Capturable in a CUDA graph.
 
     ``max_rows``: of a decode step. ``gpu`` and ``arithmetic``: of the op table.
@@ -81,7 +81,7 @@ class Experts:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: KernelProgram,
         weights: Weights,
         device: torch.device,
         *,
@@ -90,7 +90,7 @@ class Experts:
         max_rows: int,
     ) -> None:
         self._weights, self._gpu, self._arithmetic = weights, gpu, arithmetic
-        self._routing: Routing | None = None  # the last `Route`'s
+        self._routing: Routing | None = None  # the last `TopKRouteOp`'s
         self._launched: Routing | None = None  # that of the last products
         self._watched: list[Tensor] | None = None
         most = min(max_rows, native_route.MAX_TOKENS)
@@ -103,10 +103,10 @@ class Experts:
         inside = self._find_inside(apart) if fits else set()
         self._close = _behind_products(apart)
         products = (
-            each for each in plan.instructions if isinstance(each, ExpertLinear | ExpertSum)
+            each for each in plan.instructions if isinstance(each, ExpertLinearOp | ExpertSum)
         )
         self._is_bf16 = all(product_of(each).kind == "bf16" for each in products)
-        routes = [each for each in plan.instructions if isinstance(each, Route)]
+        routes = [each for each in plan.instructions if isinstance(each, TopKRouteOp)]
         if fits and routes:
             sources = (native_route.SOURCE, native_experts.PRODUCTS, native_experts.FEW)
             nvrtc.load(device, *sources, *([native_router.SOURCE] if routers else []))
@@ -124,7 +124,7 @@ class Experts:
             id(self._routers[at]): each for at, each in self._routes.items() if at in routers
         }
 
-    def _why_not_native(self, plan: Plan, max_rows: int) -> str:
+    def _why_not_native(self, plan: KernelProgram, max_rows: int) -> str:
         """Why decode steps do not run in CUDA C++; empty where they do."""
         if self._arithmetic == EXACT:
             return "float32"
@@ -132,26 +132,26 @@ class Experts:
             return self._gpu.why_no_cpp
         top_k = 0
         for each in plan.instructions:
-            if isinstance(each, Route):
+            if isinstance(each, TopKRouteOp):
                 top_k = each.top_k
                 if each.logits.width > native_route.MAX_EXPERTS:
                     return f"{each.logits.width} experts"
-            elif isinstance(each, ExpertLinear | ExpertSum):
+            elif isinstance(each, ExpertLinearOp | ExpertSum):
                 held, is_sum = self._weights.weight_of(each), isinstance(each, ExpertSum)
                 if not native_experts.takes(held, num_tokens=max_rows, top_k=top_k, is_sum=is_sum):
                     return f"{held.num_experts} experts of {held.num_columns} columns"
         return self._gpu.why_no_cpp if top_k else ""
 
-    def _find_shared(self, plan: Plan) -> dict[int, Linear]:
+    def _find_shared(self, plan: KernelProgram) -> dict[int, LinearOp]:
         """The products of an expert of all tokens that run along with others' in decode steps: by
         the identity of the instruction that takes each along.
         """
-        found: dict[int, Linear] = {}
+        found: dict[int, LinearOp] = {}
         for index in range(len(plan.instructions) - 3):
             first, up, down, last = plan.instructions[index : index + 4]
-            if not (isinstance(first, ExpertLinear) and isinstance(last, ExpertSum)):
+            if not (isinstance(first, ExpertLinearOp) and isinstance(last, ExpertSum)):
                 continue
-            if not (isinstance(up, Linear) and isinstance(down, Linear) and last.shared):
+            if not (isinstance(up, LinearOp) and isinstance(down, LinearOp) and last.shared):
                 continue
             if (up.x, down.x, last.shared[0]) != (first.x, up.out, down.out):
                 continue
@@ -170,10 +170,10 @@ class Experts:
         """
         found = set()
         for router, first, last in zip(steps, steps[1:], steps[2:], strict=False):
-            if not (isinstance(router, Route) and isinstance(last, ExpertSum)):
+            if not (isinstance(router, TopKRouteOp) and isinstance(last, ExpertSum)):
                 continue
             is_own = last.shared is None or id(last) in self._shared
-            if not (isinstance(first, ExpertLinear) and first.swiglu and is_own):
+            if not (isinstance(first, ExpertLinearOp) and first.swiglu and is_own):
                 continue
             pairs = []
             for each in (first, last):
@@ -184,7 +184,7 @@ class Experts:
                 found.add(id(router))
         return found
 
-    def runs_along(self, each: Linear, num_rows: int) -> bool:
+    def runs_along(self, each: LinearOp, num_rows: int) -> bool:
         """Whether a product is part of another instruction in decode steps of so many rows."""
         routes = self._joined.get(id(each))
         if routes is not None:
@@ -192,7 +192,7 @@ class Experts:
         return id(each) in self._along and num_rows <= native_route.MAX_TOKENS
 
     def watch(self, run: Callable[[], object]) -> list[Tensor]:
-        """The experts ``[T, K]`` that each `Route` chooses while something runs."""
+        """The experts ``[T, K]`` that each `TopKRouteOp` chooses while something runs."""
         self._watched = []
         run()
         found, self._watched = self._watched, None
@@ -200,14 +200,14 @@ class Experts:
 
     def run(
         self,
-        each: Route | ExpertLinear | ExpertSum,
+        each: TopKRouteOp | ExpertLinearOp | ExpertSum,
         step: Buffers,
         positions: Tensor,
         *,
         decodes: bool,
     ) -> None:
         """Run one instruction of a block of experts."""
-        if isinstance(each, Route):
+        if isinstance(each, TopKRouteOp):
             logits = step.view(each.logits)
             kernel = self._routes[id(each)].at(len(logits)) if decodes else TRITON
             if kernel != TRITON:
@@ -216,12 +216,14 @@ class Experts:
                 self._routing = self._route(each, logits, positions, decodes)
             if self._watched is not None:
                 self._watched.append(self._routing.experts)
-        elif isinstance(each, ExpertLinear):
+        elif isinstance(each, ExpertLinearOp):
             self._products(each, step)
         else:
             self._sum(each, step)
 
-    def _route_native(self, each: Route, step: Buffers, positions: Tensor, kernel: str) -> Routing:
+    def _route_native(
+        self, each: TopKRouteOp, step: Buffers, positions: Tensor, kernel: str
+    ) -> Routing:
         logits = step.view(each.logits)
         if kernel == INSIDE and self._watched is None:
             return left_to_products(each, logits, positions)
@@ -233,7 +235,9 @@ class Experts:
             each, step.view(router.out), step.view(router.x), held, positions
         )
 
-    def _route(self, each: Route, logits: Tensor, positions: Tensor, decodes: bool) -> Routing:
+    def _route(
+        self, each: TopKRouteOp, logits: Tensor, positions: Tensor, decodes: bool
+    ) -> Routing:
         num_tokens, num_experts = len(logits), each.num_experts
         if num_tokens == 1:  # a pair is a tile, be it this rank's or not
             num_experts = max(num_experts, each.top_k)
@@ -265,7 +269,7 @@ class Experts:
     def _tile_size(self, num_pairs: int, num_experts: int) -> int:
         return tile_size(num_pairs, num_experts, site=self._site, is_bf16=self._is_bf16)
 
-    def _products(self, each: ExpertLinear, step: Buffers) -> None:
+    def _products(self, each: ExpertLinearOp, step: Buffers) -> None:
         routing, held = self._routing, self._weights.weight_of(each)
         assert routing is not None
         out, x = step.view(each.out), step.view(each.x)

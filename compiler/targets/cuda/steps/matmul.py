@@ -42,11 +42,11 @@ from tilewright.compiler.targets.cuda.steps.cublas import (
 )
 from tilewright.compiler.targets.cuda.steps.plan_readers import mixers_behind, readers_of
 from tilewright.compiler.targets.cuda.tuning import tuning
-from tilewright.compiler.targets.cuda.weights.copies import Copies, Copy
+from tilewright.compiler.targets.cuda.weights.copies import DequantizedCopies, DequantizedCopy
 from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 from tilewright.compiler.targets.cuda.weights.stream import Weights
-from tilewright.compiler.targets.program.instructions import Attend, Linear, Plan
+from tilewright.compiler.targets.program.instructions import AttentionOp, KernelProgram, LinearOp
 
 LEAST_STRICT = 16
 """Rows that the library is given at least in strict steps: for a single one it may take kernels of
@@ -60,7 +60,7 @@ def _at_least(rows: Tensor, count: int) -> Tensor:
     return rows.as_strided((max(len(rows), count), rows.shape[1]), rows.stride())
 
 
-def epilogue_of(each: Linear) -> int:
+def epilogue_of(each: LinearOp) -> int:
     """What becomes of a product, as :func:`.native.linear` has it."""
     return native.ADD if each.residual else native.SWIGLU if each.swiglu else native.STORE
 
@@ -76,14 +76,14 @@ class Products:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: KernelProgram,
         weights: Weights,
         device: torch.device,
         *,
         max_rows: int,
         gpu: Gpu,
         arithmetic: str,
-        copies: Copies,
+        copies: DequantizedCopies,
     ) -> None:
         self.device, self._weights = device, weights
         self._gpu, self._arithmetic, self._strict = gpu, arithmetic, arithmetic == STRICT
@@ -97,7 +97,7 @@ class Products:
         self._normed = torch.zeros(room * padded(widest), dtype=self._operand, device=device)
         self._arranged, self._fed = torch.empty(2, 0, device=device)
         self._before_mixers = mixers_behind(plan)
-        self._readers: dict[int, Linear] = {}
+        self._readers: dict[int, LinearOp] = {}
         self._matmuls: dict[tuple[int, bool], BoundMatmul] = {}
         self._is_fed = False  # the next product finds its x arranged
         self._has_dense = is_native and arithmetic == FAST
@@ -111,7 +111,7 @@ class Products:
             for decodes in (True, False):
                 self._bound(each, decodes)
 
-    def run(self, each: Linear, out: Tensor, x: Tensor, *, decodes: bool) -> None:
+    def run(self, each: LinearOp, out: Tensor, x: Tensor, *, decodes: bool) -> None:
         """A product with all that is fused with it, of ``x [M, K]`` into ``out``; ``decodes``: rows
         are of a decode step, where in strict ones a row's bits do not depend on how many there are.
         """
@@ -137,13 +137,13 @@ class Products:
                 out, x, held, bias=bias, norm=norm, residual=each.residual, swiglu=each.swiglu
             )
 
-    def _bound(self, each: Linear, decodes: bool) -> BoundMatmul:
+    def _bound(self, each: LinearOp, decodes: bool) -> BoundMatmul:
         found = self._matmuls.get((id(each), decodes))
         if found is None or found.each is not each:
             found = self._matmuls[id(each), decodes] = self._bind(each, decodes)
         return found
 
-    def _bind(self, each: Linear, decodes: bool) -> BoundMatmul:
+    def _bind(self, each: LinearOp, decodes: bool) -> BoundMatmul:
         held, norm = self._weights.weight_of(each), None
         if each.norm is not None:
             norm = self._weights.constant(each.norm), each.eps
@@ -164,7 +164,7 @@ class Products:
         bias = self._weights.bias_of(each)
         return BoundMatmul(each, held, bias, norm, codes, values, aligned, unaligned)
 
-    def takes_few(self, each: Linear) -> bool:
+    def takes_few(self, each: LinearOp) -> bool:
         """Whether one row's product in a decode step is by the kernels of few rows."""
         return self._bound(each, True).aligned.at(1) == GEMV
 
@@ -184,21 +184,21 @@ class Products:
         in_blocks = held.kind != "bf16"
         return self._is_ours(held) and (in_blocks or self._max_rows <= native.most_tokens(held))
 
-    def _is_alone(self, each: Linear, held: HeldWeight, num_rows: int) -> bool:
+    def _is_alone(self, each: LinearOp, held: HeldWeight, num_rows: int) -> bool:
         """Whether the kernel behind a product begins when that has ended: where it mixes positions,
         and where that was measured faster on an H200.
         """
         mixer = self._before_mixers.get(id(each))
-        is_late = held.kind == "bf16" and isinstance(mixer, Attend)
+        is_late = held.kind == "bf16" and isinstance(mixer, AttentionOp)
         least = tuning()["matmul"]["min_rows_before_mixer"]
         return mixer is not None and num_rows >= least["bf16" if is_late else "blocks"]
 
-    def _way(self, held: HeldWeight, num_rows: int) -> native_wide.Way:
+    def _way(self, held: HeldWeight, num_rows: int) -> native_wide.BlockTileConfig:
         return native_wide.choose_way(held, num_rows, same_bits=self._strict)
 
     def _wide_product(
         self,
-        each: Linear,
+        each: LinearOp,
         out: Tensor,
         x: Tensor,
         held: HeldWeight,
@@ -224,7 +224,7 @@ class Products:
         )
 
     def _fed_by(
-        self, each: Linear, out: Tensor, num_rows: int, decodes: bool
+        self, each: LinearOp, out: Tensor, num_rows: int, decodes: bool
     ) -> tuple[Tensor, int]:
         """Where a product's result goes and for how many places: into ``out``, or where the next
         product alone reads it, by `wide.cu`, as that does.
@@ -240,7 +240,7 @@ class Products:
 
     def _native_product(
         self,
-        each: Linear,
+        each: LinearOp,
         out: Tensor,
         x: Tensor,
         held: HeldWeight,
@@ -287,20 +287,20 @@ class Products:
 
     def _lofi_product(
         self,
-        each: Linear,
+        each: LinearOp,
         out: Tensor,
         x: Tensor,
         held: HeldWeight,
         bias: Tensor | None,
         norm: tuple[Tensor, float] | None,
-        copy: Copy,
+        copy: DequantizedCopy,
         decodes: bool,
     ) -> None:
         """One of e4m3 operands."""
         assert copy.scales is not None
         codes, scales = self._codes(x, norm, decodes)
         if self._has_dense and native_dense.takes_codes(held, len(x)):
-            operands = native_dense.Codes(copy.values, copy.scales, codes, scales)
+            operands = native_dense.BlockCodes(copy.values, copy.scales, codes, scales)
             self._dense_product(each, out, operands, held, bias, decodes)
             return
         if not each.swiglu:
@@ -314,9 +314,9 @@ class Products:
 
     def _dense_product(
         self,
-        each: Linear,
+        each: LinearOp,
         out: Tensor,
-        x: Tensor | native_dense.Codes,
+        x: Tensor | native_dense.BlockCodes,
         held: HeldWeight,
         bias: Tensor | None,
         decodes: bool,
@@ -339,7 +339,7 @@ class Products:
         return round_rows(self._norm(x, norm, decodes))
 
     def _library_product(
-        self, each: Linear, out: Tensor, x: Tensor, held: HeldWeight, bias: Tensor | None
+        self, each: LinearOp, out: Tensor, x: Tensor, held: HeldWeight, bias: Tensor | None
     ) -> None:
         stride = out.stride(0)
         # With the weight's rows of zeros: the library is slow at odd widths.

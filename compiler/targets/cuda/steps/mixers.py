@@ -35,28 +35,28 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule.table import (
 )
 from tilewright.compiler.targets.cuda.kernels.elementwise.sigmoid_gate import sigmoid_gate
 from tilewright.compiler.targets.cuda.state.tables import PagedState
-from tilewright.compiler.targets.cuda.state.token_batch import Rows
+from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers, is_aligned
-from tilewright.compiler.targets.cuda.steps.experts import Experts, experts_bytes
+from tilewright.compiler.targets.cuda.steps.experts import ExpertsRunner, experts_bytes
 from tilewright.compiler.targets.cuda.weights.stream import Weights
 from tilewright.compiler.targets.program.instructions import (
+    BufferView,
     Convolve,
-    DeltaRule,
-    ExpertLinear,
+    DeltaRuleOp,
+    ExpertLinearOp,
     ExpertSum,
+    KernelProgram,
     Mixer,
-    Place,
-    Plan,
-    Route,
     SigmoidGate,
+    TopKRouteOp,
 )
 
 
-def mixer_bytes(plan: Plan, num_tokens: int) -> int:
+def mixer_bytes(plan: KernelProgram, num_tokens: int) -> int:
     """Bytes that a prompt's mixers take beside the plan's buffers: the largest of them."""
     sizes = [experts_bytes(plan, num_tokens)]
     for each in plan.instructions:
-        if isinstance(each, DeltaRule):
+        if isinstance(each, DeltaRuleOp):
             num_heads, key_dim, value_dim = each.state.shape
             heads = {"num_heads": num_heads, "num_key_heads": each.num_key_heads}
             dims = {"key_dim": key_dim, "value_dim": value_dim}
@@ -81,7 +81,7 @@ class Mixers:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: KernelProgram,
         weights: Weights,
         state: PagedState,
         *,
@@ -91,9 +91,9 @@ class Mixers:
     ) -> None:
         device = state.tables.device
         how: dict[str, Any] = {"gpu": gpu, "arithmetic": arithmetic}
-        self.experts = Experts(plan, weights, device, max_rows=max_rows, **how)
+        self.experts = ExpertsRunner(plan, weights, device, max_rows=max_rows, **how)
         self._weights, self._state, self._exact = weights, state, arithmetic == EXACT
-        rules = [each for each in plan.instructions if isinstance(each, DeltaRule)]
+        rules = [each for each in plan.instructions if isinstance(each, DeltaRuleOp)]
         sites = [_site_of(each, plan, gpu, arithmetic) for each in rules]
         self.why_not_native = next(filter(None, map(why_no_step, sites)), "")
         self._rules = {
@@ -108,7 +108,7 @@ class Mixers:
         self,
         each: Mixer,
         step: Buffers,
-        rows: Rows,
+        rows: TokenBatch,
         *,
         decodes: bool,
         captured: bool = False,
@@ -117,7 +117,7 @@ class Mixers:
         """Run one instruction; ``captured`` as :meth:`.steps.Steps.decode` has it, ``starts`` as
         :meth:`.steps.Steps.prefill`.
         """
-        if isinstance(each, Route | ExpertLinear | ExpertSum):
+        if isinstance(each, TopKRouteOp | ExpertLinearOp | ExpertSum):
             self.experts.run(each, step, rows.positions, decodes=decodes)
         elif isinstance(each, SigmoidGate):
             sigmoid_gate(step.view(each.out), step.view(each.x), step.view(each.gate))
@@ -130,7 +130,9 @@ class Mixers:
                 self._convolve(each.convolve, step, rows, decodes, starts)
             self._delta_rule(each, step, rows, decodes, starts)
 
-    def _native_step(self, each: DeltaRule, step: Buffers, rows: Rows, captured: bool) -> None:
+    def _native_step(
+        self, each: DeltaRuleOp, step: Buffers, rows: TokenBatch, captured: bool
+    ) -> None:
         """``captured``: a slot's window and state are those that the step before left."""
         convolve = each.convolve
         assert convolve is not None
@@ -148,7 +150,7 @@ class Mixers:
         )
 
     def _convolve(
-        self, each: Convolve, step: Buffers, rows: Rows, decodes: bool, starts: Tensor | None
+        self, each: Convolve, step: Buffers, rows: TokenBatch, decodes: bool, starts: Tensor | None
     ) -> None:
         weight = self._weights.constant(each.weight).flatten(1)
         what = step.view(each.out), step.view(each.x), weight
@@ -159,11 +161,11 @@ class Mixers:
         else:
             causal_conv1d_prompt(*what, **where, keeps=self._keeps(rows), starts=starts)
 
-    def _keeps(self, rows: Rows) -> Tensor | None:
+    def _keeps(self, rows: TokenBatch) -> Tensor | None:
         """None where nothing is ever kept on the way: kernels are then made without it."""
         return rows.keeps if self._state.num_marks else None
 
-    def _inputs(self, each: DeltaRule, step: Buffers, qkv: Place) -> DeltaInputs:
+    def _inputs(self, each: DeltaRuleOp, step: Buffers, qkv: BufferView) -> DeltaInputs:
         return DeltaInputs(
             step.view(qkv),
             step.view(each.a),
@@ -175,7 +177,12 @@ class Mixers:
         )
 
     def _delta_rule(
-        self, each: DeltaRule, step: Buffers, rows: Rows, decodes: bool, starts: Tensor | None
+        self,
+        each: DeltaRuleOp,
+        step: Buffers,
+        rows: TokenBatch,
+        decodes: bool,
+        starts: Tensor | None,
     ) -> None:
         inputs = self._inputs(each, step, each.qkv)
         out, z = step.view(each.out), step.view(each.z)
@@ -193,7 +200,7 @@ class Mixers:
         )  # fmt: skip
 
 
-def _site_of(each: DeltaRule, plan: Plan, gpu: Gpu, arithmetic: str) -> DeltaSite:
+def _site_of(each: DeltaRuleOp, plan: KernelProgram, gpu: Gpu, arithmetic: str) -> DeltaSite:
     num_heads, key_dim, value_dim = each.state.shape
     return DeltaSite(
         arithmetic,

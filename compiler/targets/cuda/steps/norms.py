@@ -14,7 +14,7 @@ from tilewright.compiler.targets.cuda.steps.buffers import Buffers
 from tilewright.compiler.targets.cuda.steps.matmul import Products, epilogue_of
 from tilewright.compiler.targets.cuda.steps.plan_readers import norms_before
 from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of
-from tilewright.compiler.targets.program.instructions import Linear, Norm, Plan
+from tilewright.compiler.targets.program.instructions import KernelProgram, LinearOp, NormOp
 
 
 class Norms:
@@ -25,7 +25,7 @@ class Norms:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: KernelProgram,
         weights: Weights,
         products: Products,
         *,
@@ -33,7 +33,7 @@ class Norms:
         arithmetic: str,
     ) -> None:
         self._weights = weights
-        self._before: dict[int, Norm] = {}  # by identity of the product that makes it
+        self._before: dict[int, NormOp] = {}  # by identity of the product that makes it
         self._is_native = gpu.has_cpp and arithmetic != EXACT
         if self._is_native:
             self._before = {
@@ -43,7 +43,7 @@ class Norms:
             }
         self._made = {id(norm) for norm in self._before.values()}
 
-    def run(self, each: Norm, step: Buffers, *, decodes: bool) -> None:
+    def run(self, each: NormOp, step: Buffers, *, decodes: bool) -> None:
         """Make a norm, where that is not left to :meth:`run_product`."""
         out, x = step.view(each.out), step.view(each.x)
         weight = self._weights.constant(each.weight)
@@ -52,7 +52,7 @@ class Norms:
         elif len(x) > 1 or id(each) not in self._made:
             native.rms_norm(out, x, weight, eps=each.eps, num_tokens=len(x))
 
-    def run_product(self, each: Linear, step: Buffers, num_rows: int) -> bool:
+    def run_product(self, each: LinearOp, step: Buffers, num_rows: int) -> bool:
         """Whether a product of a decode step makes the norm before it, and then both."""
         norm = self._before.get(id(each)) if num_rows == 1 else None
         if norm is None:

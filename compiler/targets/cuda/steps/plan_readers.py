@@ -8,21 +8,21 @@ from itertools import pairwise
 
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_COLUMNS
 from tilewright.compiler.targets.program.instructions import (
-    Attend,
-    DeltaRule,
-    Linear,
-    Norm,
-    Plan,
+    AttentionOp,
+    DeltaRuleOp,
+    KernelProgram,
+    LinearOp,
+    NormOp,
 )
 
 
-def readers_of(plan: Plan) -> dict[int, Linear]:
+def readers_of(plan: KernelProgram) -> dict[int, LinearOp]:
     """By identity, products of gate and up in whole tiles with the product behind that reads them;
     nothing else does, for what is behind writes the buffer again first.
     """
     found = {}
     for each, reader in pairwise(plan.instructions):
-        if not isinstance(each, Linear) or not isinstance(reader, Linear):
+        if not isinstance(each, LinearOp) or not isinstance(reader, LinearOp):
             continue
         if each.swiglu and not each.group.startswith("shared"):  # those may run along with experts
             width = each.weight.shape[0] // 2
@@ -31,24 +31,24 @@ def readers_of(plan: Plan) -> dict[int, Linear]:
     return found
 
 
-def mixers_behind(plan: Plan) -> dict[int, Attend | DeltaRule]:
+def mixers_behind(plan: KernelProgram) -> dict[int, AttentionOp | DeltaRuleOp]:
     """By identity, the last products before attention or linear attention, with that."""
     found, last = {}, None
     for each in plan.instructions:
-        if isinstance(each, Linear):
+        if isinstance(each, LinearOp):
             last = each
-        elif isinstance(each, Attend | DeltaRule) and last is not None:
+        elif isinstance(each, AttentionOp | DeltaRuleOp) and last is not None:
             found[id(last)] = each
     return found
 
 
-def norms_before(plan: Plan) -> list[tuple[Norm, Linear]]:
+def norms_before(plan: KernelProgram) -> list[tuple[NormOp, LinearOp]]:
     """Norms with the product right behind that reads them; what it writes is neither the norm nor
     the norm's x.
     """
     found = []
     for norm, each in pairwise(plan.instructions):
-        if isinstance(norm, Norm) and isinstance(each, Linear) and each.x == norm.out:
+        if isinstance(norm, NormOp) and isinstance(each, LinearOp) and each.x == norm.out:
             buffers = {norm.x.buffer, norm.out.buffer, each.out.buffer}
             if each.norm is None and not each.residual and len(buffers) == 3:
                 found.append((norm, each))

@@ -18,7 +18,7 @@ from tilewright.compiler.targets.cuda.kernels.experts import router as native_ro
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import Groups
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of
-from tilewright.compiler.targets.program.instructions import Linear, Plan, Route
+from tilewright.compiler.targets.program.instructions import KernelProgram, LinearOp, TopKRouteOp
 
 PART_TOKENS = 8192 + 512
 """Tokens of a prompt whose experts run together: what their products take is bounded. The largest
@@ -40,7 +40,7 @@ class Routing:
     experts: Tensor
     groups: tuple[Groups, ...] = ()
     tiles: tuple[native_route.Tiles, ...] = ()
-    choice: native_route.Choice | None = None
+    choice: native_route.TopKParams | None = None
 
     @property
     def top_k(self) -> int:
@@ -60,13 +60,13 @@ def _runs(found: Sequence[_Each], size: int) -> Iterator[tuple[slice, _Each]]:
         yield slice(index * size, (index + 1) * size), each
 
 
-def joined_routers(plan: Plan, weights: Weights) -> dict[int, Linear]:
+def joined_routers(plan: KernelProgram, weights: Weights) -> dict[int, LinearOp]:
     """The routers' products that can be one launch with what chooses among their results, by
     the identity of that.
     """
-    found: dict[int, Linear] = {}
+    found: dict[int, LinearOp] = {}
     for product, each in pairwise(plan.instructions):
-        if not (isinstance(product, Linear) and isinstance(each, Route)):
+        if not (isinstance(product, LinearOp) and isinstance(each, TopKRouteOp)):
             continue
         out, logits = product.out, each.logits
         is_plain = product.norm is None is product.bias
@@ -78,13 +78,13 @@ def joined_routers(plan: Plan, weights: Weights) -> dict[int, Linear]:
     return found
 
 
-def left_to_products(each: Route, logits: Tensor, positions: Tensor) -> Routing:
+def left_to_products(each: TopKRouteOp, logits: Tensor, positions: Tensor) -> Routing:
     """One token's, which products choose themselves."""
     how = each.renormalise, each.first, each.num_experts
-    return _empty(each, logits, native_route.Choice(logits, positions, *how))
+    return _empty(each, logits, native_route.TopKParams(logits, positions, *how))
 
 
-def routed(each: Route, logits: Tensor, positions: Tensor) -> Routing:
+def routed(each: TopKRouteOp, logits: Tensor, positions: Tensor) -> Routing:
     """What route.cu makes of logits."""
     routing = _empty(each, logits)
     for part, some in routing.native_parts():
@@ -96,7 +96,7 @@ def routed(each: Route, logits: Tensor, positions: Tensor) -> Routing:
 
 
 def routed_with_product(
-    each: Route, logits: Tensor, x: Tensor, held: HeldWeight, positions: Tensor
+    each: TopKRouteOp, logits: Tensor, x: Tensor, held: HeldWeight, positions: Tensor
 ) -> Routing:
     """What router.cu makes of x and a router's weight, whose product is left in ``logits``."""
     routing = _empty(each, logits)
@@ -108,7 +108,9 @@ def routed_with_product(
     return routing
 
 
-def _empty(each: Route, logits: Tensor, choice: native_route.Choice | None = None) -> Routing:
+def _empty(
+    each: TopKRouteOp, logits: Tensor, choice: native_route.TopKParams | None = None
+) -> Routing:
     """Room for what is found of a decode step's tokens."""
     num_tokens, most = len(logits), native_route.MAX_TOKENS
     weights = logits.new_empty(num_tokens, each.top_k)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.collectives.group import Group
+from tilewright.compiler.targets.cuda.collectives.group import RankGroup
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, FAST, STRICT, Gpu
 from tilewright.compiler.targets.cuda.kernels.elementwise.embedding import embed
@@ -23,36 +23,36 @@ from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu_a
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.outputs.pooled_states import pool_rows
 from tilewright.compiler.targets.cuda.state.tables import PagedState
-from tilewright.compiler.targets.cuda.state.token_batch import Rows
-from tilewright.compiler.targets.cuda.steps.attention import Attention
+from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
+from tilewright.compiler.targets.cuda.steps.attention import AttentionRunner
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers, padded
 from tilewright.compiler.targets.cuda.steps.cublas import apply_function
 from tilewright.compiler.targets.cuda.steps.matmul import Products
 from tilewright.compiler.targets.cuda.steps.mixers import Mixers
 from tilewright.compiler.targets.cuda.steps.norms import Norms
 from tilewright.compiler.targets.cuda.steps.overlap import Beside
-from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Copies, Kinds
+from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, DequantizedCopies, Kinds
 from tilewright.compiler.targets.cuda.weights.stream import Weights
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
     OPERAND,
-    AllReduce,
     AllReduceAdd,
-    Attend,
+    AllReduceOp,
+    AttentionOp,
+    BufferView,
     Convolve,
-    DeltaRule,
+    DeltaRuleOp,
     Elementwise,
-    Embed,
-    Gather,
-    Linear,
+    EmbedOp,
+    GatherOp,
+    KernelProgram,
+    LinearOp,
     Mixer,
-    Norm,
     NormHeads,
-    Place,
+    NormOp,
     Plain,
-    Plan,
-    Route,
-    SwiGLU,
+    SwiGLUOp,
+    TopKRouteOp,
 )
 
 
@@ -62,7 +62,7 @@ class _Kernels:
 
     products: Products
     norms: Norms
-    attention: Attention
+    attention: AttentionRunner
     is_strict: bool
 
 
@@ -79,7 +79,7 @@ class Steps:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: KernelProgram,
         weights: Weights,
         state: PagedState,
         *,
@@ -91,7 +91,7 @@ class Steps:
         gpu: Gpu | None = None,
     ) -> None:
         """``gpu``: of the op tables. None: the GPU of the state."""
-        self.group: Group | None = None  # of a rank among several, once it has met them
+        self.group: RankGroup | None = None  # of a rank among several, once it has met them
         self.device = state.tables.device
         self.exact, self._strict_rows = exact, strict_rows
         self._gpu = gpu = gpu or nvrtc.gpu_of(self.device)
@@ -105,7 +105,7 @@ class Steps:
         self._beside = Beside(self.device)
         self._operand = torch.float32 if exact else torch.bfloat16
         self._num_rows = rows = native.room_for(max_rows) if self.is_native else max_rows
-        self.copies = Copies(plan, weights, copies)
+        self.copies = DequantizedCopies(plan, weights, copies)
         make = self._make_kernels
         self._small = make(min(max_rows, strict_rows), is_strict=True) if strict_rows else None
         is_only = self._small is not None and strict_rows == sys.maxsize
@@ -127,7 +127,7 @@ class Steps:
         return _Kernels(
             products,
             Norms(plan, weights, products, **how),
-            Attention(plan, weights, self._state, max_rows=max_rows, **how),
+            AttentionRunner(plan, weights, self._state, max_rows=max_rows, **how),
             is_strict,
         )
 
@@ -144,7 +144,7 @@ class Steps:
         if self.exact:
             return "the library in float32"
         instructions = self._plan.instructions
-        has_experts = any(isinstance(each, Route) for each in instructions)
+        has_experts = any(isinstance(each, TopKRouteOp) for each in instructions)
         found = {
             "products": self._gpu.why_no_cpp,
             "attention": self.attention.why_not_native,
@@ -157,7 +157,9 @@ class Steps:
     def _type(self, role: str) -> torch.dtype:
         return self._operand if role == OPERAND else torch.float32
 
-    def decode(self, rows: Rows, *, reach: int | None = None, captured: bool = False) -> Tensor:
+    def decode(
+        self, rows: TokenBatch, *, reach: int | None = None, captured: bool = False
+    ) -> Tensor:
         """One token of each of B sequences: logits ``[B, V]``, overwritten by the next step.
 
         ``reach``: one of :attr:`.steps_attention.Attention.reaches`, pages that none has more of;
@@ -170,26 +172,28 @@ class Steps:
         step = self._decode_buffers(num_rows)
         kernels = self._kernels(is_strict=num_rows <= self._strict_rows)
         for each in self._plan.instructions:
-            if isinstance(each, Gather):
+            if isinstance(each, GatherOp):
                 step.alias(each.out, each.x)
-            elif isinstance(each, Attend):
+            elif isinstance(each, AttentionOp):
                 kernels.attention.decode(each, step, rows, reach=reach, captured=captured)
             elif isinstance(each, Mixer):
                 self._mixers.run(each, step, rows, decodes=True, captured=captured)
-            elif isinstance(each, Linear) and self._mixers.experts.runs_along(each, num_rows):
+            elif isinstance(each, LinearOp) and self._mixers.experts.runs_along(each, num_rows):
                 continue
-            elif not (isinstance(each, Linear) and kernels.norms.run_product(each, step, num_rows)):
+            elif not (
+                isinstance(each, LinearOp) and kernels.norms.run_product(each, step, num_rows)
+            ):
                 self._run(each, step, rows, kernels, decodes=True)
         return step.logits
 
-    def chosen_experts(self, rows: Rows) -> list[int]:
+    def chosen_experts(self, rows: TokenBatch) -> list[int]:
         """A decode step, and how many different experts its rows chose, layer by layer."""
         chosen = self._mixers.experts.watch(lambda: self.decode(rows))
         return [len(each[each >= 0].unique()) for each in chosen]
 
     def prefill(
         self,
-        rows: Rows,
+        rows: TokenBatch,
         *,
         logit_rows: Tensor | None,
         from_start: bool = False,
@@ -211,7 +215,7 @@ class Steps:
             self.group.exchange.end_step()
         return logits
 
-    def pool(self, rows: Rows, *, from_start: bool) -> Tensor:
+    def pool(self, rows: TokenBatch, *, from_start: bool) -> Tensor:
         """Run T tokens of a prompt as `prefill` does. Return `pool_rows` of their final hidden
         states, without logits.
         """
@@ -227,7 +231,7 @@ class Steps:
 
     def _prefill(
         self,
-        rows: Rows,
+        rows: TokenBatch,
         logit_rows: Tensor | None,
         from_start: bool,
         starts: Tensor | None,
@@ -241,7 +245,7 @@ class Steps:
         is_single = starts is None and not is_mixed
         kernels = self._kernels(is_strict=is_single and self._small is not None)
         for each in self._plan.instructions:
-            if isinstance(each, Gather):
+            if isinstance(each, GatherOp):
                 if pools:
                     return self._pool_rows(step.view(each.x))
                 if logit_rows is None:
@@ -254,11 +258,11 @@ class Steps:
                     else self._fresh_buffers(len(logit_rows), with_logits=True)
                 )
                 torch.index_select(x, 0, logit_rows, out=step.view(each.out))
-            elif isinstance(each, Attend | DeltaRule | Convolve) and is_mixed:
+            elif isinstance(each, AttentionOp | DeltaRuleOp | Convolve) and is_mixed:
                 self._run_mixed(each, step, rows, kernels, starts, block, riding)
-            elif isinstance(each, Attend):
+            elif isinstance(each, AttentionOp):
                 kernels.attention.prompt(each, step, rows, from_start=from_start, block=block)
-            elif isinstance(each, DeltaRule | Convolve):
+            elif isinstance(each, DeltaRuleOp | Convolve):
                 self._mixers.run(each, step, rows, decodes=False, starts=starts)
             elif isinstance(each, Mixer):
                 self._mixers.run(each, step, rows, decodes=False)
@@ -268,9 +272,9 @@ class Steps:
 
     def _run_mixed(
         self,
-        each: Attend | DeltaRule | Convolve,
+        each: AttentionOp | DeltaRuleOp | Convolve,
         step: Buffers,
-        rows: Rows,
+        rows: TokenBatch,
         kernels: _Kernels,
         starts: Tensor | None,
         block: int,
@@ -282,7 +286,7 @@ class Steps:
         first, second = (
             (step.part(part), rows.part(part)) for part in (slice(0, riding.start), riding)
         )
-        if isinstance(each, Attend):
+        if isinstance(each, AttentionOp):
             prompts = partial(kernels.attention.prompt, each, *first, from_start=False, block=block)
             riders = partial(kernels.attention.decode, each, *second, reach=None, captured=False)
         else:
@@ -291,33 +295,33 @@ class Steps:
         self._beside.run(prompts, riders)
 
     def _run(
-        self, each: Plain, step: Buffers, rows: Rows, kernels: _Kernels, *, decodes: bool
+        self, each: Plain, step: Buffers, rows: TokenBatch, kernels: _Kernels, *, decodes: bool
     ) -> None:
-        if isinstance(each, Embed):
+        if isinstance(each, EmbedOp):
             embed(step.view(each.out), rows.tokens, self._weights.weight_of(each).data)
-        elif isinstance(each, SwiGLU):
+        elif isinstance(each, SwiGLUOp):
             swiglu_apart(step.view(each.out), step.view(each.gate), step.view(each.up))
         elif isinstance(each, NormHeads):
             weights = [self._weights.constant(one) for one in (each.q_norm, each.k_norm)]
             views = step.view(each.out), step.view(each.qkv)
             alone = True if decodes else False if kernels.is_strict else None
             rms_norm_heads(*views, *weights, num_heads=each.num_heads, eps=each.eps, alone=alone)
-        elif isinstance(each, Norm):
+        elif isinstance(each, NormOp):
             kernels.norms.run(each, step, decodes=decodes)
         elif isinstance(each, Elementwise):
-            inputs = [step.view(one) if isinstance(one, Place) else one for one in each.inputs]
+            inputs = [step.view(one) if isinstance(one, BufferView) else one for one in each.inputs]
             apply_function(each.function, step.view(each.out), inputs)
-        elif isinstance(each, Linear):
+        elif isinstance(each, LinearOp):
             kernels.products.run(each, step.view(each.out), step.view(each.x), decodes=decodes)
-        elif isinstance(each, AllReduce | AllReduceAdd):
+        elif isinstance(each, AllReduceOp | AllReduceAdd):
             self._reduce(each, step, keeps_wire=decodes or kernels.is_strict)
 
-    def _reduce(self, each: AllReduce | AllReduceAdd, step: Buffers, *, keeps_wire: bool) -> None:
+    def _reduce(self, each: AllReduceOp | AllReduceAdd, step: Buffers, *, keeps_wire: bool) -> None:
         assert self.group is not None, "this rank has not met the others"
         exchange = self.group.exchange
         out, x = step.view(each.out), step.view(each.x)
         wire = each.wire if keeps_wire else self._prompt_wire or each.wire
-        if isinstance(each, AllReduce):
+        if isinstance(each, AllReduceOp):
             exchange.all_reduce(out, x, wire=wire)
             return
         norm = None if each.norm is None else self._weights.constant(each.norm)

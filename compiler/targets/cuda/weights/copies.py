@@ -14,9 +14,9 @@ from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import dequantis
 from tilewright.compiler.targets.cuda.steps.buffers import padded
 from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI, exact_rows
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, HeldWeight
-from tilewright.compiler.targets.cuda.weights.stream import Wanted, Weights, product_of
+from tilewright.compiler.targets.cuda.weights.stream import CudaTensorSpec, Weights, product_of
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.compiler.targets.program.instructions import Linear, Plan
+from tilewright.compiler.targets.program.instructions import KernelProgram, LinearOp
 
 _PIECES = 16
 _LIBRARY_MULTIPLE = 16
@@ -49,7 +49,7 @@ def kinds_for(options: CompileOptions) -> Kinds:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class DequantizedCopy:
     """A weight's values once more: bfloat16 ``[N, K]``, or with ``scales`` (float32 ``[N, 1]``, of
     rows) e4m3 codes. Rows are as they are held.
     """
@@ -64,14 +64,14 @@ class Copy:
         return values + (0 if self.scales is None else self.scales.nbytes)
 
 
-def is_lofi(each: Linear, *, decodes: bool) -> bool:
+def is_lofi(each: LinearOp, *, decodes: bool) -> bool:
     """Whether a product's fidelity is lofi in a phase."""
     if each.compute is None:
         return False
     return (each.compute.decode if decodes else each.compute.prefill) == "lofi"
 
 
-def wants_codes(each: Linear, kinds: Kinds) -> bool:
+def wants_codes(each: LinearOp, kinds: Kinds) -> bool:
     """Whether e4m3 codes of a weight are asked for, and the library takes its shape."""
     if not kinds.codes or product_of(each).kind != "bfp4":
         return False
@@ -79,14 +79,14 @@ def wants_codes(each: Linear, kinds: Kinds) -> bool:
     return is_whole and (is_lofi(each, decodes=True) or is_lofi(each, decodes=False))
 
 
-def wants_values(each: Linear, kinds: Kinds) -> bool:
+def wants_values(each: LinearOp, kinds: Kinds) -> bool:
     """Whether bfloat16 values of a product's weight are asked for."""
     return kinds.values and product_of(each).kind in TILE_BYTES
 
 
-def copy_bytes(plan: Plan, kinds: Kinds) -> int:
+def copy_bytes(plan: KernelProgram, kinds: Kinds) -> int:
     """Bytes that the copies of a plan's weights take, were every lofi weight exact."""
-    found: dict[Wanted, int] = {}
+    found: dict[CudaTensorSpec, int] = {}
     for each in _products(plan):
         rows, columns = each.weight.shape
         if wants_codes(each, kinds):
@@ -96,21 +96,21 @@ def copy_bytes(plan: Plan, kinds: Kinds) -> int:
     return sum(found.values())
 
 
-def _products(plan: Plan) -> Iterator[Linear]:
-    return (each for each in plan.instructions if isinstance(each, Linear))
+def _products(plan: KernelProgram) -> Iterator[LinearOp]:
+    return (each for each in plan.instructions if isinstance(each, LinearOp))
 
 
-class Copies:
+class DequantizedCopies:
     """The copies that are asked for, made of the weights that are held.
 
     ``num_lofi``: lofi weights that were tried; ``num_inexact``: those of them that are not exact in
     e4m3, of which there is no copy, so that their products stay those of bfloat16.
     """
 
-    def __init__(self, plan: Plan, weights: Weights, kinds: Kinds) -> None:
-        self._copies: dict[Wanted, Copy] = {}
+    def __init__(self, plan: KernelProgram, weights: Weights, kinds: Kinds) -> None:
+        self._copies: dict[CudaTensorSpec, DequantizedCopy] = {}
         self.num_lofi = self.num_inexact = 0
-        tried: set[Wanted] = set()
+        tried: set[CudaTensorSpec] = set()
         for each in _products(plan):
             wanted = product_of(each)
             if wanted in tried:
@@ -123,7 +123,7 @@ class Copies:
                 if copy is not None:
                     self._copies[wanted] = copy
             elif wants_values(each, kinds):
-                self._copies[wanted] = Copy(_dense(weights.held(wanted)))
+                self._copies[wanted] = DequantizedCopy(_dense(weights.held(wanted)))
 
     @property
     def num_bytes(self) -> int:
@@ -143,14 +143,14 @@ class Copies:
         size = f"{self.num_bytes / 1e9:.1f} GB"
         return (f"held once more, for many rows: {', '.join(parts)}; {size}",)
 
-    def codes_for(self, each: Linear, num_rows: int, *, decodes: bool) -> Copy | None:
+    def codes_for(self, each: LinearOp, num_rows: int, *, decodes: bool) -> DequantizedCopy | None:
         """The codes that a product of so many rows takes; None where it takes none."""
         if num_rows < LEAST_LOFI or not is_lofi(each, decodes=decodes):
             return None
         copy = self._copies.get(product_of(each))
         return copy if copy is not None and copy.scales is not None else None
 
-    def values_of(self, each: Linear) -> Tensor | None:
+    def values_of(self, each: LinearOp) -> Tensor | None:
         """The bfloat16 values of a product's weight, where they are held."""
         copy = self._copies.get(product_of(each))
         return None if copy is None or copy.scales is not None else copy.values
@@ -167,7 +167,7 @@ def _dense(held: HeldWeight) -> Tensor:
     return values
 
 
-def _codes(held: HeldWeight) -> Copy | None:
+def _codes(held: HeldWeight) -> DequantizedCopy | None:
     """A piece of the rows at a time: the scratch is 12 bytes a value."""
     dense, found = _dense(held), []
     for part in dense.chunk(_PIECES):
@@ -176,4 +176,4 @@ def _codes(held: HeldWeight) -> Copy | None:
             return None
         found.append(exact)
     codes, scales = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return Copy(codes, scales)
+    return DequantizedCopy(codes, scales)

@@ -22,16 +22,16 @@ from tilewright.compiler.targets.host.tensor_files import save_tensors
 from tilewright.compiler.targets.interface.base import Progress
 from tilewright.compiler.targets.program.instructions import (
     AllReduceAdd,
-    Attend,
+    AttentionOp,
     Convolve,
-    DeltaRule,
-    Embed,
-    ExpertLinear,
+    DeltaRuleOp,
+    EmbedOp,
+    ExpertLinearOp,
     ExpertSum,
-    Linear,
-    Norm,
+    KernelProgram,
+    LinearOp,
     NormHeads,
-    Plan,
+    NormOp,
 )
 from tilewright.errors import CheckpointError, one_line
 
@@ -39,7 +39,7 @@ _DATA, _SCALE = "data", "scale"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class CudaTensorSpec:
     """One tensor of a plan: ``kind`` of a held weight, or ``fp32`` for norms, biases, constants.
 
     ``is_paired``: rows of gate and up in turns, as a product with SwiGLU reads them.
@@ -50,47 +50,47 @@ class Wanted:
     is_paired: bool = False
 
 
-def wanted_by(plan: Plan) -> dict[Wanted, None]:
+def wanted_by(plan: KernelProgram) -> dict[CudaTensorSpec, None]:
     """Every tensor of the plan once, in the order of its first use."""
     return dict.fromkeys(_wanted(plan))
 
 
-def product_of(linear: Linear | ExpertLinear | ExpertSum) -> Wanted:
+def product_of(linear: LinearOp | ExpertLinearOp | ExpertSum) -> CudaTensorSpec:
     """The tensor that a product of a plan wants."""
     is_paired = not isinstance(linear, ExpertSum) and linear.swiglu
-    return Wanted(linear.weight, held_kind(linear.weight, linear.group), is_paired)
+    return CudaTensorSpec(linear.weight, held_kind(linear.weight, linear.group), is_paired)
 
 
-def table_of(embed: Embed) -> Wanted:
+def table_of(embed: EmbedOp) -> CudaTensorSpec:
     """The tensor that an embedding of a plan wants."""
-    return Wanted(embed.table, held_kind(embed.table, TABLES[0]))
+    return CudaTensorSpec(embed.table, held_kind(embed.table, TABLES[0]))
 
 
-def vector_of(recipe: WeightRecipe, *, is_paired: bool = False) -> Wanted:
+def vector_of(recipe: WeightRecipe, *, is_paired: bool = False) -> CudaTensorSpec:
     """A norm, a bias or a constant."""
-    return Wanted(recipe, "fp32", is_paired)
+    return CudaTensorSpec(recipe, "fp32", is_paired)
 
 
-def _wanted(plan: Plan) -> Iterator[Wanted]:
+def _wanted(plan: KernelProgram) -> Iterator[CudaTensorSpec]:
     for each in plan.instructions:
-        if isinstance(each, Embed):
+        if isinstance(each, EmbedOp):
             yield table_of(each)
-        elif isinstance(each, Attend):
+        elif isinstance(each, AttentionOp):
             yield vector_of(each.inv_freq)
         elif isinstance(each, NormHeads):
             yield vector_of(each.q_norm)
             yield vector_of(each.k_norm)
-        elif isinstance(each, Norm | Convolve):
+        elif isinstance(each, NormOp | Convolve):
             yield vector_of(each.weight)
         elif isinstance(each, AllReduceAdd) and each.norm is not None:
             yield vector_of(each.norm)
-        elif isinstance(each, DeltaRule):
+        elif isinstance(each, DeltaRuleOp):
             yield from map(vector_of, (each.a_log, each.dt_bias, each.norm))
             if each.convolve is not None:
                 yield vector_of(each.convolve.weight)
-        elif isinstance(each, ExpertLinear | ExpertSum):
+        elif isinstance(each, ExpertLinearOp | ExpertSum):
             yield product_of(each)
-        elif isinstance(each, Linear):
+        elif isinstance(each, LinearOp):
             yield product_of(each)
             if each.norm is not None:
                 yield vector_of(each.norm)
@@ -104,24 +104,24 @@ Placed = HeldWeight | Tensor
 class Weights:
     """What a plan reads, on its device."""
 
-    def __init__(self, placed: dict[Wanted, Placed]) -> None:
+    def __init__(self, placed: dict[CudaTensorSpec, Placed]) -> None:
         self._placed = placed
         self._by_instruction: dict[int, tuple[object, HeldWeight]] = {}
         self._by_recipe: dict[int, tuple[WeightRecipe, Tensor]] = {}
 
-    def held(self, wanted: Wanted) -> HeldWeight:
+    def held(self, wanted: CudaTensorSpec) -> HeldWeight:
         """Find a product's weight, or a table, as the device holds it."""
         found = self._placed[wanted]
         assert isinstance(found, HeldWeight)
         return found
 
-    def vector(self, wanted: Wanted) -> Tensor:
+    def vector(self, wanted: CudaTensorSpec) -> Tensor:
         """A norm, a bias or a constant, float32."""
         found = self._placed[wanted]
         assert isinstance(found, Tensor)
         return found
 
-    def bias_of(self, product: Linear) -> Tensor | None:
+    def bias_of(self, product: LinearOp) -> Tensor | None:
         """A product's bias, in the order of its rows as they are held."""
         if product.bias is None:
             return None
@@ -131,11 +131,11 @@ class Weights:
             found = self._by_recipe[id(product.bias)] = product.bias, bias
         return found[1]
 
-    def weight_of(self, each: Linear | ExpertLinear | ExpertSum | Embed) -> HeldWeight:
+    def weight_of(self, each: LinearOp | ExpertLinearOp | ExpertSum | EmbedOp) -> HeldWeight:
         """Return the weight of an instruction. Only the first call hashes its recipe."""
         found = self._by_instruction.get(id(each))
         if found is None or found[0] is not each:
-            wanted = table_of(each) if isinstance(each, Embed) else product_of(each)
+            wanted = table_of(each) if isinstance(each, EmbedOp) else product_of(each)
             found = self._by_instruction[id(each)] = each, self.held(wanted)
         return found[1]
 
@@ -156,7 +156,10 @@ class Weights:
 
 
 def load_weights(
-    plan: Plan, get_weight: Callable[[str], Tensor], device: torch.device, progress: Progress
+    plan: KernelProgram,
+    get_weight: Callable[[str], Tensor],
+    device: torch.device,
+    progress: Progress,
 ) -> Weights:
     """Read, convert and place every tensor of a plan.
 
@@ -165,14 +168,16 @@ def load_weights(
         CompileError: for a format that products cannot take.
     """
     wanted = wanted_by(plan)
-    placed: dict[Wanted, Placed] = {}
+    placed: dict[CudaTensorSpec, Placed] = {}
     for done, each in enumerate(wanted):
         placed[each] = _place(each, get_weight, device)
         progress("weights", done + 1, len(wanted))
     return Weights(placed)
 
 
-def _place(wanted: Wanted, get_weight: Callable[[str], Tensor], device: torch.device) -> Placed:
+def _place(
+    wanted: CudaTensorSpec, get_weight: Callable[[str], Tensor], device: torch.device
+) -> Placed:
     recipe, kind = wanted.recipe, wanted.kind
     if kind != "fp32" and len(recipe.shape) == 3:
         check, paired = partial(_check_fits, wanted), wanted.is_paired
@@ -189,7 +194,7 @@ def _place(wanted: Wanted, get_weight: Callable[[str], Tensor], device: torch.de
 
 
 def _check_fits(
-    wanted: Wanted, dense: Tensor, scale: float | None = None, parts: Sequence[str] = ()
+    wanted: CudaTensorSpec, dense: Tensor, scale: float | None = None, parts: Sequence[str] = ()
 ) -> None:
     if not fits(dense, wanted.kind, scale=scale):
         names = ", ".join(parts or wanted.recipe.names)
@@ -206,7 +211,7 @@ def _in_turns(bias: Tensor) -> Tensor:
 
 
 def write_weights(
-    plan: Plan, get_weight: Callable[[str], Tensor], folder: Path, progress: Progress
+    plan: KernelProgram, get_weight: Callable[[str], Tensor], folder: Path, progress: Progress
 ) -> None:
     """Every tensor of a plan as a file of its own in ``folder``.
 
@@ -227,14 +232,16 @@ def _tensors(placed: Placed) -> dict[str, Tensor]:
     return {_DATA: placed.contiguous(), _SCALE: torch.tensor(1.0)}
 
 
-def read_weights(plan: Plan, folder: Path, device: torch.device, progress: Progress) -> Weights:
+def read_weights(
+    plan: KernelProgram, folder: Path, device: torch.device, progress: Progress
+) -> Weights:
     """The files of :func:`write_weights`, placed on a device.
 
     Raises:
         CheckpointError: for files that are missing, or not of this plan.
     """
     wanted = wanted_by(plan)
-    placed: dict[Wanted, Placed] = {}
+    placed: dict[CudaTensorSpec, Placed] = {}
     for done, each in enumerate(wanted):
         path = _file(folder, done)
         try:
@@ -249,7 +256,7 @@ def read_weights(plan: Plan, folder: Path, device: torch.device, progress: Progr
     return Weights(placed)
 
 
-def _as_placed(wanted: Wanted, data: Tensor, scale: float, path: Path) -> Placed:
+def _as_placed(wanted: CudaTensorSpec, data: Tensor, scale: float, path: Path) -> Placed:
     shape = wanted.recipe.shape
     if wanted.kind == "fp32":
         if tuple(data.shape) != shape or data.dtype != torch.float32:

@@ -16,7 +16,12 @@ from torch import Tensor
 from tilewright.compiler.formats.block_float import TILE
 from tilewright.compiler.ir.recipe import load_dense
 from tilewright.compiler.targets.host.tensor_files import save_tensors
-from tilewright.compiler.targets.tenstorrent.emit_ttnn.lines import Line, Marks, mark_of, quoted
+from tilewright.compiler.targets.tenstorrent.emit_ttnn.lines import (
+    Marks,
+    SourceLine,
+    mark_of,
+    quoted,
+)
 from tilewright.compiler.targets.tenstorrent.emit_ttnn.ops import InstructionLines
 from tilewright.compiler.targets.tenstorrent.emit_ttnn.steps import MAIN, STEPS
 from tilewright.compiler.targets.tenstorrent.emit_ttnn.text import (
@@ -36,9 +41,9 @@ from tilewright.compiler.targets.tenstorrent.emit_ttnn.weights import (
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     DECODE,
     PREFILL,
-    Attention,
     DeviceProgram,
     Rotate,
+    TtAttention,
 )
 from tilewright.compiler.targets.tenstorrent.program.placement import PAGE, key_chunk
 from tilewright.errors import CompileError
@@ -112,7 +117,7 @@ def write_weights(decode: DeviceProgram, get: Callable[[str], Tensor], folder: P
 
 def _check(prefill: DeviceProgram, decode: DeviceProgram) -> None:
     assert decode.batch <= TILE, "a decode step is one tile of rows"
-    attention = next(each for each in prefill.instructions if isinstance(each, Attention))
+    attention = next(each for each in prefill.instructions if isinstance(each, TtAttention))
     chunk = max(attention.k_chunk, attention.keys.page)
     if prefill.length % chunk or prefill.length <= TILE:
         raise CompileError(
@@ -160,7 +165,7 @@ class _Tables:
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, str]] = {}
 
-    def merge(self, marks: Sequence[Marks], lines: Sequence[Sequence[Line]]) -> list[str]:
+    def merge(self, marks: Sequence[Marks], lines: Sequence[Sequence[SourceLine]]) -> list[str]:
         """The lines of one layer that stand for all; ``marks`` and ``lines`` are by layer.
 
         Raises:
@@ -226,7 +231,7 @@ def _functions(program: DeviceProgram, tables: _Tables) -> str:
     """``prefill`` or ``decode``, and the layer it repeats."""
     writer = InstructionLines(program)
     before: list[str] = []
-    layers: list[tuple[Marks, list[Line]]] = []
+    layers: list[tuple[Marks, list[SourceLine]]] = []
     after: list[str] = []
     for layer, indices in _sections(program):
         writer.start("" if layer is None else _prefix(program, layer))

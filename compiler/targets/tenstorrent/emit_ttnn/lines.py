@@ -15,9 +15,9 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     WIDTH_SHARDED,
     ComputeConfig,
     DeviceProgram,
-    Instruction,
-    Value,
-    Weight,
+    TtInstruction,
+    TtValue,
+    TtWeight,
 )
 from tilewright.errors import CompileError
 
@@ -47,7 +47,7 @@ def mark_of(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class SourceLine:
     """A line of source; ``is_needed``: this layer needs it (written if any layer does)."""
 
     text: str
@@ -59,16 +59,16 @@ def quoted(text: str) -> str:
     return json.dumps(text)
 
 
-class Lines:
+class SourceSection:
     """The lines of one section of a program; see emit_ttnn_ops for who calls these."""
 
     def __init__(self, program: DeviceProgram) -> None:
         self.program = program
         self.is_decode = program.phase == DECODE
-        self.lines: list[Line] = []
+        self.lines: list[SourceLine] = []
         self.marks = Marks()
-        self._names: dict[Value, str] = {}
-        self._places: dict[Value, str] = {}
+        self._names: dict[TtValue, str] = {}
+        self._places: dict[TtValue, str] = {}
         self._last_use = {
             operand: index
             for index, each in enumerate(program.instructions)
@@ -81,7 +81,7 @@ class Lines:
         """Begin a section; ``prefix`` is what the names of its weights begin with in the model."""
         self.lines, self.marks, self._prefix = [], Marks(), prefix
 
-    def end(self) -> Value:
+    def end(self) -> TtValue:
         """Close a section: the one value that lives on is called ``x`` and lies where it should.
 
         Raises:
@@ -106,7 +106,7 @@ class Lines:
 
     # -- where values lie ----------------------------------------------------------------------
 
-    def _home(self, value: Value) -> str:
+    def _home(self, value: TtValue) -> str:
         """The place that the program gives a value."""
         memory = value.memory
         if memory.layout == WIDTH_SHARDED:
@@ -117,7 +117,7 @@ class Lines:
         """The places of values that are cut over nothing."""
         return "L1" if self.is_decode else "DRAM"
 
-    def _at(self, value: Value, place: str) -> str:
+    def _at(self, value: TtValue, place: str) -> str:
         """The variable that holds ``value``, moved to ``place`` where it lies elsewhere."""
         name = self._names[value]
         if self._places[value] != place:
@@ -125,7 +125,7 @@ class Lines:
             self._places[value] = place
         return name
 
-    def _bind(self, value: Value, name: str, place: str) -> str:
+    def _bind(self, value: TtValue, name: str, place: str) -> str:
         """A variable for ``value``: ``name``, or another if what holds it is still read."""
         taken = {
             self._names[v]
@@ -142,7 +142,7 @@ class Lines:
     # -- text ----------------------------------------------------------------------------------
 
     def _append(self, text: str, *, needed: bool = True) -> None:
-        self.lines.append(Line(text, needed))
+        self.lines.append(SourceLine(text, needed))
 
     def _call(self, target: str, function: str, *args: str, **named: str) -> None:
         """One call; an argument a line where it is longer than a line."""
@@ -169,26 +169,26 @@ class Lines:
         assert name.startswith(self._prefix), f"{name} is no part of {self._prefix}"
         return name[len(self._prefix) :]
 
-    def _weight(self, weight: Weight) -> str:
+    def _weight(self, weight: TtWeight) -> str:
         return f"w[{quoted(self._tail(weight.name))}]"
 
-    def _mark(self, instruction: Instruction, what: str, text: str) -> str:
+    def _mark(self, instruction: TtInstruction, what: str, text: str) -> str:
         parts = (self.program.phase, self._tail(instruction.fqn), type(instruction).__name__, what)
         return self.marks.put(".".join(part for part in parts if part).lower(), text)
 
-    def _dtype(self, instruction: Instruction, value: Value, what: str = "dtype") -> str:
+    def _dtype(self, instruction: TtInstruction, value: TtValue, what: str = "dtype") -> str:
         return self._mark(instruction, what, DTYPES[value.format])
 
-    def _fidelity(self, instruction: Instruction, compute: ComputeConfig) -> str:
+    def _fidelity(self, instruction: TtInstruction, compute: ComputeConfig) -> str:
         return self._mark(instruction, "fidelity", compute.name.upper())
 
-    def _cast(self, instruction: Instruction, name: str, before: str, after: Value) -> None:
+    def _cast(self, instruction: TtInstruction, name: str, before: str, after: TtValue) -> None:
         """``name`` gets the format of ``after``, where it has another."""
         dtype = self._dtype(instruction, after, "cast")
         self._recast(name, dtype, needed=before != after.format)
 
 
-def _operands(instruction: Instruction) -> list[Value]:
+def _operands(instruction: TtInstruction) -> list[TtValue]:
     """The values it reads."""
     slots = (getattr(instruction, name, None) for name in ("x", "y", "q", "gate", "up"))
-    return [each for each in slots if isinstance(each, Value)]
+    return [each for each in slots if isinstance(each, TtValue)]

@@ -10,27 +10,32 @@ from collections.abc import Callable
 
 from tilewright.compiler.formats.block_float import TILE
 from tilewright.compiler.mesh import ROWS
-from tilewright.compiler.targets.tenstorrent.emit_ttnn.lines import DTYPES, HEADS, Lines, quoted
+from tilewright.compiler.targets.tenstorrent.emit_ttnn.lines import (
+    DTYPES,
+    HEADS,
+    SourceSection,
+    quoted,
+)
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     WIDTH_SHARDED,
     Add,
     AllGather,
-    AllReduce,
-    Attention,
     ConcatHeads,
     CreateHeads,
     DeviceProgram,
-    Embedding,
     Gated,
-    Instruction,
     Matmul,
     ReduceScatter,
     RmsNorm,
     Rotate,
     Scale,
     SelectRows,
-    SwiGLU,
     Tanh,
+    TtAllReduce,
+    TtAttention,
+    TtEmbedding,
+    TtInstruction,
+    TtSwiGLU,
     UpdateCache,
 )
 from tilewright.compiler.targets.tenstorrent.program.product_blocks import (
@@ -40,28 +45,28 @@ from tilewright.compiler.targets.tenstorrent.program.product_blocks import (
 from tilewright.errors import CompileError
 
 
-class InstructionLines(Lines):
+class InstructionLines(SourceSection):
     """Writes the instructions of a program, in order, section by section."""
 
     def __init__(self, program: DeviceProgram) -> None:
         super().__init__(program)
-        self._writers: dict[type[Instruction], Callable[..., None]] = {
-            Embedding: self._embedding,
+        self._writers: dict[type[TtInstruction], Callable[..., None]] = {
+            TtEmbedding: self._embedding,
             RmsNorm: self._norm,
             Matmul: self._matmul,
             CreateHeads: self._create_heads,
             Rotate: self._rotate,
             UpdateCache: self._update_cache,
-            Attention: self._attention,
+            TtAttention: self._attention,
             ConcatHeads: self._concat_heads,
-            SwiGLU: self._swiglu,
+            TtSwiGLU: self._swiglu,
             Gated: self._gated,
             Scale: self._scale,
             Tanh: self._tanh,
             Add: self._add,
             SelectRows: self._select_rows,
             ReduceScatter: self._reduce,
-            AllReduce: self._reduce,
+            TtAllReduce: self._reduce,
             AllGather: self._gather,
         }
 
@@ -79,7 +84,7 @@ class InstructionLines(Lines):
 
     # -- instructions --------------------------------------------------------------------------
 
-    def _embedding(self, each: Embedding) -> None:
+    def _embedding(self, each: TtEmbedding) -> None:
         name = self._bind(each.out, "x", "DRAM")
         layout = {"layout": "ttnn.TILE_LAYOUT", "memory_config": "DRAM"}
         self._call(name, "ttnn.embedding", "step.tokens", self._weight(each.table), **layout)
@@ -226,11 +231,11 @@ class InstructionLines(Lines):
         call = "ttnn.experimental.paged_fill_cache"
         self._call("", call, cache, held, "step.new_pages", batch_idx="0")
 
-    def _attention(self, each: Attention) -> None:
+    def _attention(self, each: TtAttention) -> None:
         q = self._names[each.q]
         name = self._bind(each.out, "attended", self._open())
         window = {}
-        if any(isinstance(e, Attention) and e.window for e in self.program.instructions):
+        if any(isinstance(e, TtAttention) and e.window for e in self.program.instructions):
             size = self._mark(each, "window", str(each.window or None))
             window = {"sliding_window_size": size}
         named = {
@@ -267,7 +272,7 @@ class InstructionLines(Lines):
             self._call(name, "ttnn.experimental.nlp_concat_heads", x, memory_config="DRAM")
         self._cast(each, name, each.x.format, each.out)
 
-    def _swiglu(self, each: SwiGLU) -> None:
+    def _swiglu(self, each: TtSwiGLU) -> None:
         gate, up = self._names[each.gate], self._at(each.up, self._places[each.gate])
         name = self._bind(each.out, "hidden", self._places[each.gate])
         self._call(
@@ -314,7 +319,7 @@ class InstructionLines(Lines):
         ends = f"(0, 0, step.last, 0), (1, 1, step.last + {TILE}, {each.x.columns})"
         self._call(name, "ttnn.slice", x, ends)
 
-    def _reduce(self, each: ReduceScatter | AllReduce) -> None:
+    def _reduce(self, each: ReduceScatter | TtAllReduce) -> None:
         """Sums travel in the format of the result."""
         x = self._at(each.x, self._open())
         self._cast(each, x, each.x.format, each.out)

@@ -10,26 +10,26 @@ from tilewright.compiler.formats import FIDELITIES
 from tilewright.compiler.mesh import ROWS, Split
 from tilewright.compiler.targets.tenstorrent.emit_ttnn.lines import (
     DTYPES,
-    Line,
     Marks,
+    SourceLine,
     mark_of,
     quoted,
 )
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
-    Attention,
     ComputeConfig,
     DeviceProgram,
-    Embedding,
     Matmul,
     RmsNorm,
     Rotate,
-    Weight,
+    TtAttention,
+    TtEmbedding,
+    TtWeight,
 )
 from tilewright.compiler.targets.tenstorrent.program.product_blocks import step_blocks
 
 _TRACE_BYTES = 50_000_000
 
-Merge = Callable[[list[Marks], list[list[Line]]], list[str]]
+Merge = Callable[[list[Marks], list[list[SourceLine]]], list[str]]
 
 
 def header(prefill: DeviceProgram, decode: DeviceProgram, title: str) -> str:
@@ -57,7 +57,7 @@ def constants(prefill: DeviceProgram, decode: DeviceProgram, prefix: str) -> str
     """Write the file's constants, sizes in capitals; ``prefix``: of the names of layer 0."""
     cache = decode.caches[0]
     rotate = next(each for each in decode.instructions if isinstance(each, Rotate))
-    num_layers = sum(isinstance(each, Attention) for each in decode.instructions)
+    num_layers = sum(isinstance(each, TtAttention) for each in decode.instructions)
     pages = cache.num_pages // decode.batch
     chips = decode.mesh.num_chips
     is_ring = decode.mesh.columns == 1 and chips > 2
@@ -99,13 +99,13 @@ def fidelities(*programs: DeviceProgram) -> str:
     return "\n".join(lines)
 
 
-def owned_weights(program: DeviceProgram) -> Iterator[tuple[int | None, Weight]]:
+def owned_weights(program: DeviceProgram) -> Iterator[tuple[int | None, TtWeight]]:
     """Every weight once with the layer it is of, those of no layer first."""
-    owner: dict[Weight, int | None] = {}
+    owner: dict[TtWeight, int | None] = {}
     for each in program.instructions:
         for name in ("table", "weight", "bias", "frequencies"):
             weight = getattr(each, name, None)
-            if isinstance(weight, Weight):
+            if isinstance(weight, TtWeight):
                 shared = isinstance(each, Rotate) or weight in owner
                 owner[weight] = None if shared else each.layer
     pairs = [(layer, weight) for weight, layer in owner.items()]
@@ -118,7 +118,7 @@ def weight_tables(
     """``SHARES`` with ``OUTSIDE``, and the functions that know a layer's weights and caches."""
     kinds, pieces = _kinds(decode), _pieces(prefill, decode)
     shares: dict[Split, str] = {}
-    by_layer: dict[int | None, tuple[Marks, list[Line]]] = {}
+    by_layer: dict[int | None, tuple[Marks, list[SourceLine]]] = {}
     for layer, weight in owned_weights(decode):
         if kinds[weight] == "frequencies":
             continue
@@ -129,7 +129,7 @@ def weight_tables(
         if kinds[weight] == "matrix" and weight.name in pieces:
             named += f", pieces={pieces[weight.name]}"
         fields = f"{quoted(kinds[weight])}, {weight.rows}, {weight.columns}, {dtype}{named}"
-        lines.append(Line(f"    {quoted(tail)}: Weight({fields}),"))
+        lines.append(SourceLine(f"    {quoted(tail)}: TtWeight({fields}),"))
     for layer, cache in _cache_layers(decode):
         marks, lines = by_layer[layer]
         marks.put(f"{cache[0]}.dtype", DTYPES[cache[1]])
@@ -138,7 +138,7 @@ def weight_tables(
     marks_of = [marks for marks, _ in layers]
     body = merge(marks_of, [lines for _, lines in layers])
     names = [mark_of(f"{kind}.dtype") for kind in ("k", "v")]
-    cached = merge(marks_of, [[Line(name) for name in names]] * len(layers))
+    cached = merge(marks_of, [[SourceLine(name) for name in names]] * len(layers))
     text = f"OUTSIDE = {{\n{_joined(merge([outside[0]], [outside[1]]))}\n}}\n"
     if shares:
         runs = "\n".join(f"{name} = {_runs_text(split)}" for split, name in shares.items())
@@ -185,11 +185,11 @@ def _joined(lines: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _kinds(program: DeviceProgram) -> dict[Weight, str]:
+def _kinds(program: DeviceProgram) -> dict[TtWeight, str]:
     """What each weight is to the operator that reads it."""
     kinds = {}
     for each in program.instructions:
-        if isinstance(each, Embedding):
+        if isinstance(each, TtEmbedding):
             kinds[each.table] = "table"
         elif isinstance(each, RmsNorm):
             kinds[each.weight] = "norm"
@@ -215,12 +215,12 @@ def _pieces(*programs: DeviceProgram) -> dict[str, int]:
 
 def _cache_layers(program: DeviceProgram) -> Iterator[tuple[int | None, tuple[str, str]]]:
     for each in program.instructions:
-        if isinstance(each, Attention):
+        if isinstance(each, TtAttention):
             for cache in (each.keys, each.values):
                 yield each.layer, (cache.kind, cache.format)
 
 
-def _over(weight: Weight, shares: dict[Split, str]) -> str:
+def _over(weight: TtWeight, shares: dict[Split, str]) -> str:
     """The arguments that say how its axes are dealt."""
     text = ""
     for name, over, split, axis in (

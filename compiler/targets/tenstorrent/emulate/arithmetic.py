@@ -19,7 +19,7 @@ from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import (
     matmul,
     packed,
 )
-from tilewright.compiler.targets.tenstorrent.program.instructions import Attention
+from tilewright.compiler.targets.tenstorrent.program.instructions import TtAttention
 
 
 def pack(x: Tensor, format_: str) -> Tensor:
@@ -87,7 +87,7 @@ def attend(
     keys_LGD: Tensor,
     values_LGD: Tensor,
     first: int,
-    attention: Attention,
+    attention: TtAttention,
     *,
     sign_error: bool = True,
     sinks: Tensor | None = None,
@@ -133,7 +133,7 @@ def attend(
     return pack(out.reshape(num_rows, num_heads, head_dim), attention.out.format)
 
 
-def _single_block(attention: Attention, depth: int, *, sign_error: bool) -> MatmulSettings:
+def _single_block(attention: TtAttention, depth: int, *, sign_error: bool) -> MatmulSettings:
     """Return the settings of a product whose K is one block. Dst is packed to bfloat16."""
     k_block = -(-depth // TILE) * TILE
     found = MatmulSettings.of(attention.compute.name, k_block=k_block, out_format="bf16")

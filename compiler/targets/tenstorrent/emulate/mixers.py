@@ -20,9 +20,9 @@ from tilewright.compiler.targets.tenstorrent.emulate.arithmetic import pack
 from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import MatmulSettings, matmul
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     CausalConv,
-    DeltaRule,
     ExpertMatmul,
     Route,
+    TtDeltaRule,
 )
 
 
@@ -94,7 +94,12 @@ def convolve(x: Tensor, weight_WC: Tensor, window: Tensor, item: CausalConv) -> 
 
 
 def delta_rule(
-    x: Tensor, a: Tensor, b: Tensor, vectors: tuple[Tensor, Tensor], memory: Tensor, item: DeltaRule
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    vectors: tuple[Tensor, Tensor],
+    memory: Tensor,
+    item: TtDeltaRule,
 ) -> Tensor:
     """Return the outputs ``[T, H * V]`` for a sequence. ``memory [H, K, V]`` is updated."""
     heads = split_heads(x, item.num_key_heads, item.key_dim, item.num_value_heads)

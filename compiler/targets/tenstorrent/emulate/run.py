@@ -20,21 +20,16 @@ from tilewright.compiler.targets.interface.threads import single_torch_thread
 from tilewright.compiler.targets.tenstorrent.emulate import arithmetic, mixers
 from tilewright.compiler.targets.tenstorrent.emulate.arithmetic import pack
 from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import MatmulSettings, matmul
-from tilewright.compiler.targets.tenstorrent.program.chips import Chip, Parts, along, axes_of
+from tilewright.compiler.targets.tenstorrent.program.chips import Chip, PerChip, along, axes_of
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     Add,
     AllGather,
-    AllReduce,
-    Attention,
     CausalConv,
     ConcatHeads,
     CreateHeads,
-    DeltaRule,
     DeviceProgram,
-    Embedding,
     ExpertMatmul,
     Gated,
-    Instruction,
     Matmul,
     ReduceScatter,
     RmsNorm,
@@ -42,18 +37,23 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     Route,
     Scale,
     SelectRows,
-    SwiGLU,
     Tanh,
+    TtAllReduce,
+    TtAttention,
+    TtDeltaRule,
+    TtEmbedding,
+    TtInstruction,
+    TtSwiGLU,
+    TtValue,
+    TtWeight,
     UpdateCache,
-    Value,
-    Weight,
 )
 
 _FEW_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class EmulatorBatch:
     """A step's rows: ``tokens [T]``, ``positions [T]``, ``logit_rows [R]``; sequence ``i`` has the
     rows ``bounds[i] : bounds[i + 1]``, from ``first_positions[i]`` on, and keeps its state in
     ``slots[i]``.
@@ -70,49 +70,49 @@ class Work:
 class Emulator:
     """Weights and caches of a mesh; runs programs on them."""
 
-    def __init__(self, weights: Mapping[str, Parts], caches: Mapping[str, Parts]) -> None:
+    def __init__(self, weights: Mapping[str, PerChip], caches: Mapping[str, PerChip]) -> None:
         """Both by name; a cache is a tensor ``[slots, positions, heads, head_dim]`` a chip."""
         self._weights, self._caches = weights, caches
-        self._run_of: dict[type[Instruction], Callable[..., None]] = {
-            Embedding: self._embedding,
+        self._run_of: dict[type[TtInstruction], Callable[..., None]] = {
+            TtEmbedding: self._embedding,
             RmsNorm: self._norm,
             Matmul: self._matmul,
             CreateHeads: self._create_heads,
             Rotate: self._rotate,
             UpdateCache: self._update_cache,
-            Attention: self._attention,
+            TtAttention: self._attention,
             ConcatHeads: self._concat_heads,
-            SwiGLU: self._swiglu,
+            TtSwiGLU: self._swiglu,
             Gated: self._gated,
             Scale: self._scale,
             Tanh: self._tanh,
             Route: self._route,
             ExpertMatmul: self._expert_matmul,
             CausalConv: self._conv,
-            DeltaRule: self._delta_rule,
+            TtDeltaRule: self._delta_rule,
             Add: self._add,
             SelectRows: self._select_rows,
             ReduceScatter: self._reduce,
-            AllReduce: self._reduce,
+            TtAllReduce: self._reduce,
             AllGather: self._gather,
         }
 
     @torch.no_grad()
-    def run(self, program: DeviceProgram, work: Work) -> Tensor:
+    def run(self, program: DeviceProgram, work: EmulatorBatch) -> Tensor:
         """float32 logits ``[R, vocab]`` of the rows that want some."""
         sign_error = get_device(program.device).architecture == WORMHOLE
-        step = _Step(program, work, sign_error)
+        step = _StepValues(program, work, sign_error)
         last = program.instructions[-1].out
         for instruction in program.instructions:
             self._run_of[type(instruction)](instruction, step)
         return step.get(last, (0, 0))[:, : program.vocab_size].float()
 
-    def _embedding(self, op: Embedding, step: _Step) -> None:
+    def _embedding(self, op: TtEmbedding, step: _StepValues) -> None:
         lookup = self._weight(op.table)
         for chip in step.chips(op.out):
             step.put(op.out, chip, lookup[chip][step.work.tokens])
 
-    def _norm(self, op: RmsNorm, step: _Step) -> None:
+    def _norm(self, op: RmsNorm, step: _StepValues) -> None:
         weight = self._weight(op.weight)
         if op.num_heads:
             self._norm_heads(op, weight, step)
@@ -127,7 +127,7 @@ class Emulator:
             normed = arithmetic.rms_norm(x, weight[chip], mean_square, op.eps, out.format)
             step.put(out, chip, normed)
 
-    def _norm_heads(self, op: RmsNorm, weight: Parts, step: _Step) -> None:
+    def _norm_heads(self, op: RmsNorm, weight: PerChip, step: _StepValues) -> None:
         for chip in step.chips(op.out):
             x = step.get(op.x, chip).unflatten(-1, (op.num_heads, -1))
             mean_square = arithmetic.sum_of_squares(x) / op.width
@@ -135,7 +135,7 @@ class Emulator:
             normed = arithmetic.rms_norm(x, weight[chip], mean_square, op.eps, "bf16").flatten(-2)
             step.put(op.out, chip, normed if format_ == "bf16" else pack(normed, format_))
 
-    def _matmul(self, op: Matmul, step: _Step) -> None:
+    def _matmul(self, op: Matmul, step: _StepValues) -> None:
         weight, out = self._weight(op.weight), op.out
         format_ = out.format
         if op.bias is not None:  # added before the result is packed
@@ -152,14 +152,14 @@ class Emulator:
                 product = product + self._weight(op.bias)[chip].float()
             step.put(out, chip, _written(product, out.format, settings.out_format))
 
-    def _create_heads(self, op: CreateHeads, step: _Step) -> None:
+    def _create_heads(self, op: CreateHeads, step: _StepValues) -> None:
         sizes = [count * op.head_dim for count in (op.num_heads, *[op.num_kv_heads] * 2)]
         for chip in step.chips(op.out):
             parts = step.get(op.x, chip).split(sizes, dim=-1)
             for value, part in zip((op.out, op.k, op.v), parts, strict=True):
                 step.put(value, chip, part)
 
-    def _rotate(self, op: Rotate, step: _Step) -> None:
+    def _rotate(self, op: Rotate, step: _StepValues) -> None:
         frequencies = self._weight(op.frequencies)
         for chip in step.chips(op.out):
             x = step.get(op.x, chip).unflatten(-1, (op.num_heads, op.head_dim))
@@ -172,14 +172,14 @@ class Emulator:
             )
             step.put(op.out, chip, turned.flatten(-2))
 
-    def _update_cache(self, op: UpdateCache, step: _Step) -> None:
+    def _update_cache(self, op: UpdateCache, step: _StepValues) -> None:
         cache, sizes = self._caches[op.cache.name], (op.cache.num_heads, op.cache.head_dim)
         for chip in step.chips(op.x):
             rows = pack(step.get(op.x, chip).unflatten(-1, sizes).float(), op.cache.format)
             for slot, start, first, last in step.sequences():
                 cache[chip][slot, start : start + last - first] = rows[first:last]
 
-    def _attention(self, op: Attention, step: _Step) -> None:
+    def _attention(self, op: TtAttention, step: _StepValues) -> None:
         keys, values = self._caches[op.keys.name], self._caches[op.values.name]
         sinks = None if op.sinks is None else self._weight(op.sinks)
         for chip in step.chips(op.out):
@@ -197,36 +197,36 @@ class Emulator:
                     )
             step.put(op.out, chip, torch.cat(parts).flatten(-2))
 
-    def _concat_heads(self, op: ConcatHeads, step: _Step) -> None:
+    def _concat_heads(self, op: ConcatHeads, step: _StepValues) -> None:
         for chip in step.chips(op.out):
             step.put(op.out, chip, step.get(op.x, chip))
 
-    def _swiglu(self, op: SwiGLU, step: _Step) -> None:
+    def _swiglu(self, op: TtSwiGLU, step: _StepValues) -> None:
         for chip in step.chips(op.out):
             gate, up = step.get(op.gate, chip), step.get(op.up, chip)
             step.put(op.out, chip, arithmetic.swiglu(gate, up, op.out.format))
 
-    def _gated(self, op: Gated, step: _Step) -> None:
+    def _gated(self, op: Gated, step: _StepValues) -> None:
         for chip in step.chips(op.out):
             gate, x = step.get(op.gate, chip), step.get(op.x, chip)
             step.put(op.out, chip, arithmetic.gated(gate, x, op.activation, op.out.format))
 
-    def _scale(self, op: Scale, step: _Step) -> None:
+    def _scale(self, op: Scale, step: _StepValues) -> None:
         for chip in step.chips(op.out):
             x = step.get(op.x, chip)
             step.put(op.out, chip, arithmetic.scale(x, op.factor, op.out.format))
 
-    def _tanh(self, op: Tanh, step: _Step) -> None:
+    def _tanh(self, op: Tanh, step: _StepValues) -> None:
         for chip in step.chips(op.out):
             step.put(op.out, chip, pack(step.get(op.x, chip).float().tanh(), op.out.format))
 
-    def _route(self, op: Route, step: _Step) -> None:
+    def _route(self, op: Route, step: _StepValues) -> None:
         for chip in step.chips(op.out):
             weights, experts = mixers.route(step.get(op.x, chip), op)
             step.put(op.out, chip, weights)
             step.put(op.experts, chip, experts)
 
-    def _expert_matmul(self, op: ExpertMatmul, step: _Step) -> None:
+    def _expert_matmul(self, op: ExpertMatmul, step: _StepValues) -> None:
         weight = self._weight(op.weight)
         for chip in step.chips(op.out):
             weights = None if op.weights is None else step.get(op.weights, chip)
@@ -241,7 +241,7 @@ class Emulator:
             )
             step.put(op.out, chip, products)
 
-    def _conv(self, op: CausalConv, step: _Step) -> None:
+    def _conv(self, op: CausalConv, step: _StepValues) -> None:
         weight, windows = self._weight(op.weight), self._caches[op.window.name]
         for chip in step.chips(op.out):
             x, parts = step.get(op.x, chip), []
@@ -250,7 +250,7 @@ class Emulator:
                 parts.append(mixers.convolve(x[first:last], weight[chip], window, op))
             step.put(op.out, chip, torch.cat(parts))
 
-    def _delta_rule(self, op: DeltaRule, step: _Step) -> None:
+    def _delta_rule(self, op: TtDeltaRule, step: _StepValues) -> None:
         memories = self._caches[op.memory.name]
         a_log, dt_bias = self._weight(op.a_log), self._weight(op.dt_bias)
         for chip in step.chips(op.out):
@@ -262,55 +262,55 @@ class Emulator:
                 parts.append(mixers.delta_rule(x, a, b, vectors, memory, op))
             step.put(op.out, chip, torch.cat(parts))
 
-    def _add(self, op: Add, step: _Step) -> None:
+    def _add(self, op: Add, step: _StepValues) -> None:
         for chip in step.chips(op.out):
             total = step.get(op.x, chip).float() + step.get(op.y, chip).float()
             step.put(op.out, chip, pack(total, op.out.format))
 
-    def _select_rows(self, op: SelectRows, step: _Step) -> None:
+    def _select_rows(self, op: SelectRows, step: _StepValues) -> None:
         for chip in step.chips(op.out):
             step.put(op.out, chip, step.get(op.x, chip)[step.work.logit_rows])
 
-    def _reduce(self, op: ReduceScatter | AllReduce, step: _Step) -> None:
+    def _reduce(self, op: ReduceScatter | TtAllReduce, step: _StepValues) -> None:
         """A scatter is a reduction: a chip keeps its share."""
         out = op.out
         for chip in step.chips(op.x, without=op.axis):
             line = along(step.mesh, op.axis, chip)
             total = arithmetic.ring_sum([step.get(op.x, peer) for peer in line], out.format)
-            if isinstance(op, AllReduce):
+            if isinstance(op, TtAllReduce):
                 step.put(out, chip, total)
                 continue
             assert out.split is not None
             for rank, peer in enumerate(line):
                 step.put(out, peer, out.split.take(total, 1, rank))
 
-    def _gather(self, op: AllGather, step: _Step) -> None:
+    def _gather(self, op: AllGather, step: _StepValues) -> None:
         for chip in step.chips(op.out):
             line = along(step.mesh, op.axis, chip)
             whole = torch.cat([step.get(op.x, peer) for peer in line], -1)
             step.put(op.out, chip, whole[:, : op.out.columns])
 
-    def _weight(self, weight: Weight) -> Parts:
+    def _weight(self, weight: TtWeight) -> PerChip:
         return self._weights[weight.name]
 
 
-class _Step:
+class _StepValues:
     """The values of a step while it runs; those read for the last time are let go."""
 
-    def __init__(self, program: DeviceProgram, work: Work, sign_error: bool) -> None:
+    def __init__(self, program: DeviceProgram, work: EmulatorBatch, sign_error: bool) -> None:
         self.mesh, self.work, self.sign_error = program.mesh, work, sign_error
-        self._values: dict[str, Parts] = {}
+        self._values: dict[str, PerChip] = {}
 
-    def chips(self, value: Value, *, without: str = "") -> list[Chip]:
+    def chips(self, value: TtValue, *, without: str = "") -> list[Chip]:
         """The chips whose parts of ``value`` differ, a chip for every line along ``without``."""
         axes = axes_of(value).replace(without, "") if without else axes_of(value)
-        return list(Parts(self.mesh, axes).chips())
+        return list(PerChip(self.mesh, axes).chips())
 
-    def get(self, value: Value, chip: Chip) -> Tensor:
+    def get(self, value: TtValue, chip: Chip) -> Tensor:
         return self._values[value.name][chip]
 
-    def put(self, value: Value, chip: Chip, part: Tensor) -> None:
-        held = self._values.setdefault(value.name, Parts(self.mesh, axes_of(value)))
+    def put(self, value: TtValue, chip: Chip, part: Tensor) -> None:
+        held = self._values.setdefault(value.name, PerChip(self.mesh, axes_of(value)))
         held[chip] = part
 
     def sequences(self) -> list[tuple[int, int, int, int]]:

@@ -17,15 +17,15 @@ from tilewright.compiler.targets.tenstorrent.lower.context import (
 )
 from tilewright.compiler.targets.tenstorrent.program import placement
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
-    Attention,
     Cache,
     ComputeConfig,
     ConcatHeads,
     CreateHeads,
     RmsNorm,
     Rotate,
+    TtAttention,
+    TtValue,
     UpdateCache,
-    Value,
 )
 from tilewright.compiler.targets.tenstorrent.program.places import (
     as_node,
@@ -89,7 +89,7 @@ def _check_arguments(node: Node, args: ops.RopeAttentionArguments) -> None:
             )
 
 
-def _norm_heads(ctx: LoweringContext, node: Node, x: Value, weight: Any, suffix: str) -> Value:
+def _norm_heads(ctx: LoweringContext, node: Node, x: TtValue, weight: Any, suffix: str) -> TtValue:
     """Append a norm over each head, whose output is bfloat16."""
     eps = ops.RopeAttentionArguments.of(node.args).norm_eps
     vector = ctx.vector(info(as_node(weight)).fqn, weight)
@@ -100,13 +100,13 @@ def _norm_heads(ctx: LoweringContext, node: Node, x: Value, weight: Any, suffix:
     return out
 
 
-def _attend(ctx: LoweringContext, node: Node, q: Value, keys: Cache, values: Cache) -> Value:
+def _attend(ctx: LoweringContext, node: Node, q: TtValue, keys: Cache, values: Cache) -> TtValue:
     args = ops.RopeAttentionArguments.of(node.args)
     compute = info(node).compute
     assert compute is not None
     out_format = ctx.format(node, "sdpa")
     attended = ctx.value(node, q.rows, q.columns, out_format, q.placement, suffix="heads")
-    attention = Attention(
+    attention = TtAttention(
         attended,
         *whose(node),
         q=q,
@@ -126,7 +126,7 @@ def _attend(ctx: LoweringContext, node: Node, q: Value, keys: Cache, values: Cac
     return attended
 
 
-def _rotate(ctx: LoweringContext, node: Node, x: Value, num_heads: int, suffix: str) -> Value:
+def _rotate(ctx: LoweringContext, node: Node, x: TtValue, num_heads: int, suffix: str) -> TtValue:
     args = ops.RopeAttentionArguments.of(node.args)
     # The host makes tables of cosines and sines of them, which are bf16.
     frequencies = ctx.vector(info(as_node(args.inv_freq)).fqn, args.inv_freq, "fp32")

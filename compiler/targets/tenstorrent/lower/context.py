@@ -12,10 +12,10 @@ from tilewright.compiler.mesh import Mesh
 from tilewright.compiler.precision import output_format
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     ComputeConfig,
-    Instruction,
     Memory,
-    Value,
-    Weight,
+    TtInstruction,
+    TtValue,
+    TtWeight,
 )
 from tilewright.compiler.targets.tenstorrent.program.placement import (
     activation_memory,
@@ -59,14 +59,14 @@ class LoweringContext:
         self.num_banks = device.num_banks
         self.batch, self.length, self.context = batch, length, context
         self.places = Places(graph_module, mesh)
-        self.instructions: list[Instruction] = []
+        self.instructions: list[TtInstruction] = []
         rows, dram = batch * length, Memory()
-        self.tokens = Value("tokens", rows, 1, "int32", dram)
-        self.positions = Value("positions", rows, 1, "int32", dram)
-        self._values: dict[Node, Value] = {}
+        self.tokens = TtValue("tokens", rows, 1, "int32", dram)
+        self.positions = TtValue("positions", rows, 1, "int32", dram)
+        self._values: dict[Node, TtValue] = {}
         self._settings = _activation_settings(list(graph_module.graph.nodes))
 
-    def value_of(self, argument: Any) -> Value:
+    def value_of(self, argument: Any) -> TtValue:
         """The value on the device that a node of the graph was lowered to."""
         return self._values[as_node(argument)]
 
@@ -74,11 +74,11 @@ class LoweringContext:
         """Return whether a node was lowered."""
         return node in self._values
 
-    def operands(self, node: Node) -> tuple[Value, ...]:
+    def operands(self, node: Node) -> tuple[TtValue, ...]:
         """What a node reads, without weights and states."""
         return tuple(self._values[each] for each in node.all_input_nodes if each in self._values)
 
-    def like(self, node: Node, x: Value, format_: str) -> Value:
+    def like(self, node: Node, x: TtValue, format_: str) -> TtValue:
         """Make a value that lies on the chips as another one does."""
         return self.value(node, x.rows, x.columns, format_, x.placement)
 
@@ -91,21 +91,21 @@ class LoweringContext:
         placement: Placement = WHOLE,
         *,
         suffix: str = "",
-    ) -> Value:
+    ) -> TtValue:
         """A value of a node; ``suffix`` tells it from others of the same one."""
         name = node.name + (f".{suffix}" if suffix else "")
         if suffix in _HEADS:
             memory = heads_memory(self.batch, self.phase)
         else:
             memory = activation_memory(columns, self.phase)
-        return Value(name, rows, columns, format_, memory, placement)
+        return TtValue(name, rows, columns, format_, memory, placement)
 
-    def put(self, node: Node, instruction: Instruction) -> None:
+    def put(self, node: Node, instruction: TtInstruction) -> None:
         """Append an instruction; what it makes is what the node becomes."""
         self.instructions.append(instruction)
         self._values[node] = instruction.out
 
-    def alias(self, node: Node, value: Value) -> None:
+    def alias(self, node: Node, value: TtValue) -> None:
         """Record that a node is a value of another node: nothing runs on the device."""
         self._values[node] = value
 
@@ -116,10 +116,10 @@ class LoweringContext:
         format_ = output_format(_OPS.get(op, op), setting, self.phase)  # type: ignore[arg-type]
         return check_activation_format(facts.fqn, format_)
 
-    def vector(self, name: str, argument: Any, format_: str = "bf16") -> Weight:
+    def vector(self, name: str, argument: Any, format_: str = "bf16") -> TtWeight:
         """A norm's weight or a bias: one row."""
         placement, recipe = self.place_of(argument), recipe_of(argument)
-        return Weight(
+        return TtWeight(
             name=name,
             recipe=recipe,
             rows=1,

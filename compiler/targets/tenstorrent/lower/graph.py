@@ -38,10 +38,8 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     PREFILL,
     Add,
     AllGather,
-    AllReduce,
     ComputeConfig,
     DeviceProgram,
-    Embedding,
     Gated,
     Matmul,
     Memory,
@@ -49,10 +47,12 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     RmsNorm,
     Scale,
     SelectRows,
-    SwiGLU,
     Tanh,
-    Value,
-    Weight,
+    TtAllReduce,
+    TtEmbedding,
+    TtSwiGLU,
+    TtValue,
+    TtWeight,
 )
 from tilewright.compiler.targets.tenstorrent.program.memory_plan import bytes_on_a_core
 from tilewright.compiler.targets.tenstorrent.program.places import IN, OUT, recipe_of
@@ -125,7 +125,7 @@ def _lower(ctx: LoweringContext, node: Node) -> None:
     elif target is ops.swiglu.overload:
         gate, up = ctx.operands(node)
         out = ctx.like(node, gate, ctx.format(node, "swiglu"))
-        ctx.put(node, SwiGLU(out, *whose(node), gate, up))
+        ctx.put(node, TtSwiGLU(out, *whose(node), gate, up))
     elif target is aten.add.Tensor:
         x, y = ctx.operands(node)
         out = ctx.like(node, x, ctx.format(node, "residual_add"))
@@ -156,7 +156,7 @@ def _embedding(ctx: LoweringContext, node: Node) -> None:
             "are not; allowed on Tenstorrent boards: bf16"
         )
     place = ctx.place_of(node.args[1])
-    lookup = Weight(
+    lookup = TtWeight(
         name=f"{info(node).fqn}.weight",
         recipe=recipe,
         rows=recipe.shape[0],
@@ -168,7 +168,7 @@ def _embedding(ctx: LoweringContext, node: Node) -> None:
     )
     rows = ctx.batch * ctx.length
     out = ctx.value(node, rows, lookup.columns, "bf16", ctx.places.made[node])
-    ctx.put(node, Embedding(out, *whose(node), ctx.tokens, lookup))
+    ctx.put(node, TtEmbedding(out, *whose(node), ctx.tokens, lookup))
 
 
 def _norm(ctx: LoweringContext, node: Node) -> None:
@@ -213,7 +213,7 @@ def _sigmoid_gate(ctx: LoweringContext, node: Node) -> None:
 
 
 def _put_gated(
-    ctx: LoweringContext, node: Node, gate: Value, x: Value, activation: str, op: str
+    ctx: LoweringContext, node: Node, gate: TtValue, x: TtValue, activation: str, op: str
 ) -> None:
     out = ctx.like(node, x, ctx.format(node, op))
     ctx.put(node, Gated(out, *whose(node), gate, x, activation))
@@ -224,7 +224,7 @@ def _scale(ctx: LoweringContext, node: Node, factor: float) -> None:
     ctx.put(node, Scale(_same_memory(ctx, node, x), *whose(node), x, factor))
 
 
-def _same_memory(ctx: LoweringContext, node: Node, x: Value) -> Value:
+def _same_memory(ctx: LoweringContext, node: Node, x: TtValue) -> TtValue:
     return dataclasses.replace(ctx.like(node, x, "bf16"), memory=x.memory)
 
 
@@ -288,7 +288,7 @@ def _linear(ctx: LoweringContext, node: Node) -> None:
     _finish_product(ctx, node, out, group)
 
 
-def _finish_product(ctx: LoweringContext, node: Node, out: Value, group: str) -> None:
+def _finish_product(ctx: LoweringContext, node: Node, out: TtValue, group: str) -> None:
     """Collectives behind a product: partial sums are added, logits gathered."""
     # logits are no activation: they stay as the head wrote them
     format_ = out.format if group == "lm_head" else ctx.format(node, "collective")
@@ -302,7 +302,7 @@ def _finish_product(ctx: LoweringContext, node: Node, out: Value, group: str) ->
     elif out.partial:
         summed = Placement(out.placement.dealt)
         reduced = ctx.value(node, out.rows, out.columns, format_, summed, suffix="reduced")
-        ctx.put(node, AllReduce(reduced, *whose(node), out, out.partial))
+        ctx.put(node, TtAllReduce(reduced, *whose(node), out, out.partial))
     if group == "lm_head" and out.over:
         current = ctx.value_of(node)
         columns = out.columns * ctx.mesh.size(out.over)
@@ -312,11 +312,11 @@ def _finish_product(ctx: LoweringContext, node: Node, out: Value, group: str) ->
         ctx.put(node, AllGather(logits, *whose(node), current, out.over))
 
 
-def _weight(ctx: LoweringContext, node: Node, x: Value) -> Weight:
+def _weight(ctx: LoweringContext, node: Node, x: TtValue) -> TtWeight:
     fqn, recipe, place = info(node).fqn, recipe_of(node.args[1]), ctx.place_of(node.args[1])
     placement.check_weight_format(fqn, recipe.format)
     assert x.columns == share_of(place, IN, recipe.shape[1])
-    return Weight(
+    return TtWeight(
         name=f"{fqn}.weight",
         recipe=recipe,
         rows=x.columns,

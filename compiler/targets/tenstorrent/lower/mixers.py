@@ -19,13 +19,13 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     EXPERTS,
     CausalConv,
     ComputeConfig,
-    DeltaRule,
     ExpertMatmul,
     Memory,
     Route,
-    SequenceState,
-    Value,
-    Weight,
+    TtDeltaRule,
+    TtSequenceState,
+    TtValue,
+    TtWeight,
 )
 from tilewright.compiler.targets.tenstorrent.program.places import OUT, as_node, recipe_of
 
@@ -36,14 +36,14 @@ def lower_router(ctx: LoweringContext, node: Node) -> None:
     x = ctx.value_of(args[0])
     top_k = int(args[1])
     out = ctx.value(node, x.rows, top_k, ctx.format(node, "router"))
-    experts = Value(f"{node.name}.experts", x.rows, top_k, "int32", out.memory)
+    experts = TtValue(f"{node.name}.experts", x.rows, top_k, "int32", out.memory)
     ctx.put(node, Route(out, *whose(node), x, experts, top_k, bool(args[2])))
     for user in node.users:
         assert user.target is operator.getitem
         ctx.alias(user, experts if user.args[1] else out)
 
 
-def lower_experts(ctx: LoweringContext, node: Node) -> Value:
+def lower_experts(ctx: LoweringContext, node: Node) -> TtValue:
     """Append the products with selected experts. Return their value."""
     args: Any = node.args
     facts = info(node)
@@ -75,11 +75,11 @@ def lower_experts(ctx: LoweringContext, node: Node) -> Value:
     return out
 
 
-def _expert_weight(ctx: LoweringContext, node: Node, facts: NodeInfo) -> Weight:
+def _expert_weight(ctx: LoweringContext, node: Node, facts: NodeInfo) -> TtWeight:
     recipe, location = recipe_of(node.args[1]), ctx.place_of(node.args[1])
     placement.check_weight_format(facts.fqn, recipe.format)
     num_experts, columns, rows = recipe.shape
-    return Weight(
+    return TtWeight(
         name=f"{facts.fqn}.weight",
         recipe=recipe,
         rows=rows,
@@ -95,7 +95,7 @@ def lower_conv(ctx: LoweringContext, node: Node) -> None:
     """Append a causal convolution and its window."""
     args: Any = node.args
     x, recipe, location = ctx.value_of(args[0]), recipe_of(args[1]), ctx.place_of(args[1])
-    weight = Weight(
+    weight = TtWeight(
         name=f"{info(node).fqn}.weight",
         recipe=recipe,
         rows=recipe.shape[2],
@@ -105,7 +105,7 @@ def lower_conv(ctx: LoweringContext, node: Node) -> None:
         placement=location,
     )
     state = _state_of(args[2])
-    window = SequenceState(
+    window = TtSequenceState(
         state.name, state, (x.columns, state.shape[1]), ctx.batch, location.over(OUT)
     )
     out = ctx.like(node, x, ctx.format(node, "causal_conv1d"))
@@ -121,14 +121,14 @@ def lower_delta_rule(ctx: LoweringContext, node: Node) -> None:
     num_value_heads, _, value_dim = state.shape
     of_chip = num_value_heads // num_chips
     location = ctx.place_of(args[7])
-    memory = SequenceState(
+    memory = TtSequenceState(
         state.name, state, (of_chip, key_dim, value_dim), ctx.batch, location.over(OUT)
     )
     columns = of_chip * value_dim
     format_ = ctx.format(node, "gated_delta_rule")
     out = ctx.value(node, x.rows, columns, format_, ctx.places.made[node])
     fqn = info(node).fqn
-    instruction = DeltaRule(
+    instruction = TtDeltaRule(
         out,
         *whose(node),
         x=x,

@@ -15,13 +15,13 @@ from tilewright.compiler.targets.tenstorrent.perf.work import (
     ATTENTION,
     COLLECTIVE,
     MATMUL,
-    Work,
+    InstructionCost,
 )
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
-    DeltaRule,
     DeviceProgram,
     ExpertMatmul,
     Gated,
+    TtDeltaRule,
 )
 
 CLOCK = 1.35e9
@@ -135,7 +135,7 @@ BLACKHOLE_BARS = (0.095, 0.638)
 def software_of(program: DeviceProgram) -> str:
     """Return the newest generation with published rows for this program."""
     kinds = {type(item) for item in program.instructions}
-    if DeltaRule in kinds:
+    if TtDeltaRule in kinds:
         return "qwen36_2026_09"
     if ExpertMatmul in kinds:
         return "coder_2026"
@@ -145,7 +145,7 @@ def software_of(program: DeviceProgram) -> str:
 
 
 def blackhole_seconds(
-    work: Work, constants: BlackholeConstants, software: str, *, is_decode: bool
+    work: InstructionCost, constants: BlackholeConstants, software: str, *, is_decode: bool
 ) -> tuple[float, float, float]:
     """Return the seconds for the start, the memory transfer, and the arithmetic."""
     generation = SOFTWARE[software]

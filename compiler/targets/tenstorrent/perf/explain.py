@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 
 from tilewright.compiler.targets.tenstorrent.perf.constants import Constants
 from tilewright.compiler.targets.tenstorrent.perf.price import Priced, price, seconds_by_work
-from tilewright.compiler.targets.tenstorrent.perf.work import Work, program_work
+from tilewright.compiler.targets.tenstorrent.perf.work import InstructionCost, program_work
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     DeviceProgram,
     tile_bytes,
@@ -58,7 +58,9 @@ def cost_rows(
     return rows
 
 
-def _in_format(work: Work, name: str, program: DeviceProgram, constants: Constants | None) -> float:
+def _in_format(
+    work: InstructionCost, name: str, program: DeviceProgram, constants: Constants | None
+) -> float:
     read = work.bytes_read * tile_bytes(name) // tile_bytes(work.format)
     changed = dataclasses.replace(work, bytes_read=read, format=name)
     return seconds_by_work(program, constants)(changed)[0]

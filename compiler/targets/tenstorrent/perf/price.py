@@ -31,13 +31,13 @@ from tilewright.compiler.targets.tenstorrent.perf.work import (
     ATTENTION,
     COLLECTIVE,
     MATMUL,
-    Work,
+    InstructionCost,
     program_work,
 )
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     DECODE,
     DeviceProgram,
-    Instruction,
+    TtInstruction,
 )
 
 BOUND_MEMORY, BOUND_COMPUTE, BOUND_START = "memory", "compute", "start"
@@ -49,8 +49,8 @@ BOUND_ONCE = "once"
 class Priced:
     """``seconds`` of one instruction, and what most of them are spent on: its ``bound``."""
 
-    instruction: Instruction | None
-    work: Work | None
+    instruction: TtInstruction | None
+    work: InstructionCost | None
     seconds: float
     bound: str
 
@@ -83,14 +83,14 @@ def is_blackhole(program: DeviceProgram) -> bool:
 
 def seconds_by_work(
     program: DeviceProgram, constants: Constants | None = None
-) -> Callable[[Work], tuple[float, str]]:
+) -> Callable[[InstructionCost], tuple[float, str]]:
     """Return the function from work to seconds and their bound, for the board of a program."""
     is_decode = program.phase == DECODE
     if constants is not None or not is_blackhole(program):
         return partial(work_seconds, constants=constants or FITTED, is_decode=is_decode)
     software = software_of(program)
 
-    def on_blackhole(work: Work) -> tuple[float, str]:
+    def on_blackhole(work: InstructionCost) -> tuple[float, str]:
         start, moved, computed = blackhole_seconds(work, BLACKHOLE, software, is_decode=is_decode)
         if work.kind == COLLECTIVE:
             return start + moved, BOUND_LINK if moved > start else BOUND_ROUTE
@@ -111,7 +111,9 @@ def once_seconds(constants: Constants, *, is_decode: bool) -> float:
     return constants.step_seconds if is_decode else constants.prefill_seconds
 
 
-def work_seconds(work: Work, constants: Constants, *, is_decode: bool) -> tuple[float, str]:
+def work_seconds(
+    work: InstructionCost, constants: Constants, *, is_decode: bool
+) -> tuple[float, str]:
     """Seconds, and what they are spent on most."""
     if work.kind == COLLECTIVE:
         step = constants.ring_seconds if is_decode else constants.prefill_ring_seconds
@@ -133,7 +135,7 @@ def work_seconds(work: Work, constants: Constants, *, is_decode: bool) -> tuple[
     return _parts(start, moved, 0.0)
 
 
-def _matmul(work: Work, constants: Constants) -> tuple[float, float]:
+def _matmul(work: InstructionCost, constants: Constants) -> tuple[float, float]:
     peak = work.phases * PHASE_CYCLES
     moved = work.activation_bytes / L1_BYTES_PER_S
     if work.is_one_row:
@@ -145,7 +147,9 @@ def _matmul(work: Work, constants: Constants) -> tuple[float, float]:
     return work.bytes_read / SPREAD_BYTES_PER_S + moved, cycles / CLOCK
 
 
-def _attention(work: Work, constants: Constants, *, is_decode: bool) -> tuple[float, float]:
+def _attention(
+    work: InstructionCost, constants: Constants, *, is_decode: bool
+) -> tuple[float, float]:
     peak = work.phases * PHASE_CYCLES
     cycles = work.products * (max(peak, constants.tile_cycles) if is_decode else peak)
     cycles += work.softmax_tiles * SOFTMAX_CYCLES

@@ -17,19 +17,19 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     DECODE,
     DRAM,
     AllGather,
-    AllReduce,
-    Attention,
     CausalConv,
-    DeltaRule,
     DeviceProgram,
-    Embedding,
     ExpertMatmul,
-    Instruction,
     Matmul,
     ReduceScatter,
     RmsNorm,
     Route,
-    Value,
+    TtAllReduce,
+    TtAttention,
+    TtDeltaRule,
+    TtEmbedding,
+    TtInstruction,
+    TtValue,
     tile_bytes,
 )
 from tilewright.compiler.targets.tenstorrent.program.placement import GRID
@@ -38,7 +38,7 @@ NUM_CORES = GRID * GRID
 MAX_CORES_PER_HEAD = 16
 """Cores that ttnn's decode attention gives one key/value head of one user at most."""
 
-_STARTS: Mapping[type[Instruction], int] = {Route: 5, CausalConv: 2, DeltaRule: 3}
+_STARTS: Mapping[type[TtInstruction], int] = {Route: 5, CausalConv: 2, TtDeltaRule: 3}
 """Operators that an instruction takes in the vendor's demos."""
 _HEAD_NORM_STARTS = 3
 """A norm of heads in a decode step, with its two changes of layout."""
@@ -48,7 +48,7 @@ FUSED_GATHER_CHIPS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class InstructionCost:
     """One instruction's work on a chip.
 
     ``kind``: which formula prices it. ``products``: tile products (32 x 32 x 32) of the busiest
@@ -84,15 +84,17 @@ class Work:
     banks: int = 0
 
 
-def program_work(program: DeviceProgram, *, attended: int | None = None) -> tuple[Work, ...]:
+def program_work(
+    program: DeviceProgram, *, attended: int | None = None
+) -> tuple[InstructionCost, ...]:
     """The work of every instruction, in order.
 
     ``attended``: positions that a decode step attends to; None: all that the caches have room for.
     A prompt attends to itself alone.
     """
     attended = program.context if attended is None else attended
-    producers: dict[int, Instruction] = {}
-    known: dict[int, Work] = {}  # an instruction may stand in a program several times
+    producers: dict[int, TtInstruction] = {}
+    known: dict[int, InstructionCost] = {}  # an instruction may stand in a program several times
     for instruction in program.instructions:
         if id(instruction) not in known:
             producers[id(instruction.out)] = instruction
@@ -101,16 +103,16 @@ def program_work(program: DeviceProgram, *, attended: int | None = None) -> tupl
 
 
 def _work(
-    instruction: Instruction,
+    instruction: TtInstruction,
     program: DeviceProgram,
     attended: int,
-    producers: dict[int, Instruction],
-) -> Work:
+    producers: dict[int, TtInstruction],
+) -> InstructionCost:
     if isinstance(instruction, Matmul):
         return _matmul(instruction)
-    if isinstance(instruction, Attention):
+    if isinstance(instruction, TtAttention):
         return _attention(instruction, program, attended)
-    if isinstance(instruction, ReduceScatter | AllGather | AllReduce):
+    if isinstance(instruction, ReduceScatter | AllGather | TtAllReduce):
         return _collective(instruction, program, producers.get(id(instruction.x)))
     if isinstance(instruction, ExpertMatmul):
         return _expert_matmul(instruction)
@@ -119,13 +121,13 @@ def _work(
     starts = _STARTS.get(type(instruction), 1)
     if isinstance(instruction, RmsNorm) and instruction.num_heads and program.phase == DECODE:
         starts = _HEAD_NORM_STARTS
-    if isinstance(instruction, DeltaRule):
+    if isinstance(instruction, TtDeltaRule):
         bytes_read = 2 * instruction.memory.num_bytes
     if isinstance(instruction, RmsNorm) and instruction.x.over:
         hops = program.mesh.size(instruction.x.over) // 2  # sums of squares, a tile from each chip
-    if isinstance(instruction, Embedding):
+    if isinstance(instruction, TtEmbedding):
         bytes_read = instruction.out.num_bytes
-    return Work(
+    return InstructionCost(
         SMALL,
         type(instruction).__name__,
         "",
@@ -149,13 +151,13 @@ def hit_experts(num_experts: int, num_rows: int, top_k: int, num_chips: int) -> 
     return min(num_experts / num_chips, mean + spread * math.sqrt(2 * math.log(num_chips) / 1.5))
 
 
-def _expert_matmul(matmul: ExpertMatmul) -> Work:
+def _expert_matmul(matmul: ExpertMatmul) -> InstructionCost:
     weight = matmul.weight
     num_chips = matmul.num_experts // weight.num_experts
     hit = hit_experts(matmul.num_experts, matmul.x.rows, matmul.top_k, num_chips)
     a_matrix = weight.tiles[0] * weight.tiles[1]
     rows = max(1.0, matmul.x.tiles[0] * matmul.top_k / matmul.num_experts)
-    return Work(
+    return InstructionCost(
         MATMUL,
         "ExpertMatmul",
         matmul.group,
@@ -169,14 +171,14 @@ def _expert_matmul(matmul: ExpertMatmul) -> Work:
     )
 
 
-def _matmul(matmul: Matmul) -> Work:
+def _matmul(matmul: Matmul) -> InstructionCost:
     rows, _ = matmul.x.tiles
     k_tiles, n_tiles = matmul.weight.tiles
     if rows == 1:
         products = -(-k_tiles * n_tiles // matmul.weight.memory.cores)
     else:
         products = -(-rows // GRID) * -(-n_tiles // GRID) * k_tiles
-    return Work(
+    return InstructionCost(
         MATMUL,
         "Matmul",
         matmul.group,
@@ -193,7 +195,7 @@ def _matmul(matmul: Matmul) -> Work:
     )
 
 
-def _attention(attention: Attention, program: DeviceProgram, attended: int) -> Work:
+def _attention(attention: TtAttention, program: DeviceProgram, attended: int) -> InstructionCost:
     """Decode: the positions of a head over a few cores. Prefill: rows of queries over the grid,
     a row of the grid's cores sharing what they read of the keys.
     """
@@ -215,7 +217,7 @@ def _attention(attention: Attention, program: DeviceProgram, attended: int) -> W
         read = attention.num_heads * tiles * depth * 2 * tile_bytes(attention.keys.format) // GRID
         reach = attention.window or program.length
         pairs = sum(min(position + 1, reach) for position in range(program.length))
-    return Work(
+    return InstructionCost(
         ATTENTION,
         "Attention",
         "kv_cache",
@@ -232,10 +234,10 @@ def _attention(attention: Attention, program: DeviceProgram, attended: int) -> W
 
 
 def _collective(
-    collective: ReduceScatter | AllGather | AllReduce,
+    collective: ReduceScatter | AllGather | TtAllReduce,
     program: DeviceProgram,
-    producer: Instruction | None,
-) -> Work:
+    producer: TtInstruction | None,
+) -> InstructionCost:
     """Over a ring of chips: a sum takes a step for every other chip, each waiting for the one
     before; a gather goes both ways round at once, half of it and half the ring each.
 
@@ -244,10 +246,10 @@ def _collective(
     """
     count = program.mesh.size(collective.axis)
     is_gather = isinstance(collective, AllGather) or _is_fused(collective, program, producer)
-    is_both = isinstance(collective, AllReduce)
-    value: Value = collective.out if isinstance(collective, AllGather) else collective.x
+    is_both = isinstance(collective, TtAllReduce)
+    value: TtValue = collective.out if isinstance(collective, AllGather) else collective.x
     moved = value.num_bytes * (count - 1) // count * (2 if is_both else 1)
-    return Work(
+    return InstructionCost(
         COLLECTIVE,
         type(collective).__name__,
         "",
@@ -259,7 +261,7 @@ def _collective(
 
 
 def _is_fused(
-    collective: Instruction, program: DeviceProgram, producer: Instruction | None
+    collective: TtInstruction, program: DeviceProgram, producer: TtInstruction | None
 ) -> bool:
     if not isinstance(collective, ReduceScatter):
         return False
@@ -269,9 +271,9 @@ def _is_fused(
     return is_output and count == FUSED_GATHER_CHIPS and columns % GRID == 0
 
 
-def _operand_bytes(instruction: Instruction) -> int:
+def _operand_bytes(instruction: TtInstruction) -> int:
     """Activations that come in and go out, in whole tiles."""
     names = ("x", "y", "gate", "up", "k", "v")
     values = [getattr(instruction, name, None) for name in names]
-    inner = sum(value.num_bytes for value in values if isinstance(value, Value))
+    inner = sum(value.num_bytes for value in values if isinstance(value, TtValue))
     return inner + instruction.out.num_bytes

@@ -10,13 +10,13 @@ from torch import Tensor
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.recipe import load_dense
 from tilewright.compiler.mesh import COLUMNS, ROWS, Mesh
-from tilewright.compiler.targets.tenstorrent.program.instructions import Value, Weight
+from tilewright.compiler.targets.tenstorrent.program.instructions import TtValue, TtWeight
 
 Chip = tuple[int, int]
 """Row and column in the mesh; 0 along an axis whose chips hold the same."""
 
 
-class Parts:
+class PerChip:
     """One value as it lies on all chips: the part that each of them has."""
 
     def __init__(self, mesh: Mesh, axes: str) -> None:
@@ -40,9 +40,9 @@ class Parts:
         return self._parts
 
 
-def axes_of(operand: Value | Weight) -> str:
+def axes_of(operand: TtValue | TtWeight) -> str:
     """The mesh axes along which chips hold different parts of it."""
-    if isinstance(operand, Weight):
+    if isinstance(operand, TtWeight):
         return operand.in_over + operand.out_over + operand.expert_over
     return operand.over + operand.partial
 
@@ -54,7 +54,7 @@ def along(mesh: Mesh, axis: str, chip: Chip) -> list[Chip]:
     return [(chip[0], column) for column in range(mesh.columns)]
 
 
-def load_weight(weight: Weight, mesh: Mesh, get: Callable[[str], Tensor]) -> Parts:
+def load_weight(weight: TtWeight, mesh: Mesh, get: Callable[[str], Tensor]) -> PerChip:
     """A weight as the host packs it for each chip: bfloat16, exact in the weight's format (a
     rotation's frequencies: float32).
 
@@ -65,7 +65,7 @@ def load_weight(weight: Weight, mesh: Mesh, get: Callable[[str], Tensor]) -> Par
         dense = dense.squeeze(1)  # a convolution
     if weight.transposed:
         dense = dense.mT
-    parts = Parts(mesh, axes_of(weight))
+    parts = PerChip(mesh, axes_of(weight))
     for chip in parts.chips():
         part = dense
         if weight.expert_split is not None:
@@ -79,7 +79,7 @@ def load_weight(weight: Weight, mesh: Mesh, get: Callable[[str], Tensor]) -> Par
     return parts
 
 
-def check_part(weight: Weight, name: str, part: Tensor) -> Tensor:
+def check_part(weight: TtWeight, name: str, part: Tensor) -> Tensor:
     """A chip's share as :func:`load_weight` makes it.
 
     Raises:

@@ -43,7 +43,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class TtValue:
     """What a chip holds of one tensor: ``rows`` and ``columns`` are those of one chip.
 
     ``placement``: how its columns, axis 1, lie on the mesh, and over which of its axes (``r``,
@@ -85,7 +85,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class TtWeight:
     """A tensor of the checkpoint as a chip holds it: ``[in, out]`` = ``rows`` x ``columns``.
 
     ``placement``: how its axes, ``in`` (0) and ``out`` (1), lie on the mesh. Vectors
@@ -180,7 +180,7 @@ class Cache:
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceState:
+class TtSequenceState:
     """State of fixed size a sequence, in fp32: ``shape`` is that of a chip. ``over``: the mesh axis
     whose chips have different channels or heads.
     """
@@ -221,24 +221,24 @@ class ComputeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Instruction:
+class TtInstruction:
     """``out`` is what it makes. ``fqn``, ``layer``: whose it is; layer None outside the layers."""
 
-    out: Value
+    out: TtValue
     fqn: str
     layer: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class Embedding(Instruction):
+class TtEmbedding(TtInstruction):
     """Rows of a table by token: ``tokens`` int32, the table row-major in DRAM."""
 
-    tokens: Value
-    table: Weight
+    tokens: TtValue
+    table: TtWeight
 
 
 @dataclass(frozen=True, slots=True)
-class RmsNorm(Instruction):
+class RmsNorm(TtInstruction):
     """Over the columns of ``x``, ``width`` of which are real.
 
     Where ``x`` is dealt over a mesh axis, the sums of squares are gathered over it first (``x``'s
@@ -246,8 +246,8 @@ class RmsNorm(Instruction):
     own norm, over ``width`` columns.
     """
 
-    x: Value
-    weight: Weight
+    x: TtValue
+    weight: TtWeight
     eps: float
     width: int
     compute: ComputeConfig
@@ -255,16 +255,16 @@ class RmsNorm(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class Matmul(Instruction):
+class Matmul(TtInstruction):
     """``x @ weight``, plus a bias.
 
     ``k_block``: tiles of K the kernel reads and adds at a time. ``cores``: that share the work.
     ``group``: the tensor group, ``ff1_3`` and so on.
     """
 
-    x: Value
-    weight: Weight
-    bias: Weight | None
+    x: TtValue
+    weight: TtWeight
+    bias: TtWeight | None
     compute: ComputeConfig
     k_block: int
     cores: int
@@ -272,24 +272,24 @@ class Matmul(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class CreateHeads(Instruction):
+class CreateHeads(TtInstruction):
     """Q, K and V of one product's columns, head by head; ``out`` is Q, then ``k`` and ``v``."""
 
-    x: Value
-    k: Value
-    v: Value
+    x: TtValue
+    k: TtValue
+    v: TtValue
     num_heads: int
     num_kv_heads: int
     head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
-class Rotate(Instruction):
+class Rotate(TtInstruction):
     """Rotary embedding of ``x``, ``num_heads`` heads, at ``positions``."""
 
-    x: Value
-    positions: Value
-    frequencies: Weight
+    x: TtValue
+    positions: TtValue
+    frequencies: TtWeight
     num_heads: int
     head_dim: int
     interleaved: bool
@@ -297,26 +297,26 @@ class Rotate(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateCache(Instruction):
+class UpdateCache(TtInstruction):
     """``x``'s rows go to the cache's pages: a prompt's at once (fill), or one a user."""
 
-    x: Value
+    x: TtValue
     cache: Cache
-    positions: Value
+    positions: TtValue
 
 
 @dataclass(frozen=True, slots=True)
-class Attention(Instruction):
+class TtAttention(TtInstruction):
     """Causal attention over the cache, by chunks of ``k_chunk`` positions, softmax going along.
 
     ``context``: positions attended to, the step's own included. ``sinks``: a logit of each head in
     the softmax, without a value.
     """
 
-    q: Value
+    q: TtValue
     keys: Cache
     values: Cache
-    positions: Value
+    positions: TtValue
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -325,68 +325,68 @@ class Attention(Instruction):
     context: int
     k_chunk: int
     compute: ComputeConfig
-    sinks: Weight | None = None
+    sinks: TtWeight | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class ConcatHeads(Instruction):
+class ConcatHeads(TtInstruction):
     """Heads side by side again: ``[rows, num_heads * head_dim]``."""
 
-    x: Value
+    x: TtValue
     num_heads: int
     head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
-class SwiGLU(Instruction):
+class TtSwiGLU(TtInstruction):
     """The elementwise ``silu(gate) * up`` of two values."""
 
-    gate: Value
-    up: Value
+    gate: TtValue
+    up: TtValue
 
 
 @dataclass(frozen=True, slots=True)
-class Gated(Instruction):
+class Gated(TtInstruction):
     """The elementwise ``activation(gate) * x``; ``activation``: ``gelu_tanh`` or ``sigmoid``.
 
     A gate of one column counts for all columns of ``x``.
     """
 
-    gate: Value
-    x: Value
+    gate: TtValue
+    x: TtValue
     activation: str
 
 
 @dataclass(frozen=True, slots=True)
-class Scale(Instruction):
+class Scale(TtInstruction):
     """``x`` times a number, which the device holds in bfloat16."""
 
-    x: Value
+    x: TtValue
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
-class Tanh(Instruction):
+class Tanh(TtInstruction):
     """The hyperbolic tangent of each element."""
 
-    x: Value
+    x: TtValue
 
 
 @dataclass(frozen=True, slots=True)
-class Route(Instruction):
+class Route(TtInstruction):
     """The ``top_k`` experts of each row of router logits: ``out`` has weights, ``experts`` indices.
 
     ``renormalize``: weights are a softmax over the selected logits, else over all.
     """
 
-    x: Value
-    experts: Value
+    x: TtValue
+    experts: TtValue
     top_k: int
     renormalize: bool
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertMatmul(Instruction):
+class ExpertMatmul(TtInstruction):
     """Products with the experts of each row, side by side: ``[rows, top_k * columns]``.
 
     ``x`` has a row for all experts of a token, or (``is_expanded``) columns for each. With
@@ -394,10 +394,10 @@ class ExpertMatmul(Instruction):
     experts; a product with an expert of another chip is zero.
     """
 
-    x: Value
-    weight: Weight
-    experts: Value
-    weights: Value | None
+    x: TtValue
+    weight: TtWeight
+    experts: TtValue
+    weights: TtValue | None
     compute: ComputeConfig
     top_k: int
     num_experts: int
@@ -407,67 +407,67 @@ class ExpertMatmul(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class CausalConv(Instruction):
+class CausalConv(TtInstruction):
     """SiLU of a convolution along the sequence, each channel by itself, with its ``window``."""
 
-    x: Value
-    weight: Weight
-    window: SequenceState
-    positions: Value
+    x: TtValue
+    weight: TtWeight
+    window: TtSequenceState
+    positions: TtValue
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaRule(Instruction):
+class TtDeltaRule(TtInstruction):
     """The gated delta rule: heads of queries, keys and values in ``x``; gates ``a`` and ``b``."""
 
-    x: Value
-    a: Value
-    b: Value
-    a_log: Weight
-    dt_bias: Weight
-    memory: SequenceState
-    positions: Value
+    x: TtValue
+    a: TtValue
+    b: TtValue
+    a_log: TtWeight
+    dt_bias: TtWeight
+    memory: TtSequenceState
+    positions: TtValue
     num_key_heads: int
     key_dim: int
     num_value_heads: int
 
 
 @dataclass(frozen=True, slots=True)
-class Add(Instruction):
+class Add(TtInstruction):
     """The sum of a value and the residual stream."""
 
-    x: Value
-    y: Value
+    x: TtValue
+    y: TtValue
 
 
 @dataclass(frozen=True, slots=True)
-class SelectRows(Instruction):
+class SelectRows(TtInstruction):
     """Take the rows that want logits."""
 
-    x: Value
+    x: TtValue
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceScatter(Instruction):
+class ReduceScatter(TtInstruction):
     """Partial sums over a mesh axis are added, each chip keeping its share of the columns."""
 
-    x: Value
+    x: TtValue
     axis: str
 
 
 @dataclass(frozen=True, slots=True)
-class AllGather(Instruction):
+class AllGather(TtInstruction):
     """Each chip gets the columns of all along a mesh axis."""
 
-    x: Value
+    x: TtValue
     axis: str
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce(Instruction):
+class TtAllReduce(TtInstruction):
     """Partial sums over a mesh axis are added, each chip keeping all columns."""
 
-    x: Value
+    x: TtValue
     axis: str
 
 
@@ -486,13 +486,13 @@ class DeviceProgram:
     length: int
     context: int
     vocab_size: int
-    inputs: tuple[Value, ...]
-    instructions: tuple[Instruction, ...]
+    inputs: tuple[TtValue, ...]
+    instructions: tuple[TtInstruction, ...]
 
     @property
-    def weights(self) -> tuple[Weight, ...]:
+    def weights(self) -> tuple[TtWeight, ...]:
         """Every weight once, in the order of use."""
-        return self._operands(Weight)
+        return self._operands(TtWeight)
 
     @property
     def caches(self) -> tuple[Cache, ...]:
@@ -500,9 +500,9 @@ class DeviceProgram:
         return self._operands(Cache)
 
     @property
-    def states(self) -> tuple[SequenceState, ...]:
+    def states(self) -> tuple[TtSequenceState, ...]:
         """Every state of fixed size once."""
-        return self._operands(SequenceState)
+        return self._operands(TtSequenceState)
 
     def _operands(self, kind: type[T]) -> tuple[T, ...]:
         found: dict[T, None] = {}

@@ -10,7 +10,7 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     L1,
     DeviceProgram,
     Matmul,
-    Value,
+    TtValue,
     tile_bytes,
 )
 from tilewright.compiler.targets.tenstorrent.program.product_blocks import product_bytes
@@ -42,7 +42,7 @@ def plan_memory(program: DeviceProgram) -> MemoryPlan:
         values = [
             operand
             for field in dataclasses.fields(instruction)
-            if isinstance(operand := getattr(instruction, field.name), Value)
+            if isinstance(operand := getattr(instruction, field.name), TtValue)
         ]
         in_dram = sum(value.num_bytes for value in values if value.memory.buffer != L1)
         value_bytes = max(value_bytes, in_dram)
@@ -111,7 +111,7 @@ def _what_fits(program: DeviceProgram, usage: MemoryPlan, limit: int) -> str:
     return ", ".join(changes) or "fewer layers, or a smaller model"
 
 
-def bytes_on_a_core(value: Value) -> int:
+def bytes_on_a_core(value: TtValue) -> int:
     """The bytes on a core of a value cut over cores; interleaved values lie a tile at a time on
     all.
     """

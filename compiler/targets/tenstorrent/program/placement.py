@@ -16,8 +16,8 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     L1,
     WIDTH_SHARDED,
     Memory,
-    Value,
-    Weight,
+    TtValue,
+    TtWeight,
     tile_bytes,
 )
 from tilewright.errors import CompileError, allowed
@@ -97,7 +97,7 @@ def shard_cores(num_tiles: int) -> int:
     return max(count for count in fitting if _is_rectangle(count))
 
 
-def matmul_blocks(x: Value, weight: Weight, phase: str) -> tuple[int, int]:
+def matmul_blocks(x: TtValue, weight: TtWeight, phase: str) -> tuple[int, int]:
     """Cores that share a product, and the tiles of K in a block.
 
     One row of tiles is cut over cores that divide both K and N, or K alone where N is wide (the

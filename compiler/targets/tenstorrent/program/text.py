@@ -13,16 +13,16 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     ComputeConfig,
     CreateHeads,
     DeviceProgram,
-    Instruction,
     Route,
-    SequenceState,
+    TtInstruction,
+    TtSequenceState,
+    TtValue,
+    TtWeight,
     UpdateCache,
-    Value,
-    Weight,
 )
 
 _SKIPPED = ("out", "fqn", "layer")
-_DECLARED = Weight | Cache | SequenceState
+_DECLARED = TtWeight | Cache | TtSequenceState
 
 
 def program_text(program: DeviceProgram, *, layer: int | None = None) -> str:
@@ -40,7 +40,7 @@ def program_text(program: DeviceProgram, *, layer: int | None = None) -> str:
     if layer is None:
         lines += [_declaration(value) for value in program.inputs]
     names = {value: f"%{value.name}" for value in program.inputs}
-    declared: set[Weight | Cache | SequenceState] = set()
+    declared: set[TtWeight | Cache | TtSequenceState] = set()
     body = []
     for instruction in chosen:
         for _, operand in _operands(instruction):
@@ -51,10 +51,10 @@ def program_text(program: DeviceProgram, *, layer: int | None = None) -> str:
     return "\n".join(lines + body) + "\n"
 
 
-def _line(instruction: Instruction, names: dict[Value, str]) -> str:
+def _line(instruction: TtInstruction, names: dict[TtValue, str]) -> str:
     """Values are numbered in the order of their first mention."""
 
-    def name_of(value: Value) -> str:
+    def name_of(value: TtValue) -> str:
         return names.setdefault(value, f"%{len(names)}")
 
     opcode = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "_", type(instruction).__name__).lower()
@@ -70,7 +70,7 @@ def _line(instruction: Instruction, names: dict[Value, str]) -> str:
     return f"{', '.join(_declaration(value, name_of) for value in made)} = {call}"
 
 
-def _made(instruction: Instruction) -> tuple[Value, ...]:
+def _made(instruction: TtInstruction) -> tuple[TtValue, ...]:
     """The values an instruction makes: none where it writes a cache."""
     if isinstance(instruction, UpdateCache):
         return ()
@@ -81,7 +81,7 @@ def _made(instruction: Instruction) -> tuple[Value, ...]:
     return (instruction.out,)
 
 
-def _operands(instruction: Instruction) -> list[tuple[str, Any]]:
+def _operands(instruction: TtInstruction) -> list[tuple[str, Any]]:
     return [
         (field.name, getattr(instruction, field.name))
         for field in dataclasses.fields(instruction)
@@ -89,8 +89,8 @@ def _operands(instruction: Instruction) -> list[tuple[str, Any]]:
     ]
 
 
-def _argument(name: str, operand: Any, name_of: Callable[[Value], str]) -> str:
-    if isinstance(operand, Value):
+def _argument(name: str, operand: Any, name_of: Callable[[TtValue], str]) -> str:
+    if isinstance(operand, TtValue):
         return name_of(operand)
     if isinstance(operand, _DECLARED):
         return operand.name
@@ -102,10 +102,10 @@ def _argument(name: str, operand: Any, name_of: Callable[[Value], str]) -> str:
 
 
 def _declaration(
-    operand: Value | Weight | Cache | SequenceState,
-    name_of: Callable[[Value], str] = lambda value: f"%{value.name}",
+    operand: TtValue | TtWeight | Cache | TtSequenceState,
+    name_of: Callable[[TtValue], str] = lambda value: f"%{value.name}",
 ) -> str:
-    if isinstance(operand, Value):
+    if isinstance(operand, TtValue):
         dealt = f"/{operand.over}" if operand.over else ""
         added = f"+{operand.partial}" if operand.partial else ""
         shape = f"{operand.format}[{operand.rows}x{operand.columns}]"
@@ -113,7 +113,7 @@ def _declaration(
     if isinstance(operand, Cache):
         shape = f"{operand.num_pages}x{operand.num_heads}x{operand.page}x{operand.head_dim}"
         return f"{operand.name}: {operand.format}[{shape}]{_dealt(operand.over, operand.split)}"
-    if isinstance(operand, SequenceState):
+    if isinstance(operand, TtSequenceState):
         shape = "x".join(str(size) for size in (operand.num_slots, *operand.shape))
         return f"{operand.name}: fp32[{shape}]{'/' + operand.over if operand.over else ''}"
     rows = _dealt(operand.in_over, operand.in_split)

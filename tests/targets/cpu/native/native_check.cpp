@@ -19,9 +19,9 @@ void fail(const char* what) {
     std::exit(1);
 }
 
-std::vector<float> step(void* engine, std::vector<int32_t> seats, std::vector<int32_t> starts, int count, bool decodes) {
+std::vector<float> step(void* engine, std::vector<int32_t> slots, std::vector<int32_t> starts, int count, bool decodes) {
     std::vector<int32_t> tokens, positions, bounds{0}, rows;
-    for (size_t s = 0; s < seats.size(); s++) {
+    for (size_t s = 0; s < slots.size(); s++) {
         for (int i = 0; i < count; i++) {
             positions.push_back(starts[s] + i);
             tokens.push_back((starts[s] + i) * 7 % kVocab);
@@ -30,8 +30,8 @@ std::vector<float> step(void* engine, std::vector<int32_t> seats, std::vector<in
         rows.push_back((int32_t)tokens.size() - 1);
     }
     std::vector<float> logits(rows.size() * kVocab);
-    TwStep given{(int32_t)tokens.size(), (int32_t)seats.size(), (int32_t)rows.size(), decodes, tokens.data(),
-                 positions.data(), bounds.data(), seats.data(), rows.data(), logits.data()};
+    TwStep given{(int32_t)tokens.size(), (int32_t)slots.size(), (int32_t)rows.size(), decodes, tokens.data(),
+                 positions.data(), bounds.data(), slots.data(), rows.data(), logits.data()};
     if (tw_step(engine, &given)) fail("a good step was refused");
     positions[0] = kContext;
     if (!tw_step(engine, &given)) fail("a bad step was run");
@@ -60,7 +60,7 @@ std::vector<float> check(int kind, int arithmetic, int isa, int cache) {
         if (!(each == each)) fail("no number");
     tw_clear(engine, 0);
     step(engine, {0}, {0}, 3, false);
-    if (tw_seat_bytes(engine, 20) <= 0) fail("no bytes");
+    if (tw_slot_bytes(engine, 20) <= 0) fail("no bytes");
     tw_close(engine);
     return together;
 }
@@ -75,7 +75,7 @@ void mutate(Model& model, TwProgram& program) {
     if (where == 0) words = (int32_t*)&model.tensors[(number() >> 8) % model.tensors.size()], count = 3;
     if (where == 1) words = (int32_t*)model.states, count = sizeof model.states / 4;
     if (where == 2) words = model.widths.data(), count = model.widths.size();
-    if (where == 3) words = &program.isa, count = 4;  // and seats, context and tokens of a step
+    if (where == 3) words = &program.isa, count = 4;  // and slots, context and tokens of a step
     int32_t& word = words[(number() >> 8) % count];
     switch (number() >> 20 & 3) {
         case 0: word = (int32_t)((uint32_t)word + (number() >> 16 & 1 ? 1u : ~0u)); break;
@@ -91,12 +91,12 @@ void run_mutated(const TwProgram& program, int32_t width) {
     if (!engine) return (void)(said[0] || (fail("refused without a word"), 0));
     std::vector<float> logits((size_t)12 * std::max(width, 1));
     const int32_t tokens[12] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}, positions[12] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2};
-    const int32_t bounds[3] = {0, 9, 12}, seats[2] = {0, 1}, rows[2] = {8, 11}, later[2] = {9, 3}, ones[3] = {0, 1, 2}, last[2] = {0, 1};
-    TwStep prompt{12, 2, 2, 0, tokens, positions, bounds, seats, rows, logits.data()};
-    TwStep decode{2, 2, 2, 1, tokens, later, ones, seats, last, logits.data()};
+    const int32_t bounds[3] = {0, 9, 12}, slots[2] = {0, 1}, rows[2] = {8, 11}, later[2] = {9, 3}, ones[3] = {0, 1, 2}, last[2] = {0, 1};
+    TwStep prompt{12, 2, 2, 0, tokens, positions, bounds, slots, rows, logits.data()};
+    TwStep decode{2, 2, 2, 1, tokens, later, ones, slots, last, logits.data()};
     tw_step(engine, &prompt);
     tw_step(engine, &decode);
-    if (program.max_seats > 1 && program.max_context > 9) tw_copy(engine, 0, 1, 9);
+    if (program.max_num_seqs > 1 && program.max_context > 9) tw_copy(engine, 0, 1, 9);
     tw_clear(engine, 0);
     tw_close(engine);
 }

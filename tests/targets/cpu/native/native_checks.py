@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tests.targets.test_conformance import EXACT, assert_near
-from tests.tiny import compiled, leave_seat, lowered, prefill, random_tokens, step, take_seat
+from tests.tiny import compiled, leave_slot, lowered, prefill, random_tokens, step, take_slot
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
@@ -22,8 +22,8 @@ from tilewright.compiler.targets.cpu.native.program.weights import write_weights
 from tilewright.compiler.targets.cpu.native.target import NativeTarget
 from tilewright.compiler.targets.host.executable import Batch
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
-from tilewright.compiler.targets.interface.step import Seat
-from tilewright.compiler.targets.program.instructions import Needs, Plan
+from tilewright.compiler.targets.interface.step import Slot
+from tilewright.compiler.targets.program.instructions import KernelProgram, Needs
 from tilewright.compiler.targets.program.plan import make_plan
 
 WIDER = {"kv_cache": "bf16", "embedding": "bf16"}
@@ -58,7 +58,7 @@ def native(
 
 
 def written(
-    plan: Plan,
+    plan: KernelProgram,
     source: Callable[[str], torch.Tensor],
     folder: Path,
     *,
@@ -107,12 +107,12 @@ def check_instruction_sets(
 def check_rows_alone(many: Executable, count: int, seed: int) -> None:
     """A row has the same bits alone and among ``count`` rows, in any of their places."""
     prompts = [random_tokens(1 + (seed + at) % 9, seed=seed + at) for at in range(count)]
-    seats = [take_seat(many, 20) for _ in prompts]
-    for seat, prompt in zip(seats, prompts, strict=True):
-        step(many, [(seat, prompt, 0)])
-    together = step(many, [(h, [7], len(p)) for h, p in zip(seats, prompts, strict=True)])
-    for seat in seats:
-        leave_seat(many, seat)
+    slots = [take_slot(many, 20) for _ in prompts]
+    for slot, prompt in zip(slots, prompts, strict=True):
+        step(many, [(slot, prompt, 0)])
+    together = step(many, [(h, [7], len(p)) for h, p in zip(slots, prompts, strict=True)])
+    for slot in slots:
+        leave_slot(many, slot)
     at = seed % count
     assert torch.equal(prefill(many, [*prompts[at], 7], [len(prompts[at])])[-1], together[at])
 
@@ -124,12 +124,12 @@ def check_every_batch(many: NativeExecutable, vocab_size: int) -> None:
     most, prompt = 64, random_tokens(64, vocab_size=vocab_size)
     lengths = [1 + 5 * at % 23 for at in range(most)]
     for at, length in enumerate(lengths):
-        forward(many, prompt[-length:], [0], seats=(at,))
+        forward(many, prompt[-length:], [0], slots=(at,))
     alone = [forward(many, [7], [length], (at,), decodes=True) for at, length in enumerate(lengths)]
     for count in range(1, most + 1):
         chosen = [(at * 37 + count) % most for at in range(count)]
-        starts, seats = [lengths[at] for at in chosen], tuple(chosen)
-        together = forward(many, [7] * count, starts, seats, decodes=True)
+        starts, slots = [lengths[at] for at in chosen], tuple(chosen)
+        together = forward(many, [7] * count, starts, slots, decodes=True)
         assert torch.equal(together, torch.cat([alone[at] for at in chosen])), count
     whole = forward(many, prompt, [0])
     assert torch.equal(whole[:1], forward(many, prompt[:1], [0]))
@@ -143,13 +143,13 @@ def forward(
     executable: NativeExecutable,
     tokens: list[int],
     starts: list[int],
-    seats: tuple[int, ...] = (0,),
+    slots: tuple[int, ...] = (0,),
     *,
     decodes: bool = False,
 ) -> torch.Tensor:
-    """The logits of all tokens, as many of each seat, behind what seats hold at ``starts``."""
-    each = len(tokens) // len(seats)
+    """The logits of all tokens, as many of each slot, behind what slots hold at ``starts``."""
+    each = len(tokens) // len(slots)
     positions = np.array([start + at for start in starts for at in range(each)])
-    bounds, rows = np.arange(len(seats) + 1) * each, np.arange(len(tokens))
-    batch = Batch(np.array(tokens), positions, bounds, rows, tuple(map(Seat, seats)), decodes)
+    bounds, rows = np.arange(len(slots) + 1) * each, np.arange(len(tokens))
+    batch = Batch(np.array(tokens), positions, bounds, rows, tuple(map(Slot, slots)), decodes)
     return torch.as_tensor(executable.forward(batch)).clone()

@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr int kWidth = 40, kHeads = 4, kKv = 2, kDim = 10, kInner = 56, kVocab = 37, kSeats = 3, kContext = 640;
+constexpr int kWidth = 40, kHeads = 4, kKv = 2, kDim = 10, kInner = 56, kVocab = 37, kSlots = 3, kContext = 640;
 constexpr int kExperts = 5, kChosen = 2, kSize = 24, kKeyHeads = 1, kValueHeads = 2, kKeyDim = 10, kValueDim = 20, kTaps = 3;
 constexpr int kChannels = 2 * kKeyHeads * kKeyDim + kValueHeads * kValueDim, kValues = kValueHeads * kValueDim;
 
@@ -116,7 +116,7 @@ struct Model {
     }
 
     TwProgram program(int isa) {
-        return {sizeof(TwProgram), TW_VERSION, sizeof(TwInstruction), sizeof(TwTensor), 3, isa, kSeats, kContext, 512,
+        return {sizeof(TwProgram), TW_VERSION, sizeof(TwInstruction), sizeof(TwTensor), 3, isa, kSlots, kContext, 512,
                 (int32_t)instructions.size(), (int32_t)tensors.size(), (int32_t)widths.size(), 3, 5, isa > 0,
                 instructions.data(), tensors.data(), widths.data(), states};
     }

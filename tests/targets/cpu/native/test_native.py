@@ -28,13 +28,13 @@ from tests.targets.cpu.native.native_checks import (
 from tests.targets.test_conformance import SHAPES, shaped, tokens_of
 from tests.tiny import (
     compiled,
-    leave_seat,
+    leave_slot,
     lowered,
     precision_of,
     prefill,
     random_tokens,
     step,
-    take_seat,
+    take_slot,
     tiny_model,
 )
 from tilewright.compiler.devices import describe_cpu
@@ -47,7 +47,7 @@ from tilewright.compiler.targets.cpu.native.program.assemble import assemble
 from tilewright.compiler.targets.cpu.native.program.mapping import WEIGHTS
 from tilewright.compiler.targets.cpu.native.program.packed import program_of
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
-from tilewright.compiler.targets.program.instructions import Needs, Plan
+from tilewright.compiler.targets.program.instructions import KernelProgram, Needs
 from tilewright.compiler.targets.program.plan import make_plan
 from tilewright.errors import CheckpointError, CompileError
 
@@ -112,7 +112,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
     check_rows_alone(many, count, seed)
 
 
-def test_what_a_seat_held_before_weighs_nothing() -> None:
+def test_what_a_slot_held_before_weighs_nothing() -> None:
     """Not even where it was no number: here one token alone makes values that overflow."""
     model = tiny_model(std=0.2, num_layers=1)
     tensors = model.checkpoint.tensors
@@ -122,10 +122,10 @@ def test_what_a_seat_held_before_weighs_nothing() -> None:
     executable = compiled(model, "cpu-native", precision=precision_of("bf16"), compute="fast")
     for tail in ([9, 10], [9, 10, 11]):
         expected = prefill(executable, [5, 6, 7, *tail])[-1]
-        seat = take_seat(executable, 20)
-        assert not step(executable, [(seat, [5, 6, 7, 60, 60, 60, 8], 0)]).isfinite().all()
-        assert torch.equal(step(executable, [(seat, tail, 3)])[-1], expected)
-        leave_seat(executable, seat)
+        slot = take_slot(executable, 20)
+        assert not step(executable, [(slot, [5, 6, 7, 60, 60, 60, 8], 0)]).isfinite().all()
+        assert torch.equal(step(executable, [(slot, tail, 3)])[-1], expected)
+        leave_slot(executable, slot)
     executable.close()
 
 
@@ -214,7 +214,7 @@ def _set_number(structure: ctypes.Structure, index: int, value: int) -> None:
 _KEPT: list[object] = []
 
 
-def _plan() -> Plan:
+def _plan() -> KernelProgram:
     model = tiny_model(num_layers=1)
     return make_plan(
         lowered(model, target="cpu-native")[0], Needs(target="cpu", others="reference")
@@ -239,14 +239,14 @@ def test_an_instruction_set_that_is_not_here_is_refused() -> None:
 def test_a_cache_larger_than_memory_is_refused_with_what_fits() -> None:
     """Sequences at these positions, or positions of these sequences: both are allowed then."""
     states = assemble(_plan(), exact=False).states
-    seat = kept_bytes(states) + 64 * position_bytes(states)
+    slot = kept_bytes(states) + 64 * position_bytes(states)
     with pytest.raises(CompileError, match=r"up to 5 sequences .* or up to 64 positions") as said:
-        check_room(states, 8, 100, 11 * seat)
+        check_room(states, 8, 100, 11 * slot)
     assert "\n" not in str(said.value) and "8 sequences of 100 positions keep" in str(said.value)
-    check_room(states, 5, 100, 11 * seat)
-    check_room(states, 8, 64, 11 * seat)
+    check_room(states, 5, 100, 11 * slot)
+    check_room(states, 8, 64, 11 * slot)
     with pytest.raises(CompileError, match="allowed: a machine with more memory"):
-        check_room(states, 1, 64, seat - 1)
+        check_room(states, 1, 64, slot - 1)
     windowed = [64] * len(states)  # 1,088 positions of them are held, however many there are
     check_room(states, 1, 100_000, kept_bytes(states) + 1088 * position_bytes(states), windowed)
 

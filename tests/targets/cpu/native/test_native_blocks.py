@@ -19,7 +19,7 @@ from tilewright.compiler.precision import PrecisionConfig, load_precision
 from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
 from tilewright.compiler.targets.cpu.native.library import binding as library
 from tilewright.compiler.targets.cpu.native.library import build
-from tilewright.compiler.targets.cpu.native.program.weights import Wanted
+from tilewright.compiler.targets.cpu.native.program.weights import NativeTensorSpec
 from tilewright.compiler.targets.cpu.native.target import NativeTarget
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 from tilewright.compiler.targets.interface.compiled import silent
@@ -103,5 +103,5 @@ def test_blocks_take_what_the_file_takes(dtype: str) -> None:
     name = stored_format(dtype)
     assert name is not None
     shape = 64, 4 * HIDDEN
-    wanted = Wanted(WeightRecipe((), shape, name, "in"), name)
+    wanted = NativeTensorSpec(WeightRecipe((), shape, name, "in"), name)
     assert wanted.num_bytes == get_format(name).nbytes(shape)

@@ -11,12 +11,12 @@ import torch
 
 from tests.targets.cpu.native.native_checks import native
 from tests.targets.test_conformance import EXACT, assert_near
-from tests.tiny import compiled, precision_of, prefill, random_tokens, step, take_seat, tiny_model
+from tests.tiny import compiled, precision_of, prefill, random_tokens, step, take_slot, tiny_model
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.targets.cpu.native import numerics
 from tilewright.compiler.targets.cpu.native.library import binding as library
 from tilewright.compiler.targets.cpu.native.library import build
-from tilewright.compiler.targets.interface.step import Copy, Step
+from tilewright.compiler.targets.interface.step import CopyState, Step
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
@@ -50,13 +50,13 @@ def test_long_contexts_have_the_same_bits_on_any_number_of_threads(
         executable = native(
             model, precision, tmp_path, isa=isa, num_threads=num_threads, batch=3, context=1200
         )
-        seats = [take_seat(executable, 1200) for _ in range(3)]
-        for seat, length in zip(seats, (1097, 5, 600), strict=True):
-            step(executable, [(seat, tokens[:length], 0)])
-        rows = [step(executable, [(seats[0], tokens[at : at + 1], at)]) for at in (1097, 1098)]
-        rows.append(step(executable, [(seats[i], [9], at) for i, at in enumerate((1099, 5, 600))]))
+        slots = [take_slot(executable, 1200) for _ in range(3)]
+        for slot, length in zip(slots, (1097, 5, 600), strict=True):
+            step(executable, [(slot, tokens[:length], 0)])
+        rows = [step(executable, [(slots[0], tokens[at : at + 1], at)]) for at in (1097, 1098)]
+        rows.append(step(executable, [(slots[i], [9], at) for i, at in enumerate((1099, 5, 600))]))
         found.append(torch.cat(rows))
-        whole = step(executable, [(seats[1], [*tokens[:1099], 9], 0)])
+        whole = step(executable, [(slots[1], [*tokens[:1099], 9], 0)])
         assert torch.equal(whole[-1], found[-1][2])
         executable.close()
     assert all(torch.equal(each, found[0]) for each in found)
@@ -76,20 +76,20 @@ def test_what_windows_have_passed_is_given_back(windows: tuple[int, int]) -> Non
     executable = compiled(model, "cpu-native", precision=precision_of("fp32"), **made)
     expected = prefill(compiled(model, precision=precision_of("fp32"), **made), tokens[:1300])
     assert_near(prefill(executable, tokens[:1300], [1200, 50])[-1:], expected[-1:], EXACT)
-    seat, other = take_seat(executable), take_seat(executable)
+    slot, other = take_slot(executable), take_slot(executable)
     before = _resident()
-    step(executable, [(seat, tokens[:count], 0)])
+    step(executable, [(slot, tokens[:count], 0)])
     held = sum(2 * 4 * 64 * 4 * (each + 1024 if each else count) for each in windows)
     assert held <= executable.memory().state < 1.01 * held
     assert 0.8 * held < _resident() - before < held + (3 << 20)
-    executable.step(Step(edits=(Copy(seat, other, count - 500),)))
+    executable.step(Step(edits=(CopyState(slot, other, count - 500),)))
     again = step(executable, [(other, tokens[count - 500 : count + 1], count - 500)])
-    assert torch.equal(step(executable, [(seat, tokens[count : count + 1], count)])[-1], again[-1])
+    assert torch.equal(step(executable, [(slot, tokens[count : count + 1], count)])[-1], again[-1])
     with pytest.raises(AssertionError, match="does not fit"):
-        step(executable, [(seat, tokens[:2], count - 2000)])
+        step(executable, [(slot, tokens[:2], count - 2000)])
     assert executable.capabilities.can_cut(count, count - 500)
     assert not executable.capabilities.can_cut(count, count - 2000)
-    step(executable, [(seat, tokens[:1300], 0)])
+    step(executable, [(slot, tokens[:1300], 0)])
     executable.close()
 
 
@@ -105,7 +105,7 @@ def test_caches_in_blocks_have_the_bits_of_their_values(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfp8 a position takes 17 bytes for 16 values, and a row has the bits that the same values
-    in bfloat16 give: whole prompts, ragged pieces, behind a prefix of another seat, in windows;
+    in bfloat16 give: whole prompts, ragged pieces, behind a prefix of another slot, in windows;
     heads of whole blocks and with a part of one, values near the smallest and zeros included.
     """
     sizes = {"hidden_size": 40, "num_heads": 4, "num_kv_heads": 2, "head_dim": 24, "num_layers": 2}
@@ -118,9 +118,9 @@ def test_caches_in_blocks_have_the_bits_of_their_values(
         executable = compiled(model, "cpu-native", precision=precision, num_threads=2, **made)
         whole = prefill(executable, tokens)
         assert torch.equal(prefill(executable, tokens, [3, 66, 1, 129, 1, 1, 5]), whole)
-        source, target = take_seat(executable, 900), take_seat(executable, 900)
+        source, target = take_slot(executable, 900), take_slot(executable, 900)
         step(executable, [(source, tokens[:650], 0)])
-        executable.step(Step(edits=(Copy(source, target, 601),)))
+        executable.step(Step(edits=(CopyState(source, target, 601),)))
         both = step(executable, [(target, tokens[601:], 601), (source, tokens[650:], 650)])
         assert torch.equal(both, whole[[-1, -1]])
         found.append((whole, executable.state_bytes(64)))

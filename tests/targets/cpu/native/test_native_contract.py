@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from tests.targets.cpu.native.native_checks import WIDER, check_every_batch, native
 from tests.targets.cpu.native.native_contract import promised
-from tests.tiny import compiled, leave_seat, precision_of, prefill, random_tokens, take_seat
+from tests.tiny import compiled, leave_slot, precision_of, prefill, random_tokens, take_slot
 from tests.tiny import tiny_model as made
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.cpu.native import memory as room
@@ -21,8 +21,8 @@ from tilewright.compiler.targets.cpu.native.library import build
 from tilewright.compiler.targets.cpu.native.program.assembly import Assembly, place_of
 from tilewright.compiler.targets.cpu.native.program.panels import value_panels
 from tilewright.compiler.targets.interface.base import Executable
-from tilewright.compiler.targets.interface.step import Chunk, Step
-from tilewright.compiler.targets.program.instructions import Place
+from tilewright.compiler.targets.interface.step import PrefillChunk, Step
+from tilewright.compiler.targets.program.instructions import BufferView
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
@@ -83,7 +83,7 @@ def test_every_float16_is_itself() -> None:
     panels = value_panels(pad(table.float(), (0, 0, 0, 2)), "fp16").contiguous()
     assert panels.nbytes == 2 * 64 * 1024
     assembly = Assembly(exact=False)
-    places = [Place(at, 1024) for at in range(3)]
+    places = [BufferView(at, 1024) for at in range(3)]
     assembly.append("embed", places[0], weight=0)
     assembly.append("gather", places[1], x=place_of(places[0]))
     times = library.FUNCTIONS.index("mul")
@@ -104,7 +104,7 @@ def looked_up(assembly: Assembly, tensor: library.TwTensor, isa: int) -> torch.T
         tensor_size=ctypes.sizeof(library.TwTensor),
         num_threads=1,
         isa=isa,
-        max_seats=1,
+        max_num_seqs=1,
         max_context=64,
         max_tokens=64,
         num_instructions=len(assembly.instructions),
@@ -117,7 +117,7 @@ def looked_up(assembly: Assembly, tensor: library.TwTensor, isa: int) -> torch.T
     )
     engine, logits = library.open_engine(program), torch.empty(62, 1024)
     every, bounds = torch.arange(62, dtype=torch.int32), torch.tensor([0, 62], dtype=torch.int32)
-    seats = torch.zeros(1, dtype=torch.int32)
+    slots = torch.zeros(1, dtype=torch.int32)
     step = library.TwStep(
         num_tokens=62,
         num_sequences=1,
@@ -125,7 +125,7 @@ def looked_up(assembly: Assembly, tensor: library.TwTensor, isa: int) -> torch.T
         tokens=every.data_ptr(),
         positions=every.data_ptr(),
         bounds=bounds.data_ptr(),
-        seats=seats.data_ptr(),
+        slots=slots.data_ptr(),
         rows=every.data_ptr(),
         logits=logits.data_ptr(),
     )
@@ -169,15 +169,15 @@ def test_unequal_fidelities_in_one_step(unequal: str) -> None:
 
 def mixed(executable: Executable) -> list[torch.Tensor]:
     """The logits of a decoded row, and of a prompt beside it in the same step."""
-    decoding, reading = take_seat(executable, 30), take_seat(executable, 30)
-    whole = Chunk(decoding, 0, tuple(TOKENS[:12]), chooses=True)
+    decoding, reading = take_slot(executable, 30), take_slot(executable, 30)
+    whole = PrefillChunk(decoding, 0, tuple(TOKENS[:12]), chooses=True)
     executable.step(Step(prompts=(whole,), want_logits=True))
-    prompt = Chunk(reading, 0, tuple(TOKENS[12:]), chooses=False, echoes=True)
+    prompt = PrefillChunk(reading, 0, tuple(TOKENS[12:]), chooses=False, echoes=True)
     given = Step(decode=(decoding,), forced={decoding: 5}, prompts=(prompt,), want_logits=True)
     output = executable.step(given)
     rows = [part.logits() for part in output.parts if part.logits is not None]
-    for seat in (decoding, reading):
-        leave_seat(executable, seat)
+    for slot in (decoding, reading):
+        leave_slot(executable, slot)
     return rows
 
 

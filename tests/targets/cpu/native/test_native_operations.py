@@ -15,30 +15,30 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cpu.native.library import build
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
-    Chunk,
-    Close,
-    Copy,
-    Load,
-    Open,
-    Save,
-    Seat,
+    CloseSlot,
+    CopyState,
+    LoadState,
+    OpenSlot,
+    PrefillChunk,
+    SaveState,
+    Slot,
     Snapshot,
     Step,
 )
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
-NUM_TOKENS, NUM_SEATS, NUM_SNAPSHOTS = 40, 12, 8
+NUM_TOKENS, NUM_SLOTS, NUM_SNAPSHOTS = 40, 12, 8
 
 
 class Operations:
-    """Seats that follow known sequences; ``rows`` [sequence][position] are their logits, alone."""
+    """Slots that follow known sequences; ``rows`` [sequence][position] are their logits, alone."""
 
     def __init__(self, executable: Executable, sequences: list[list[int]], seed: int) -> None:
         self.executable, self.sequences = executable, sequences
         self.rows = [prefill(executable, tokens) for tokens in sequences]
         self.random = random.Random(seed)
-        self.seats: dict[Seat, tuple[int, int]] = {}  # the sequence, and positions that it holds
+        self.slots: dict[Slot, tuple[int, int]] = {}  # the sequence, and positions that it holds
         self.snapshots: dict[Snapshot, tuple[int, int]] = {}
         self.num_done = 0
 
@@ -48,13 +48,13 @@ class Operations:
         while self.num_done < count:
             self.random.choices(chosen, (8, 6, 3, 1, 1, 1, 2))[0]()
 
-    def some(self, least: int = 0, most: int = NUM_TOKENS) -> list[Seat]:
-        """Seats that hold so many positions, in any order."""
-        found = [seat for seat, (_, held) in self.seats.items() if least <= held < most]
+    def some(self, least: int = 0, most: int = NUM_TOKENS) -> list[Slot]:
+        """Slots that hold so many positions, in any order."""
+        found = [slot for slot, (_, held) in self.slots.items() if least <= held < most]
         return self.random.sample(found, len(found))
 
-    def free(self) -> Seat | None:
-        found = [Seat(at) for at in range(NUM_SEATS) if at not in self.seats]
+    def free(self) -> Slot | None:
+        found = [Slot(at) for at in range(NUM_SLOTS) if at not in self.slots]
         return self.random.choice(found) if found else None
 
     def step(self, expected: Sequence[torch.Tensor], **given: object) -> None:
@@ -63,16 +63,16 @@ class Operations:
             assert part.logits is not None and torch.equal(part.logits(), rows)
         self.num_done += sum(map(len, expected)) or 1
 
-    def piece(self) -> tuple[Chunk, torch.Tensor] | None:
-        """The next piece of some seat's prompt."""
-        for seat in self.some()[:1]:
-            sequence, held = self.seats[seat]
+    def piece(self) -> tuple[PrefillChunk, torch.Tensor] | None:
+        """The next piece of some slot's prompt."""
+        for slot in self.some()[:1]:
+            sequence, held = self.slots[slot]
             end = self.random.randint(held + 1, NUM_TOKENS)
             echoes = self.random.random() < 0.5
             tokens = tuple(self.sequences[sequence][held:end])
-            self.seats[seat] = sequence, end
+            self.slots[slot] = sequence, end
             rows = self.rows[sequence][held:end] if echoes else self.rows[sequence][end - 1 : end]
-            return Chunk(seat, held, tokens, chooses=not echoes, echoes=echoes), rows
+            return PrefillChunk(slot, held, tokens, chooses=not echoes, echoes=echoes), rows
         return None
 
     def prompt(self) -> None:
@@ -81,58 +81,60 @@ class Operations:
             self.step([found[1]], prompts=(found[0],))
 
     def decode(self) -> None:
-        """Some seats' next tokens, now and then beside a piece of a prompt."""
+        """Some slots' next tokens, now and then beside a piece of a prompt."""
         piece = self.piece() if self.random.random() < 0.2 else None
-        able = [s for s in self.some(1) if piece is None or s != piece[0].seat]
+        able = [s for s in self.some(1) if piece is None or s != piece[0].slot]
         if not able:
             return None if piece is None else self.step([piece[1]], prompts=(piece[0],))
         forced, rows = {}, []
-        for seat in able[: self.random.randint(1, len(able))]:
-            sequence, held = self.seats[seat]
-            forced[seat] = self.sequences[sequence][held]
+        for slot in able[: self.random.randint(1, len(able))]:
+            sequence, held = self.slots[slot]
+            forced[slot] = self.sequences[sequence][held]
             rows.append(self.rows[sequence][held])
-            self.seats[seat] = sequence, held + 1
+            self.slots[slot] = sequence, held + 1
         expected = [torch.stack(rows), *([piece[1]] if piece else [])]
         prompts = (piece[0],) if piece else ()
         return self.step(expected, decode=tuple(forced), forced=forced, prompts=prompts)
 
     def open(self) -> None:
-        seat = self.free()
-        if seat is not None:
-            self.step([], edits=(Open(seat, SamplingParams()),))
-            self.seats[seat] = self.random.randrange(len(self.sequences)), 0
+        slot = self.free()
+        if slot is not None:
+            self.step([], edits=(OpenSlot(slot, SamplingParams()),))
+            self.slots[slot] = self.random.randrange(len(self.sequences)), 0
 
     def close(self) -> None:
-        for seat in self.some(0, NUM_TOKENS + 1)[:1]:
-            self.step([], edits=(Close(seat),))
-            del self.seats[seat]
+        for slot in self.some(0, NUM_TOKENS + 1)[:1]:
+            self.step([], edits=(CloseSlot(slot),))
+            del self.slots[slot]
 
     def copy(self) -> None:
         """A whole history: its end is where its state is."""
-        seat = self.free()
-        for source in self.some(1)[:1] if seat is not None else ():
-            assert seat is not None
-            edits = Open(seat, SamplingParams()), Copy(source, seat, self.seats[source][1])
+        slot = self.free()
+        for source in self.some(1)[:1] if slot is not None else ():
+            assert slot is not None
+            edits = OpenSlot(slot, SamplingParams()), CopyState(source, slot, self.slots[source][1])
             self.step([], edits=edits)
-            self.seats[seat] = self.seats[source]
+            self.slots[slot] = self.slots[source]
 
     def save(self) -> None:
-        for seat in self.some(1)[:1]:
+        for slot in self.some(1)[:1]:
             snapshot = Snapshot(self.random.randrange(NUM_SNAPSHOTS))
-            self.step([], edits=(Save(seat, snapshot),))
-            self.snapshots[snapshot] = self.seats[seat]
+            self.step([], edits=(SaveState(slot, snapshot),))
+            self.snapshots[snapshot] = self.slots[slot]
 
     def load(self) -> None:
         """A snapshot behind as much of a longer history."""
-        seat, known = self.free(), list(self.snapshots.items())
-        if seat is None or not known:
+        slot, known = self.free(), list(self.snapshots.items())
+        if slot is None or not known:
             return
         snapshot, (sequence, held) = self.random.choice(known)
         for source in self.some(held, NUM_TOKENS + 1):
-            if self.seats[source][0] == sequence:
-                copy = Copy(source, seat, held)
-                self.step([], edits=(Open(seat, SamplingParams()), copy, Load(seat, snapshot)))
-                self.seats[seat] = sequence, held
+            if self.slots[source][0] == sequence:
+                copy = CopyState(source, slot, held)
+                self.step(
+                    [], edits=(OpenSlot(slot, SamplingParams()), copy, LoadState(slot, snapshot))
+                )
+                self.slots[slot] = sequence, held
                 return
 
 
@@ -148,7 +150,7 @@ def test_random_operations_have_the_bits_of_rows_alone(count: int, fidelity: str
         precision, compute = precision_of("bf16"), "exact"
     else:
         precision, compute = precision_of("bfp4", "lofi", kv_cache="bfp8"), "fast"
-    made = {"precision": precision, "compute": compute, "max_batch": NUM_SEATS, "num_threads": 2}
+    made = {"precision": precision, "compute": compute, "max_batch": NUM_SLOTS, "num_threads": 2}
     executable = compiled(model, "cpu-native", **made)
     operations = Operations(executable, sequences, seed=count)
     if fidelity == "exact":

@@ -23,7 +23,7 @@ from tilewright.compiler.targets.ranks.sharded import ShardedExecutable, meet, s
 from tilewright.distributed.channel import ChannelClosedError
 from tilewright.distributed.group import END, Follower
 from tilewright.distributed.parallel import ALONE, Parallel
-from tilewright.distributed.peers import Peers
+from tilewright.distributed.peers import SetupCollectives
 from tilewright.errors import RankError
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.request_state import RequestState
@@ -53,12 +53,12 @@ def nodes(folder: Path, count: int, **changes: Any) -> Iterator[Executable]:
 
     def follow(follower: Follower, token: bytes) -> None:
         own = ranks[follower.rank]
-        meet(own, Peers(follower, token, 5.0))
+        meet(own, SetupCollectives(follower, token, 5.0))
         serve_steps(own, follower)
         own.close()
 
     with thread_group(folder, count, follow) as (leader, group):
-        meet(ranks[0], Peers(leader, group.token, 5.0))
+        meet(ranks[0], SetupCollectives(leader, group.token, 5.0))
         yield ShardedExecutable(ranks[0], group)
 
 
@@ -118,7 +118,7 @@ def test_sums_have_the_references_bits_in_one_hop_and_in_two(
     ranks = [native(count, rank) for rank in range(count)]
     found: dict[int, list[torch.Tensor]] = {}
 
-    def add(rank: int, peers: Peers) -> None:
+    def add(rank: int, peers: SetupCollectives) -> None:
         own = ranks[rank]
         assert isinstance(own, NativeRank)
         own.join(peers)
@@ -130,11 +130,11 @@ def test_sums_have_the_references_bits_in_one_hop_and_in_two(
             found[rank].append(values)
 
     def follow(follower: Follower, token: bytes) -> None:
-        add(follower.rank, Peers(follower, token, 5.0))
+        add(follower.rank, SetupCollectives(follower, token, 5.0))
         follower.receive()
 
     with thread_group(tmp_path, count, follow) as (leader, group):
-        add(0, Peers(leader, group.token, 5.0))
+        add(0, SetupCollectives(leader, group.token, 5.0))
     expected = all_reduce_group(parts, wire, hops=1 if count == 2 else 2)
     for sums in found.values():
         assert all(torch.equal(each, expected[0]) for each in sums)
@@ -158,13 +158,13 @@ def test_a_greedy_step_sends_no_logits(tmp_path: Path) -> None:
         ranks = [native(2, rank) for rank in range(2)]
 
         def follow(follower: Follower, token: bytes, own: Executable = ranks[1]) -> None:
-            meet(own, Peers(follower, token, 5.0))
+            meet(own, SetupCollectives(follower, token, 5.0))
             serve_steps(own, follower)
 
         folder = tmp_path / str(len(asked))
         folder.mkdir()
         with thread_group(folder, 2, follow) as (leader, group):
-            meet(ranks[0], Peers(leader, group.token, 5.0))
+            meet(ranks[0], SetupCollectives(leader, group.token, 5.0))
             sampling = SamplingParams(max_tokens=11, **asked)
             EngineLoop(ShardedExecutable(ranks[0], group)).generate(
                 [RequestState(0, (1,), sampling)]
@@ -179,7 +179,7 @@ def test_a_rank_that_goes_in_the_middle_of_an_answer_is_named(tmp_path: Path) ->
     ranks = [native(2, rank) for rank in range(2)]
 
     def follow(follower: Follower, token: bytes) -> None:
-        meet(ranks[1], Peers(follower, token, 5.0))
+        meet(ranks[1], SetupCollectives(follower, token, 5.0))
         follower.receive()
         ranks[1].close()  # its sockets too
         with contextlib.suppress(ChannelClosedError):
@@ -187,7 +187,7 @@ def test_a_rank_that_goes_in_the_middle_of_an_answer_is_named(tmp_path: Path) ->
                 pass
 
     with thread_group(tmp_path, 2, follow) as (leader, group):
-        meet(ranks[0], Peers(leader, group.token, 5.0))
+        meet(ranks[0], SetupCollectives(leader, group.token, 5.0))
         executable = ShardedExecutable(ranks[0], group)
         loop = EngineLoop(executable)
         with pytest.raises(RankError, match=r"rank 1 .*left before exchange \d+ of step \d+$"):

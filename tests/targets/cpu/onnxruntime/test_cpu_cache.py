@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tiny import compiled, leave_seat, prefill, random_tokens, step, take_seat, tiny_model
+from tests.tiny import compiled, leave_slot, prefill, random_tokens, step, take_slot, tiny_model
 from tilewright.compiler.targets.cpu.onnxruntime.cache import SlotCaches, SlotStates, padded_length
 from tilewright.compiler.targets.cpu.onnxruntime.emitter import CacheSpec, SequenceState
 from tilewright.compiler.targets.cpu.onnxruntime.executable import CpuExecutable
@@ -193,15 +193,15 @@ def test_state_that_no_memory_holds_is_refused_in_words() -> None:
 def test_freeing_a_sequence_clears_its_slot() -> None:
     executable = compiled(tiny_model(std=0.2), "cpu")
     assert isinstance(executable, CpuExecutable)
-    kept, freed = take_seat(executable, 30), take_seat(executable, 30)
+    kept, freed = take_slot(executable, 30), take_slot(executable, 30)
     for handle in (kept, freed):
         step(executable, [(handle, random_tokens(30), 0)])
     caches = executable._caches
     assert caches._pages.bytes.any()
-    leave_seat(executable, freed)
+    leave_slot(executable, freed)
     for _, shape, address in caches.bindings(freed, freed + 1):
         offset = address - caches._pages.address
         assert not caches._pages.bytes[offset : offset + int(np.prod(shape)) * 4].any()
-    leave_seat(executable, kept)
+    leave_slot(executable, kept)
     assert not caches._pages.bytes.any()
     assert prefill(executable, random_tokens(4)).shape == (4, 61)

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 from tests.tiny import (
     compiled,
     joined,
-    leave_seat,
+    leave_slot,
     precision_of,
     prefill,
     random_tokens,
     step,
-    take_seat,
+    take_slot,
     tiny_model,
 )
 from tilewright.compiler.targets.cpu.onnxruntime.executable import CpuExecutable, plan_windows
-from tilewright.compiler.targets.interface.base import Executable, Seat
-from tilewright.compiler.targets.interface.step import Chunk, Step
+from tilewright.compiler.targets.interface.base import Executable, Slot
+from tilewright.compiler.targets.interface.step import PrefillChunk, Step
 from tilewright.errors import CompileError
 
 
@@ -54,7 +54,7 @@ def make(**options: Any) -> Executable:
 def test_dummy_rows_do_not_disturb_idle_sequences() -> None:
     executable = make()
     prompts = [random_tokens(count, seed=count) for count in (4, 11, 7)]
-    handles = [take_seat(executable, 40) for _ in prompts]
+    handles = [take_slot(executable, 40) for _ in prompts]
     for handle, prompt in zip(handles, prompts, strict=True):
         step(executable, [(handle, prompt, 0)])
     outer = random_tokens(6, seed=77)
@@ -70,7 +70,7 @@ def test_an_idle_sequence_may_be_full() -> None:
     """Its dummy row is at the position after the last one that the context allows."""
     executable = make(max_context=24)
     prompts = [random_tokens(count, seed=count) for count in (4, 24, 7)]
-    handles = [take_seat(executable, 24) for _ in prompts]
+    handles = [take_slot(executable, 24) for _ in prompts]
     for handle, prompt in zip(handles, prompts, strict=True):
         step(executable, [(handle, prompt, 0)])
     logits = step(executable, [(handles[i], [5], len(prompts[i])) for i in (0, 2)])
@@ -81,7 +81,7 @@ def test_an_idle_sequence_may_be_full() -> None:
 
 def test_slots_far_apart_are_stepped_together() -> None:
     executable = make(max_batch=12)
-    handles = [take_seat(executable, 16) for _ in range(12)]
+    handles = [take_slot(executable, 16) for _ in range(12)]
     prompt = random_tokens(5)
     for handle in (handles[0], handles[11], handles[4]):
         step(executable, [(handle, prompt, 0)])
@@ -91,8 +91,8 @@ def test_slots_far_apart_are_stepped_together() -> None:
         torch.testing.assert_close(row, expected[-1], atol=1e-5, rtol=1e-5)
 
 
-def prefill_after_free(executable: Executable, handle: Seat, tokens: list[int]) -> torch.Tensor:
-    leave_seat(executable, handle)
+def prefill_after_free(executable: Executable, handle: Slot, tokens: list[int]) -> torch.Tensor:
+    leave_slot(executable, handle)
     return prefill(executable, tokens)
 
 
@@ -108,7 +108,7 @@ def test_more_windows_than_are_kept() -> None:
 def test_rows_do_not_depend_on_their_neighbours() -> None:
     """Also with int8 activations: rounding is row by row."""
     executable = make(precision=precision_of("bfp8", "lofi"), compute="fast", max_batch=8)
-    handles = [take_seat(executable, 16) for _ in range(8)]
+    handles = [take_slot(executable, 16) for _ in range(8)]
     for index, handle in enumerate(handles):
         step(executable, [(handle, random_tokens(5 + index % 3, seed=index), 0)])
     work = [(handle, [index], 5 + index % 3) for index, handle in enumerate(handles)]
@@ -157,10 +157,10 @@ def test_memory_counts_weights_and_positions() -> None:
     tied = model.checkpoint.tensors["model.embed_tokens.weight"].numel()
     assert weights == 4 * (numbers + tied)
     assert executable.memory().state == 0
-    handle = take_seat(executable, 20)
+    handle = take_slot(executable, 20)
     step(executable, [(handle, random_tokens(10), 0)])
     assert executable.memory().state == 10 * 2 * (2 * 2 * 16 * 4)
-    leave_seat(executable, handle)
+    leave_slot(executable, handle)
     assert executable.memory().state == 0
 
 
@@ -196,20 +196,20 @@ def test_no_files_are_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert prefill(executable, random_tokens(5)).shape == (5, 61)
 
 
-@pytest.mark.parametrize("seats", [(0, 1), (1, 0), (0, 2), (1,)], ids=str)
-def test_steps_of_the_same_seats_are_as_those_of_new_ones(seats: tuple[int, ...]) -> None:
-    """The same tuple of seats, or an equal one: the same logits, and the same state after them."""
+@pytest.mark.parametrize("slots", [(0, 1), (1, 0), (0, 2), (1,)], ids=str)
+def test_steps_of_the_same_slots_are_as_those_of_new_ones(slots: tuple[int, ...]) -> None:
+    """The same tuple of slots, or an equal one: the same logits, and the same state after them."""
     logits = []
     for anew in (False, True):
         executable = compiled(tiny_model(std=0.2), "cpu")
         for length in (3, 5, 4):
-            seat = take_seat(executable, 32)
-            chunk = Chunk(seat, 0, tuple(random_tokens(length, seed=length)), chooses=True)
+            slot = take_slot(executable, 32)
+            chunk = PrefillChunk(slot, 0, tuple(random_tokens(length, seed=length)), chooses=True)
             executable.step(Step(prompts=(chunk,)))
-        kept, found = tuple(map(Seat, seats)), []
+        kept, found = tuple(map(Slot, slots)), []
         for number in range(6):
             if number == 3:  # another sequence goes on in between
-                executable.step(Step(decode=(Seat(1),)))
+                executable.step(Step(decode=(Slot(1),)))
             given = (*kept,) if anew else kept
             found.append(joined(executable.step(Step(decode=given, want_logits=True))))
         logits.append(torch.stack(found))

@@ -15,13 +15,13 @@ from tests import architecture_checks as checks
 from tests.models.test_qwen3_5_moe import make
 from tests.tiny import (
     compiled,
-    copy_seat,
-    leave_seat,
+    copy_slot,
+    leave_slot,
     lowered,
     prefill,
     random_tokens,
     step,
-    take_seat,
+    take_slot,
     tiny_model,
 )
 from tilewright.compiler.driver import weight_source
@@ -30,7 +30,7 @@ from tilewright.compiler.ir.text import graph_text
 from tilewright.compiler.targets.cpu.onnxruntime.executable import CpuExecutable
 from tilewright.compiler.targets.cpu.onnxruntime.generate import generate
 from tilewright.compiler.targets.cpu.onnxruntime.model_file import open_model, write_model
-from tilewright.compiler.targets.interface.base import CompileOptions, Executable, Seat
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable, Slot
 from tilewright.errors import CheckpointError
 
 OPTIONS = CompileOptions(max_batch=3, max_context=64, compute="exact", num_threads=1)
@@ -43,14 +43,14 @@ def model() -> SimpleNamespace:
     return found
 
 
-def states_of(executable: Executable, handle: Seat) -> list[np.ndarray]:
+def states_of(executable: Executable, handle: Slot) -> list[np.ndarray]:
     assert isinstance(executable, CpuExecutable)
     return executable._states.read(handle)
 
 
-def started(executable: Executable, lengths: tuple[int, ...]) -> list[Seat]:
+def started(executable: Executable, lengths: tuple[int, ...]) -> list[Slot]:
     """Sequences that have run so many random tokens each."""
-    handles = [take_seat(executable, 40) for _ in lengths]
+    handles = [take_slot(executable, 40) for _ in lengths]
     for handle, length in zip(handles, lengths, strict=True):
         step(executable, [(handle, random_tokens(length, seed=length), 0)])
     return handles
@@ -128,10 +128,10 @@ def test_copies_are_of_everything_or_refused(model: SimpleNamespace) -> None:
     executable = compiled(model, "cpu")
     (handle,) = started(executable, (9,))
     for count in (1, 8):
-        copied = copy_seat(executable, handle, count)
+        copied = copy_slot(executable, handle, count)
         with pytest.raises(AssertionError, match=f"{count} is not where its state is"):
             step(executable, [(copied, [5, 6], count)])
-        leave_seat(executable, copied)
+        leave_slot(executable, copied)
     executable.close()
 
 
@@ -144,9 +144,9 @@ def test_memory_counts_what_each_sequence_keeps(model: SimpleNamespace) -> None:
     assert executable.state_bytes(5) == own + 5 * a_position
     assert executable.memory().state == 0
     handles = started(executable, (4, 7))
-    take_seat(executable, 10)
+    take_slot(executable, 10)
     assert executable.memory().state == 2 * own + 11 * a_position
-    leave_seat(executable, handles[0])
+    leave_slot(executable, handles[0])
     assert executable.memory().state == own + 7 * a_position
     assert not any(piece.any() for piece in states_of(executable, handles[0]))
     assert all(piece.any() for piece in states_of(executable, handles[1]))

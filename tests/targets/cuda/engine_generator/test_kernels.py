@@ -153,18 +153,18 @@ def test_prompts_are_cut_by_their_number_and_their_tokens() -> None:
     assert cuda_steps._cuts([4096, 4096, 1, 9000]) == [2, 3, 4]
 
 
-def test_seats_are_added_when_they_run_out(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{PARTS}.cuda_steps.NUM_SEATS", 2)
+def test_slots_are_added_when_they_run_out(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{PARTS}.cuda_steps.NUM_SLOTS", 2)
     executor, _, _ = engines("half", folder)
     table = executor._table.data_ptr()
     opened = [executor._open(70) for _ in range(5)]
     executor._upload_pages(opened)
-    assert sorted(each.seat for each in opened) == [0, 1, 2, 3, 4]
-    assert executor._seats.size == 6 and executor._table.data_ptr() == table
+    assert sorted(each.slot for each in opened) == [0, 1, 2, 3, 4]
+    assert executor._slots.size == 6 and executor._table.data_ptr() == table
     for each in opened:
-        assert executor._table[each.seat, 1] == each.pages[1] * executor.pages.page_size
+        assert executor._table[each.slot, 1] == each.pages[1] * executor.pages.page_size
     executor.release(*opened)
-    assert executor._seats.size == 2
+    assert executor._slots.size == 2
 
 
 @pytest.mark.gpu

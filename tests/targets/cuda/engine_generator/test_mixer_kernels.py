@@ -145,12 +145,12 @@ class Interpreted(HybridCudaExecutor):
 def test_kernels_have_the_references_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few pairs, each with its own weights, then more of them, by expert; more seats than at
+    """Few pairs, each with its own weights, then more of them, by expert; more slots than at
     first, and rows of padding.
     """
     for part in ("pages", "cuda_steps", "launches"):
         monkeypatch.setattr(f"{PARTS}.{part}.PAGE", 32)
-    monkeypatch.setattr(f"{PARTS}.cuda_steps.NUM_SEATS", 2)
+    monkeypatch.setattr(f"{PARTS}.cuda_steps.NUM_SLOTS", 2)
     monkeypatch.setattr(f"{PARTS}.steps.PLAN", PLAN)
     exact = read_hybrid_settings(TINY, CPU)
     tensors = large_weights(exact, tmp_path, 4)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tilewright.compiler.targets.cuda.collectives.exchange import Exchange
+    from tilewright.compiler.targets.cuda.collectives.exchange import PeerAllReduce
 
 SIZES = tuple(1024 * kilobytes for kilobytes in (4, 8, 16, 32, 64, 128, 512, 1024))
 ROWS, WIDTH = (1, 2, 4, 8, 16, 32, 64), 4096
@@ -59,12 +59,12 @@ def run_rank(rank: int, pipe: Connection, results: Any, length: int) -> None:
 def _cases(rank: int, swap: Callable[[bytes], list[bytes]], length: int) -> Iterator[_Case]:
     import torch
 
-    from tilewright.compiler.targets.cuda.collectives.exchange import EMPTY, SLOTS, Exchange
-    from tilewright.compiler.targets.cuda.collectives.peer_memory import Peers
+    from tilewright.compiler.targets.cuda.collectives.exchange import EMPTY, SLOTS, PeerAllReduce
+    from tilewright.compiler.targets.cuda.collectives.peer_memory import PeerMemory
 
     device = torch.device("cuda", rank)
-    peers = Peers(rank, SLOTS * 2 * _PART_BYTES, device, swap, fill=EMPTY)
-    exchange = Exchange(peers.addresses, rank, part_bytes=_PART_BYTES, device=device)
+    peers = PeerMemory(rank, SLOTS * 2 * _PART_BYTES, device, swap, fill=EMPTY)
+    exchange = PeerAllReduce(peers.addresses, rank, part_bytes=_PART_BYTES, device=device)
     yield from _plain(rank, exchange, length)
     for wire in ("fp32", "bf16"):
         yield from _fused(rank, exchange, length, wire)
@@ -81,7 +81,7 @@ def _random(rank: int, *sizes: int) -> tuple[Tensor, Tensor]:
     return values[rank], values[0].float() + values[1].float()
 
 
-def _plain(rank: int, exchange: Exchange, length: int) -> Iterator[_Case]:
+def _plain(rank: int, exchange: PeerAllReduce, length: int) -> Iterator[_Case]:
     import torch
 
     for num_bytes in SIZES:
@@ -99,7 +99,7 @@ def _plain(rank: int, exchange: Exchange, length: int) -> Iterator[_Case]:
         yield _Case("plain", num_bytes, chain, total.bfloat16() * 2.0 ** (length - 1))
 
 
-def _fused(rank: int, exchange: Exchange, length: int, wire: str) -> Iterator[_Case]:
+def _fused(rank: int, exchange: PeerAllReduce, length: int, wire: str) -> Iterator[_Case]:
     import torch
 
     from tilewright.compiler.targets.cuda.collectives.exchange import shape_for

@@ -11,7 +11,7 @@ import torch
 from tests.grids import grid
 from tilewright.compiler.targets.cuda.kernels.attention import prefill_triton as attention_prefill
 from tilewright.compiler.targets.cuda.kernels.attention.prefill_triton import (
-    Scratch,
+    PrefillScratch,
     attend_prefill,
 )
 
@@ -44,7 +44,7 @@ def check(
     window: int = 0,
     dtype: torch.dtype = torch.float32,
     block: int = 0,
-    scratch: Scratch | None = None,
+    scratch: PrefillScratch | None = None,
 ) -> None:
     """Tokens ``start ..`` of slot 1, whose pages end with them; the other slot's are longer."""
     length = start + num_tokens
@@ -151,7 +151,7 @@ def test_programs_share_a_long_context(
     for what they count is as it was.
     """
     monkeypatch.setattr(attention_prefill, "SPLIT_PAGES", 1)
-    scratch = Scratch.empty(2, 16, device)
+    scratch = PrefillScratch.empty(2, 16, device)
     for _ in range(2):
         check(
             paged,
@@ -173,7 +173,7 @@ def test_programs_share_a_long_context(
 def test_programs_share_a_long_context_on_the_device(
     start: int, paged: Callable[..., Any], device: torch.device
 ) -> None:
-    scratch = Scratch.empty(8, 128, device)
+    scratch = PrefillScratch.empty(8, 128, device)
     size = {"heads": (8, 2), "head_dim": 128, "start": start, "num_tokens": 200, "num_padding": 56}
     for _ in range(3):
         check(paged, device, kind="bf16", **size, block=64, scratch=scratch)

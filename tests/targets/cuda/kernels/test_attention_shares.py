@@ -12,7 +12,7 @@ import torch
 from tilewright.compiler.targets.cuda.kernels.attention import attention as native_attention
 from tilewright.compiler.targets.cuda.kernels.attention import split as attention_shares
 from tilewright.compiler.targets.cuda.kernels.attention.split import (
-    Share,
+    SplitKV,
     Spread,
     choose_share,
     choose_spread,
@@ -45,19 +45,19 @@ def test_groups_do_not_depend_on_the_batch() -> None:
                 assert splits == 8 or (share.num_groups == 1 and splits >= num_pages)
                 walked = -(-share.num_groups // share.num_begun)
                 assert share.num_begun >= 1 and (walked == 1 or num_pages <= 64 * share.num_begun)
-    assert choose_share(1, 8, 8) == Share(1, 8, 1)
-    assert choose_share(64, 8, 8) == Share(1, 1, 8)
+    assert choose_share(1, 8, 8) == SplitKV(1, 8, 1)
+    assert choose_share(64, 8, 8) == SplitKV(1, 1, 8)
     assert [choose_share(rows, 8, 20).num_joined for rows in (4, 8, 16, 32)] == [8, 8, 2, 2]
     joined = [choose_share(rows, 8, 96).num_joined for rows in (1, 4, 7, 8, 16, 32, 64)]
     assert joined == [8, 4, 4, 4, 2, 2, 1], "rows are taken to be short"
     begun = [choose_share(rows, 8, pages).num_begun for rows, pages in LARGE]
     assert begun == [12, 6, 4, 1, 1, 2, 12]
-    assert choose_share(32, 2, 20, 128) == Share(1, 8, 1)
-    assert choose_share(32, 2, 20, 256) == Share(1, 2, 4), "half as many of twice the threads"
-    assert choose_share(128, 1, 4) == Share(1, 4, 1)
-    assert choose_share(2, 8, 64) == Share(12, 8, 1, 12)
-    assert choose_share(16, 2, 64, 256) == Share(16, 4, 2, 12)
-    assert choose_share(64, 2, 64, 256) == Share(16, 2, 4, 6)
+    assert choose_share(32, 2, 20, 128) == SplitKV(1, 8, 1)
+    assert choose_share(32, 2, 20, 256) == SplitKV(1, 2, 4), "half as many of twice the threads"
+    assert choose_share(128, 1, 4) == SplitKV(1, 4, 1)
+    assert choose_share(2, 8, 64) == SplitKV(12, 8, 1, 12)
+    assert choose_share(16, 2, 64, 256) == SplitKV(16, 4, 2, 12)
+    assert choose_share(64, 2, 64, 256) == SplitKV(16, 2, 4, 6)
 
 
 def test_without_bits_a_block_has_one_split() -> None:
@@ -66,10 +66,10 @@ def test_without_bits_a_block_has_one_split() -> None:
         free = choose_share(rows, num_kv_heads, pages, same_bits=False)
         assert free.each_block == 1 and free.num_groups == same.num_groups
         assert free.num_joined == same.num_joined or (pages <= 32 and free.num_joined == 4)
-    assert choose_share(8, 8, 20, same_bits=False) == Share(1, 8, 1)
-    assert choose_share(16, 8, 20, same_bits=False) == Share(1, 2, 1), "two of many are faster"
-    assert choose_share(32, 2, 20, same_bits=False) == Share(1, 8, 1)
-    assert choose_share(256, 8, 64, same_bits=False) == Share(12, 1, 1, 1)
+    assert choose_share(8, 8, 20, same_bits=False) == SplitKV(1, 8, 1)
+    assert choose_share(16, 8, 20, same_bits=False) == SplitKV(1, 2, 1), "two of many are faster"
+    assert choose_share(32, 2, 20, same_bits=False) == SplitKV(1, 8, 1)
+    assert choose_share(256, 8, 64, same_bits=False) == SplitKV(12, 1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_every_kernel_is_asked_for() -> None:
 def test_arguments_are_in_the_kernel_s_order() -> None:
     text = re.sub(r"//.*", "", _source().split("struct Attend {")[1].split("};")[0])
     names = [re.findall(r"\w+$", part.strip())[0] for part in re.split(r"[,;]", text)[:-1]]
-    assert names == [field[0] for field in native_attention._Attend._fields_]
+    assert names == [field[0] for field in native_attention._AttentionParams._fields_]
 
 
 def test_sizes_of_both_sides_agree() -> None:

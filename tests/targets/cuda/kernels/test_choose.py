@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewright.compiler.sampling.choose import Row, choose_tokens
+from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.kernels.sampling.argmax import choose, num_keys
 from tilewright.compiler.targets.interface.step import GOES_ON, NOT_A_NUMBER
@@ -60,7 +60,7 @@ def test_rows_without_a_number_to_choose_are_told_apart(device: torch.device) ->
     tokens, why = chosen(logits, [[-1]] * 6)
     assert tokens == [0, 4500, 7, 0, 4999, 3]
     assert why == [NOT_A_NUMBER] * 4 + [GOES_ON] * 2
-    expected = choose_tokens(logits.cpu(), [Row(SamplingParams(), 0)] * 6)
+    expected = choose_tokens(logits.cpu(), [SamplingRow(SamplingParams(), 0)] * 6)
     assert (tokens, [each != NOT_A_NUMBER for each in why]) == expected
 
 

@@ -17,9 +17,9 @@ from tilewright.compiler.targets.cuda.collectives.exchange import (
     MOST_BLOCKS,
     SLOTS,
     WIRES,
-    Exchange,
+    AllReduceConfig,
     Failure,
-    Shape,
+    PeerAllReduce,
     shape_for,
 )
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
@@ -63,7 +63,7 @@ class Virtual:
         addresses = [each.data_ptr() for each in self.memory]
         most = MOST_BLOCKS // count  # all of them together have a multiprocessor each
         self.ranks = [
-            Exchange(addresses, rank, part_bytes=PART, device=device, most_blocks=most)
+            PeerAllReduce(addresses, rank, part_bytes=PART, device=device, most_blocks=most)
             for rank in range(count)
         ]
         self.streams = [torch.cuda.Stream(device) for _ in range(count)]
@@ -71,7 +71,7 @@ class Virtual:
             each.set_limit(limit)
         torch.cuda.synchronize()
 
-    def __iter__(self) -> Iterator[tuple[int, Exchange]]:
+    def __iter__(self) -> Iterator[tuple[int, PeerAllReduce]]:
         """Each rank, its stream being the current one."""
         for rank, (each, stream) in enumerate(zip(self.ranks, self.streams, strict=True)):
             with torch.cuda.stream(stream):
@@ -125,9 +125,16 @@ def test_sums_residual_and_norm_are_those_of_any_number_of_rows(wire: str, count
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "shape", [Shape(512), Shape(256, 2), Shape(128, 4), Shape(128, 2, 2), Shape(64, 1, 8)]
+    "shape",
+    [
+        AllReduceConfig(512),
+        AllReduceConfig(256, 2),
+        AllReduceConfig(128, 4),
+        AllReduceConfig(128, 2, 2),
+        AllReduceConfig(64, 1, 8),
+    ],
 )
-def test_launch_shapes_give_one_sum(shape: Shape) -> None:
+def test_launch_shapes_give_one_sum(shape: AllReduceConfig) -> None:
     group = Virtual(2)
     xs, streams = torch.randn(2, 3, 2048, device="cuda"), torch.zeros(2, 3, 2048, device="cuda")
     outs, norm = torch.zeros_like(streams), torch.ones(2048, device="cuda")
@@ -217,7 +224,7 @@ def test_a_captured_step_is_right_at_every_replay_beside_eager_ones() -> None:
     xs = torch.randn(2, 4, 512, device="cuda")
     streams, graphs = torch.zeros(2, 4, 512, device="cuda"), []
 
-    def step(rank: int, each: Exchange) -> None:
+    def step(rank: int, each: PeerAllReduce) -> None:
         for _ in range(5):
             each.all_reduce_add(xs[rank], streams[rank], wire="fp32")
         each.end_step()

@@ -16,7 +16,7 @@ from tests.targets.cuda import emulated_exchange
 from tilewright.compiler.ops.collectives import all_reduce_group
 from tilewright.compiler.targets.cuda.collectives.exchange import WIRES
 from tilewright.compiler.targets.cuda.collectives.gathered import GatheredExchange
-from tilewright.compiler.targets.cuda.collectives.group import Group
+from tilewright.compiler.targets.cuda.collectives.group import RankGroup
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.errors import ExchangeError
 
@@ -149,7 +149,7 @@ def test_whole_logits_come_to_rank_0_and_its_tokens_to_all() -> None:
     sizes, whole = (3, 5, 4), seeded(2, 12, seed=3)
 
     def run(exchange: GatheredExchange) -> Any:
-        group = Group(exchange, sizes)
+        group = RankGroup(exchange, sizes)
         own = whole[:, group.first : group.first + sizes[group.rank]]
         found = group.whole(own)
         tokens, why = torch.tensor([7 + group.rank, 9]), torch.tensor([group.rank, 2]).byte()
@@ -164,7 +164,7 @@ def test_whole_logits_come_to_rank_0_and_its_tokens_to_all() -> None:
 
 def test_after_the_library_s_end_nothing_is_believed() -> None:
     def run(exchange: GatheredExchange) -> bool:
-        group = Group(exchange, ())
+        group = RankGroup(exchange, ())
         group.check()
         exchange._gathering.has_ended = True
         with pytest.raises(ExchangeError):

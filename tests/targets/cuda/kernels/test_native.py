@@ -130,7 +130,7 @@ def test_names_of_kernels() -> None:
     assert native.kernel_names(text) == ("gemv_bf16_0_3", "gemm_bfp8_4_2_3")
 
 
-def check_headers(source: nvrtc.Source) -> None:
+def check_headers(source: nvrtc.KernelSource) -> None:
     """NVRTC reads no directory: what a source includes, itself or by a header, is named, once."""
     asked, found = {source.path.name}, set[str]()
     while asked - found:
@@ -238,9 +238,9 @@ def test_products_and_their_bits(kind: str, size: tuple[int, int], gpu: torch.de
         assert bool((total[num_tokens:] == 1).all())
 
 
-def variants() -> list[tuple[str, int, native.Walk | native.Grid]]:
+def variants() -> list[tuple[str, int, native.Walk | native.LaunchGrid]]:
     """Every product of linear.cu alone: kind, most tokens, and what chooses it."""
-    found: list[tuple[str, int, native.Walk | native.Grid]] = []
+    found: list[tuple[str, int, native.Walk | native.LaunchGrid]] = []
     for name in native.kernel_names(SOURCE.read_text()):
         family, kind, *rest = name.split("_")
         sizes = [int(size) for size in rest]
@@ -252,7 +252,7 @@ def variants() -> list[tuple[str, int, native.Walk | native.Grid]]:
             found += [(kind, most, native.Walk(depth, each, groups)) for each in (1, 2)]
         else:
             groups, tiles_per_warp, depth = sizes
-            found.append((kind, 8 * groups, native.Grid(5, tiles_per_warp, depth)))
+            found.append((kind, 8 * groups, native.LaunchGrid(5, tiles_per_warp, depth)))
     return found
 
 
@@ -265,7 +265,7 @@ def test_every_kernel_gives_the_same_bits(
     held = weight(kind, size, gpu, paired=False)
     x = tokens(held, gpu)
     want = poisoned(size[0], gpu)[:64, : size[0]]
-    reference = native.Grid(4, 1, {"bf16": 2, "bfp8": 3, "bfp4": 4}[kind])
+    reference = native.LaunchGrid(4, 1, {"bf16": 2, "bfp8": 3, "bfp4": 4}[kind])
     count = native.most_tokens(held)
     native.linear(want, x, held, epilogue=native.STORE, num_tokens=count, grid=reference)
     exact = x[:, : size[1]].double() @ unpack(held).double().T

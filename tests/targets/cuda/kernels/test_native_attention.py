@@ -12,7 +12,7 @@ import torch
 from tests.targets.cuda.decode_step import SCALE, DecodeStep, rounded
 from tilewright.compiler.targets.cuda.kernels.attention import attention as native_attention
 from tilewright.compiler.targets.cuda.kernels.attention.split import (
-    Share,
+    SplitKV,
     choose_share,
     reaches_of,
 )
@@ -37,7 +37,7 @@ class Step(DecodeStep):
         self.rounds_queries = self.kind == "bf16"
 
     def run(
-        self, rows: list[int] | None = None, *, early: bool = False, share: Share | None = None
+        self, rows: list[int] | None = None, *, early: bool = False, share: SplitKV | None = None
     ) -> torch.Tensor:
         """bf16 ``[rows, H, D]`` on the CPU, from an output full of NaN with a margin a row."""
         chosen = list(range(len(self.positions))) if rows is None else rows
@@ -174,8 +174,8 @@ def test_a_row_does_not_depend_on_its_batch(
     step.check(together)
     assert torch.equal(together, torch.cat([step.run([row]) for row in range(4)]))
     for num_joined in (1, 2, 4, 8):
-        assert torch.equal(together, step.run(share=Share(1, num_joined, 8 // num_joined)))
-        step.check(step.run(share=Share(1, num_joined, 1)))
+        assert torch.equal(together, step.run(share=SplitKV(1, num_joined, 8 // num_joined)))
+        step.check(step.run(share=SplitKV(1, num_joined, 1)))
 
 
 @pytest.mark.gpu
@@ -191,8 +191,8 @@ def test_what_a_page_before_holds_changes_no_bits(
     assert exponents is not None
     exponents[int(step.cache.tables[0, 5])] -= 25
     step.qkv[:, 4 * head_dim :] *= 2.0**-25
-    alone = step.run(share=Share(1, 8, 1))
-    assert torch.equal(alone, step.run(share=Share(1, 1, 8)))
+    alone = step.run(share=SplitKV(1, 8, 1))
+    assert torch.equal(alone, step.run(share=SplitKV(1, 1, 8)))
 
 
 @pytest.mark.gpu
@@ -226,15 +226,15 @@ def test_large(
         assert share.num_groups == 1 and torch.equal(got[rows], step.run(rows, share=share))
     groups = choose_share(1, heads[1], 130).num_groups
     for num_joined in (1, 2, 4, 8):
-        share = Share(groups, num_joined, 8 // num_joined, groups)
+        share = SplitKV(groups, num_joined, 8 // num_joined, groups)
         assert torch.equal(got, step.run(share=share))
     for num_begun, num_joined in itertools.product({1, 2, groups - 1}, (1, 2, 4, 8)):
-        share = Share(groups, num_joined, 8 // num_joined, num_begun)
+        share = SplitKV(groups, num_joined, 8 // num_joined, num_begun)
         assert torch.equal(got, step.run(share=share))
         assert torch.equal(got, step.run(share=share, early=True))
-        free = step.run(share=Share(groups, num_joined, 1, num_begun))
+        free = step.run(share=SplitKV(groups, num_joined, 1, num_begun))
         step.check(free)
-        assert torch.equal(free, step.run(share=Share(groups, num_joined, 1, groups), early=True))
+        assert torch.equal(free, step.run(share=SplitKV(groups, num_joined, 1, groups), early=True))
 
 
 @pytest.mark.gpu
@@ -248,7 +248,7 @@ def test_a_window_over_several_groups(
     )  # fmt: skip
     got = step.run()
     step.check(got)
-    assert torch.equal(got, step.run(early=True, share=Share(16, 2, 4, 3)))
+    assert torch.equal(got, step.run(early=True, share=SplitKV(16, 2, 4, 3)))
 
 
 @pytest.mark.gpu

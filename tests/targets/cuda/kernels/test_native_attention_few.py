@@ -10,7 +10,7 @@ import torch
 
 from tests.targets.cuda.kernels.test_native_attention import Step
 from tilewright.compiler.targets.cuda.kernels.attention import attention as native_attention
-from tilewright.compiler.targets.cuda.kernels.attention.split import Share, Spread, choose_share
+from tilewright.compiler.targets.cuda.kernels.attention.split import SplitKV, Spread, choose_share
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
 
@@ -78,7 +78,7 @@ def test_bits_are_those_of_rows_that_are_walked_over(
             assert torch.equal(walked[rows], step.run(rows, share=spread, early=early))
     if num_pages > 8:
         for num_joined in (1, 2, 4, 8):
-            share = Share(spread.num_groups, num_joined, 8 // num_joined, spread.num_groups)
+            share = SplitKV(spread.num_groups, num_joined, 8 // num_joined, spread.num_groups)
             assert torch.equal(walked, step.run(share=share))
 
 
@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_walked_over(
     step = Step(paged, device, heads=(8, 1), head_dim=256, **settings)
     launch, launched = nvrtc.launch, []
 
-    def named(source: nvrtc.Source, name: str, **given: Any) -> None:
+    def named(source: nvrtc.KernelSource, name: str, **given: Any) -> None:
         launched.append(name)
         launch(source, name, **given)
 

@@ -21,7 +21,7 @@ from tilewright.compiler.formats import get_format
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
 from tilewright.compiler.targets.cuda.kernels.matmul import e4m3
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
-from tilewright.compiler.targets.cuda.kernels.matmul.dense import Codes, Way
+from tilewright.compiler.targets.cuda.kernels.matmul.dense import BlockCodes, DenseTileConfig
 from tilewright.compiler.targets.cuda.weights.e4m3 import exact_rows, values
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 from tilewright.compiler.targets.cuda.weights.packing import unpack
@@ -96,16 +96,72 @@ def test_every_kernel_has_a_product() -> None:
 @pytest.mark.parametrize(
     ("size", "ways"),
     [
-        ((28672, 4096), [Way(2, 1, 1, 2), Way(4, 1, 1, 2), Way(8, 4), Way(16, 4)]),
-        ((128256, 4096), [Way(2, 1, 1, 2), Way(4, 1, 1, 2), Way(8, 2), Way(16, 4)]),
-        ((12352, 2048), [Way(2, 1, 1, 2), Way(4, 1, 1, 2), Way(8, 2), Way(16, 2)]),
-        ((6144, 4096), [Way(2, 1), Way(4, 1), Way(8, 1), Way(16, 1)]),
-        ((4096, 14336), [Way(2, 1, 2), Way(4, 1, 2), Way(8, 1, 2), Way(16, 1, 2)]),
-        ((2048, 4096), [Way(2, 1, 4), Way(4, 1, 4), Way(8, 1, 4), Way(16, 1, 4)]),
-        ((48, 200), [Way(2, 1), Way(4, 1), Way(8, 1), Way(16, 1)]),
+        (
+            (28672, 4096),
+            [
+                DenseTileConfig(2, 1, 1, 2),
+                DenseTileConfig(4, 1, 1, 2),
+                DenseTileConfig(8, 4),
+                DenseTileConfig(16, 4),
+            ],
+        ),
+        (
+            (128256, 4096),
+            [
+                DenseTileConfig(2, 1, 1, 2),
+                DenseTileConfig(4, 1, 1, 2),
+                DenseTileConfig(8, 2),
+                DenseTileConfig(16, 4),
+            ],
+        ),
+        (
+            (12352, 2048),
+            [
+                DenseTileConfig(2, 1, 1, 2),
+                DenseTileConfig(4, 1, 1, 2),
+                DenseTileConfig(8, 2),
+                DenseTileConfig(16, 2),
+            ],
+        ),
+        (
+            (6144, 4096),
+            [
+                DenseTileConfig(2, 1),
+                DenseTileConfig(4, 1),
+                DenseTileConfig(8, 1),
+                DenseTileConfig(16, 1),
+            ],
+        ),
+        (
+            (4096, 14336),
+            [
+                DenseTileConfig(2, 1, 2),
+                DenseTileConfig(4, 1, 2),
+                DenseTileConfig(8, 1, 2),
+                DenseTileConfig(16, 1, 2),
+            ],
+        ),
+        (
+            (2048, 4096),
+            [
+                DenseTileConfig(2, 1, 4),
+                DenseTileConfig(4, 1, 4),
+                DenseTileConfig(8, 1, 4),
+                DenseTileConfig(16, 1, 4),
+            ],
+        ),
+        (
+            (48, 200),
+            [
+                DenseTileConfig(2, 1),
+                DenseTileConfig(4, 1),
+                DenseTileConfig(8, 1),
+                DenseTileConfig(16, 1),
+            ],
+        ),
     ],
 )
-def test_ways_of_usual_shapes(size: tuple[int, int], ways: list[Way]) -> None:
+def test_ways_of_usual_shapes(size: tuple[int, int], ways: list[DenseTileConfig]) -> None:
     held = shaped("bf16", *size)
     assert [native_dense.choose_way(held, count) for count in (16, 32, 64, 128)] == ways
 
@@ -120,13 +176,13 @@ def gpu(device: torch.device) -> torch.device:
     return gpu_of(device, native_dense.why_not)
 
 
-def ways_of(kind: str, held: HeldWeight, count: int) -> list[Way]:
+def ways_of(kind: str, held: HeldWeight, count: int) -> list[DenseTileConfig]:
     """All that there are kernels for, with as many slices as fit."""
     found = []
     chunks = -(-2 * held.num_columns // 128)
     for of, eights, groups in native_dense.MADE:
         for slices in (1, 2, 4, 8):
-            way = Way(eights, groups, slices)
+            way = DenseTileConfig(eights, groups, slices)
             if of == kind and 8 * way.eights >= count and slices <= max(1, chunks // 2):
                 found.append(way)
     return found
@@ -178,13 +234,13 @@ def test_swiglu(size: tuple[int, int], gpu: torch.device) -> None:
         torch.testing.assert_close(out.double(), want[:count], rtol=2**-7, atol=1e-3)
 
 
-def codes_of(size: tuple[int, int], count: int, gpu: torch.device, octaves: int = 48) -> Codes:
+def codes_of(size: tuple[int, int], count: int, gpu: torch.device, octaves: int = 48) -> BlockCodes:
     """Rows of the weight lie so many octaves apart."""
     dense = torch.randn(size, device=gpu) / size[1] ** 0.5
     dense *= torch.exp2(torch.arange(float(size[0]), device=gpu) % octaves)[:, None]
     exact = exact_rows(get_format("bfp4").round_trip(dense))
     assert exact is not None
-    return Codes(*exact, *e4m3.round_rows(torch.randn(count, size[1], device=gpu)))
+    return BlockCodes(*exact, *e4m3.round_rows(torch.randn(count, size[1], device=gpu)))
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
 from tilewright.compiler.targets.cuda.kernels.experts import experts_few as few_experts
 from tilewright.compiler.targets.cuda.kernels.experts.experts import Shared
-from tilewright.compiler.targets.cuda.kernels.experts.route import Choice, Tiles
+from tilewright.compiler.targets.cuda.kernels.experts.route import Tiles, TopKParams
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 from tilewright.compiler.targets.cuda.weights.packing import hold
@@ -79,7 +79,7 @@ class Layer:
         step: Step,
         gate: torch.Tensor | None,
         *,
-        choice: Choice | None = None,
+        choice: TopKParams | None = None,
         few: tuple[int | None, int | None] = (None, None),
     ) -> torch.Tensor:
         """Adds to ``out``; what lies between the products."""
@@ -162,7 +162,7 @@ def test_one_token_s_experts_are_found_within(
         expected, found = before.clone(), before.clone()
         between = layer.run(expected, x, step, gate, few=(0, 0))
         nobody = Step(1, num_experts, top_k)  # whose tiles and weights are not read
-        choice = Choice(logits, step.positions, renormalise)
+        choice = TopKParams(logits, step.positions, renormalise)
         assert torch.equal(layer.run(found, x, nobody, gate, choice=choice), between)
         assert torch.equal(found, expected)
 
@@ -182,7 +182,7 @@ def test_other_ranks_experts_and_padding_have_no_products(
     torch.cuda.synchronize()
     expected, found = before.clone(), before.clone()
     layer.run(expected, x, step, gate, few=(0, 0))
-    choice = Choice(step.logits, step.positions, True, first, count)
+    choice = TopKParams(step.logits, step.positions, True, first, count)
     layer.run(found, x, step, gate, choice=choice)
     assert torch.equal(found, expected)
 
@@ -207,7 +207,7 @@ def test_layers_in_a_graph_read_what_the_layer_before_has_written(kind: str) -> 
         native.linear(logits, x, routers[index % 2], **product)
         step.logits, choice = logits[:, :num_experts], None
         if is_inside:
-            choice = Choice(step.logits, positions, True)
+            choice = TopKParams(step.logits, positions, True)
         else:
             step.route()
         layer, gate = layers[index % 2], logits[:, num_experts:]

@@ -12,7 +12,7 @@ from tests.targets.cuda.kernels.test_native import NAN, check_headers, gpu_of, s
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
-from tilewright.compiler.targets.cuda.kernels.matmul.dense_many import Way
+from tilewright.compiler.targets.cuda.kernels.matmul.dense_many import SwiGLUTileConfig
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 from tilewright.compiler.targets.cuda.weights.packing import hold, unpack
 
@@ -23,19 +23,19 @@ BLOCKS = st.integers(1, 2048).map(lambda count: 16 * count)
 @pytest.mark.parametrize(
     ("num_rows", "num_tokens", "way"),
     [
-        (28672, 128, Way(28, columns=1, rows=128, turns=1, turned=True)),
-        (28672, 192, Way(24, columns=1, rows=112, turns=2)),
-        (28672, 256, Way(28, columns=2, rows=64, turns=2, turned=True)),
-        (28672, 384, Way(28, columns=3, rows=44, turns=3, turned=True)),
-        (28672, 512, Way(28, columns=4, rows=32, turns=4, turned=True)),
-        (28672, 768, Way(24, columns=4, rows=32, turns=7)),
-        (28672, 896, Way(28, columns=4, rows=32, turns=7)),
-        (28672, 2048, Way(32, columns=8, rows=16, turns=14)),
-        (57344, 1024, Way(32, columns=4, rows=32, turns=14)),
-        (1152, 200, Way(24, columns=2, rows=10, turns=1)),
+        (28672, 128, SwiGLUTileConfig(28, columns=1, rows=128, turns=1, turned=True)),
+        (28672, 192, SwiGLUTileConfig(24, columns=1, rows=112, turns=2)),
+        (28672, 256, SwiGLUTileConfig(28, columns=2, rows=64, turns=2, turned=True)),
+        (28672, 384, SwiGLUTileConfig(28, columns=3, rows=44, turns=3, turned=True)),
+        (28672, 512, SwiGLUTileConfig(28, columns=4, rows=32, turns=4, turned=True)),
+        (28672, 768, SwiGLUTileConfig(24, columns=4, rows=32, turns=7)),
+        (28672, 896, SwiGLUTileConfig(28, columns=4, rows=32, turns=7)),
+        (28672, 2048, SwiGLUTileConfig(32, columns=8, rows=16, turns=14)),
+        (57344, 1024, SwiGLUTileConfig(32, columns=4, rows=32, turns=14)),
+        (1152, 200, SwiGLUTileConfig(24, columns=2, rows=10, turns=1)),
     ],
 )
-def test_ways_of_usual_shapes(num_rows: int, num_tokens: int, way: Way) -> None:
+def test_ways_of_usual_shapes(num_rows: int, num_tokens: int, way: SwiGLUTileConfig) -> None:
     assert native_many.choose_way(num_rows, num_tokens, H200) == way
 
 
@@ -81,7 +81,7 @@ def gpu(device: torch.device) -> torch.device:
     return gpu_of(device, native_many.why_not)
 
 
-def check(x: Tensor, held: HeldWeight, rows: Tensor, way: Way, bias: Tensor) -> None:
+def check(x: Tensor, held: HeldWeight, rows: Tensor, way: SwiGLUTileConfig, bias: Tensor) -> None:
     """Against float64; nothing else is written; the same again, bit by bit."""
     width, count = held.num_rows // 2, len(x)
     want = swiglu_of(x, unpack(held), bias)

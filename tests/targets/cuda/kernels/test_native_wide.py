@@ -160,7 +160,11 @@ def test_every_way_gives_the_same_bits(kind: str, size: tuple[int, int], gpu: to
     native_wide.linear(both[1], raw, held, norm=(norm, 1e-5), **how)
     assert torch.equal(*both)
     cut = "cut" if native.num_slices(held) > 1 else "wide"
-    ways = [native_wide.Way(*way, resident) for way in native_wide.WAYS[cut] for resident in (1, 2)]
+    ways = [
+        native_wide.BlockTileConfig(*way, resident)
+        for way in native_wide.WAYS[cut]
+        for resident in (1, 2)
+    ]
     if cut == "cut":
         ways.append(native_wide.JOINED)
     elif kind == "bfp8":
@@ -183,7 +187,7 @@ def test_every_way_of_a_whole_k(kind: str, gpu: torch.device) -> None:
     want = x[:, : held.num_columns].double() @ unpack(held).double().T
     bias, found = torch.randn(4096, device=gpu), []
     chosen = (each for each in native_wide._STEP_US if each.is_whole)
-    for way in (native_wide.Way(4, 2, is_whole=True), *chosen):
+    for way in (native_wide.BlockTileConfig(4, 2, is_whole=True), *chosen):
         out = torch.full((500, 4096), NAN, device=gpu)
         arranged = native_wide.scratch(held.num_columns, gpu).fill_(0xFF)
         how = {"arranged": arranged, "way": way}

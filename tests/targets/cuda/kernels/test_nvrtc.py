@@ -55,7 +55,7 @@ struct float2 { float x, y; };
 """
 
 
-def structures(source: nvrtc.Source) -> str:
+def structures(source: nvrtc.KernelSource) -> str:
     """The structures that the host fills in, as they stand in the source and its headers."""
     files = [source.path, *(nvrtc.header_path(source.path, name) for name in source.headers)]
     text = "\n".join(path.read_text() for path in files)
@@ -66,7 +66,7 @@ def structures(source: nvrtc.Source) -> str:
     return "\n".join(each[0] for each in found if each)
 
 
-def compiles(source: nvrtc.Source) -> bool:
+def compiles(source: nvrtc.KernelSource) -> bool:
     checks = source.text()[len(source.path.read_bytes()) :].decode()
     command = ["g++", "-std=c++17", "-fsyntax-only", "-x", "c++", "-"]
     text = HEAD + structures(source) + checks
@@ -74,7 +74,7 @@ def compiles(source: nvrtc.Source) -> bool:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.path.name)
-def test_structures_lie_as_kernels_read_them(source: nvrtc.Source) -> None:
+def test_structures_lie_as_kernels_read_them(source: nvrtc.KernelSource) -> None:
     """Checked again whenever a source is compiled; one more field, or another type, is an error."""
     assert source.structures and compiles(source)
     (name, twin), *others = source.structures
@@ -87,7 +87,9 @@ def test_structures_lie_as_kernels_read_them(source: nvrtc.Source) -> None:
         _fields_ = ((first + "_", kind), *fields)
 
     for wrong in (Longer, Renamed):
-        assert not compiles(nvrtc.Source(source.path, (), source.headers, ((name, wrong), *others)))
+        assert not compiles(
+            nvrtc.KernelSource(source.path, (), source.headers, ((name, wrong), *others))
+        )
 
 
 class Driver:
@@ -133,7 +135,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     nvrtc._functions.cache_clear()
 
 
-SOURCE = nvrtc.Source(Path("some.cu"), ("some",))
+SOURCE = nvrtc.KernelSource(Path("some.cu"), ("some",))
 CUBIN = nvrtc._cubin
 
 
@@ -167,7 +169,7 @@ def test_an_error_of_the_device_is_raised_and_not_kept(driver: Driver) -> None:
 def test_sources_that_do_not_compile_are_an_error(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuses(source: nvrtc.Source, capability: tuple[int, int]) -> bytes:
+    def refuses(source: nvrtc.KernelSource, capability: tuple[int, int]) -> bytes:
         raise CompileError("some.cu does not compile")
 
     monkeypatch.setattr(nvrtc, "_cubin", refuses)
@@ -184,7 +186,7 @@ def test_machine_code_is_kept_by_the_compiler_s_version_and_made_by_all_cores_fr
     all_cores: bool,
 ) -> None:
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path))
-    source = nvrtc.Source(tmp_path / "some.cu", ("some",))
+    source = nvrtc.KernelSource(tmp_path / "some.cu", ("some",))
     source.path.write_text("")
     compiler: Any = driver
     compiler.nvrtcVersion = lambda: (0, *version)

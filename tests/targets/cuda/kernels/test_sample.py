@@ -12,19 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.compiler.sampling.choose import Row, choose_tokens
+from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
 from tilewright.compiler.sampling.draw import uniform
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.kernels.sampling import cutoff as search
 from tilewright.compiler.targets.cuda.kernels.sampling import sample
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
-    Choice,
     Drawing,
+    SamplingBatch,
     drawing_of,
     make_choice,
 )
-from tilewright.compiler.targets.cuda.state.slot_table import SeatTable
-from tilewright.compiler.targets.interface.step import END_TOKEN, GOES_ON, NOT_A_NUMBER, Seat
+from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
+from tilewright.compiler.targets.interface.step import END_TOKEN, GOES_ON, NOT_A_NUMBER, Slot
 
 INF, NAN = float("inf"), float("nan")
 CPU = torch.device("cpu")
@@ -37,22 +37,22 @@ def choice_of(
     *,
     chunk: int = 128,
     device: torch.device = CPU,
-) -> Choice:
+) -> SamplingBatch:
     """How rows choose; in chunks so small that even a few logits are several."""
-    table = SeatTable(len(rows), 3, device)
-    seats = [Seat(row) for row in range(len(rows))]
-    table.open(dict(zip(seats, rows, strict=True)))
+    table = SlotTable(len(rows), 3, device)
+    slots = [Slot(row) for row in range(len(rows))]
+    table.open(dict(zip(slots, rows, strict=True)))
     tokens = torch.full((len(rows),), -7, device=device)
     made = make_choice(len(rows), vocabulary, 3, tokens)
-    scratch = search.Scratch.empty(len(rows), vocabulary, device, chunk=chunk)
+    scratch = search.SearchScratch.empty(len(rows), vocabulary, device, chunk=chunk)
     for poisoned in (scratch.numbers, scratch.sums, scratch.weights):
         poisoned.fill_(NAN)
     for poisoned in (scratch.keys, scratch.counts, scratch.ties):
         poisoned.fill_(-1234567)
-    choice = Choice(
+    choice = SamplingBatch(
         made.tokens, made.why, made.parameters, made.positions, made.keys, scratch, vocabulary
     )
-    choice.gather(table, table.index(seats))
+    choice.gather(table, table.index(slots))
     choice.positions.copy_(torch.tensor(positions))
     return choice
 
@@ -69,7 +69,7 @@ def drawn(
 def expected(
     logits: torch.Tensor, rows: Sequence[SamplingParams], positions: Sequence[int]
 ) -> tuple[list[int], list[bool]]:
-    made = [Row(row, position) for row, position in zip(rows, positions, strict=True)]
+    made = [SamplingRow(row, position) for row, position in zip(rows, positions, strict=True)]
     return choose_tokens(logits.cpu(), made)
 
 

@@ -10,17 +10,17 @@ from tilewright.serve.tools.base import Call, ToolFormat, ToShape, listed
 from tilewright.serve.tools.events import (
     SPACE,
     Argued,
-    Called,
-    Ended,
     Event,
+    ToolCallEnd,
+    ToolCallStart,
     ToolParser,
 )
 from tilewright.serve.tools.json_calls import merged
 from tilewright.serve.tools.literals import json_of
 from tilewright.serve.tools.schema import properties
 from tilewright.serve.tools.shapes import (
-    Shape,
-    Tool,
+    CallGrammar,
+    ToolSpec,
     any_call,
     is_needed,
     list_of_calls,
@@ -32,7 +32,7 @@ _FENCE, _CLOSE = "```tool_code", "```"
 _PAIRS = {")": "(", "]": "[", "}": "{"}
 
 
-class _Literal:
+class _PythonLiteral:
     """Collects one value up to the comma or parenthesis behind it."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class _Literal:
             self._run = ""
 
 
-class _State(Enum):
+class _GemmaState(Enum):
     OPENED = auto()  # a list or a name
     NAME = auto()
     KEY = auto()
@@ -95,20 +95,20 @@ class _State(Enum):
     OVER = auto()
 
 
-class _Region:
+class _GemmaRegion:
     """See `Region`; only what is ``known`` is called, for any list or Python may stand there."""
 
     def __init__(self, known: Collection[str], marker: str) -> None:
         self.is_call = False
         self.rest: str | None = None
         self._known, self._is_fenced = known, bool(marker)
-        self._state = _State.OPENED
+        self._state = _GemmaState.OPENED
         self._in_list = False
         self._held = ""  # of a name, a key or the closing fence
         self._raw: list[str] = []  # since the last call
         self._name = ""
         self._num_given = -1  # arguments of the call at hand; -1: it is not said yet
-        self._value = _Literal()
+        self._value = _PythonLiteral()
 
     def push(self, text: str) -> list[Event]:
         """See `Region`."""
@@ -120,58 +120,59 @@ class _Region:
                 self.rest = raw + text[at:]
                 break
         else:
-            self.rest = "" if self._state is _State.OVER else None
+            self.rest = "" if self._state is _GemmaState.OVER else None
         return merged(found)
 
     def flush(self) -> list[Event]:
         """See `Region`."""
-        if self._num_given < 0 or self._state is not _State.VALUE or not self._value.text:
+        if self._num_given < 0 or self._state is not _GemmaState.VALUE or not self._value.text:
             return []
         return [Argued(self._value.cut_short())]
 
     def _step(self, character: str, found: list[Event]) -> bool:
         """Take a character; False where the region has ended before it."""
-        if self._state is _State.VALUE:
+        if self._state is _GemmaState.VALUE:
             if self._value.ends_at(character):
                 found.append(Argued(json_of("".join(self._value.text))))
-                self._state = _State.KEY
+                self._state = _GemmaState.KEY
                 return character == "," or self._end(found)
             return True
-        if self._state is _State.NAME:
+        if self._state is _GemmaState.NAME:
             return self._read_name(character)
-        if self._state is _State.KEY:
+        if self._state is _GemmaState.KEY:
             return self._read_key(character, found)
-        return self._state is not _State.OVER and self._outside(character)
+        return self._state is not _GemmaState.OVER and self._outside(character)
 
     def _outside(self, character: str) -> bool:
         """Before, between and behind calls."""
         if self._held:  # a part of the fence
             self._held += character
             if self._held == _CLOSE:
-                self._state, self._held, self._raw = _State.OVER, "", []
+                self._state, self._held, self._raw = _GemmaState.OVER, "", []
             return character == "`"
         if self._is_fenced and character == "`":
             self._held = character
             return True
         if character in SPACE:
             return True
-        if self._state is _State.OPENED and character == "[" and not self._in_list:
+        if self._state is _GemmaState.OPENED and character == "[" and not self._in_list:
             self._in_list = True
-        elif self._state is _State.BEHIND and character == "]" and self._in_list:
-            self._state, self._raw = _State.CLOSING, []
-        elif self._state is _State.BEHIND and character == "," and self._in_list:
-            self._state = _State.OPENED
+        elif self._state is _GemmaState.BEHIND and character == "]" and self._in_list:
+            self._state, self._raw = _GemmaState.CLOSING, []
+        elif self._state is _GemmaState.BEHIND and character == "," and self._in_list:
+            self._state = _GemmaState.OPENED
         elif _is_part(character) and (
-            self._state is _State.OPENED or (self._state is _State.BEHIND and not self._in_list)
+            self._state is _GemmaState.OPENED
+            or (self._state is _GemmaState.BEHIND and not self._in_list)
         ):
-            self._state, self._held = _State.NAME, character
+            self._state, self._held = _GemmaState.NAME, character
         else:
             return False
         return True
 
     def _read_name(self, character: str) -> bool:
         if character == "(" and self._held in self._known:
-            self._name, self._held, self._state = self._held, "", _State.KEY
+            self._name, self._held, self._state = self._held, "", _GemmaState.KEY
             self._num_given = -1
             return True
         self._held += character
@@ -185,7 +186,7 @@ class _Region:
             self._say(found)
             found.append(Argued(f"{', ' if self._num_given else '{'}{json.dumps(key)}: "))
             self._num_given += 1
-            self._state, self._value = _State.VALUE, _Literal()
+            self._state, self._value = _GemmaState.VALUE, _PythonLiteral()
             return True
         if self._held or character not in SPACE:
             self._held += character
@@ -200,12 +201,12 @@ class _Region:
     def _say(self, found: list[Event]) -> None:
         if self._num_given < 0:
             self._num_given, self.is_call = 0, True
-            found.append(Called(self._name))
+            found.append(ToolCallStart(self._name))
 
     def _end(self, found: list[Event]) -> bool:
         self._say(found)
-        found += [Argued("}" if self._num_given else "{}"), Ended()]
-        self._state, self._num_given = _State.BEHIND, -1
+        found += [Argued("}" if self._num_given else "{}"), ToolCallEnd()]
+        self._state, self._num_given = _GemmaState.BEHIND, -1
         self._raw, self._held = [], ""
         return True
 
@@ -215,12 +216,12 @@ def _is_part(character: str) -> bool:
     return character.isalnum() or character in "_.-"
 
 
-def _parser(tools: Sequence[Tool]) -> ToolParser:
+def _parser(tools: Sequence[ToolSpec]) -> ToolParser:
     known = frozenset(tool.name for tool in tools)
-    return ToolParser((_FENCE,), lambda marker: _Region(known, marker), first="[")
+    return ToolParser((_FENCE,), lambda marker: _GemmaRegion(known, marker), first="[")
 
 
-def _instruction(tools: Sequence[Tool]) -> str:
+def _instruction(tools: Sequence[ToolSpec]) -> str:
     return (
         f"You may call these functions:\n{listed(tools)}\nTo call some, answer with a Python list "
         "of calls with named arguments and nothing else, as [f(a=1), g(b='x')]."
@@ -235,15 +236,15 @@ def _write(calls: Sequence[Call]) -> str:
     return f"[{', '.join(texts)}]"
 
 
-def _shape(given: ToShape) -> Shape:
+def _shape(given: ToShape) -> CallGrammar:
     rules = [any_call(given.tools)]
     for at, tool in enumerate(given.tools):
         rules.append(f'call_{at}: {quoted(f"{tool.name}(")} first_{at}_0 ")"')
         rules += _argument_rules(tool, at)
-    return Shape("", (f"region: {list_of_calls(given.is_parallel)}", *rules), first="[")
+    return CallGrammar("", (f"region: {list_of_calls(given.is_parallel)}", *rules), first="[")
 
 
-def _argument_rules(tool: Tool, at: int) -> list[str]:
+def _argument_rules(tool: ToolSpec, at: int) -> list[str]:
     """``first_AT_N`` and ``more_AT_N``: arguments from the Nth on, without and with a comma."""
     rules = []
     given = [(key, each) for key, each in properties(tool.schema).items() if key.isidentifier()]

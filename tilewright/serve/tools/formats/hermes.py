@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from tilewright.serve.tools.base import Call, ToolFormat, ToShape, listed
 from tilewright.serve.tools.events import ToolParser
 from tilewright.serve.tools.json_calls import JsonRegion
-from tilewright.serve.tools.shapes import Shape, Tool, list_of_calls, object_rules
+from tilewright.serve.tools.shapes import CallGrammar, ToolSpec, list_of_calls, object_rules
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
-def _parser(tools: Sequence[Tool]) -> ToolParser:
+def _parser(tools: Sequence[ToolSpec]) -> ToolParser:
     return ToolParser((_OPEN,), lambda marker: JsonRegion(_CLOSE))
 
 
-def _instruction(tools: Sequence[Tool]) -> str:
+def _instruction(tools: Sequence[ToolSpec]) -> str:
     return (
         f"You may call these functions:\n<tools>\n{listed(tools)}\n</tools>\nTo call one, answer "
         f'with {_OPEN}\n{{"name": its name, "arguments": an object}}\n{_CLOSE}, once for each call.'
@@ -31,12 +31,12 @@ def _write(calls: Sequence[Call]) -> str:
     return "\n".join(f"{_OPEN}\n{text}\n{_CLOSE}" for text in texts)
 
 
-def _shape(given: ToShape) -> Shape:
+def _shape(given: ToShape) -> CallGrammar:
     rules, close = object_rules(given.tools, "arguments"), given.term(_CLOSE)
     if f"{_OPEN}[" in given.template:
         listed_calls = list_of_calls(given.is_parallel)
-        return Shape(_OPEN, (f'region: {listed_calls} "\\n"? {close}', *rules))
-    return Shape(_OPEN, (f'region: "\\n"? call "\\n" {close}', *rules), repeats=True)
+        return CallGrammar(_OPEN, (f'region: {listed_calls} "\\n"? {close}', *rules))
+    return CallGrammar(_OPEN, (f'region: "\\n"? call "\\n" {close}', *rules), repeats=True)
 
 
 HERMES = ToolFormat(

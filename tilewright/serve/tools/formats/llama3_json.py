@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from tilewright.serve.tools.base import Call, ToolFormat, ToShape, listed
 from tilewright.serve.tools.events import ToolParser
 from tilewright.serve.tools.json_calls import JsonRegion
-from tilewright.serve.tools.shapes import Shape, Tool, object_rules
+from tilewright.serve.tools.shapes import CallGrammar, ToolSpec, object_rules
 
 _TAG = "<|python_tag|>"
 _MARK = '"parameters": dictionary of argument name'
 
 
-def _parser(tools: Sequence[Tool]) -> ToolParser:
+def _parser(tools: Sequence[ToolSpec]) -> ToolParser:
     # an answer may be JSON that calls nothing: only a known name makes it a call
     known = frozenset(tool.name for tool in tools)
 
@@ -24,7 +24,7 @@ def _parser(tools: Sequence[Tool]) -> ToolParser:
     return ToolParser((_TAG,), region, first="{")
 
 
-def _instruction(tools: Sequence[Tool]) -> str:
+def _instruction(tools: Sequence[ToolSpec]) -> str:
     return (
         f"You may call these functions:\n{listed(tools)}\nTo call one, answer with "
         '{"name": its name, "parameters": an object} and nothing else.'
@@ -37,10 +37,10 @@ def _write(calls: Sequence[Call]) -> str:
     )
 
 
-def _shape(given: ToShape) -> Shape:
+def _shape(given: ToShape) -> CallGrammar:
     more = ' ("; " call)*' if given.is_parallel else ""
     rules = object_rules(given.tools, "parameters")
-    return Shape("", (f"region: call{more}", *rules), first="{")
+    return CallGrammar("", (f"region: call{more}", *rules), first="{")
 
 
 LLAMA3_JSON = ToolFormat(

@@ -12,17 +12,17 @@ from tilewright.serve.tools.base import Call, ToolFormat, ToShape, listed
 from tilewright.serve.tools.events import (
     SPACE,
     Argued,
-    Called,
-    Ended,
+    CallRegion,
     Event,
-    Region,
+    ToolCallEnd,
+    ToolCallStart,
     ToolParser,
 )
 from tilewright.serve.tools.json_calls import JsonRegion, is_name, merged
 from tilewright.serve.tools.json_scanner import JsonScanner, escaped
 from tilewright.serve.tools.shapes import (
-    Shape,
-    Tool,
+    CallGrammar,
+    ToolSpec,
     any_call,
     arguments_term,
     list_of_calls,
@@ -51,7 +51,7 @@ class _NamedRegion:
         self._is_broken = False
 
     def push(self, text: str) -> list[Event]:
-        """See `Region`."""
+        """See `CallRegion`."""
         found: list[Event] = []
         for at, character in enumerate(text):
             if self._inner is None and not self._head and character in "[{":
@@ -66,7 +66,7 @@ class _NamedRegion:
         return merged(found)
 
     def flush(self) -> list[Event]:
-        """See `Region`."""
+        """See `CallRegion`."""
         if self._inner is None:
             return []
         found = self._inner.flush()
@@ -83,7 +83,7 @@ class _NamedRegion:
         self._is_broken = self._is_broken or not scanner.step(character)
         found.append(Argued(character if self._is_broken else escaped(character, was)))
         if scanner.is_done:
-            found.append(Ended())
+            found.append(ToolCallEnd())
         return True
 
     def _name(self, character: str, found: list[Event]) -> bool:
@@ -100,20 +100,20 @@ class _NamedRegion:
             return False
         self.is_call = True
         self._scanner = JsonScanner()
-        found.append(Called(name))
+        found.append(ToolCallStart(name))
         return self._step(character, found)
 
 
-def _parser(tools: Sequence[Tool]) -> ToolParser:
+def _parser(tools: Sequence[ToolSpec]) -> ToolParser:
     known = frozenset(tool.name for tool in tools)
 
-    def region(marker: str) -> Region:
+    def region(marker: str) -> CallRegion:
         return _NamedRegion(known)
 
     return ToolParser((_OPEN,), region)
 
 
-def _instruction(tools: Sequence[Tool]) -> str:
+def _instruction(tools: Sequence[ToolSpec]) -> str:
     return (
         f"You may call these functions:\n[AVAILABLE_TOOLS]{listed(tools)}[/AVAILABLE_TOOLS]\n"
         f'To call some, answer with {_OPEN}[{{"name": a name, "arguments": an object}}].'
@@ -125,14 +125,16 @@ def _write(calls: Sequence[Call]) -> str:
     return _OPEN + json.dumps(texts, ensure_ascii=False)
 
 
-def _shape(given: ToShape) -> Shape:
+def _shape(given: ToShape) -> CallGrammar:
     if _ARGS not in given.template:
         calls = list_of_calls(given.is_parallel)
-        return Shape(_OPEN, (f'region: " "? {calls}', *object_rules(given.tools, "arguments")))
+        return CallGrammar(
+            _OPEN, (f'region: " "? {calls}', *object_rules(given.tools, "arguments"))
+        )
     rules = ["region: call", any_call(given.tools)]
     for at, tool in enumerate(given.tools):
         rules.append(f"call_{at}: {quoted(tool.name)} {given.term(_ARGS)} {arguments_term(tool)}")
-    return Shape(_OPEN, tuple(rules), repeats=True)
+    return CallGrammar(_OPEN, tuple(rules), repeats=True)
 
 
 def _new_id() -> str:

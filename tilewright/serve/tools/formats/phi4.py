@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from tilewright.serve.tools.base import Call, ToolFormat, ToShape, listed
 from tilewright.serve.tools.events import ToolParser
 from tilewright.serve.tools.json_calls import JsonRegion
-from tilewright.serve.tools.shapes import Shape, Tool, list_of_calls, object_rules
+from tilewright.serve.tools.shapes import CallGrammar, ToolSpec, list_of_calls, object_rules
 
 _OPEN, _CLOSE = "<|tool_call|>", "<|/tool_call|>"
 _WORD = "functools"
 
 
-def _parser(tools: Sequence[Tool]) -> ToolParser:
+def _parser(tools: Sequence[ToolSpec]) -> ToolParser:
     known = frozenset(tool.name for tool in tools)
 
     def region(marker: str) -> JsonRegion:
@@ -24,7 +24,7 @@ def _parser(tools: Sequence[Tool]) -> ToolParser:
     return ToolParser((_OPEN, _WORD), region)
 
 
-def _instruction(tools: Sequence[Tool]) -> str:
+def _instruction(tools: Sequence[ToolSpec]) -> str:
     return (
         f"You may call these functions:\n<|tool|>{listed(tools)}<|/tool|>\nTo call some, answer "
         f'with {_OPEN}[{{"name": a name, "arguments": an object}}]{_CLOSE}.'
@@ -36,13 +36,13 @@ def _write(calls: Sequence[Call]) -> str:
     return f"{_OPEN}{json.dumps(texts, ensure_ascii=False)}{_CLOSE}"
 
 
-def _shape(given: ToShape) -> Shape:
+def _shape(given: ToShape) -> CallGrammar:
     rules, calls = object_rules(given.tools, "arguments"), list_of_calls(given.is_parallel)
     if f"{_WORD}[" in given.template:
-        return Shape(_WORD, (f"region: {calls}", *rules))
+        return CallGrammar(_WORD, (f"region: {calls}", *rules))
     if f"{_OPEN}{{" in given.template:
-        return Shape(_OPEN, (f"region: call {given.term(_CLOSE)}", *rules), repeats=True)
-    return Shape(_OPEN, (f"region: {calls} {given.term(_CLOSE)}", *rules))
+        return CallGrammar(_OPEN, (f"region: call {given.term(_CLOSE)}", *rules), repeats=True)
+    return CallGrammar(_OPEN, (f"region: {calls} {given.term(_CLOSE)}", *rules))
 
 
 PHI4 = ToolFormat(

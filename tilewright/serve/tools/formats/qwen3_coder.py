@@ -14,16 +14,16 @@ from tilewright.serve.tools.base import Call, ToolFormat, ToShape, listed
 from tilewright.serve.tools.events import (
     SPACE,
     Argued,
-    Called,
-    Ended,
     Event,
+    ToolCallEnd,
+    ToolCallStart,
     ToolParser,
 )
 from tilewright.serve.tools.json_calls import is_name, merged
 from tilewright.serve.tools.schema import kinds, parameters, properties, value_of
 from tilewright.serve.tools.shapes import (
-    Shape,
-    Tool,
+    CallGrammar,
+    ToolSpec,
     any_call,
     is_needed,
     property_term,
@@ -38,7 +38,7 @@ _STRING = frozenset(("string",))
 _Kinds = Mapping[str, frozenset[str]]
 
 
-class _State(Enum):
+class _XmlState(Enum):
     OPENED = auto()  # a function is expected
     NAME = auto()
     INSIDE = auto()  # a parameter, or the function's end
@@ -49,30 +49,30 @@ class _State(Enum):
 
 
 _TAGS = {
-    _State.OPENED: {_FUNCTION: _State.NAME},
-    _State.INSIDE: {_PARAMETER: _State.KEY, _END_FUNCTION: _State.CLOSED},
-    _State.CLOSED: {_FUNCTION: _State.NAME, _CLOSE: _State.OVER},
+    _XmlState.OPENED: {_FUNCTION: _XmlState.NAME},
+    _XmlState.INSIDE: {_PARAMETER: _XmlState.KEY, _END_FUNCTION: _XmlState.CLOSED},
+    _XmlState.CLOSED: {_FUNCTION: _XmlState.NAME, _CLOSE: _XmlState.OVER},
 }
 
 
-class _Region:
+class _XmlRegion:
     """One ``<tool_call>``; see `Region`. ``known``: the parameters' kinds by function."""
 
     def __init__(self, known: Mapping[str, _Kinds], marker: str) -> None:
         self.is_call = False
         self.rest: str | None = None
         self._known = known
-        self._state = _State.NAME if marker == _FUNCTION else _State.OPENED
+        self._state = _XmlState.NAME if marker == _FUNCTION else _XmlState.OPENED
         self._held = ""  # a tag's beginning, or a name
         self._kinds: _Kinds = {}
         self._num_given = 0
-        self._value = _Value(frozenset())
+        self._value = _XmlValue(frozenset())
 
     def push(self, text: str) -> list[Event]:
         """See `Region`."""
         found: list[Event] = []
         while text and self.rest is None:
-            if self._state is _State.VALUE:
+            if self._state is _XmlState.VALUE:
                 text = self._read_value(text, found)
             else:
                 self._step(text[0], text[1:], found)
@@ -81,10 +81,10 @@ class _Region:
 
     def flush(self) -> list[Event]:
         """See `Region`."""
-        return [Argued(self._value.flush())] if self._state is _State.VALUE else []
+        return [Argued(self._value.flush())] if self._state is _XmlState.VALUE else []
 
     def _step(self, character: str, behind: str, found: list[Event]) -> None:
-        if self._state in (_State.NAME, _State.KEY):
+        if self._state in (_XmlState.NAME, _XmlState.KEY):
             self._take_name(character, behind, found)
             return
         if character in SPACE and not self._held:
@@ -93,17 +93,17 @@ class _Region:
         tags = _TAGS[self._state]
         if self._held in tags:
             self._state, self._held = tags[self._held], ""
-            if self._state is _State.CLOSED:
-                found += [Argued("}" if self._num_given else "{}"), Ended()]
-            elif self._state is _State.OVER:
+            if self._state is _XmlState.CLOSED:
+                found += [Argued("}" if self._num_given else "{}"), ToolCallEnd()]
+            elif self._state is _XmlState.OVER:
                 self.rest = behind
         elif not any(tag.startswith(self._held) for tag in tags):
             self._leave(self._held + behind, found)
 
     def _leave(self, rest: str, found: list[Event]) -> None:
         """What comes is no part of a call: the one at hand ends here, and the region too."""
-        if self._state in (_State.INSIDE, _State.KEY):
-            found += [Argued("}" if self._num_given else "{}"), Ended()]
+        if self._state in (_XmlState.INSIDE, _XmlState.KEY):
+            found += [Argued("}" if self._num_given else "{}"), ToolCallEnd()]
         self.rest = rest
 
     def _take_name(self, character: str, behind: str, found: list[Event]) -> None:
@@ -113,25 +113,25 @@ class _Region:
                 self._leave_name(character + behind, found)
             return
         name, self._held = self._held.strip(), self._held + ">"
-        if self._state is _State.NAME and not is_name(name):
+        if self._state is _XmlState.NAME and not is_name(name):
             self._leave_name(character + behind, found)
             return
         self._held = ""
-        if self._state is _State.KEY:
+        if self._state is _XmlState.KEY:
             given = "{" if not self._num_given else ", "
             found.append(Argued(f"{given}{json.dumps(name, ensure_ascii=False)}: "))
             self._num_given += 1
-            self._state = _State.VALUE
-            self._value = _Value(self._kinds.get(name, frozenset()))
+            self._state = _XmlState.VALUE
+            self._value = _XmlValue(self._kinds.get(name, frozenset()))
         else:
-            self.is_call, self._num_given, self._state = True, 0, _State.INSIDE
+            self.is_call, self._num_given, self._state = True, 0, _XmlState.INSIDE
             self._kinds = self._known.get(name, {})
-            found.append(Called(name))
+            found.append(ToolCallStart(name))
 
     def _leave_name(self, there: str, found: list[Event]) -> None:
         """Leave the region within a name; ``there`` begins with a character that no name has."""
         if self.is_call:  # the tag goes back: of a region without calls it was never taken
-            tag = _FUNCTION if self._state is _State.NAME else _PARAMETER
+            tag = _FUNCTION if self._state is _XmlState.NAME else _PARAMETER
             there = tag + self._held[:-1] + there
         self._leave(there, found)
 
@@ -139,11 +139,11 @@ class _Region:
         found.append(Argued(self._value.push(text)))
         if self._value.rest is None:
             return ""
-        self._state = _State.INSIDE
+        self._state = _XmlState.INSIDE
         return self._value.rest
 
 
-class _Value:
+class _XmlValue:
     """The text of one parameter as JSON: strings as they come, other values at their end.
 
     The end of line behind the opening tag and the one before the closing tag are no part of it.
@@ -188,12 +188,12 @@ class _Value:
         return opening + json.dumps(text, ensure_ascii=False)[1:-1] if self._streams else ""
 
 
-def _parser(tools: Sequence[Tool]) -> ToolParser:
+def _parser(tools: Sequence[ToolSpec]) -> ToolParser:
     known = {tool.name: parameters(tool.schema) for tool in tools}
-    return ToolParser((_OPEN, _FUNCTION), lambda marker: _Region(known, marker))
+    return ToolParser((_OPEN, _FUNCTION), lambda marker: _XmlRegion(known, marker))
 
 
-def _instruction(tools: Sequence[Tool]) -> str:
+def _instruction(tools: Sequence[ToolSpec]) -> str:
     return (
         f"You may call these functions:\n<tools>\n{listed(tools)}\n</tools>\nTo call one, answer "
         f"with\n{_OPEN}\n{_FUNCTION}NAME>\n{_PARAMETER}KEY>\nvalue\n{_END_PARAMETER}\n"
@@ -212,7 +212,7 @@ def _write(calls: Sequence[Call]) -> str:
     return "\n".join(texts)
 
 
-def _shape(given: ToShape) -> Shape:
+def _shape(given: ToShape) -> CallGrammar:
     rules = [any_call(given.tools)]
     for at, tool in enumerate(given.tools):
         terms = ['"\\n"?', quoted(f"{_FUNCTION}{tool.name}>\n")]
@@ -222,10 +222,10 @@ def _shape(given: ToShape) -> Shape:
         rules.append(f"call_{at}: {' '.join(terms)} {quoted(_END_FUNCTION)}")
     end = quoted(f"\n{_END_PARAMETER}\n")
     rules += [f"text[lazy]: /(.|\\n)*/ {end}", f"end: {end}"]
-    return Shape(_OPEN, (f'region: call "\\n" {given.term(_CLOSE)}', *rules), repeats=True)
+    return CallGrammar(_OPEN, (f'region: call "\\n" {given.term(_CLOSE)}', *rules), repeats=True)
 
 
-def _value_term(schema: object, tool: Tool) -> str:
+def _value_term(schema: object, tool: ToolSpec) -> str:
     """A value as it is written: text as it is, the rest as JSON."""
     allowed = kinds(schema, tool.schema)
     if allowed and "string" not in allowed:

@@ -119,7 +119,7 @@ class TwProgram(Structure):
         ("tensor_size", c_uint32),
         ("num_threads", c_int32),
         ("isa", c_int32),
-        ("max_seats", c_int32),
+        ("max_num_seqs", c_int32),
         ("max_context", c_int32),
         ("max_tokens", c_int32),
         ("num_instructions", c_int32),
@@ -178,7 +178,7 @@ class TwStep(Structure):
         ("tokens", c_void_p),
         ("positions", c_void_p),
         ("bounds", c_void_p),
-        ("seats", c_void_p),
+        ("slots", c_void_p),
         ("rows", c_void_p),
         ("logits", c_void_p),
         ("best", c_void_p),
@@ -220,7 +220,7 @@ def library() -> ctypes.CDLL:
     found.tw_all_reduce.argtypes = (c_void_p, c_void_p, c_int32, c_int32, c_int32)
     found.tw_clear.restype, found.tw_clear.argtypes = None, (c_void_p, c_int32)
     found.tw_copy.restype, found.tw_copy.argtypes = None, (c_void_p, c_int32, c_int32, c_int32)
-    found.tw_seat_bytes.restype, found.tw_seat_bytes.argtypes = c_int64, (c_void_p, c_int32)
+    found.tw_slot_bytes.restype, found.tw_slot_bytes.argtypes = c_int64, (c_void_p, c_int32)
     found.tw_sequence_bytes.restype, found.tw_sequence_bytes.argtypes = c_int64, (c_void_p,)
     for move in (found.tw_save, found.tw_load):
         move.restype, move.argtypes = None, (c_void_p, c_int32, c_void_p)

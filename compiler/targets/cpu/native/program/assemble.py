@@ -17,31 +17,31 @@ from tilewright.compiler.targets.cpu.native.program.assembly import (
     arithmetics_of,
     place_of,
 )
-from tilewright.compiler.targets.cpu.native.program.packed import Packed, PackedTensor
+from tilewright.compiler.targets.cpu.native.program.packed import BundledTensor, Packed
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
-    AllReduce,
     AllReduceAdd,
-    Attend,
+    AllReduceOp,
+    AttentionOp,
+    BufferView,
     Elementwise,
-    Embed,
-    ExpertLinear,
+    EmbedOp,
+    ExpertLinearOp,
     ExpertSum,
-    Gather,
+    GatherOp,
     Instruction,
-    Linear,
-    Norm,
+    KernelProgram,
+    LinearOp,
     NormHeads,
-    Place,
-    Plan,
-    Route,
+    NormOp,
     SigmoidGate,
-    SwiGLU,
+    SwiGLUOp,
+    TopKRouteOp,
 )
 from tilewright.errors import CompileError
 
 
-def assemble(plan: Plan, *, exact: bool, rounded: Collection[str] = ()) -> Assembly:
+def assemble(plan: KernelProgram, *, exact: bool, rounded: Collection[str] = ()) -> Assembly:
     """Return the library's program for a plan.
 
     ``rounded`` has the names of matmuls with bfloat16 rounding around them (see
@@ -57,8 +57,8 @@ def assemble(plan: Plan, *, exact: bool, rounded: Collection[str] = ()) -> Assem
         for made in assembly.instructions[first:]:
             made.flags |= flags
     if plan.dealt:  # an additional buffer for all ranks' logits
-        whole, own = Place(len(plan.buffers), plan.vocab_size), plan.instructions[-1]
-        assert not isinstance(own, Route)
+        whole, own = BufferView(len(plan.buffers), plan.vocab_size), plan.instructions[-1]
+        assert not isinstance(own, TopKRouteOp)
         assembly.append("gather_logits", whole, x=place_of(own.out))
     return assembly
 
@@ -69,7 +69,7 @@ def rounded_products(graph_module: GraphModule) -> set[str]:
     return {each.fqn for each in facts if each.formats and each.formats.in0 == ROUNDED}
 
 
-def _roundings(plan: Plan, rounded: Collection[str]) -> list[int]:
+def _roundings(plan: KernelProgram, rounded: Collection[str]) -> list[int]:
     """Return the rounding flags of each instruction.
 
     A matmul rounds its result, its residual sum and its fused norm. Other instructions follow the
@@ -80,19 +80,19 @@ def _roundings(plan: Plan, rounded: Collection[str]) -> list[int]:
     logits = _widths(plan)[1]
     for each in reversed(plan.instructions):
         kept = False
-        if isinstance(each, Linear | ExpertLinear | ExpertSum):
+        if isinstance(each, LinearOp | ExpertLinearOp | ExpertSum):
             rounds = each.fqn in rounded
             kept = each.group in ALWAYS_HIGH
-        out = None if isinstance(each, Route) else each.out
+        out = None if isinstance(each, TopKRouteOp) else each.out
         own = kept or out is None or out.buffer == logits
         flags.append(rounds * (lib.NORM_ROUNDED | (0 if own else lib.ROUNDED)))
     return flags[::-1]
 
 
-def pack(plan: Plan, assembly: Assembly) -> Packed:
+def pack(plan: KernelProgram, assembly: Assembly) -> Packed:
     """Return the program for a plan and its assembly."""
     tensors = [
-        PackedTensor(
+        BundledTensor(
             wanted.kind,
             wanted.rows,
             wanted.columns,
@@ -113,7 +113,7 @@ def pack(plan: Plan, assembly: Assembly) -> Packed:
     )
 
 
-def _widths(plan: Plan) -> tuple[list[int], int]:
+def _widths(plan: KernelProgram) -> tuple[list[int], int]:
     """Return all buffer widths, and the number of the logits buffer."""
     widths = [buffer.width for buffer in plan.buffers]
     if plan.dealt:
@@ -121,11 +121,11 @@ def _widths(plan: Plan) -> tuple[list[int], int]:
     return widths, [buffer.role for buffer in plan.buffers].index(LOGITS)
 
 
-def _embed(assembly: Assembly, each: Embed) -> None:
+def _embed(assembly: Assembly, each: EmbedOp) -> None:
     assembly.append("embed", each.out, weight=assembly.weight(each.table))
 
 
-def _linear(assembly: Assembly, each: Linear) -> None:
+def _linear(assembly: Assembly, each: LinearOp) -> None:
     assert each.compute is not None, f"{each.fqn} has no fidelity"
     kind, num_rows = held_kind(each.weight), each.weight.num_rows
     assembly.append(
@@ -141,7 +141,7 @@ def _linear(assembly: Assembly, each: Linear) -> None:
     )
 
 
-def _attend(assembly: Assembly, each: Attend) -> None:
+def _attend(assembly: Assembly, each: AttentionOp) -> None:
     held, bits = cache_kind(each.state.format, exact=assembly.exact)
     _, num_heads, head_dim = each.state.shape
     kind, cache = lib.STATES.index("keys_values"), lib.CACHES.index(held)
@@ -161,11 +161,11 @@ def _attend(assembly: Assembly, each: Attend) -> None:
     )
 
 
-def _gather(assembly: Assembly, each: Gather) -> None:
+def _gather(assembly: Assembly, each: GatherOp) -> None:
     assembly.append("gather", each.out, x=place_of(each.x))
 
 
-def _swiglu(assembly: Assembly, each: SwiGLU) -> None:
+def _swiglu(assembly: Assembly, each: SwiGLUOp) -> None:
     assembly.append("swiglu", each.out, x=place_of(each.gate), y=place_of(each.up))
 
 
@@ -175,17 +175,17 @@ def _norm_heads(assembly: Assembly, each: NormHeads) -> None:
     assembly.append("norm_heads", each.out, x=place_of(each.qkv), **norms, **heads)
 
 
-def _norm(assembly: Assembly, each: Norm) -> None:
+def _norm(assembly: Assembly, each: NormOp) -> None:
     norm = assembly.vector(each.weight)
     assembly.append("norm", each.out, x=place_of(each.x), norm=norm, eps=each.eps)
 
 
 def _elementwise(assembly: Assembly, each: Elementwise) -> None:
     """Emit an elementwise instruction. A number may be first only if the order has no effect."""
-    places = [given for given in each.inputs if isinstance(given, Place)]
+    places = [given for given in each.inputs if isinstance(given, BufferView)]
     numbers = [given for given in each.inputs if isinstance(given, int | float)]
     function = "gelu_tanh" if "tanh" in each.inputs else each.function
-    if each.function == "div" and not isinstance(each.inputs[0], Place):
+    if each.function == "div" and not isinstance(each.inputs[0], BufferView):
         raise CompileError("a number divided by a value has no kernel on backend native")
     assembly.append(
         "elementwise",
@@ -201,7 +201,7 @@ def _sigmoid_gate(assembly: Assembly, each: SigmoidGate) -> None:
     assembly.append("sigmoid_gate", each.out, x=place_of(each.x), y=place_of(each.gate))
 
 
-def _all_reduce(assembly: Assembly, each: AllReduce) -> None:
+def _all_reduce(assembly: Assembly, each: AllReduceOp) -> None:
     wire = lib.WIRES.index(each.wire)
     assembly.append("all_reduce", each.out, x=place_of(each.x), function=wire)
 
@@ -216,15 +216,15 @@ def _all_reduce_add(assembly: Assembly, each: AllReduceAdd) -> None:
 
 
 _MAKERS: dict[type[Instruction], Callable[[Assembly, Any], None]] = {
-    Embed: _embed,
-    Linear: _linear,
-    Attend: _attend,
-    Gather: _gather,
-    SwiGLU: _swiglu,
+    EmbedOp: _embed,
+    LinearOp: _linear,
+    AttentionOp: _attend,
+    GatherOp: _gather,
+    SwiGLUOp: _swiglu,
     NormHeads: _norm_heads,
-    Norm: _norm,
+    NormOp: _norm,
     Elementwise: _elementwise,
     SigmoidGate: _sigmoid_gate,
-    AllReduce: _all_reduce,
+    AllReduceOp: _all_reduce,
     AllReduceAdd: _all_reduce_add,
 }

@@ -12,18 +12,18 @@ from tilewright.compiler.targets.cpu.native.program.assembly import (
     arithmetics_of,
     place_of,
 )
-from tilewright.compiler.targets.cpu.native.program.weights import Wanted
+from tilewright.compiler.targets.cpu.native.program.weights import NativeTensorSpec
 from tilewright.compiler.targets.program.instructions import (
     Convolve,
-    DeltaRule,
-    ExpertLinear,
+    DeltaRuleOp,
+    ExpertLinearOp,
     ExpertSum,
     Instruction,
-    Route,
+    TopKRouteOp,
 )
 
 
-def _route(assembly: Assembly, each: Route) -> None:
+def _route(assembly: Assembly, each: TopKRouteOp) -> None:
     assembly.num_experts, assembly.top_k = each.logits.width, each.top_k
     flags = lib.RENORMALISE * each.renormalise
     assembly.append("route", None, x=place_of(each.logits), flags=flags, **_routed(assembly))
@@ -33,13 +33,13 @@ def _routed(assembly: Assembly) -> dict[str, int]:
     return {"num_experts": assembly.num_experts, "top_k": assembly.top_k}
 
 
-def _product(assembly: Assembly, each: ExpertLinear | ExpertSum) -> dict[str, Any]:
+def _product(assembly: Assembly, each: ExpertLinearOp | ExpertSum) -> dict[str, Any]:
     assert each.compute is not None, f"{each.fqn} has no fidelity"
     arithmetics = arithmetics_of(held_kind(each.weight), each.compute, exact=assembly.exact)
     return {"x": place_of(each.x), "arithmetic": arithmetics, **_routed(assembly)}
 
 
-def _experts(assembly: Assembly, each: ExpertLinear) -> None:
+def _experts(assembly: Assembly, each: ExpertLinearOp) -> None:
     weight = assembly.weight(each.weight, paired=each.swiglu)
     fields = _product(assembly, each) | {"weight": weight, "flags": lib.PAIRED * each.swiglu}
     assembly.append("experts", each.out, **fields)
@@ -56,12 +56,12 @@ def _expert_sum(assembly: Assembly, each: ExpertSum) -> None:
 def _convolve(assembly: Assembly, each: Convolve) -> None:
     num_channels, num_kept = each.state.shape
     state = lib.TwState(lib.STATES.index("window"), 0, num_channels, num_kept, 0, 0)
-    taps = Wanted(each.weight, VECTOR, num_taps=num_kept + 1)
+    taps = NativeTensorSpec(each.weight, VECTOR, num_taps=num_kept + 1)
     weight, number = assembly.tensor(taps), assembly.state(state)
     assembly.append("convolve", each.out, x=place_of(each.x), weight=weight, state=number)
 
 
-def _delta_rule(assembly: Assembly, each: DeltaRule) -> None:
+def _delta_rule(assembly: Assembly, each: DeltaRuleOp) -> None:
     if each.convolve is not None:
         _convolve(assembly, each.convolve)
     num_heads, key_dim, value_dim = each.state.shape
@@ -83,10 +83,10 @@ def _delta_rule(assembly: Assembly, each: DeltaRule) -> None:
 
 
 MIXERS: dict[type[Instruction], Callable[[Assembly, Any], None]] = {
-    Route: _route,
-    ExpertLinear: _experts,
+    TopKRouteOp: _route,
+    ExpertLinearOp: _experts,
     ExpertSum: _expert_sum,
     Convolve: _convolve,
-    DeltaRule: _delta_rule,
+    DeltaRuleOp: _delta_rule,
 }
 """What assembles each instruction."""

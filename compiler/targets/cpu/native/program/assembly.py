@@ -12,8 +12,8 @@ from tilewright.compiler.targets.cpu.native.library import binding as lib
 from tilewright.compiler.targets.cpu.native.numerics import VECTOR, arithmetic, held_kind
 from tilewright.compiler.targets.cpu.native.program.mapping import LANES
 from tilewright.compiler.targets.cpu.native.program.panels import num_panels
-from tilewright.compiler.targets.cpu.native.program.weights import Wanted
-from tilewright.compiler.targets.program.instructions import Place
+from tilewright.compiler.targets.cpu.native.program.weights import NativeTensorSpec
+from tilewright.compiler.targets.program.instructions import BufferView
 
 
 @dataclass(slots=True)
@@ -21,23 +21,23 @@ class Assembly:
     """Instructions with numbered tensors and states."""
 
     exact: bool
-    wanted: dict[Wanted, int] = field(default_factory=dict)
+    wanted: dict[NativeTensorSpec, int] = field(default_factory=dict)
     states: list[lib.TwState] = field(default_factory=list)
     instructions: list[lib.TwInstruction] = field(default_factory=list)
     num_experts: int = 0  # of the current router
     top_k: int = 0
 
-    def tensor(self, wanted: Wanted) -> int:
+    def tensor(self, wanted: NativeTensorSpec) -> int:
         """Return a tensor's number. A new tensor gets the next number."""
         return self.wanted.setdefault(wanted, len(self.wanted))
 
     def weight(self, recipe: WeightRecipe, *, paired: bool = False) -> int:
         """Return the number of a weight in panels."""
-        return self.tensor(Wanted(recipe, held_kind(recipe), paired))
+        return self.tensor(NativeTensorSpec(recipe, held_kind(recipe), paired))
 
     def vector(self, recipe: WeightRecipe) -> int:
         """Return the number of a norm or constant."""
-        return self.tensor(Wanted(recipe, VECTOR))
+        return self.tensor(NativeTensorSpec(recipe, VECTOR))
 
     def state(self, state: lib.TwState) -> int:
         """Add a state and return its number."""
@@ -49,9 +49,9 @@ class Assembly:
         if recipe is None:
             return -1
         lanes = num_panels(num_rows, paired=paired) * LANES
-        return self.tensor(Wanted(recipe, VECTOR, paired, lanes))
+        return self.tensor(NativeTensorSpec(recipe, VECTOR, paired, lanes))
 
-    def append(self, op: str, out: Place | None, **fields: Any) -> None:
+    def append(self, op: str, out: BufferView | None, **fields: Any) -> None:
         """Append an instruction. Unnamed fields are unused."""
         unused = dict.fromkeys(("weight", "norm", "bias", "other", "state"), -1)
         places = {name: place_of(None) for name in ("x", "y", "z", "gate")} | {"factor": 1.0}
@@ -61,7 +61,7 @@ class Assembly:
         self.instructions.append(each)
 
 
-def place_of(place: Place | None) -> lib.TwPlace:
+def place_of(place: BufferView | None) -> lib.TwPlace:
     """Convert columns to the library's form. None: no columns."""
     if place is None:
         return lib.TwPlace(-1, 0, 0)

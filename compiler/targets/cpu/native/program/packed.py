@@ -30,7 +30,7 @@ _Structure = TypeVar("_Structure", lib.TwInstruction, lib.TwState)
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
-class PackedTensor(msgspec.Struct, frozen=True, array_like=True):
+class BundledTensor(msgspec.Struct, frozen=True, array_like=True):
     """A tensor of a program.
 
     Attributes:
@@ -61,7 +61,7 @@ class Packed:
         dealt: Logit columns per rank. Empty: every rank has all columns.
     """
 
-    tensors: tuple[PackedTensor, ...]
+    tensors: tuple[BundledTensor, ...]
     instructions: tuple[lib.TwInstruction, ...]
     states: tuple[lib.TwState, ...]
     widths: tuple[int, ...]
@@ -94,10 +94,10 @@ class Packed:
         return [(each.x.width, lib.WIRES[each.function]) for each in found]
 
 
-class _File(msgspec.Struct, frozen=True):
+class _BundleHeader(msgspec.Struct, frozen=True):
     interface: int
     sizes: tuple[int, int]
-    tensors: tuple[PackedTensor, ...]
+    tensors: tuple[BundledTensor, ...]
     instructions: bytes
     states: bytes
     widths: tuple[_Count, ...]
@@ -116,7 +116,7 @@ _SIZES = ctypes.sizeof(lib.TwInstruction), ctypes.sizeof(lib.TwState)
 
 def encode(packed: Packed) -> bytes:
     """Encode the program for its file. The hash of this text identifies the weights."""
-    file = _File(
+    file = _BundleHeader(
         interface=lib.VERSION,
         sizes=_SIZES,
         tensors=packed.tensors,
@@ -165,7 +165,7 @@ def read_packed(folder: Path) -> Packed:
         ):
             if value != own:
                 raise CheckpointError(f"{path}: {what} {value}; allowed: {own}; compile it again")
-        file = msgspec.json.decode(data, type=_File)
+        file = msgspec.json.decode(data, type=_BundleHeader)
     except OSError as error:
         reason = error.strerror or one_line(error)
         raise CheckpointError(f"{path}: cannot be read ({reason}); compile it again") from None
@@ -228,7 +228,7 @@ def program_of(
         tensor_size=ctypes.sizeof(lib.TwTensor),
         num_threads=options.num_threads or 1,
         isa=isa,
-        max_seats=options.max_batch,
+        max_num_seqs=options.max_batch,
         max_context=options.max_context,
         max_tokens=MAX_TOKENS,
         num_instructions=len(packed.instructions),

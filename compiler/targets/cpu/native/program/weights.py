@@ -59,7 +59,7 @@ _CHUNK_VALUES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class NativeTensorSpec:
     """A requested tensor.
 
     Experts' panels follow each other, with whole panels per expert.
@@ -103,7 +103,7 @@ class Wanted:
 
 
 def write_weights(
-    wanted: Sequence[Wanted],
+    wanted: Sequence[NativeTensorSpec],
     get_weight: Callable[[str], Tensor],
     folder: Path,
     progress: Progress,
@@ -133,7 +133,7 @@ def write_weights(
         ) from None
 
 
-def _parts(wanted: Wanted, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
+def _parts(wanted: NativeTensorSpec, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
     """Yield a tensor's bytes as uint8 arrays in order."""
     if wanted.kind == VECTOR:
         dense = load_dense(wanted.recipe, get)
@@ -144,7 +144,7 @@ def _parts(wanted: Wanted, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
     if len(wanted.recipe.shape) > 2:
         is_held_as_stored = wanted.recipe.is_stored and wanted.kind in BLOCK_KINDS
         reads_parts = is_held_as_stored or isinstance(get, ReadsParts)
-        source = get if reads_parts else _Kept(get)
+        source = get if reads_parts else _LastTwoTensors(get)
         for one in _experts(wanted.recipe):
             yield from _panels(dataclasses.replace(wanted, recipe=one), source)
     else:
@@ -159,7 +159,7 @@ def _experts(recipe: WeightRecipe) -> Iterator[WeightRecipe]:
         yield dataclasses.replace(recipe, segments=segments, shape=(num_rows, num_columns))
 
 
-class _Kept:
+class _LastTwoTensors:
     """A tensor source with a cache for the last two tensors: all experts may share them."""
 
     def __init__(self, get: Callable[[str], Tensor]) -> None:
@@ -174,7 +174,7 @@ class _Kept:
         return self._tensors[name]
 
 
-def _panels(wanted: Wanted, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
+def _panels(wanted: NativeTensorSpec, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
     """Yield a weight's or an expert's panels."""
     read = (_super_reader if wanted.kind in K_KINDS else _reader)(wanted, get)
     half = wanted.rows // 2 if wanted.is_paired else wanted.rows
@@ -190,7 +190,9 @@ def _panels(wanted: Wanted, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
         yield torch.stack((gate, up), dim=1).contiguous()
 
 
-def _reader(wanted: Wanted, get: Callable[[str], Tensor]) -> Callable[[int, int, int], Tensor]:
+def _reader(
+    wanted: NativeTensorSpec, get: Callable[[str], Tensor]
+) -> Callable[[int, int, int], Tensor]:
     """Return a function for the panels of rows ``[first, last)``, padded with zero rows."""
     recipe, kind = wanted.recipe, wanted.kind
     assert recipe.format is not None
@@ -241,7 +243,7 @@ def _reader(wanted: Wanted, get: Callable[[str], Tensor]) -> Callable[[int, int,
 
 
 def _super_reader(
-    wanted: Wanted, get: Callable[[str], Tensor]
+    wanted: NativeTensorSpec, get: Callable[[str], Tensor]
 ) -> Callable[[int, int, int], Tensor]:
     """Return a reader for K-quant weights, like :func:`_reader`."""
     found, kind = get_format(wanted.kind), wanted.kind
@@ -255,7 +257,7 @@ def _super_reader(
     return read
 
 
-def _bias(dense: Tensor, wanted: Wanted) -> Tensor:
+def _bias(dense: Tensor, wanted: NativeTensorSpec) -> Tensor:
     """Return a bias in the order of its matmul's panels."""
     if not wanted.is_paired:
         return padded(dense, (0, wanted.num_lanes - len(dense)))
@@ -268,4 +270,4 @@ def tensor_bytes(recipe: WeightRecipe, kind: str) -> int:
     """Return a weight's bytes in storage, without padding required by its matmul."""
     if kind == VECTOR:
         return 4 * math.prod(recipe.shape)
-    return Wanted(recipe, kind).num_bytes
+    return NativeTensorSpec(recipe, kind).num_bytes

@@ -67,8 +67,8 @@ SPLIT_FROM = 512
 QUERIES = 16, 32, 64
 """Tokens of a prompt that a program of attention may be compiled for."""
 
-NUM_SEATS = 16
-"""Seats with memory in a new engine, and the number that is added at a time."""
+NUM_SLOTS = 16
+"""Slots with memory in a new engine, and the number that is added at a time."""
 
 IN_FLIGHT, MESSAGE = 32, 8192
 """Copies to the device that may wait for it, and the numbers in the longest of them."""
@@ -76,9 +76,9 @@ IN_FLIGHT, MESSAGE = 32, 8192
 
 @dataclass
 class CudaSequence:
-    """``seat``: its row in the table of pages."""
+    """``slot``: its row in the table of pages."""
 
-    seat: int
+    slot: int
     pages: list[int]
     length: int
 
@@ -125,7 +125,7 @@ class CudaExecutor(CudaKernels):
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             super().__init__(tensors, settings, device)
             self.pages = Pages(settings, device)
-            self._make_seats()
+            self._make_slots()
             self._graphs: dict[tuple[str, int, int], Captured] = {}
             if device.type == "cuda":
                 self._prepare()
@@ -288,10 +288,10 @@ class CudaExecutor(CudaKernels):
         found = self._captured("decode", size, self._splits(size, longest))
         padding = [0] * (size - count)
         positions = [*(each.length for each in sequences), *([-1] * (size - count))]
-        seats = [*(each.seat for each in sequences), *padding]
+        slots = [*(each.slot for each in sequences), *padding]
         is_here = tokens.device.type == "cpu"
         ids = [*tokens.tolist(), *padding] if is_here else [0] * size
-        self._send(torch.tensor([ids, positions, seats]), found.inputs)
+        self._send(torch.tensor([ids, positions, slots]), found.inputs)
         if not is_here:
             found.inputs[0, :count].copy_(tokens)
         logits = self._replay(found)[:count].clone()
@@ -300,8 +300,8 @@ class CudaExecutor(CudaKernels):
         return logits
 
     def _run_decode(self, inputs: Tensor, splits: int) -> Tensor:
-        tokens, positions, seats = inputs
-        batch = Tokens(tokens, positions=positions, seats=seats, table=self._table, splits=splits)
+        tokens, positions, slots = inputs
+        batch = Tokens(tokens, positions=positions, slots=slots, table=self._table, splits=splits)
         return self.run(self.program, {}, batch)["logits"]
 
     def _splits(self, rows: int, longest: int) -> int:
@@ -358,35 +358,35 @@ class CudaExecutor(CudaKernels):
         """Kernels go to the current device, which need not be the engine's."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    # Seats and pages.
+    # Slots and pages.
 
-    def _make_seats(self, state_bytes: int = 0) -> None:
-        """The table of pages, by seats. ``state_bytes``: memory of a seat beside its row."""
+    def _make_slots(self, state_bytes: int = 0) -> None:
+        """The table of pages, by slots. ``state_bytes``: memory of a slot beside its row."""
         width = -(-self.settings.max_positions // PAGE)
-        self._seats = Rows(NUM_SEATS, NUM_SEATS, 8 * width + state_bytes, self.device)
-        self._table = self._seats.tensor((width,), torch.int64)
+        self._slots = Rows(NUM_SLOTS, NUM_SLOTS, 8 * width + state_bytes, self.device)
+        self._table = self._slots.tensor((width,), torch.int64)
 
     def _open(self, length: int) -> CudaSequence:
-        (seat,) = self._seats.take(1)
+        (slot,) = self._slots.take(1)
         try:
-            spare = SPARE_PAGES * self._seats.num_taken
-            return CudaSequence(seat, self.pages.take(-(-length // PAGE), spare), length)
+            spare = SPARE_PAGES * self._slots.num_taken
+            return CudaSequence(slot, self.pages.take(-(-length // PAGE), spare), length)
         except torch.OutOfMemoryError:
-            self._seats.give([seat])
+            self._slots.give([slot])
             raise
 
     def release(self, *sequences: CudaSequence) -> None:
         with self._here():
             for each in sequences:
                 self.pages.give(each.pages)
-                self._seats.give([each.seat])
+                self._slots.give([each.slot])
 
     def _upload_pages(self, sequences: Sequence[CudaSequence], only_last: bool = False) -> None:
         """Write the places of sequences' pages to their rows of the table."""
         at, places, width = array("q"), array("q"), self._table.shape[1]
         for each in sequences:
             first = len(each.pages) - 1 if only_last else 0
-            at.extend(range(each.seat * width + first, each.seat * width + len(each.pages)))
+            at.extend(range(each.slot * width + first, each.slot * width + len(each.pages)))
             places.extend(page * self.pages.page_size for page in each.pages[first:])
         found = self._send(torch.frombuffer(at + places, dtype=torch.int64).view(2, -1))
         self._table.view(-1).index_copy_(0, *found)
@@ -424,7 +424,7 @@ WARMING, MOST_WARMING = (1, 12, 200, 1100), 2048
 
 
 class HybridCudaExecutor(MixedExecutor, CudaExecutor):
-    """``windows [seats, linear layers, channels, taps - 1]`` and ``memories [seats, linear layers,
+    """``windows [slots, linear layers, channels, taps - 1]`` and ``memories [slots, linear layers,
     heads, K, V]``, float32. Prompts are launched, not captured: their sequences differ in number.
     """
 
@@ -435,19 +435,19 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
     def trial_sizes(self) -> Iterable[int]:
         return (*WARMING, *(min(self._rows_of(each), MOST_WARMING) for each in QUERIES))
 
-    def _make_seats(self, state_bytes: int = 0) -> None:
+    def _make_slots(self, state_bytes: int = 0) -> None:
         s = self.settings
         window = s.num_linear, s.mixed_width, s.taps - 1
         memory = s.num_linear, s.value_heads, s.key_dim, s.value_dim
-        super()._make_seats(4 * (math.prod(window) + math.prod(memory)))
-        self._windows = self._seats.tensor(window, torch.float32)
-        self._memories = self._seats.tensor(memory, torch.float32)
+        super()._make_slots(4 * (math.prod(window) + math.prod(memory)))
+        self._windows = self._slots.tensor(window, torch.float32)
+        self._memories = self._slots.tensor(memory, torch.float32)
 
     def _prompts(self, sequences: Sequence[CudaSequence], prompts: Sequence[Tensor]) -> Tensor:
         counts = [len(prompt) for prompt in prompts]
         firsts = [sum(counts[:index]) for index in range(len(counts))]
-        seats = [each.seat for each in sequences]
-        self._spans = self._send(torch.tensor([firsts, counts, seats]))
+        slots = [each.slot for each in sequences]
+        self._spans = self._send(torch.tensor([firsts, counts, slots]))
         return super()._prompts(sequences, prompts)
 
     def gated_attend(self, each: BoundMixer, values: Values, batch: Tokens) -> Tensor:
@@ -469,20 +469,20 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
         s, place = self.settings, self.settings.place_of(each.layer)
         if batch.starts is None:
             mixed = self._convolve_tokens(each, x, batch, place)
-            positions, seats = batch.positions, batch.seats
-            assert positions is not None and seats is not None
+            positions, slots = batch.positions, batch.slots
+            assert positions is not None and slots is not None
             firsts = counts = positions
         else:
             mixed = self._convolve_prompts(each, x, batch.starts, place)
-            firsts, counts, seats = self._spans
+            firsts, counts, slots = self._spans
         out = x.new_empty(len(x), s.value_heads * s.value_dim)
         names = "a_log", "dt_bias", "norm"
         size = s.key_dim * s.value_dim * s.value_heads
         self.launch(
             delta_kernel,
-            (len(seats), s.value_heads),
+            (len(slots), s.value_heads),
             *(out, mixed, x, *(each.tensors[name] for name in names), self._memories),
-            *(seats, firsts, counts, x.shape[1], self._memories.stride(0), place * size),
+            *(slots, firsts, counts, x.shape[1], self._memories.stride(0), place * size),
             *(s.eps, LENGTH_EPS),
             H=s.value_heads,
             G=s.key_heads,
@@ -501,7 +501,7 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
         self.launch(
             convolve_token_kernel,
             (len(x), -(-width // BLOCK)),
-            *(mixed, x, each.tensors["convolution"], self._windows, batch.seats, batch.positions),
+            *(mixed, x, each.tensors["convolution"], self._windows, batch.slots, batch.positions),
             *(width, x.shape[1], self._windows.stride(0), place * width * (s.taps - 1)),
             TAPS=s.taps,
             BLOCK=BLOCK,
@@ -517,11 +517,11 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
             source = row - back
             seen = own[source.clamp(min=0)].where((source >= starts)[:, None], 0.0)
             total += seen * weight[:, -1 - back]
-        firsts, counts, seats = self._spans
+        firsts, counts, slots = self._spans
         backs = torch.arange(s.taps - 1, 0, -1, device=self.device)
         source = (firsts + counts)[:, None] - backs
         kept = own[source.clamp(min=0)].where((source >= firsts[:, None])[..., None], 0.0)
-        self._windows[seats, place] = kept.transpose(1, 2)
+        self._windows[slots, place] = kept.transpose(1, 2)
         return F.silu(total)
 
     def experts(self, each: BoundMixer, values: Values, batch: Tokens) -> Tensor:

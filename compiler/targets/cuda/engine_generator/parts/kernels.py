@@ -323,7 +323,7 @@ def leave_part(here, peak, total, sums, is_head, E: tl.constexpr):
 
 @jit
 def attend_token_kernel(
-    out, parts, qkv, cache, table, seats, positions, turns, layer_offset, table_width, scale,
+    out, parts, qkv, cache, table, slots, positions, turns, layer_offset, table_width, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
     KEYS: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -335,7 +335,7 @@ def attend_token_kernel(
     row, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     known = tl.load(positions + row)
     position, real = tl.maximum(known, 0), tl.where(known >= 0, D, 0)
-    pages = table + tl.load(seats + row) * table_width
+    pages = table + tl.load(slots + row) * table_width
     layer = cache + layer_offset + group * PAGE * D
     each = tl.cdiv(tl.cdiv(position, KEYS), SPLITS) * KEYS
     begins, stop = split * each, tl.minimum((split + 1) * each, position)

@@ -53,7 +53,7 @@ class Tokens:
 
     Of prompts, ``starts [T]``: the row where each token's prompt begins; ``places [T]``: where its
     keys go, in elements from the pages' base; ``lasts``: rows whose logits are asked for. Of a
-    decode step, ``positions`` and ``seats [T]``: rows of ``table [seats, pages]``; attention is cut
+    decode step, ``positions`` and ``slots [T]``: rows of ``table [slots, pages]``; attention is cut
     into ``splits`` parts.
     """
 
@@ -62,7 +62,7 @@ class Tokens:
     places: Tensor | None = None
     lasts: Tensor | None = None
     positions: Tensor | None = None
-    seats: Tensor | None = None
+    slots: Tensor | None = None
     table: Tensor | None = None
     splits: int = 1
 
@@ -195,7 +195,7 @@ class CudaKernels(Executor):
         self.launch(
             attend_token_kernel,
             (len(qkv), s.num_kv_heads, splits),
-            *(out, parts, qkv, self.pages.base, table, batch.seats, batch.positions, self.turns),
+            *(out, parts, qkv, self.pages.base, table, batch.slots, batch.positions, self.turns),
             *(self._layer_offset(each), table.shape[1], s.scale),
             **self._heads(SPLITS=splits, KEYS=CHOICES.keys, PAGE=PAGE),
             R=power(s.num_heads // s.num_kv_heads),

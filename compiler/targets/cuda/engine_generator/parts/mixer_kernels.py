@@ -46,10 +46,10 @@ def gate_kernel(
 
 @jit
 def convolve_token_kernel(
-    out, x, weight, windows, seats, positions, width, x_width, seat_size, layer_offset,
+    out, x, weight, windows, slots, positions, width, x_width, slot_size, layer_offset,
     TAPS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, i): a block of channels of row b's token, convolved with the window of its seat,
+    """Program (b, i): a block of channels of row b's token, convolved with the window of its slot,
     which moves on by one unless the row is of padding.
     """
     begin(CHAINED)
@@ -57,7 +57,7 @@ def convolve_token_kernel(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < width
     real = inside & (tl.load(positions + row) >= 0)
-    window = windows + tl.load(seats + row) * seat_size + layer_offset + channel * (TAPS - 1)
+    window = windows + tl.load(slots + row) * slot_size + layer_offset + channel * (TAPS - 1)
     weights = weight + channel * TAPS
     own = tl.load(x + row * x_width + channel, mask=inside, other=0.0).to(tl.float32)
     total = own * tl.load(weights + TAPS - 1, mask=inside, other=0.0)
@@ -72,7 +72,7 @@ def convolve_token_kernel(
 
 @jit
 def delta_kernel(
-    out, mixed, x, a_log, dt_bias, norm, memories, seats, firsts, counts, x_width, seat_size,
+    out, mixed, x, a_log, dt_bias, norm, memories, slots, firsts, counts, x_width, slot_size,
     layer_offset, eps, length_eps, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, FRESH: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -84,14 +84,14 @@ def delta_kernel(
     """
     begin(CHAINED)
     sequence, head = tl.program_id(0), tl.program_id(1)
-    count, seat = tl.load(counts + sequence), tl.load(seats + sequence)
+    count, slot = tl.load(counts + sequence), tl.load(slots + sequence)
     if FRESH:
         first = tl.load(firsts + sequence)
     else:
         first, count = sequence.to(tl.int64), tl.where(count >= 0, 1, 0)
     i, j = tl.arange(0, KEYS), tl.arange(0, VALUES)
     inside = (i < K)[:, None] & (j < V)[None, :] & (count > 0)
-    here = memories + seat * seat_size + layer_offset + head * (K * V)
+    here = memories + slot * slot_size + layer_offset + head * (K * V)
     here += i[:, None] * V + j[None, :]
     memory = tl.zeros([KEYS, VALUES], tl.float32)
     if not FRESH:

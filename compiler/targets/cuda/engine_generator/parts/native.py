@@ -26,7 +26,7 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.products import (
 from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Bound, BoundMixer, Values
 from tilewright.compiler.targets.cuda.kernels.attention.attention import (
     _WARPS,
-    _Attend,
+    _AttentionParams,
     _shared_bytes,
 )
 from tilewright.compiler.targets.cuda.kernels.attention.split import (
@@ -38,7 +38,7 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_step import (
     _DeltaStep,
     columns_of_a_block,
 )
-from tilewright.compiler.targets.cuda.kernels.experts.experts import _Experts, _Weight
+from tilewright.compiler.targets.cuda.kernels.experts.experts import _ExpertsParams, _WeightParams
 from tilewright.compiler.targets.cuda.kernels.experts.route import RouteArguments
 
 _FOUND = {each.name: each for each in (Path(__file__).parents[2] / "kernels").rglob("*.cu*")}
@@ -134,14 +134,14 @@ class NativeAttention(CudaKernels):
         if not (known and takes_native(self.device, qkv.dtype)):
             super()._attend_tokens(each, qkv, batch, out)
             return
-        assert table is not None and batch.positions is not None and batch.seats is not None
+        assert table is not None and batch.positions is not None and batch.slots is not None
         pages = min(table.shape[1], FEW_PAGES)
         share = choose_share(len(qkv), s.num_kv_heads, pages, s.head_dim)
-        arguments = _Attend(
+        arguments = _AttentionParams(
             qkv=qkv.data_ptr(),
             out=out.data_ptr(),
             positions=batch.positions.data_ptr(),
-            slots=batch.seats.data_ptr(),
+            slots=batch.slots.data_ptr(),
             tables=table.data_ptr(),
             inv_freq=self.turns.data_ptr(),
             values=self.pages.base.data_ptr() + self._layer_offset(each) * qkv.itemsize,
@@ -247,7 +247,7 @@ class NativeExperts(HybridCudaExecutor):
             "most_tiles": most,
         }
         gates_ups, downs = each.tensors["gates_ups"][0], each.tensors["downs"][0]
-        first = _Experts(
+        first = _ExpertsParams(
             own=_weight_of(gates_ups, s.expert_size),
             shared=_weight_of(shared[0].weight, s.shared_size),
             **{"x": x.data_ptr(), "shared_x": x.data_ptr(), **given},
@@ -257,7 +257,7 @@ class NativeExperts(HybridCudaExecutor):
         )
         self._run_experts("LINEAR", 4, first, self.num_processors, rows)
         gates = logits[:, s.num_experts :]
-        last = _Experts(
+        last = _ExpertsParams(
             own=_weight_of(downs, s.hidden_size),
             shared=_weight_of(shared[1].weight, s.hidden_size),
             **{"x": inner.data_ptr(), "x_stride": inner.stride(0), "x_each": s.expert_size},
@@ -321,11 +321,11 @@ def is_experts(each: Bound) -> bool:
     return isinstance(each.does, Experts)
 
 
-def _weight_of(weight: Tensor | None, num_rows: int) -> _Weight:
+def _weight_of(weight: Tensor | None, num_rows: int) -> _WeightParams:
     """A weight ``[rows, columns]`` of each expert, whose result has ``num_rows``."""
     assert weight is not None
     rows, columns = weight.shape
-    return _Weight(weight.data_ptr(), rows // 16, columns // 128, num_rows, 1.0)
+    return _WeightParams(weight.data_ptr(), rows // 16, columns // 128, num_rows, 1.0)
 
 
 class NativeDelta(HybridCudaExecutor):
@@ -334,7 +334,7 @@ class NativeDelta(HybridCudaExecutor):
     _state_rows: Tensor
 
     def _run_decode(self, inputs: Tensor, splits: int) -> Tensor:
-        # what a seat keeps of all layers lies together: the kernel counts layers
+        # what a slot keeps of all layers lies together: the kernel counts layers
         self._state_rows = inputs[2] * self.settings.num_linear
         return super()._run_decode(inputs, splits)
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from tilewright.compiler.targets.cuda.kernels.attention.decode_triton import Scratch
+from tilewright.compiler.targets.cuda.kernels.attention.decode_triton import DecodeScratch
 from tilewright.compiler.targets.cuda.kernels.attention.split import (
     CLUSTER_SPLITS,
     FEW_PAGES,
     MOST_SPLITS,
     SHORT_PAGES,
-    Share,
+    SplitKV,
     Spread,
     choose_share,
     num_parts,
@@ -37,7 +37,7 @@ _WARPS = 4
 _TEAMS = 8
 
 
-class _Attend(ctypes.Structure):
+class _AttentionParams(ctypes.Structure):
     """`Attend` of attention.cu."""
 
     _fields_ = (
@@ -53,7 +53,7 @@ class _Attend(ctypes.Structure):
 
 
 _FEW_NAMES = tuple(f"attend_few_{kind}_{d}" for kind in ("bf16", "bfp8") for d in FEW_PAGES)
-SOURCE = nvrtc.Source(
+SOURCE = nvrtc.KernelSource(
     Path(__file__).with_name("attention.cu"),
     tuple(
         f"{way}_{kind}_{d}_{n}"
@@ -71,7 +71,7 @@ SOURCE = nvrtc.Source(
         "attention_tiles.cuh",
         "attention_few.cuh",
     ),
-    structures=(("Attend", _Attend),),
+    structures=(("Attend", _AttentionParams),),
     large_clusters=_FEW_NAMES,
 )
 
@@ -89,14 +89,14 @@ def attend_decode(
     scale: float,
     window: int = 0,
     interleaved: bool = False,
-    scratch: Scratch,
+    scratch: DecodeScratch,
     early: bool = False,
-    share: Share | Spread | None = None,
+    share: SplitKV | Spread | None = None,
 ) -> None:
     """What :func:`targets.cuda.kernels.attention_decode.attend_decode` does, with the same
     arguments, where `.table.why_no_cpp` has no objection; ``out`` is bf16, its rows 8-byte aligned.
     Products over bfp8 are of float16, where blocks 2^20 times smaller than others nearby are 0.
-    A :class:`Spread` that there is no room for becomes a :class:`Share`, of which bits are equal.
+    A :class:`Spread` that there is no room for becomes a :class:`SplitKV`, of which bits are equal.
     """
     num_rows, heads = qkv.shape[0], num_heads // pages.num_kv_heads
     if share is None or (isinstance(share, Spread) and not _fits(share, pages, num_rows, heads)):
@@ -106,7 +106,7 @@ def attend_decode(
     _check_operands(pages, qkv, out, (positions, slots, block_tables), inv_freq)
     parts = num_rows * num_heads * share.num_groups if share.num_groups > 1 else 0
     assert scratch.peaks.numel() >= parts and scratch.partial.numel() >= parts * pages.head_dim
-    arguments = _Attend(
+    arguments = _AttentionParams(
         **_page_arguments(pages, block_tables),
         qkv=qkv.data_ptr(),
         out=out.data_ptr(),
@@ -127,7 +127,7 @@ def attend_decode(
     _launch(pages, arguments, num_rows, share)
 
 
-def _splits(share: Share | Spread) -> dict[str, int]:
+def _splits(share: SplitKV | Spread) -> dict[str, int]:
     names = "num_groups", "num_joined", "group_splits"
     return {name: getattr(share, name) for name in names} | {"short_pages": SHORT_PAGES}
 
@@ -150,7 +150,9 @@ def _rotation(inv_freq: torch.Tensor, interleaved: bool) -> dict[str, int]:
     }
 
 
-def _launch(pages: KVPages, arguments: _Attend, num_rows: int, share: Share | Spread) -> None:
+def _launch(
+    pages: KVPages, arguments: _AttentionParams, num_rows: int, share: SplitKV | Spread
+) -> None:
     """The kernel of these pages and so many heads, its splits shared out so."""
     if isinstance(share, Spread):
         at = _spread_launch(share, pages, num_rows)

@@ -43,7 +43,7 @@ Where there are more splits, a program walks over several.
 
 
 @dataclass(frozen=True, slots=True)
-class Scratch:
+class DecodeScratch:
     """Where the splits of one launch leave what its last program combines.
 
     ``partial`` fp32 ``[rows, H, splits, D]`` flat: sums of values by their weights; ``peaks`` and
@@ -59,14 +59,14 @@ class Scratch:
 
 def decode_scratch(
     max_rows: int, num_heads: int, head_dim: int, num_pages: int, device: torch.device
-) -> Scratch:
+) -> DecodeScratch:
     """Allocate scratch for up to ``max_rows`` rows and tables of up to ``num_pages`` a slot.
 
     Launches that follow each other on a stream may share it.
     """
     rows = max_rows * num_heads
     splits = rows * min(MAX_SPLITS, num_pages)
-    return Scratch(
+    return DecodeScratch(
         partial=torch.empty(splits * head_dim, device=device),
         peaks=torch.empty(splits, device=device),
         totals=torch.empty(splits, device=device),
@@ -317,7 +317,7 @@ def attend_decode(
     scale: float,
     window: int = 0,
     interleaved: bool = False,
-    scratch: Scratch,
+    scratch: DecodeScratch,
     early: bool = False,
 ) -> None:
     """Rotate ``qkv [B, (H + 2 G) D]``, store its keys and values, attend into ``out [B, H D]``;

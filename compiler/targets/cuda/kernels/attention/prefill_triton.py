@@ -47,7 +47,7 @@ _SPLIT_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Scratch:
+class PrefillScratch:
     """Where programs that share a block's context leave what the last of them combines.
 
     ``partial`` fp32 ``[blocks, H, splits, 64, D]`` flat: sums of values by their weights; ``peaks``
@@ -61,7 +61,7 @@ class Scratch:
     arrived: torch.Tensor
 
     @classmethod
-    def empty(cls, num_heads: int, head_dim: int, device: torch.device) -> Scratch:
+    def empty(cls, num_heads: int, head_dim: int, device: torch.device) -> PrefillScratch:
         """Room for launches of up to `SPLIT_TOKENS` tokens, which share it one after another."""
         blocks = SPLIT_TOKENS // _SPLIT_ROWS * num_heads
         rows = blocks * SPLITS * _SPLIT_ROWS
@@ -237,7 +237,7 @@ def attend_prefill(
     scale: float,
     window: int = 0,
     block: int = 0,
-    scratch: Scratch | None = None,
+    scratch: PrefillScratch | None = None,
 ) -> None:
     """Attend causally from rotated ``q [T, H, D]`` to the pages, into ``out [T, H D]``.
 

@@ -75,7 +75,7 @@ _FEW_LONG: int = _TUNING["max_long_rows"]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SplitKV:
     """How a launch shares out the splits of a row: groups of up to eight splits, blocks of a group,
     splits of a block, and of how many groups there are blocks, which walk over the others. The
     bits of a row depend on the groups and on how many splits each has.
@@ -95,7 +95,7 @@ class Share:
 @dataclass(frozen=True, slots=True)
 class Spread:
     """The same of few rows: clusters of sixteen blocks take up to four pages of eight splits at
-    once, or of 32 splits one. A row has the bits of a :class:`Share` of as many groups, of eight
+    once, or of 32 splits one. A row has the bits of a :class:`SplitKV` of as many groups, of eight
     splits each.
     """
 
@@ -113,7 +113,7 @@ def choose_share(
     head_dim: int = 128,
     *,
     same_bits: bool = True,
-) -> Share:
+) -> SplitKV:
     """Choose how a launch over tables of ``num_pages`` shares out its splits.
 
     ``same_bits``: of a row however many rows there are. Else a group has as many splits as blocks,
@@ -130,7 +130,7 @@ def choose_share(
     most = MOST_JOINED_BLOCKS if num_joined > 1 else MOST_BLOCKS
     wanted = -(-most // (parts * num_blocks * num_joined))
     num_begun = min(num_groups, max(wanted, -(-num_pages // WALKED_PAGES)))
-    return Share(num_groups, num_joined, splits // num_joined if same_bits else 1, num_begun)
+    return SplitKV(num_groups, num_joined, splits // num_joined if same_bits else 1, num_begun)
 
 
 def reaches_of(num_pages: int) -> tuple[int, ...]:
@@ -150,7 +150,7 @@ def choose_spread(num_rows: int, num_kv_heads: int, num_pages: int, head_dim: in
     return Spread(num_groups, 1 if num_groups == 1 else -(-num_pages // CLUSTER_SPLITS))
 
 
-def share_of_step(*sizes: int, strict: bool, spreads: bool = True) -> Share | Spread:
+def share_of_step(*sizes: int, strict: bool, spreads: bool = True) -> SplitKV | Spread:
     """Choose for ``sizes``, which are :func:`choose_share`'s, as a step does, which keeps a row's
     bits where these are promised (``strict``), and with few rows; of more, products of bfloat16
     promise none either. ``spreads``: few rows of long tables may be a :class:`Spread`.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilewright.compiler.targets.cuda.kernels.attention.attention import HEAD_DIMS, MAX_GROUP_HEADS
 from tilewright.compiler.targets.cuda.kernels.attention.split import (
-    Share,
+    SplitKV,
     Spread,
     share_of_step,
 )
@@ -102,7 +102,7 @@ def bind_prompt(site: AttentionSite) -> Ranges[str]:
     return bind(PROMPT, site)
 
 
-def bind_splits(site: AttentionSite, num_pages: int, max_rows: int) -> Ranges[Share | Spread]:
+def bind_splits(site: AttentionSite, num_pages: int, max_rows: int) -> Ranges[SplitKV | Spread]:
     """Return the splits for `CPP` by row count, with ``num_pages`` per table."""
     is_strict, spreads = site.arithmetic == STRICT, site.kind == "bf16"
     sizes = site.num_kv_heads, num_pages, site.head_dim

@@ -44,7 +44,7 @@ def header_path(path: Path, name: str) -> Path:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class KernelSource:
     """A file of kernels, by name; the headers beside the file, by name, that it includes, directly
     or not; what its kernels are handed: structures of C++ by name, with their twins of ctypes.
     ``beside``: another kernel's blocks are to fit beside its own, so multiprocessors are to have
@@ -88,7 +88,7 @@ class Launch:
 
 
 def launch(
-    source: Source,
+    source: KernelSource,
     name: str,
     *,
     at: Launch,
@@ -115,7 +115,7 @@ def launch(
 
 
 @functools.cache
-def clusters_at_once(source: Source, name: str, at: Launch, device: int) -> int:
+def clusters_at_once(source: KernelSource, name: str, at: Launch, device: int) -> int:
     """How many clusters of such a launch the device, the current one, works at once."""
     from cuda.bindings import driver
 
@@ -154,7 +154,7 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(capability, MADE_FOR if capability[0] != 9 else _missing())
 
 
-def why_not(device: torch.device, source: Source) -> str:
+def why_not(device: torch.device, source: KernelSource) -> str:
     """Why the source's kernels cannot run on a device; empty where they can.
 
     Raises:
@@ -167,7 +167,7 @@ def why_not(device: torch.device, source: Source) -> str:
     return reason
 
 
-def load(device: torch.device, *sources: Source) -> None:
+def load(device: torch.device, *sources: KernelSource) -> None:
     """Compile sources and load them on a device. A CPU needs nothing.
 
     Raises:
@@ -190,7 +190,7 @@ def _missing() -> str:
 
 
 @functools.cache
-def _functions(source: Source, device: int) -> dict[str, Any]:
+def _functions(source: KernelSource, device: int) -> dict[str, Any]:
     """Every kernel of a source, loaded on the device."""
     from cuda.bindings import driver
 
@@ -214,7 +214,7 @@ def _functions(source: Source, device: int) -> dict[str, Any]:
     return found
 
 
-def _cubin(source: Source, capability: tuple[int, int]) -> bytes:
+def _cubin(source: KernelSource, capability: tuple[int, int]) -> bytes:
     """The machine code for a device of this capability, compiled if it is not in the cache.
 
     Raises:

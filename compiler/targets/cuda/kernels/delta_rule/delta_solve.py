@@ -35,7 +35,7 @@ class _DeltaSolve(ctypes.Structure):
     )
 
 
-SOURCE = nvrtc.Source(
+SOURCE = nvrtc.KernelSource(
     Path(__file__).with_name("delta_solve.cu"),
     ("delta_solve",),
     headers=("primitives.cuh", "attention_primitives.cuh", "delta_gates.cuh"),

@@ -46,7 +46,7 @@ class _DeltaStep(ctypes.Structure):
     )
 
 
-SOURCE = nvrtc.Source(
+SOURCE = nvrtc.KernelSource(
     Path(__file__).with_name("delta_step.cu"),
     tuple(f"delta_step_{d}_{columns}" for d in HEAD_DIMS for columns in _COLUMNS),
     headers=("primitives.cuh", "attention_primitives.cuh", "delta_gates.cuh"),

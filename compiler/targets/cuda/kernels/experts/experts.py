@@ -22,9 +22,9 @@ from tilewright.compiler.targets.cuda.kernels.experts.route import (
     MAX_EXPERTS,
     MAX_TOKENS,
     TILE_PAIRS,
-    Choice,
     RouteArguments,
     Tiles,
+    TopKParams,
     arguments_of,
 )
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import most_tiles
@@ -48,7 +48,7 @@ _X_BYTES = TILE_PAIRS * (TILE_COLUMNS + X_PADDING) * 2
 _WARPS, _SUM_WARPS = 8, 9
 
 
-class _Weight(ctypes.Structure):
+class _WeightParams(ctypes.Structure):
     """`Weight` of experts_walk.cuh."""
 
     _fields_ = (
@@ -58,12 +58,12 @@ class _Weight(ctypes.Structure):
     )
 
 
-class _Experts(ctypes.Structure):
+class _ExpertsParams(ctypes.Structure):
     """`Experts` of experts_walk.cuh."""
 
     _fields_ = (
-        ("own", _Weight),
-        ("shared", _Weight),
+        ("own", _WeightParams),
+        ("shared", _WeightParams),
         *((name, ctypes.c_void_p) for name in ("x", "shared_x", "out", "shared_out")),
         *((name, ctypes.c_void_p) for name in ("tiles", "pairs", "weights", "given", "gate")),
         *((name, ctypes.c_int) for name in ("num_tokens", "top_k", "reciprocal", "most_tiles")),
@@ -77,19 +77,19 @@ class _Experts(ctypes.Structure):
 class _FewExperts(ctypes.Structure):
     """`FewExperts` of experts_few.cu."""
 
-    _fields_ = (("of", _Experts), ("route", RouteArguments))
+    _fields_ = (("of", _ExpertsParams), ("route", RouteArguments))
 
 
-PRODUCTS = nvrtc.Source(
+PRODUCTS = nvrtc.KernelSource(
     Path(__file__).with_name("experts.cu"),
     (
         *(f"expert_linear_{kind}_{depths[0]}" for kind, depths in _DEPTHS.items()),
         *(f"expert_sum_{kind}_{each}" for kind, depths in _DEPTHS.items() for each in depths),
     ),
     headers=("primitives.cuh", "tiles.cuh", "experts_walk.cuh"),
-    structures=(("Weight", _Weight), ("Experts", _Experts)),
+    structures=(("Weight", _WeightParams), ("Experts", _ExpertsParams)),
 )
-FEW = nvrtc.Source(
+FEW = nvrtc.KernelSource(
     few_experts.PATH,
     few_experts.NAMES,
     headers=(*PRODUCTS.headers, "route_choose.cuh"),
@@ -149,7 +149,7 @@ def expert_linear(
     top_k: int,
     swiglu: bool = False,
     shared: Shared | None = None,
-    choice: Choice | None = None,
+    choice: TopKParams | None = None,
     few: int | None = None,
 ) -> None:
     """What :func:`targets.cuda.kernels.expert_linear.expert_linear` does, for a decode
@@ -186,7 +186,7 @@ def expert_sum(
     residual: bool,
     gate: Tensor | None = None,
     shared: Shared | Tensor | None = None,
-    choice: Choice | None = None,
+    choice: TopKParams | None = None,
     few: int | None = None,
 ) -> None:
     """``out [B, O]`` float32: the K products of each token with its experts' weights, times
@@ -217,12 +217,14 @@ def expert_sum(
     _launch(arguments, held, shared, blocks, is_sum=True, few=few, choice=choice)
 
 
-def _arguments(x: Tensor, held: HeldWeight, tiles: Tiles, top_k: int, num_rows: int) -> _Experts:
+def _arguments(
+    x: Tensor, held: HeldWeight, tiles: Tiles, top_k: int, num_rows: int
+) -> _ExpertsParams:
     num_columns = held.num_columns
     own = x.shape[1] == top_k * num_columns and top_k > 1
     assert own or x.shape[1] >= num_columns
     _check_operand(x, held)
-    return _Experts(
+    return _ExpertsParams(
         own=_weight(held, num_rows),
         x=x.data_ptr(),
         tiles=tiles.tiles.data_ptr(),
@@ -236,19 +238,19 @@ def _arguments(x: Tensor, held: HeldWeight, tiles: Tiles, top_k: int, num_rows: 
     )
 
 
-def _share(arguments: _Experts, shared: Shared, held: HeldWeight, num_rows: int) -> None:
+def _share(arguments: _ExpertsParams, shared: Shared, held: HeldWeight, num_rows: int) -> None:
     assert takes_shared(shared.held, held) and shared.x.shape[1] >= shared.held.num_columns
     _check_operand(shared.x, shared.held)
     arguments.shared = _weight(shared.held, num_rows)
     arguments.shared_x, arguments.shared_x_stride = shared.x.data_ptr(), shared.x.stride(0)
 
 
-def _weight(held: HeldWeight, num_rows: int) -> _Weight:
+def _weight(held: HeldWeight, num_rows: int) -> _WeightParams:
     """``num_rows``: those of its result; what is held may have a few more."""
     held_rows = held.num_rows // 2 if held.is_paired else held.num_rows
     assert held_rows - 8 < num_rows <= held_rows
     sizes = (held.num_row_tiles, held.num_column_tiles, num_rows)
-    return _Weight(held.data.data_ptr(), *sizes, held.scale)
+    return _WeightParams(held.data.data_ptr(), *sizes, held.scale)
 
 
 def _check_operand(x: Tensor, held: HeldWeight) -> None:
@@ -257,14 +259,14 @@ def _check_operand(x: Tensor, held: HeldWeight) -> None:
 
 
 def _launch(
-    arguments: _Experts,
+    arguments: _ExpertsParams,
     held: HeldWeight,
     shared: Shared | Tensor | None,
     num_blocks: int,
     *,
     is_sum: bool,
     few: int | None,
-    choice: Choice | None,
+    choice: TopKParams | None,
 ) -> None:
     sizes: dict[str, int] = {"num_tokens": arguments.num_tokens, "top_k": arguments.top_k}
     along, blocks = shared.held if isinstance(shared, Shared) else None, (num_blocks, 1, 1)

@@ -38,7 +38,7 @@ class RouteArguments(ctypes.Structure):
     )
 
 
-SOURCE = nvrtc.Source(
+SOURCE = nvrtc.KernelSource(
     Path(__file__).with_name("route.cu"),
     tuple(f"route_{what}{each}" for what in ("", "one_") for each in _EACH),
     headers=("primitives.cuh", "route_choose.cuh", "route_sort.cuh"),
@@ -66,7 +66,7 @@ class Tiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TopKParams:
     """What tokens' experts are chosen by, as :func:`route` has it: ``logits [B, E]`` and
     ``positions [B]``.
     """
@@ -97,7 +97,7 @@ def route(
     experts, which are counted from 0; others' are as padding's. None: all.
     """
     num_tokens, num_experts = logits.shape
-    choice = Choice(logits, positions, renormalise, first, count)
+    choice = TopKParams(logits, positions, renormalise, first, count)
     arguments = arguments_into(choice, weights, experts, tiles)
     each = next(count for count in _EACH if 32 * count >= num_experts)
     if num_tokens == 1:
@@ -110,7 +110,7 @@ def route(
 
 
 def arguments_into(
-    choice: Choice, weights: Tensor, experts: Tensor, tiles: Tiles
+    choice: TopKParams, weights: Tensor, experts: Tensor, tiles: Tiles
 ) -> RouteArguments:
     """What a kernel is told of a choice, and of where it goes."""
     num_tokens = len(choice.logits)
@@ -124,7 +124,7 @@ def arguments_into(
     return arguments
 
 
-def arguments_of(choice: Choice, top_k: int) -> RouteArguments:
+def arguments_of(choice: TopKParams, top_k: int) -> RouteArguments:
     """All that a kernel is told of a choice but where it goes."""
     (num_tokens, num_experts), count = choice.logits.shape, choice.count
     count = num_experts - choice.first if count is None else count

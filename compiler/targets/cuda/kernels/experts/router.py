@@ -39,7 +39,7 @@ _PITCH = _MOST_ROWS + 4
 _SLICES = 8  # of K, whose blocks are the cluster
 
 
-class _Router(ctypes.Structure):
+class _RouterParams(ctypes.Structure):
     """`Router` of router.cu."""
 
     _fields_ = (
@@ -50,7 +50,7 @@ class _Router(ctypes.Structure):
     )
 
 
-SOURCE = nvrtc.Source(
+SOURCE = nvrtc.KernelSource(
     Path(__file__).with_name("router.cu"),
     tuple(f"router_{eights}" for eights in _EIGHTS),
     headers=(
@@ -60,7 +60,7 @@ SOURCE = nvrtc.Source(
     structures=(
         ("TensorMap", native_dense.TensorMap),
         ("Route", native_route.RouteArguments),
-        ("Router", _Router),
+        ("Router", _RouterParams),
     ),
 )
 
@@ -104,10 +104,10 @@ def router(
     """
     num_tokens = len(x)
     assert x.dtype == torch.bfloat16 and logits.shape == (num_tokens, held.num_rows)
-    choice = native_route.Choice(logits[:, :num_experts], positions, renormalise, first, count)
+    choice = native_route.TopKParams(logits[:, :num_experts], positions, renormalise, first, count)
     route = native_route.arguments_into(choice, weights, experts, tiles)
     eights = next(each for each in _EIGHTS if num_tokens <= 8 * each)
-    arguments = _Router(
+    arguments = _RouterParams(
         weight=native_dense.map_of(held.data, GROUP_ROWS),
         x=native_dense.map_of(x, 8 * eights),
         route=route,

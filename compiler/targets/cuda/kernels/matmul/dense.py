@@ -81,7 +81,7 @@ class _NormCodes(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class DenseTileConfig:
     """How a product lies on the device: ``eights`` of tokens and ``groups`` of 64 rows a block,
     ``slices`` of K, whose blocks are a cluster, ``resident`` blocks a multiprocessor.
     """
@@ -114,7 +114,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Codes:
+class BlockCodes:
     """E4m3 operands: of a weight ``[N, K]`` and of tokens ``[M, K]``, each with what multiplies its
     rows, float32 ``[N, 1]`` and ``[M, 1]``.
     """
@@ -128,7 +128,7 @@ class Codes:
         return len(self.x)
 
 
-def choose_way(held: HeldWeight, num_tokens: int, *, is_codes: bool = False) -> Way:
+def choose_way(held: HeldWeight, num_tokens: int, *, is_codes: bool = False) -> DenseTileConfig:
     """How a product with a weight goes, as was measured or is expected to be fastest; ``is_codes``:
     of e4m3 operands.
     """
@@ -142,13 +142,13 @@ def choose_way(held: HeldWeight, num_tokens: int, *, is_codes: bool = False) -> 
         else:
             most = _MOST_TURNS if eights == 8 else turns
             groups = 4 if _MANY_TURNS <= turns <= most else 2
-        return Way(eights, groups, resident=2 if groups == 1 else 1)
+        return DenseTileConfig(eights, groups, resident=2 if groups == 1 else 1)
     tiles = -(-held.num_rows // GROUP_ROWS)
     num_bytes = (1 if is_codes else 2) * held.num_columns
     slices = 1
     while 2 * slices * tiles <= count and num_bytes >= 2 * slices * _LEAST_SLICE:
         slices *= 2
-    return Way(eights, 1, min(slices, _MOST_SLICES))
+    return DenseTileConfig(eights, 1, min(slices, _MOST_SLICES))
 
 
 def rows_of(held: HeldWeight) -> range:
@@ -201,9 +201,12 @@ MADE = tuple(
 )
 """Operands (``bf16``, ``e4m3``), eights of tokens and groups that dense.cu's last lines ask for."""
 
-SOURCE = nvrtc.Source(
+SOURCE = nvrtc.KernelSource(
     _PATH,
-    (*(Way(eights, groups).kernel(kind) for kind, eights, groups in MADE), "norm_codes"),
+    (
+        *(DenseTileConfig(eights, groups).kernel(kind) for kind, eights, groups in MADE),
+        "norm_codes",
+    ),
     headers=(
         "primitives.cuh",
         "matrix_unit.cuh",
@@ -228,12 +231,12 @@ def why_not(device: torch.device) -> str:
 
 def linear(
     out: Tensor,
-    x: Tensor | Codes,
+    x: Tensor | BlockCodes,
     held: HeldWeight,
     *,
     epilogue: int,
     bias: Tensor | None = None,
-    way: Way | None = None,
+    way: DenseTileConfig | None = None,
     feeds: int = 0,
     alone: bool = False,
 ) -> None:

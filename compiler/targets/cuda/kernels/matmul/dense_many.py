@@ -60,7 +60,7 @@ class _Many(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class SwiGLUTileConfig:
     """How a product lies on the device: blocks of 128 rows by ``eights`` of tokens, or ``turned``,
     of 128 tokens by so many rows; ``columns`` of them along the tokens and ``rows`` of them along
     the weight's rows, each of which walks over up to ``turns`` blocks of these. One of both is
@@ -120,11 +120,11 @@ MADE = tuple(
 )
 """The blocks that dense_many.cu's last lines ask for: whether they are turned, and eights."""
 
-SOURCE = nvrtc.Source(
+SOURCE = nvrtc.KernelSource(
     _PATH,
     tuple(
         {
-            Way(eights, columns, 2, 1, turned).kernel: None
+            SwiGLUTileConfig(eights, columns, 2, 1, turned).kernel: None
             for turned, eights in MADE
             for columns in (1, 2)
         }
@@ -139,7 +139,7 @@ def why_not(device: torch.device) -> str:
     return nvrtc.why_not(device, SOURCE)
 
 
-def choose_way(num_rows: int, num_tokens: int, processors: int) -> Way:
+def choose_way(num_rows: int, num_tokens: int, processors: int) -> SwiGLUTileConfig:
     """The way on which blocks take the fewest turns over a device, for what each of them takes."""
     sizes = num_rows, num_tokens, processors
     return min(
@@ -169,7 +169,7 @@ def swiglu(
     held: HeldWeight,
     *,
     bias: Tensor | None = None,
-    way: Way | None = None,
+    way: SwiGLUTileConfig | None = None,
     alone: bool = False,
 ) -> None:
     """SwiGLU ``out [M, N / 2]`` bfloat16 of ``x [M, K]`` bfloat16 and the rows ``weight [N, K]``
@@ -200,13 +200,13 @@ def swiglu(
 
 def way_of(
     eights: int, num_rows: int, num_tokens: int, processors: int, *, turned: bool = False
-) -> Way:
+) -> SwiGLUTileConfig:
     """The way of blocks of so many eights of tokens, or ``turned``, of rows: all of a turn are on
     the device at once.
     """
-    rows, tokens = Way(eights, 1, 1, 1, turned).block
+    rows, tokens = SwiGLUTileConfig(eights, 1, 1, 1, turned).block
     columns = -(-num_tokens // tokens)
     together = 1 if turned and columns % 2 == 0 else 2  # blocks of rows of a cluster
     runs = -(-num_rows // (together * rows))
     turns = -(-runs // max(1, processors // columns // together))
-    return Way(eights, columns, together * -(-runs // turns), turns, turned)
+    return SwiGLUTileConfig(eights, columns, together * -(-runs // turns), turns, turned)

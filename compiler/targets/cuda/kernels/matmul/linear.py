@@ -91,7 +91,7 @@ class Walk:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class LaunchGrid:
     """How a product of several tokens lies on the device: warps a block, row tiles a warp, steps in
     flight.
     """
@@ -189,7 +189,9 @@ def _walks_well(held: HeldWeight, num_tokens: int) -> bool:
 
 
 _GRIDS = {
-    kind: {int(eights): tuple(Grid(*sizes) for sizes in grids) for eights, grids in each.items()}
+    kind: {
+        int(eights): tuple(LaunchGrid(*sizes) for sizes in grids) for eights, grids in each.items()
+    }
     for kind, each in _GEMV["grids"].items()
 }
 """Of several tokens, by eights of them: for few rows of few columns and of more, for more rows, and
@@ -204,7 +206,7 @@ _SHORT_STEPS: int = _GEMV["short_steps"]
 _FEW_COLUMNS: int = _GEMV["few_columns"]
 
 
-def choose_grid(held: HeldWeight, num_tokens: int) -> Grid:
+def choose_grid(held: HeldWeight, num_tokens: int) -> LaunchGrid:
     """The blocks of a product of several tokens."""
     few_short, few_long, some, many = _GRIDS[held.kind][_token_groups(num_tokens)]
     if num_slices(held) == 1:
@@ -229,7 +231,7 @@ def linear(
     bias: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
     normed: Tensor | None = None,
-    grid: Grid | None = None,
+    grid: LaunchGrid | None = None,
     walk: Walk | None = None,
     alone: bool = False,
 ) -> None:
@@ -296,7 +298,7 @@ def _launch_gemv(product: Product, held: HeldWeight, walk: Walk, normed: Tensor 
     nvrtc.launch(source(), name, at=at, arguments=arguments)
 
 
-def _launch_gemm(product: Product, held: HeldWeight, grid: Grid, groups: int) -> None:
+def _launch_gemm(product: Product, held: HeldWeight, grid: LaunchGrid, groups: int) -> None:
     """Several tokens, ``groups`` eights of them: a block a run of row tiles and slice of K."""
     slices = num_slices(held)
     at = nvrtc.Launch(
@@ -308,7 +310,7 @@ def _launch_gemm(product: Product, held: HeldWeight, grid: Grid, groups: int) ->
     nvrtc.launch(source(), grid.kernel(held.kind, groups), at=at, arguments=product)
 
 
-class _Norm(ctypes.Structure):
+class _NormParams(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "norm", "out")),
         *((name, ctypes.c_int) for name in ("num_columns", "x_stride", "out_stride")),
@@ -319,7 +321,7 @@ class _Norm(ctypes.Structure):
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, *, eps: float, num_tokens: int) -> None:
     """``x`` fp32 to ``out`` bf16, with the bits of the norm inside :func:`linear`."""
     assert (x.dtype, out.dtype) == (torch.float32, torch.bfloat16)
-    arguments = _Norm(
+    arguments = _NormParams(
         x=x.data_ptr(),
         norm=weight.data_ptr(),
         out=out.data_ptr(),
@@ -341,11 +343,11 @@ def kernel_names(text: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def source() -> nvrtc.Source:
+def source() -> nvrtc.KernelSource:
     """The source of linear.cu, with the names of its kernels and the headers it includes."""
     path = Path(__file__).with_name("linear.cu")
     names = (*kernel_names(path.read_text()), "rms_norm")
-    return nvrtc.Source(path, names, _HEADERS, (("Product", Product), ("Leaving", _Leaving)))
+    return nvrtc.KernelSource(path, names, _HEADERS, (("Product", Product), ("Leaving", _Leaving)))
 
 
 def why_not(device: torch.device) -> str:

@@ -41,7 +41,7 @@ _MOST_DEPTH = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class BlockTileConfig:
     """How a product lies on the device: ``eights`` of tokens and ``groups`` of four warps a block,
     ``resident`` blocks a multiprocessor. Groups have 64 rows each; of a weight whose K is cut, the
     same 64 rows, and slices of their own, which ``joined`` blocks share out. ``is_whole``: no
@@ -100,16 +100,18 @@ WAYS = {
 }
 """Eights of tokens and groups that there are kernels for: of a whole K and of slices."""
 
-JOINED = Way(8, 4, joined=2)
+JOINED = BlockTileConfig(8, 4, joined=2)
 """The way of a product whose slices of K, of either kind, two blocks share out."""
 
-TALL = Way(4, 4)
+TALL = BlockTileConfig(4, 4)
 """The way of a whole K of bfp8 by blocks that take fewer row tiles than they have warps."""
 
 
 _FEW_TOKENS = 64
 _STEP_US = {
-    Way(each["eights"], each["groups"], each["resident"], is_whole=each["is_whole"]): each["us"]
+    BlockTileConfig(
+        each["eights"], each["groups"], each["resident"], is_whole=each["is_whole"]
+    ): each["us"]
     for each in _TUNING["step_us"]
 }
 """Microseconds that blocks which fill a device take for 128 columns, each group of them for its
@@ -117,35 +119,35 @@ own: measured with bfp8 on an H100 by `python -m bench kernels`, of 4,096 to 28,
 """
 
 
-def choose_way(held: HeldWeight, num_tokens: int, *, same_bits: bool = True) -> Way:
+def choose_way(held: HeldWeight, num_tokens: int, *, same_bits: bool = True) -> BlockTileConfig:
     """How a product with a weight goes, as was measured or is expected to be fastest;
     ``same_bits``: a token's result has the bits that it has among few tokens, whose kernels cut K.
     """
     is_cut = num_slices(held) > 1
     if num_tokens > _FEW_TOKENS and not (is_cut and same_bits):
         if not is_cut and held.kind == "bfp4":
-            return Way(16, 2, 2, is_whole=True)
+            return BlockTileConfig(16, 2, 2, is_whole=True)
         tiles = held.num_row_tiles, held.num_column_tiles
         return _fastest(*tiles, num_tokens, is_cut, num_processors(held.data.device))
     many = held.num_row_tiles > _MANY_TILES
     if held.kind == "bfp8" and held.num_row_tiles in _TALL_TILES and num_tokens <= 32:
         return TALL
     if not is_cut:
-        return Way(4 if num_tokens <= 32 else 8, 2, 2)
+        return BlockTileConfig(4 if num_tokens <= 32 else 8, 2, 2)
     if num_tokens <= 32:
-        return Way(4, 4)
+        return BlockTileConfig(4, 4)
     if num_tokens <= _FEW_TOKENS:
-        return Way(8, 4) if many else JOINED
-    return Way(8, 1, 3) if many and num_tokens > 128 else Way(8, 4)
+        return BlockTileConfig(8, 4) if many else JOINED
+    return BlockTileConfig(8, 1, 3) if many and num_tokens > 128 else BlockTileConfig(8, 4)
 
 
 @functools.lru_cache(maxsize=4096)
 def _fastest(
     row_tiles: int, column_tiles: int, num_tokens: int, is_cut: bool, num_processors: int
-) -> Way:
+) -> BlockTileConfig:
     """By what is expected: blocks come in rounds, and a round takes as long for one as for all."""
 
-    def expected(way: Way) -> float:
+    def expected(way: BlockTileConfig) -> float:
         tiles, own = (4 * way.groups, 1) if way.is_whole else (4, way.groups)
         blocks = -(-row_tiles // tiles) * -(-num_tokens // (8 * way.eights))
         rounds = -(-blocks // (way.resident * num_processors))
@@ -182,7 +184,7 @@ class Wide(ctypes.Structure):
     )
 
 
-SOURCE = nvrtc.Source(
+SOURCE = nvrtc.KernelSource(
     Path(__file__).with_name("wide.cu"),
     (
         "arrange",
@@ -251,7 +253,7 @@ def linear(
     arranged: Tensor,
     bias: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
-    way: Way | None = None,
+    way: BlockTileConfig | None = None,
     is_there: bool = False,
     feeds: int = 0,
     alone: bool = False,
@@ -281,7 +283,7 @@ def linear(
     _launch(product, held, way)
 
 
-def num_places(way: Way, num_tokens: int) -> int:
+def num_places(way: BlockTileConfig, num_tokens: int) -> int:
     """Tokens that x is arranged for, those that nobody reads included."""
     return -(-num_tokens // (8 * way.eights)) * 8 * way.eights
 
@@ -317,7 +319,7 @@ def _arrange_norm(
     nvrtc.launch(SOURCE, "arrange_norm", at=nvrtc.Launch((len(x), 1, 1), 256), arguments=arguments)
 
 
-def _launch(product: Product, held: HeldWeight, way: Way) -> None:
+def _launch(product: Product, held: HeldWeight, way: BlockTileConfig) -> None:
     """Blocks of all tokens beside each other: they read the same rows of the weight."""
     shared, depth = way.shared_bytes(held), way.depth(held)
     assert shared <= MOST_SHARED and depth > 1

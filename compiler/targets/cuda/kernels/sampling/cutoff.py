@@ -29,7 +29,7 @@ CHUNK = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class CutoffSearch:
     """How the key is found by counts or sums: the first launch cuts at multiples of ``1 / parts``
     into ``first`` ranges, each further one what it leaves, at most 2 ** 30 keys, into ``ranges``, a
     power of two.
@@ -50,19 +50,19 @@ class Search:
         return 1 + -(-30 // self.bits)
 
 
-BY_COUNTS, BY_SUMS = Search(32, 2, 32), Search(16, 1, 8)
+BY_COUNTS, BY_SUMS = CutoffSearch(32, 2, 32), CutoffSearch(16, 1, 8)
 _MOST_RANGES = tl.constexpr(32)
 END = tl.constexpr(0x7F800000)  # a key above all that are there
 _LEAST_SCALED = tl.constexpr(-745.1332)  # below it a weight is nothing in float64, too
 _TINY = tl.constexpr(-1.862645149230957e-09)  # 2 ** -29: above it several logits have one weight
 
-# Columns of `Scratch.keys` and of `Scratch.numbers`.
+# Columns of `SearchScratch.keys` and of `SearchScratch.numbers`.
 LOW, HIGH, REST, FROM, UPTO, RANGE, BUSY = (tl.constexpr(at) for at in range(7))
 HEAT, PEAK, RANDOM, SHARE, LEAST, BEFORE, GOAL, TOP_K = (tl.constexpr(at) for at in range(8))
 
 
 @dataclass(frozen=True, slots=True)
-class Scratch:
+class SearchScratch:
     """What the kernels keep of B rows: ``keys [B, 8]`` int32 and ``numbers [B, 8]`` float64, the
     search of each row; ``counts [B, C, N]`` int32 and ``sums [B, C, N]`` float64 of ranges of keys;
     ``arrived [B]`` int32, zero between launches; ``weights [B, C]`` float64, ``ties [B, C]`` int32.
@@ -270,7 +270,7 @@ def _count_before(before, one, goal, most):
     return tl.maximum(count, 1.0).to(tl.int32)
 
 
-def search(logits: Tensor, scratch: Scratch, how: Search) -> None:
+def search(logits: Tensor, scratch: SearchScratch, how: CutoffSearch) -> None:
     """Find the last key of each of the rows ``logits [B, V]`` whose search has begun in
     ``scratch``: of its top-k by counts, or of its nucleus by sums.
     """

@@ -30,7 +30,7 @@ from tilewright.compiler.targets.cuda.kernels.sampling.cutoff import (
     REST,
     SHARE,
     TOP_K,
-    Scratch,
+    SearchScratch,
     search,
     weigh,
     weight_of,
@@ -44,7 +44,7 @@ def _begin_kernel(
     keys_ptr, numbers_ptr, logits_ptr, tokens_ptr, why_ptr, words_ptr, positions_ptr,
     logits_stride, words_stride, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """What each row's search starts from; ``words``: see `seats.Parameters`."""
+    """What each row's search starts from; ``words``: see `slots.Parameters`."""
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -145,7 +145,7 @@ def draw(
     positions: Tensor,
     *,
     end_tokens: Tensor,
-    scratch: Scratch,
+    scratch: SearchScratch,
     has_top_k: bool = True,
     has_top_p: bool = True,
 ) -> None:
@@ -153,7 +153,7 @@ def draw(
     drawn ones where a row has a temperature: see :func:`choose` for what both hold.
 
     ``words [B, >= 5]`` int64: temperature, top-p, top-k, seed and ``min_p`` of each row as
-    `seats.Parameters` holds them; ``positions [B]``: where the tokens will stand. ``has_top_k``,
+    `slots.Parameters` holds them; ``positions [B]``: where the tokens will stand. ``has_top_k``,
     ``has_top_p``: whether any row has one; where none has, nothing is searched for.
     """
     num_rows, vocabulary = logits.shape

@@ -109,7 +109,7 @@ void take_key_value(const Worker& worker, const Layer& layer, int64_t token, int
     float* x = (float*)worker.scratch();
     for (int64_t d = head_dim; d < layer.dim; d++) x[d] = 0.0f;
     const int64_t position = step.positions[token];
-    uint8_t* keys = worker.engine.cache_of(layer.each.state, step.seats[sequence], head, position);
+    uint8_t* keys = worker.engine.cache_of(layer.each.state, step.slots[sequence], head, position);
     const bool is_last = token + 1 == step.bounds[sequence + 1];
     std::memcpy(x, qkv + (layer.num_heads + head) * head_dim, head_dim * 4);
     angles.turn(x, token);
@@ -266,7 +266,7 @@ struct Rows {
     }
 
     void attend(int32_t at, const Partial& partial) {
-        const uint8_t* keys = worker.engine.cache_of(layer.each.state, worker.step.seats[work.block.sequence], work.head, 0);
+        const uint8_t* keys = worker.engine.cache_of(layer.each.state, worker.step.slots[work.block.sequence], work.head, 0);
         const HeadCache cache{keys, keys + layer.layout.chunk_bytes, layer.layout.step, layer.layout.chunk_bytes,
                               (int32_t)dim, !layer.layout.is_float(), layer.layout.is_blocks() ? scratch.unpacked : nullptr};
         const Queries queries{(int32_t)count, scratch.q, scratch.begins, scratch.ends, layer.each.scale, layer.each.soft_cap};
@@ -317,7 +317,7 @@ void attend_rows(Worker& worker, const Layer& layer, const Work& work, const Ang
 // Prefetch the first keys while rows are prepared.
 void ask_for_keys(const Worker& worker, const Layer& layer, const Work& work) {
     const int32_t first = std::max(layer.begin_of(worker.step.positions[work.block.first] + 1), work.block.begin + (int32_t)work.segment * kSegment);
-    const uint8_t* keys = worker.engine.cache_of(layer.each.state, worker.step.seats[work.block.sequence], work.head, first);
+    const uint8_t* keys = worker.engine.cache_of(layer.each.state, worker.step.slots[work.block.sequence], work.head, first);
     for (int64_t at = 0; at < 2 * layer.layout.chunk_bytes; at += 64) __builtin_prefetch(keys + at, 0, 1);
 }
 

@@ -98,7 +98,7 @@ void check_program(const TwProgram& program) {
             program.instruction_size == sizeof(TwInstruction) && program.tensor_size == sizeof(TwTensor),
             "a program of another version");
     require(is_between(program.num_threads, 1, 4096), "threads");
-    require(is_between(program.max_seats, 1, 1 << 20) && is_between(program.max_context, 1, kMost), "seats or context");
+    require(is_between(program.max_num_seqs, 1, 1 << 20) && is_between(program.max_context, 1, kMost), "slots or context");
     require(is_between(program.max_tokens, 1, 1 << 16), "tokens of a step");
     require(is_between(program.large_pages, 0, 3), "large pages");
     for (int32_t i = 0; i < program.num_buffers; i++) require(is_between(program.widths[i], 1, kMost), "width of a buffer");

@@ -80,7 +80,7 @@ void run_convolve(Worker& worker, const TwInstruction& each) {
     worker.share(step.num_sequences * pieces, [&](int64_t i) {
         const int64_t sequence = i / pieces, at = i % pieces * kChannels, first = step.bounds[sequence];
         const int64_t count = std::min<int64_t>(kChannels, channels - at), num_tokens = step.bounds[sequence + 1] - first;
-        float* window = worker.engine.kept_of(each.state, step.seats[sequence]) + at;
+        float* window = worker.engine.kept_of(each.state, step.slots[sequence]) + at;
         if (step.positions[first] == 0)
             for (int32_t row = 0; row < state.head_dim; row++) std::memset(window + row * stride, 0, count * 4);
         const Convolution given{worker.at(each.x, first) + at, worker.vector(each.weight) + at, worker.at(each.out, first) + at, window,
@@ -100,7 +100,7 @@ void run_delta_rule(Worker& worker, const TwInstruction& each) {
         const int64_t sequence = i / state.num_heads, end = step.bounds[sequence + 1];
         const Head head{worker, each, state, i % state.num_heads};
         int64_t first = step.bounds[sequence];
-        float* kept = worker.engine.kept_of(each.state, step.seats[sequence]) + head.index * size;
+        float* kept = worker.engine.kept_of(each.state, step.slots[sequence]) + head.index * size;
         if (step.positions[first] == 0) std::memset(kept, 0, size * 4);
         for (; first < end; first += kDeltaTokens)
             head.run(first, std::min<int64_t>(kDeltaTokens, end - first), kept, scratch);

@@ -74,7 +74,7 @@ struct Engine {
     std::vector<Memory> buffers;
     std::vector<CacheLayout> layouts;
     std::vector<CacheGroup> groups;
-    int64_t seat_bytes = 0;                  // for all positions
+    int64_t slot_bytes = 0;                  // for all positions
     Memory cache;
     std::vector<int64_t> kept_offsets;       // per state, in bytes within a slot
     int64_t kept_bytes = 0;                  // per slot
@@ -104,11 +104,11 @@ struct Engine {
     int64_t max_blocks = 0;                  // per collective
 
     // Return the keys of a chunk for a head. The values follow.
-    uint8_t* cache_of(int state, int64_t seat, int64_t head, int64_t position) const {
+    uint8_t* cache_of(int state, int64_t slot, int64_t head, int64_t position) const {
         const CacheLayout& layout = layouts[state];
-        return cache.data() + seat * seat_bytes + layout.offset + position / kPositions * layout.step + 2 * head * layout.chunk_bytes;
+        return cache.data() + slot * slot_bytes + layout.offset + position / kPositions * layout.step + 2 * head * layout.chunk_bytes;
     }
-    float* kept_of(int state, int seat) const { return (float*)(kept.data() + seat * kept_bytes + kept_offsets[state]); }
+    float* kept_of(int state, int slot) const { return (float*)(kept.data() + slot * kept_bytes + kept_offsets[state]); }
 };
 
 // A thread in a step.
@@ -165,7 +165,7 @@ constexpr int kShares = 4;        // attention blocks above 1 / kShares per thre
 constexpr int kRegions = 4;  // maximum per instruction
 
 // Free positions invisible to all later tokens, after a step.
-void give_back(Engine& engine, int32_t seat, int32_t end);
+void give_back(Engine& engine, int32_t slot, int32_t end);
 
 void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& following);
 void run_hidden(Worker& worker, const TwInstruction& head);

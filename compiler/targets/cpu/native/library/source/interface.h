@@ -73,7 +73,7 @@ struct TwState {
 struct TwProgram {
     uint32_t size, version, instruction_size, tensor_size;
     int32_t num_threads, isa;                 // isa: -1 for the best that runs here
-    int32_t max_seats, max_context, max_tokens;
+    int32_t max_num_seqs, max_context, max_tokens;
     int32_t num_instructions, num_tensors, num_buffers, num_states;
     int32_t logits;                           // the caller's buffer
     int32_t large_pages;                      // 1: tensors are copied onto large pages, and not read
@@ -95,7 +95,7 @@ struct TwBest {
 
 struct TwStep {
     int32_t num_tokens, num_sequences, num_rows, decodes;
-    const int32_t *tokens, *positions, *bounds, *seats, *rows;
+    const int32_t *tokens, *positions, *bounds, *slots, *rows;
     float* logits;                            // [num_rows, logits width]
     TwBest* best;                             // [num_rows], or null
     float* hidden;                            // [num_rows, columns of the head]: its input, normed, instead
@@ -125,12 +125,12 @@ void tw_set_hops(void* engine, int64_t two_hops_from);
 void tw_exchanged(void* engine, TwExchanged* found);
 // Sum [rows, width] over all ranks, in place, as in steps. Return 0, or 2 after a rank's failure.
 int32_t tw_all_reduce(void* engine, float* values, int32_t rows, int32_t width, int32_t wire);
-void tw_clear(void* engine, int32_t seat);
+void tw_clear(void* engine, int32_t slot);
 void tw_copy(void* engine, int32_t source, int32_t target, int32_t num_positions);
-int64_t tw_seat_bytes(void* engine, int32_t num_positions);
+int64_t tw_slot_bytes(void* engine, int32_t num_positions);
 int64_t tw_sequence_bytes(void* engine);      // constant-size state per slot
-void tw_save(void* engine, int32_t seat, void* to);
-void tw_load(void* engine, int32_t seat, const void* from);
+void tw_save(void* engine, int32_t slot, void* to);
+void tw_load(void* engine, int32_t slot, const void* from);
 void tw_times(void* engine, int64_t* times);  // add nanoseconds per instruction; null stops
 void tw_close(void* engine);
 }

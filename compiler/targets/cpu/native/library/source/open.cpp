@@ -94,7 +94,7 @@ int32_t window_of(const Engine& engine, size_t state) {
 CacheGroup& group_of(Engine& engine, int32_t window) {
     for (CacheGroup& each : engine.groups)
         if (each.window == window) return each;
-    engine.groups.push_back({window, 0, 0, std::vector<int32_t>(engine.program.max_seats)});
+    engine.groups.push_back({window, 0, 0, std::vector<int32_t>(engine.program.max_num_seqs)});
     return engine.groups.back();
 }
 
@@ -102,8 +102,8 @@ void place_caches(Engine& engine) {
     const double num_chunks = (double)rounded(engine.program.max_context, kPositions) / kPositions;
     double wanted = 0;
     for (const TwState& state : engine.states) {
-        double of_seat = state.kind == TW_KEYS_VALUES ? 2.0 * state.num_heads * num_chunks * CacheLayout(state).chunk_bytes : 4.0 * num_kept(state);
-        wanted += (of_seat + 8192) * engine.program.max_seats;
+        double of_slot = state.kind == TW_KEYS_VALUES ? 2.0 * state.num_heads * num_chunks * CacheLayout(state).chunk_bytes : 4.0 * num_kept(state);
+        wanted += (of_slot + 8192) * engine.program.max_num_seqs;
     }
     if (wanted > kMostState) throw std::bad_alloc();
     for (size_t i = 0; i < engine.states.size(); i++) {
@@ -113,22 +113,22 @@ void place_caches(Engine& engine) {
         group.step += 2 * engine.states[i].num_heads * engine.layouts[i].chunk_bytes;
     }
     for (CacheGroup& group : engine.groups) {
-        group.offset = engine.seat_bytes;
-        engine.seat_bytes += rounded((int64_t)num_chunks * group.step, 4096);
+        group.offset = engine.slot_bytes;
+        engine.slot_bytes += rounded((int64_t)num_chunks * group.step, 4096);
     }
     for (size_t i = 0; i < engine.states.size(); i++) {
         const CacheGroup& group = group_of(engine, window_of(engine, i));
         engine.layouts[i].offset += group.offset;
         engine.layouts[i].step = group.step;
     }
-    engine.cache = Memory(engine.seat_bytes * engine.program.max_seats);
+    engine.cache = Memory(engine.slot_bytes * engine.program.max_num_seqs);
     if (engine.program.large_pages) engine.cache.use_large_pages();
     for (const TwState& state : engine.states) {
         engine.kept_offsets.push_back(engine.kept_bytes);
         engine.kept_bytes += rounded(num_kept(state) * 4, 64);
     }
     engine.kept_bytes = rounded(engine.kept_bytes, 4096);
-    engine.kept = Memory(engine.kept_bytes * engine.program.max_seats);
+    engine.kept = Memory(engine.kept_bytes * engine.program.max_num_seqs);
 }
 
 void place_routing(Engine& engine) {

@@ -108,10 +108,10 @@ void run_step(void* given, int thread) {
 // Whether the step gives its logits to another rank, or the best of them alone.
 bool has_others(const Engine& engine, const TwStep& step) { return engine.exchange && (engine.exchange->rank || step.best); }
 
-// Whether a seat still has all that a token sees; a sequence that begins sees nothing.
-bool is_held(const Engine& engine, int32_t seat, int32_t position) {
+// Whether a slot still has all that a token sees; a sequence that begins sees nothing.
+bool is_held(const Engine& engine, int32_t slot, int32_t position) {
     for (const CacheGroup& each : engine.groups)
-        if (position && std::max(position + 1 - each.window, 0) < each.given_back[seat]) return false;
+        if (position && std::max(position + 1 - each.window, 0) < each.given_back[slot]) return false;
     return true;
 }
 
@@ -122,7 +122,7 @@ bool fits(const Engine& engine, const TwStep& step) {
     if (step.num_rows < 0 || step.num_rows > step.num_tokens || (step.num_rows && !is_written)) return false;
     if (step.bounds[0] != 0 || step.bounds[step.num_sequences] != step.num_tokens) return false;
     for (int32_t i = 0; i < step.num_sequences; i++) {
-        if (step.seats[i] < 0 || step.seats[i] >= program.max_seats || step.bounds[i] >= step.bounds[i + 1]) return false;
+        if (step.slots[i] < 0 || step.slots[i] >= program.max_num_seqs || step.bounds[i] >= step.bounds[i + 1]) return false;
         for (int32_t t = step.bounds[i] + 1; t < step.bounds[i + 1]; t++)
             if (step.positions[t] != step.positions[t - 1] + 1) return false;
     }
@@ -131,29 +131,29 @@ bool fits(const Engine& engine, const TwStep& step) {
     for (int32_t i = 0; i < step.num_tokens; i++)
         if (step.tokens[i] < 0 || step.tokens[i] >= table || step.positions[i] < 0 || step.positions[i] >= program.max_context) return false;
     for (int32_t i = 0; i < step.num_sequences; i++)
-        if (!is_held(engine, step.seats[i], step.positions[step.bounds[i]])) return false;
+        if (!is_held(engine, step.slots[i], step.positions[step.bounds[i]])) return false;
     for (int32_t i = 0; i < step.num_rows; i++)
         if (step.rows[i] < 0 || step.rows[i] >= step.num_tokens) return false;
     return true;
 }
 
-void forget_given_back(Engine& engine, int32_t seat) {
-    for (CacheGroup& each : engine.groups) each.given_back[seat] = 0;
+void forget_given_back(Engine& engine, int32_t slot) {
+    for (CacheGroup& each : engine.groups) each.given_back[slot] = 0;
 }
 
 }  // namespace
 
-void give_back(Engine& engine, int32_t seat, int32_t end) {
+void give_back(Engine& engine, int32_t slot, int32_t end) {
     const int64_t page = engine.program.large_pages ? 2 << 20 : 4096, least = std::max<int64_t>(page, 1 << 16);
     for (CacheGroup& each : engine.groups) {
         if (!each.window || end - kReachBack <= each.window) continue;
         const int32_t last = (end - kReachBack - each.window) / kPositions * kPositions;
-        const int64_t base = (int64_t)engine.cache.data() + seat * engine.seat_bytes + each.offset;
-        const int64_t begin = std::max(rounded(base, page), (base + each.given_back[seat] / kPositions * each.step) / page * page);
+        const int64_t base = (int64_t)engine.cache.data() + slot * engine.slot_bytes + each.offset;
+        const int64_t begin = std::max(rounded(base, page), (base + each.given_back[slot] / kPositions * each.step) / page * page);
         const int64_t behind = (base + last / kPositions * each.step) / page * page;
         if (behind - begin < least) continue;
         engine.cache.release(begin - (int64_t)engine.cache.data(), behind - begin);
-        each.given_back[seat] = last;
+        each.given_back[slot] = last;
     }
 }
 
@@ -167,22 +167,22 @@ int32_t tw_step(void* engine, const TwStep* step) {
     Engine& own = *(Engine*)engine;
     if (!tw::fits(own, *step)) return 1;
     for (int32_t i = 0; i < step->num_sequences; i++)
-        if (!step->positions[step->bounds[i]]) tw::forget_given_back(own, step->seats[i]);
+        if (!step->positions[step->bounds[i]]) tw::forget_given_back(own, step->slots[i]);
     for (auto& each : own.counters) each.store(0, std::memory_order_relaxed);
     tw::Context context{own, *step, 0};
     own.pool->run(tw::run_step, &context);
     own.turns = context.turns;
-    for (int32_t i = 0; i < step->num_sequences; i++) tw::give_back(own, step->seats[i], step->positions[step->bounds[i + 1] - 1] + 1);
+    for (int32_t i = 0; i < step->num_sequences; i++) tw::give_back(own, step->slots[i], step->positions[step->bounds[i + 1] - 1] + 1);
     return own.exchange && own.exchange->failed >= 0 ? 2 : 0;
 }
 
 void tw_times(void* engine, int64_t* times) { ((Engine*)engine)->times = times; }
 
-void tw_clear(void* engine, int32_t seat) {
+void tw_clear(void* engine, int32_t slot) {
     Engine& own = *(Engine*)engine;
-    if (own.seat_bytes) own.cache.release(seat * own.seat_bytes, own.seat_bytes);
-    tw::forget_given_back(own, seat);
-    if (own.kept_bytes) own.kept.release(seat * own.kept_bytes, own.kept_bytes);
+    if (own.slot_bytes) own.cache.release(slot * own.slot_bytes, own.slot_bytes);
+    tw::forget_given_back(own, slot);
+    if (own.kept_bytes) own.kept.release(slot * own.kept_bytes, own.kept_bytes);
 }
 
 void tw_copy(void* engine, int32_t source, int32_t target, int32_t num_positions) {
@@ -193,12 +193,12 @@ void tw_copy(void* engine, int32_t source, int32_t target, int32_t num_positions
         each.given_back[target] = num_positions ? each.given_back[source] : 0;
         if (first >= end) continue;
         uint8_t* to = own.cache.data() + each.offset + first;
-        std::memcpy(to + target * own.seat_bytes, to + source * own.seat_bytes, end - first);
+        std::memcpy(to + target * own.slot_bytes, to + source * own.slot_bytes, end - first);
     }
     if (own.kept_bytes) tw_load(engine, target, own.kept.data() + source * own.kept_bytes);
 }
 
-int64_t tw_seat_bytes(void* engine, int32_t num_positions) {
+int64_t tw_slot_bytes(void* engine, int32_t num_positions) {
     int64_t found = 0;
     for (const tw::CacheGroup& each : ((Engine*)engine)->groups) {
         const int64_t most = each.window ? each.window + (int64_t)tw::kReachBack : num_positions;
@@ -209,14 +209,14 @@ int64_t tw_seat_bytes(void* engine, int32_t num_positions) {
 
 int64_t tw_sequence_bytes(void* engine) { return ((Engine*)engine)->kept_bytes; }
 
-void tw_save(void* engine, int32_t seat, void* to) {
+void tw_save(void* engine, int32_t slot, void* to) {
     Engine& own = *(Engine*)engine;
-    std::memcpy(to, own.kept.data() + seat * own.kept_bytes, own.kept_bytes);
+    std::memcpy(to, own.kept.data() + slot * own.kept_bytes, own.kept_bytes);
 }
 
-void tw_load(void* engine, int32_t seat, const void* from) {
+void tw_load(void* engine, int32_t slot, const void* from) {
     Engine& own = *(Engine*)engine;
-    std::memcpy(own.kept.data() + seat * own.kept_bytes, from, own.kept_bytes);
+    std::memcpy(own.kept.data() + slot * own.kept_bytes, from, own.kept_bytes);
 }
 
 }

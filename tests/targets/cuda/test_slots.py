@@ -1,4 +1,4 @@
-"""Seats of the cuda executable: who sits in a bucket's rows, what goes along, what is forced."""
+"""Slots of the cuda executable: who sits in a bucket's rows, what goes along, what is forced."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from tests.targets.cuda.test_executable import (
 )
 from tests.tiny import (
     compiled,
-    copy_seat,
+    copy_slot,
     joined,
-    leave_seat,
+    leave_slot,
     prefill,
     random_tokens,
     step,
-    take_seat,
+    take_slot,
     tiny_model,
 )
 from tilewright.compiler.sampling.params import SamplingParams
-from tilewright.compiler.targets.cuda.state import slot_table as seats_module
-from tilewright.compiler.targets.cuda.state.slot_table import SeatTable, send
+from tilewright.compiler.targets.cuda.state import slot_table as slots_module
+from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
-    Back,
-    Chunk,
-    Close,
+    AssignPages,
+    CloseSlot,
     HostPlace,
-    Open,
-    Out,
-    Pages,
-    Seat,
+    OpenSlot,
+    PrefillChunk,
+    Slot,
     Step,
+    SwapIn,
+    SwapOut,
 )
 
 __all__ = ["executable"]
@@ -56,13 +56,13 @@ __all__ = ["executable"]
 PENALISED = SamplingParams(temperature=0.7, seed=8, repetition_penalty=1.5, frequency_penalty=0.3)
 
 
-def test_a_seat_that_is_opened_again_has_parameters_of_its_own() -> None:
+def test_a_slot_that_is_opened_again_has_parameters_of_its_own() -> None:
     """Seeds are 64 bits of either sign; a top k has 31 bits."""
-    table = SeatTable(2, 3, torch.device("cpu"))
-    table.open({Seat(1): SamplingParams(temperature=0.5, stop_token_ids=(1, 2, 3), seed=-5)})
+    table = SlotTable(2, 3, torch.device("cpu"))
+    table.open({Slot(1): SamplingParams(temperature=0.5, stop_token_ids=(1, 2, 3), seed=-5)})
     by = table.parameters
     assert by.seeds.tolist() == [0, -5, 0] and by.end_tokens[1].tolist() == [1, 2, 3]
-    table.open({Seat(1): SamplingParams(stop_token_ids=(7,), seed=-(2**63), top_k=2**31 - 1)})
+    table.open({Slot(1): SamplingParams(stop_token_ids=(7,), seed=-(2**63), top_k=2**31 - 1)})
     assert by.seeds.tolist() == [0, -(2**63), 0] and by.temperature[1] == 0.0
     assert by.end_tokens[1].tolist() == [7, -1, -1] and by.top_k[1] == 2**31 - 1
 
@@ -72,21 +72,21 @@ def test_rows_are_written_in_one_copy_and_only_where_they_change(
 ) -> None:
     """Those between them stay as they are; what could not be written is not taken for written."""
     sent: list[int] = []
-    into = seats_module.send_into
+    into = slots_module.send_into
 
     def counted(place: Tensor, values: np.ndarray) -> None:
         sent.append(len(values))
         into(place, values)
 
-    monkeypatch.setattr(seats_module, "send_into", counted)
-    table = SeatTable(4, 3, torch.device("cpu"))
+    monkeypatch.setattr(slots_module, "send_into", counted)
+    table = SlotTable(4, 3, torch.device("cpu"))
     a, b, c = (
         SamplingParams(seed=7),
         SamplingParams(seed=8, stop_token_ids=(5,)),
         SamplingParams(top_p=0.5, min_p=0.25),
     )
-    table.open({Seat(1): b})
-    table.open({Seat(2): a, Seat(0): c})
+    table.open({Slot(1): b})
+    table.open({Slot(2): a, Slot(0): c})
     expected = [0, 8, 7, 0, 0], [0.5, 1.0, 1.0, 1.0, 1.0], [-1, 5, -1, -1, -1]
 
     def found() -> tuple[list[int], list[float], list[int]]:
@@ -94,49 +94,51 @@ def test_rows_are_written_in_one_copy_and_only_where_they_change(
         return by.seeds.tolist(), by.top_p.tolist(), by.end_tokens[:, 0].tolist()
 
     assert found() == expected and sent == [1, 3]
-    table.open({Seat(0): c, Seat(2): a})
-    table.open({Seat(3): SamplingParams()})
+    table.open({Slot(0): c, Slot(2): a})
+    table.open({Slot(3): SamplingParams()})
     assert found() == expected and sent == [1, 3]
     with pytest.raises(OverflowError):
-        table.open({Seat(0): b, Seat(1): SamplingParams(stop_token_ids=(1 << 64,))})
+        table.open({Slot(0): b, Slot(1): SamplingParams(stop_token_ids=(1 << 64,))})
     assert found() == expected and sent == [1, 3]
-    table.open({Seat(0): b})
+    table.open({Slot(0): b})
     assert found() == ([8, 8, 7, 0, 0], [1.0] * 5, [5, 5, -1, -1, -1]) and sent == [1, 3, 1]
 
 
-def test_seats_that_leave_a_bucket_take_their_tokens_along(executable: Executable) -> None:
+def test_slots_that_leave_a_bucket_take_their_tokens_along(executable: Executable) -> None:
     """One goes on alone, both come back in another order, and a third joins from its prompt."""
     rows = [ROWS[1], GREEDY]
     expected = [list(each) for each in zip(*step_by_step(executable, rows, 4), strict=True)]
-    seats = started(executable, rows)
-    a, b = seats
-    third = take_seat(executable, 40, GREEDY)
-    first = executable.step(first_step(seats))
-    alone = executable.step(Step(decode=(a,), prompts=(Chunk(third, 0, (7, 8), chooses=True),)))
+    slots = started(executable, rows)
+    a, b = slots
+    third = take_slot(executable, 40, GREEDY)
+    first = executable.step(first_step(slots))
+    alone = executable.step(
+        Step(decode=(a,), prompts=(PrefillChunk(third, 0, (7, 8), chooses=True),))
+    )
     both = [executable.step(Step(decode=(third, b, a))) for _ in range(2)]
-    found: dict[Seat, list[int]] = {}
+    found: dict[Slot, list[int]] = {}
     for output in (first, alone, *both):
         for part in output.parts:
-            for seat, token in zip(part.seats, part.read().tokens, strict=True):
-                found.setdefault(seat, []).append(token)
+            for slot, token in zip(part.slots, part.read().tokens, strict=True):
+                found.setdefault(slot, []).append(token)
     assert (found[a], found[b]) == (expected[0], expected[1][:3])
-    release(executable, (*seats, third))
-    fresh = take_seat(executable, 40)
+    release(executable, (*slots, third))
+    fresh = take_slot(executable, 40)
     assert found[third][0] == int(step(executable, [(fresh, (7, 8), 0)]).argmax())
-    leave_seat(executable, fresh)
+    leave_slot(executable, fresh)
 
 
-def test_one_seat_s_token_may_be_forced_beside_another_s_own(executable: Executable) -> None:
-    seats = started(executable, [GREEDY] * 2)
-    held = list(executable.step(first_step(seats)).parts[0].read().tokens)
-    mixed = joined(executable.step(Step(decode=seats, forced={seats[1]: 3}, want_logits=True)))
-    release(executable, seats)
-    seats = started(executable, [GREEDY] * 2)
-    executable.step(first_step(seats))
-    forced = dict(zip(seats, (held[0], 3), strict=True))
-    told = joined(executable.step(Step(decode=seats, forced=forced, want_logits=True)))
+def test_one_slot_s_token_may_be_forced_beside_another_s_own(executable: Executable) -> None:
+    slots = started(executable, [GREEDY] * 2)
+    held = list(executable.step(first_step(slots)).parts[0].read().tokens)
+    mixed = joined(executable.step(Step(decode=slots, forced={slots[1]: 3}, want_logits=True)))
+    release(executable, slots)
+    slots = started(executable, [GREEDY] * 2)
+    executable.step(first_step(slots))
+    forced = dict(zip(slots, (held[0], 3), strict=True))
+    told = joined(executable.step(Step(decode=slots, forced=forced, want_logits=True)))
     assert torch.equal(mixed, told)
-    release(executable, seats)
+    release(executable, slots)
 
 
 @pytest.mark.parametrize("row", only([PENALISED], [PENALISED, GREEDY, ROWS[1]]))
@@ -147,37 +149,37 @@ def test_more_rows_than_a_bucket_has_come_in_parts(
     expected = step_by_step(executable, rows, 3)
     inner: Any = executable
     monkeypatch.setattr(inner._buckets, "rows", (1, 2))
-    seats = started(executable, rows)
-    outputs = [executable.step(first_step(seats))]
-    outputs += [executable.step(Step(decode=seats)) for _ in range(2)]
+    slots = started(executable, rows)
+    outputs = [executable.step(first_step(slots))]
+    outputs += [executable.step(Step(decode=slots)) for _ in range(2)]
     for output, tokens in zip(outputs, expected, strict=True):
-        assert [part.seats for part in output.parts] == [seats[:2], seats[2:]]
+        assert [part.slots for part in output.parts] == [slots[:2], slots[2:]]
         assert [token for part in output.parts for token in part.read().tokens] == tokens
-    output = executable.step(Step(decode=seats, masked=True))
+    output = executable.step(Step(decode=slots, masked=True))
     only_one = np.arange(61) == 11
-    executable.choose(output, allowed_of({seats[0]: only_one, seats[2]: only_one}))
+    executable.choose(output, allowed_of({slots[0]: only_one, slots[2]: only_one}))
     chosen = [token for part in output.parts for token in part.read().tokens]
     assert (chosen[0], chosen[2]) == (11, 11)
-    release(executable, seats)
+    release(executable, slots)
 
 
 def test_a_token_chosen_late_is_the_one_that_is_read_next(executable: Executable) -> None:
     """Masked once, then on by the device alone, in another part of the random numbers."""
     rows = [ROWS[1], GREEDY]
-    seats = started(executable, rows)
-    output = executable.step(dataclasses.replace(first_step(seats), masked=True))
-    executable.choose(output, allowed_of({seat: np.arange(61) == 9 + seat for seat in seats}))
+    slots = started(executable, rows)
+    output = executable.step(dataclasses.replace(first_step(slots), masked=True))
+    executable.choose(output, allowed_of({slot: np.arange(61) == 9 + slot for slot in slots}))
     tokens = output.parts[0].read().tokens
-    assert tokens == [9 + seat for seat in seats]
-    ahead = executable.step(Step(decode=seats, want_logits=True))
-    release(executable, seats)
-    seats = started(executable, rows)
-    executable.step(first_step(seats))
-    forced = dict(zip(seats, tokens, strict=True))
-    told = executable.step(Step(decode=seats, forced=forced, want_logits=True))
+    assert tokens == [9 + slot for slot in slots]
+    ahead = executable.step(Step(decode=slots, want_logits=True))
+    release(executable, slots)
+    slots = started(executable, rows)
+    executable.step(first_step(slots))
+    forced = dict(zip(slots, tokens, strict=True))
+    told = executable.step(Step(decode=slots, forced=forced, want_logits=True))
     assert torch.equal(joined(ahead), joined(told))
     assert ahead.parts[0].read() == told.parts[0].read()
-    release(executable, seats)
+    release(executable, slots)
 
 
 def test_known_tokens_are_read_behind_a_prompt_that_chose_nothing(executable: Executable) -> None:
@@ -186,40 +188,45 @@ def test_known_tokens_are_read_behind_a_prompt_that_chose_nothing(executable: Ex
     tokens = random_tokens(8)
     expected = prefill(executable, tokens, [6, 1])[-1:]
     sizes, inner._buckets.tokens = inner._buckets.tokens, (4,)
-    seat = take_seat(executable, 20)
-    assert not executable.step(Step(prompts=(Chunk(seat, 0, tuple(tokens[:6])),))).parts
-    step(executable, [(seat, tokens[6:7], 6)])
-    assert torch.equal(step(executable, [(seat, tokens[7:], 7)]), expected)
+    slot = take_slot(executable, 20)
+    assert not executable.step(Step(prompts=(PrefillChunk(slot, 0, tuple(tokens[:6])),))).parts
+    step(executable, [(slot, tokens[6:7], 6)])
+    assert torch.equal(step(executable, [(slot, tokens[7:], 7)]), expected)
     inner._buckets.tokens = sizes
-    leave_seat(executable, seat)
+    leave_slot(executable, slot)
 
 
 @pytest.mark.parametrize(("row", "hybrid"), only([], [(PENALISED, False), (ROWS[1], True)]))
-def test_a_seat_that_went_to_the_host_and_back_goes_on(row: SamplingParams, hybrid: bool) -> None:
-    """On another seat, in other pages, while its own were written over by others."""
+def test_a_slot_that_went_to_the_host_and_back_goes_on(row: SamplingParams, hybrid: bool) -> None:
+    """On another slot, in other pages, while its own were written over by others."""
     changes = {"model_type": "qwen3_5", **ON_CUDA} if hybrid else SMALL
     options: dict[str, Any] = {"compute": "fast", "max_context": 128}
     found = compiled(tiny_model(std=0.2, **changes), "cuda", precision=BF16, **options)
-    a, b, place = Seat(0), Seat(3), HostPlace(5)
+    a, b, place = Slot(0), Slot(3), HostPlace(5)
     prompt = tuple(random_tokens(70 if not hybrid else 9))
-    begins = (Open(a, row, prompt), Pages(a, 0, (4, 1)), Open(b, GREEDY), Pages(b, 0, (0, 2)))
+    begins = (
+        OpenSlot(a, row, prompt),
+        AssignPages(a, 0, (4, 1)),
+        OpenSlot(b, GREEDY),
+        AssignPages(b, 0, (0, 2)),
+    )
 
     def run(out_and_back: bool) -> list[Any]:
         found.reset()
-        output = found.step(Step(edits=begins, prompts=(Chunk(a, 0, prompt, chooses=True),)))
-        parts, seat = [*output.parts, *found.step(Step(decode=(a,))).parts], a
+        output = found.step(Step(edits=begins, prompts=(PrefillChunk(a, 0, prompt, chooses=True),)))
+        parts, slot = [*output.parts, *found.step(Step(decode=(a,))).parts], a
         if out_and_back:
-            found.step(Step(edits=(Out(a, place), Close(a), Close(b))))
+            found.step(Step(edits=(SwapOut(a, place), CloseSlot(a), CloseSlot(b))))
             assert found.memory().state == 0
-            taken = (Open(a, GREEDY), Pages(a, 0, (1, 4)))
-            found.step(Step(edits=taken, prompts=(Chunk(a, 0, (5,) * 66),)))
-            seat = Seat(2)
-            again = (Open(seat, row, prompt), Pages(seat, 0, (3, 0)), Back(seat, place))
-            parts += found.step(Step(edits=again, decode=(seat,))).parts
+            taken = (OpenSlot(a, GREEDY), AssignPages(a, 0, (1, 4)))
+            found.step(Step(edits=taken, prompts=(PrefillChunk(a, 0, (5,) * 66),)))
+            slot = Slot(2)
+            again = (OpenSlot(slot, row, prompt), AssignPages(slot, 0, (3, 0)), SwapIn(slot, place))
+            parts += found.step(Step(edits=again, decode=(slot,))).parts
         else:
             parts += found.step(Step(decode=(a,))).parts
-        parts += found.step(Step(decode=(seat,))).parts
-        last = found.step(Step(decode=(seat,), want_logits=True))
+        parts += found.step(Step(decode=(slot,))).parts
+        last = found.step(Step(decode=(slot,), want_logits=True))
         return [[part.read() for part in parts], joined(last).tolist()]
 
     assert run(True) == run(False)
@@ -227,37 +234,37 @@ def test_a_seat_that_went_to_the_host_and_back_goes_on(row: SamplingParams, hybr
 
 
 def test_what_a_scheduler_gets_wrong_fails_an_assertion(executable: Executable) -> None:
-    seat = take_seat(executable, 40)
-    step(executable, [(seat, (1, 2, 3), 0)])
-    copied = copy_seat(executable, seat, 2)
+    slot = take_slot(executable, 40)
+    step(executable, [(slot, (1, 2, 3), 0)])
+    copied = copy_slot(executable, slot, 2)
     wrong = [
-        Step(edits=(Open(seat, GREEDY),)),
-        Step(edits=(Open(Seat(4), GREEDY),)),
-        Step(edits=(Pages(seat, 2, (3,)),)),
-        Step(prompts=(Chunk(copied, 3, (1,)),)),
+        Step(edits=(OpenSlot(slot, GREEDY),)),
+        Step(edits=(OpenSlot(Slot(4), GREEDY),)),
+        Step(edits=(AssignPages(slot, 2, (3,)),)),
+        Step(prompts=(PrefillChunk(copied, 3, (1,)),)),
     ]
     for each in wrong:
         with pytest.raises(AssertionError):
             executable.step(each)
-    release(executable, (seat, copied))
+    release(executable, (slot, copied))
 
 
-def test_a_step_past_a_seat_s_own_pages_is_refused(executable: Executable) -> None:
+def test_a_step_past_a_slot_s_own_pages_is_refused(executable: Executable) -> None:
     """Behind them the table names pages that may be another's: nothing may be written there."""
-    other, seat = take_seat(executable, 40), take_seat(executable, 64)
+    other, slot = take_slot(executable, 40), take_slot(executable, 64)
     step(executable, [(other, (5, 6, 7), 0)])
-    step(executable, [(seat, tuple(random_tokens(64)), 0)])
+    step(executable, [(slot, tuple(random_tokens(64)), 0)])
     inner: Any = executable
     before = [each.values.clone() for each in inner._state.pages.values()]
     for wrong in (
-        Step(decode=(seat,), forced={seat: 3}),
-        Step(prompts=(Chunk(seat, 64, (3,), chooses=True),)),
+        Step(decode=(slot,), forced={slot: 3}),
+        Step(prompts=(PrefillChunk(slot, 64, (3,), chooses=True),)),
     ):
         with pytest.raises(AssertionError, match="pages up to 64"):
             executable.step(wrong)
     after = [each.values for each in inner._state.pages.values()]
     assert all(map(torch.equal, before, after))
-    release(executable, (other, seat))
+    release(executable, (other, slot))
 
 
 @pytest.mark.gpu
@@ -272,7 +279,7 @@ def test_what_is_sent_may_be_changed_at_once() -> None:
         sent.append(send(values, device))
         wanted.append(int(values.sum()))
         values[:] = -1
-    assert seats_module._staging(device).staged(np.arange(3)).is_pinned()
+    assert slots_module._staging(device).staged(np.arange(3)).is_pinned()
     large = np.full((3, 1 << 18), 7, dtype=np.int64)
     assert bool((send(large, device) == 7).all())
     assert [int(each.sum()) for each in sent] == wanted
@@ -295,8 +302,8 @@ def test_what_is_sent_may_end_where_a_half_of_the_staging_does(
             told.append(f"waited {self.name}")
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(seats_module._Staging, "_HALF", 256)
-    staging = seats_module._Staging(torch.device("cpu"))
+    monkeypatch.setattr(slots_module._Staging, "_HALF", 256)
+    staging = slots_module._Staging(torch.device("cpu"))
     for count in (8, 8, 8, 8, 3, 29, 32, 1):  # of 8 bytes: 256 to a half, in 64s
         sent = np.arange(count) + count
         assert staging.send(sent).tolist() == sent.tolist()
@@ -308,7 +315,7 @@ def test_what_is_sent_may_end_where_a_half_of_the_staging_does(
 
 def test_what_is_staged_is_a_copy_of_its_kind() -> None:
     """Whatever its type and shape, and however it lies in memory; each in a place of its own."""
-    staging = seats_module._Staging(torch.device("cpu"))
+    staging = slots_module._Staging(torch.device("cpu"))
     square = np.arange(12, dtype=np.int64).reshape(3, 4)
     given: list[np.ndarray | Tensor] = [square, square[:, 1::2], square.T.astype(np.int32)]
     given += [np.array(3.5), np.zeros((0, 5), dtype=np.uint8), torch.tensor([True, False])]
