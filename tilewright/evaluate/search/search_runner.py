@@ -178,8 +178,9 @@ class _Hunt:
             assert held_out is not None
             if self.bounds.keeps(held_out, row.num_bytes or 0):
                 return num_steps
+            top1 = decimal(ResultRow.of(accuracy=held_out).top1_percent)
             found.comments.append(
-                f"{precision.name}: {decimal(ResultRow.of(accuracy=held_out).top1_percent)} % on the "
+                f"{precision.name}: {top1} % on the "
                 "held-out text, outside the bounds: a safer one was tried"
             )
         return None

@@ -18,6 +18,7 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     TtInstruction,
     TtValue,
     TtWeight,
+    class_name,
 )
 from tilewright.errors import CompileError
 
@@ -173,7 +174,7 @@ class SourceSection:
         return f"w[{quoted(self._tail(weight.name))}]"
 
     def _mark(self, instruction: TtInstruction, what: str, text: str) -> str:
-        parts = (self.program.phase, self._tail(instruction.fqn), type(instruction).__name__, what)
+        parts = (self.program.phase, self._tail(instruction.fqn), class_name(instruction), what)
         return self.marks.put(".".join(part for part in parts if part).lower(), text)
 
     def _dtype(self, instruction: TtInstruction, value: TtValue, what: str = "dtype") -> str:

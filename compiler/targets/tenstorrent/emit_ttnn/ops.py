@@ -37,6 +37,7 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     TtInstruction,
     TtSwiGLU,
     UpdateCache,
+    class_name,
 )
 from tilewright.compiler.targets.tenstorrent.program.product_blocks import (
     prompt_blocks,
@@ -77,7 +78,7 @@ class InstructionLines(SourceSection):
         writer = self._writers.get(type(instruction))
         if writer is None:
             raise CompileError(
-                f"{instruction.fqn}: {type(instruction).__name__} has no lines in a ttnn file; "
+                f"{instruction.fqn}: {class_name(instruction)} has no lines in a ttnn file; "
                 "allowed: models without experts and Gated DeltaNet"
             )
         writer(instruction)

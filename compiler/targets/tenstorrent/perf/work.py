@@ -30,6 +30,7 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     TtEmbedding,
     TtInstruction,
     TtValue,
+    class_name,
     tile_bytes,
 )
 from tilewright.compiler.targets.tenstorrent.program.placement import GRID
@@ -129,7 +130,7 @@ def _work(
         bytes_read = instruction.out.num_bytes
     return InstructionCost(
         SMALL,
-        type(instruction).__name__,
+        class_name(instruction),
         "",
         bytes_read=bytes_read,
         activation_bytes=moved,
@@ -251,7 +252,7 @@ def _collective(
     moved = value.num_bytes * (count - 1) // count * (2 if is_both else 1)
     return InstructionCost(
         COLLECTIVE,
-        type(collective).__name__,
+        class_name(collective),
         "",
         ring_steps=0 if is_gather else count - 1,
         hops=count // 2 if is_gather or is_both else 0,

@@ -220,6 +220,11 @@ class ComputeConfig:
         return FIDELITIES[self.name].approx
 
 
+def class_name(value: object) -> str:
+    """Return a class name without the prefix of this program, as in listings and results."""
+    return type(value).__name__.removeprefix("Tt")
+
+
 @dataclass(frozen=True, slots=True)
 class TtInstruction:
     """``out`` is what it makes. ``fqn``, ``layer``: whose it is; layer None outside the layers."""

@@ -11,6 +11,7 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     DeviceProgram,
     Matmul,
     TtValue,
+    class_name,
     tile_bytes,
 )
 from tilewright.compiler.targets.tenstorrent.program.product_blocks import product_bytes
@@ -51,7 +52,7 @@ def plan_memory(program: DeviceProgram) -> MemoryPlan:
         else:
             here = sum(bytes_on_a_core(value) for value in values if value.memory.buffer == L1)
         if here > l1_bytes:
-            l1_bytes, fullest = here, f"{type(instruction).__name__} of {instruction.fqn}"
+            l1_bytes, fullest = here, f"{class_name(instruction)} of {instruction.fqn}"
     return MemoryPlan(
         weight_bytes=sum(weight.num_bytes for weight in program.weights),
         cache_bytes=sum(cache.num_bytes for cache in program.caches)

@@ -19,6 +19,7 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     TtValue,
     TtWeight,
     UpdateCache,
+    class_name,
 )
 
 _SKIPPED = ("out", "fqn", "layer")
@@ -57,7 +58,7 @@ def _line(instruction: TtInstruction, names: dict[TtValue, str]) -> str:
     def name_of(value: TtValue) -> str:
         return names.setdefault(value, f"%{len(names)}")
 
-    opcode = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "_", type(instruction).__name__).lower()
+    opcode = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "_", class_name(instruction)).lower()
     made = _made(instruction)
     arguments = [
         _argument(name, operand, name_of)
