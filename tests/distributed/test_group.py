@@ -87,8 +87,8 @@ def test_who_does_not_know_the_token_is_hung_up_on(tmp_path: Path, is_local: boo
 def test_a_rank_0_that_is_stopped_before_it_answers_is_missed(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path\n"
-        "from tilewright.distributed.channel import Address, Listener\n"
-        "kept = Listener(Address(path=Path(sys.argv[1])), b'x'); print('there', flush=True)\n"
+        "from tilewright.distributed.channel import Address, RankListener\n"
+        "kept = RankListener(Address(path=Path(sys.argv[1])), b'x'); print('there', flush=True)\n"
         "time.sleep(60)\n"
     )
     address = Address(path=tmp_path / "s")

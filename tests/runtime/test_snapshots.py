@@ -21,9 +21,14 @@ def percent_found(num_snapshots: int) -> float:
     where all chats have a turn before any has its next.
     """
     limits = Capabilities(
-        max_num_seqs=1, max_context=1 << 14, page_size=64, num_pages=1 << 14, max_step_tokens=1 << 14,
-        has_sequence_state=True, num_snapshots=num_snapshots,
-    )  # fmt: skip
+        max_num_seqs=1,
+        max_context=1 << 14,
+        page_size=64,
+        num_pages=1 << 14,
+        max_step_tokens=1 << 14,
+        has_sequence_state=True,
+        num_snapshots=num_snapshots,
+    )
     scheduler, rng = Scheduler(limits), random.Random(0)
     found = shared = 0
     for turn in range(TURNS):

@@ -29,8 +29,9 @@ class CollectiveCall:
 def advance(
     graph_module: GraphModule, arguments: Sequence[Any]
 ) -> Generator[CollectiveCall, Any, Any]:
-    """Run a graph on its input values. Yield each collective :class:`CollectiveCall`, receive its result, and
-    return the graph's result.
+    """Run a graph on its input values, yield each :class:`CollectiveCall`, return the graph's result.
+
+    What the caller sends after a yield is the result of that collective.
 
     Values are freed after their last reader.
     """

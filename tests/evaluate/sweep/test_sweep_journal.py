@@ -138,9 +138,9 @@ def test_a_killed_writer_loses_nothing_that_it_said_was_written(tmp_path: Path) 
     journal = make(tmp_path)
     code = (
         "import sys; from pathlib import Path; from tilewright.evaluate.sweep.journal import *\n"
-        "journal = Journal.open(Path(sys.argv[1]))\n"
+        "journal = SweepJournal.open(Path(sys.argv[1]))\n"
         "while True:\n"
-        "    journal.append(Started(sys.argv[2], 'now')); print('.', flush=True)\n"
+        "    journal.append(TrialStarted(sys.argv[2], 'now')); print('.', flush=True)\n"
     )
     arguments = [sys.executable, "-c", code, str(journal.path), A.id]
     with subprocess.Popen(

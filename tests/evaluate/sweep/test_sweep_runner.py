@@ -208,9 +208,9 @@ _RESUMED = """
 import sys
 from pathlib import Path
 from tilewright.utils.child_process import Child
-from tilewright.evaluate.sweep.journal import Journal
+from tilewright.evaluate.sweep.journal import SweepJournal
 from tilewright.evaluate.sweep.runner import Runner
-journal = Journal.open(Path(sys.argv[1]))
+journal = SweepJournal.open(Path(sys.argv[1]))
 def launch(of, log, threads):
     program = open(sys.argv[2]).read().replace("CELL", of.id)
     return Child((sys.executable, "-S", "-c", program), log=log, timeout_s=60)

@@ -59,7 +59,7 @@ class Unrun:
 
 @pytest.fixture(autouse=True)
 def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "Captured", Counted)
+    monkeypatch.setattr(capture, "CapturedGraph", Counted)
     Counted.made = 0
 
 

@@ -197,7 +197,7 @@ def test_the_way_is_chosen_by_what_gpus_reach(
 
     own = SimpleNamespace(addresses=[0] * size)
     monkeypatch.setattr(peers, "check_reached", check_reached)
-    monkeypatch.setattr(peers, "Peers", lambda *given, **more: own)
+    monkeypatch.setattr(peers, "PeerMemory", lambda *given, **more: own)
     met: Any = Met(size)
     found = group.meet(met, (), CPU, asked=asked)
     assert isinstance(found.exchange, GatheredExchange) is (why is not None)

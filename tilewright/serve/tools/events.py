@@ -48,7 +48,7 @@ class CallRegion(Protocol):
     """Reads what stands behind an opening marker.
 
     Attributes:
-        is_call: whether a `ToolCallStart` was given: until then all of it may yet prove to be plain text.
+        is_call: whether a `ToolCallStart` was given; before it the text may still be plain.
         rest: None while it reads; then the text behind its end, or behind what it could not read.
     """
 

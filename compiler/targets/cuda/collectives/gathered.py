@@ -38,9 +38,10 @@ class Gathering(Protocol):
 
 
 class GatheredExchange(PeerAllReduce):
-    """An `PeerAllReduce` whose kernels run as the first of a group that has sent all its parts: they lie
-    where it would await them, one after the other, and what it sends itself goes aside. So nothing
-    is waited for there, and the slot of the protocol is always the first.
+    """A `PeerAllReduce` whose kernels run as rank 0 of a group whose ranks have sent everything.
+
+    The values of the other ranks lie where the kernels would await them, and what they send goes
+    aside. So nothing waits, and the slot of the protocol is always the first.
     """
 
     def __init__(self, gathering: Gathering, *, part_bytes: int, device: torch.device) -> None:

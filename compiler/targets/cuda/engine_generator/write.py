@@ -50,9 +50,9 @@ _SECTIONS = {
 }
 _NATIVE = {
     "../../kernels/attention/split": ("choose_share", "num_parts", "SHORT_PAGES", "MOST_SPLITS"),
-    "../../kernels/attention/attention": ("_Attend", "_shared_bytes", "_WARPS"),
+    "../../kernels/attention/attention": ("_AttentionParams", "_shared_bytes", "_WARPS"),
     "../../kernels/experts/route": ("RouteArguments",),
-    "../../kernels/experts/experts": ("_Experts", "_Weight"),
+    "../../kernels/experts/experts": ("_ExpertsParams", "_WeightParams"),
     "../../kernels/delta_rule/delta_step": ("_DeltaStep", "columns_of_a_block"),
     "native": (),
 }

@@ -160,8 +160,8 @@ class BatchBucket(Bucket):
         drawing: Drawing | None,
         marks: Marks = NO_MARKS,
     ) -> None:
-        """Run a pass of a captured number of tokens, as :meth:`_MixedGraph.upload` says; each slot of
-        ``ends`` reads what was chosen for it next.
+        """Run a pass of a captured number of tokens, as :meth:`_MixedGraph.upload` says. Each slot
+        of ``ends`` reads the token chosen for it next.
         """
         found = self._pass(num_tokens)
         found.upload(chunks, held, ends, self._table.padding, marks)

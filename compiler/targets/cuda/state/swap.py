@@ -14,7 +14,7 @@ from tilewright.compiler.targets.interface.step import DropSwapped, HostPlace, S
 
 
 class Away:
-    """What slots were when they were put out, by place; ``slot_states`` are those of the executable.
+    """State of slots that were swapped out, by place; ``slot_states``: the executable's.
 
     The tokens they hold stay on the device, where the step that chooses them may still be queued.
     """
