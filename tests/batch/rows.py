@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from tilewright.batch.engine import BatchEngine, FinishedRow
+from tilewright.batch.engine import BatchEngine, FinishedRequest
 from tilewright.batch.preparing import BatchGrammarValidator, Preparer
 from tilewright.batch.records import Item, Record, refused
 from tilewright.compiler.targets.contract.record import NumericContract
@@ -66,7 +66,7 @@ def null_engine(
     return BatchEngine(service, transport, preparer)
 
 
-def run(engine: BatchEngine, items: Sequence[Item | Record]) -> Iterator[FinishedRow]:
+def run(engine: BatchEngine, items: Sequence[Item | Record]) -> Iterator[FinishedRequest]:
     """All that has ended, in the order in which it did."""
     for ended in engine.run(iter(items)):
         yield from ended

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tests.batch.rows import record
-from tilewright.batch.engine import FinishedRow
+from tilewright.batch.engine import FinishedRequest
 from tilewright.cli.terminal import batch_progress, pulse
 from tilewright.cli.terminal.batch_progress import Bar
 from tilewright.cli.terminal.pulse import PulsingSign
@@ -26,10 +26,10 @@ def shown(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> str:
     data: Any = SimpleNamespace(length=lambda row: 10 * row)
     with Bar(cast(Any, data), [5, 4, 3], num_done=2) as bar:
         bar.show([], 0)
-        bar.show([FinishedRow(record=record(5))], 40)
-        bar.show([FinishedRow(record=record(4))], 80)
+        bar.show([FinishedRequest(record=record(5))], 40)
+        bar.show([FinishedRequest(record=record(4))], 80)
         assert re.fullmatch(r"4/5 rows, [\d,.]+ rows/s, [\d,]+ t/s, 0:00:00 left", bar.said())
-        bar.show([FinishedRow(record=record(3))], 120)
+        bar.show([FinishedRequest(record=record(3))], 120)
     return file.getvalue()
 
 

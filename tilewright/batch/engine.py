@@ -36,7 +36,7 @@ _FED_A_TURN = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedRow:
+class FinishedRequest:
     """A row that has ended, with what it took.
 
     Attributes:
@@ -59,7 +59,7 @@ class _ActiveChoice:
         tokens, scores: what has come and is no text yet; echo: of its prompt, with the first.
     """
 
-    live: _ActiveRow
+    live: _ActiveRequest
     index: int
     times: RequestTimes
     tokens: list[int] = field(default_factory=list)
@@ -72,7 +72,7 @@ class _ActiveChoice:
 
 
 @dataclass(slots=True, eq=False)
-class _ActiveRow:
+class _ActiveRequest:
     """A row on its way."""
 
     item: Item
@@ -110,7 +110,7 @@ class BatchEngine:
         kinds = (found.get(f"{STEP}/{kind}") for kind in ("decode", "mixed"))
         return sum(sum(tally.counts) for tally in kinds if tally is not None)
 
-    def run(self, items: Iterator[Item | Record]) -> Iterator[list[FinishedRow]]:
+    def run(self, items: Iterator[Item | Record]) -> Iterator[list[FinishedRequest]]:
         """Answer rows in about the order in which they are given; after every step, those that
         have ended, among them at once those of which a record is given.
 
@@ -119,21 +119,21 @@ class BatchEngine:
         """
         is_empty = False
         while not is_empty or self._asked:
-            ended: list[FinishedRow] = []
+            ended: list[FinishedRequest] = []
             for _ in range(_FED_A_TURN):
                 if is_empty or self._num_waiting >= self._most_waiting:
                     break
                 item = next(items, None)
                 is_empty = item is None
                 if isinstance(item, Record):
-                    ended.append(FinishedRow(record=item))
+                    ended.append(FinishedRequest(record=item))
                 elif item is not None:
                     self._give(item, ended)
             if self._asked:
                 self._turn(ended)
             yield ended
 
-    def _turn(self, ended: list[FinishedRow]) -> None:
+    def _turn(self, ended: list[FinishedRequest]) -> None:
         try:
             self._service.turn()
         except RankError as error:
@@ -145,15 +145,15 @@ class BatchEngine:
         while outbox:
             self._hear(outbox.popleft(), ended)
 
-    def _give(self, item: Item, ended: list[FinishedRow]) -> None:
+    def _give(self, item: Item, ended: list[FinishedRequest]) -> None:
         """Ask for a row; one that cannot be asked has ended."""
         try:
             job = self._preparer.job(item)
         except ApiError as error:
-            ended.append(FinishedRow(record=refused(item.row, error)))
+            ended.append(FinishedRequest(record=refused(item.row, error)))
             return
         is_watched = any(each.matcher.has_stops or each.reader for each in job.choices)
-        live, now = _ActiveRow(item, job, is_watched), time.perf_counter()
+        live, now = _ActiveRequest(item, job, is_watched), time.perf_counter()
         first: dict[tuple[int, ...], int] = {}
         for index, choice in enumerate(job.choices):
             number = next(self._numbers)
@@ -166,7 +166,7 @@ class BatchEngine:
                 )
             )
 
-    def _hear(self, message: FromEngine, ended: list[FinishedRow]) -> None:
+    def _hear(self, message: FromEngine, ended: list[FinishedRequest]) -> None:
         if isinstance(message, EngineReady | EngineStartFailed | Heartbeat):
             return
         asked = self._asked.get(message.request_id)
@@ -188,7 +188,7 @@ class BatchEngine:
             self._fail(asked, message, ended)
 
     def _hear_tokens(
-        self, message: NewTokens, asked: _ActiveChoice, ended: list[FinishedRow]
+        self, message: NewTokens, asked: _ActiveChoice, ended: list[FinishedRequest]
     ) -> None:
         self.num_output += len(message.tokens)
         self.num_first += asked.times.first_at is None
@@ -213,7 +213,7 @@ class BatchEngine:
             asked.tokens.clear()
             asked.scores.clear()
 
-    def _leave(self, number: int, ended: list[FinishedRow]) -> None:
+    def _leave(self, number: int, ended: list[FinishedRequest]) -> None:
         asked = self._asked.pop(number)
         live = asked.live
         del live.asked[number]
@@ -222,7 +222,9 @@ class BatchEngine:
         if not live.asked:
             ended.append(_ended(live))
 
-    def _fail(self, asked: _ActiveChoice, message: RequestFailed, ended: list[FinishedRow]) -> None:
+    def _fail(
+        self, asked: _ActiveChoice, message: RequestFailed, ended: list[FinishedRequest]
+    ) -> None:
         """One of a row's choices cannot be served: the row ends with that."""
         live = asked.live
         for number, each in live.asked.items():
@@ -231,10 +233,10 @@ class BatchEngine:
             self._num_waiting -= each.times.started_at is None
             del self._asked[number]
         error = ApiError(500, message.code, message.message)
-        ended.append(FinishedRow(record=refused(live.item.row, error)))
+        ended.append(FinishedRequest(record=refused(live.item.row, error)))
 
 
-def _ended(live: _ActiveRow) -> FinishedRow:
+def _ended(live: _ActiveRequest) -> FinishedRequest:
     usage = live.job.usage()
     record = Record(
         row=live.item.row,
@@ -242,7 +244,7 @@ def _ended(live: _ActiveRow) -> FinishedRow:
         completion_tokens=usage["completion_tokens"],
         body=msgspec.Raw(msgspec.json.encode(live.job.whole())),
     )
-    return FinishedRow(
+    return FinishedRequest(
         record=record,
         first_s=_first(live.done),
         total_s=_total(live.done),

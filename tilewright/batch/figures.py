@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tilewright.batch.engine import FinishedRow
+from tilewright.batch.engine import FinishedRequest
 
 _TAIL = 0.05
 """The share of the rows that are the tail: those that end last."""
@@ -52,7 +52,7 @@ class Meter:
     _ended: float = 0.0
 
     def take(
-        self, ended: Sequence[FinishedRow], *, num_steps: int = 0, num_decoded: int = 0
+        self, ended: Sequence[FinishedRequest], *, num_steps: int = 0, num_decoded: int = 0
     ) -> None:
         """Count rows that have ended; ``num_decoded``: tokens that ``num_steps`` have given."""
         self._ended = now = time.perf_counter()

@@ -29,11 +29,10 @@ class CollectiveCall:
 def advance(
     graph_module: GraphModule, arguments: Sequence[Any]
 ) -> Generator[CollectiveCall, Any, Any]:
-    """Run a graph on its input values, yield each :class:`CollectiveCall`, return the graph's result.
+    """Run a graph on its input values and return its result, as a generator.
 
-    What the caller sends after a yield is the result of that collective.
-
-    Values are freed after their last reader.
+    The generator yields the :class:`CollectiveCall` of the next collective and receives its result. A
+    value is freed after its last reader.
     """
     given, values = iter(arguments), dict[Node, Any]()
     for node in graph_module.graph.nodes:
@@ -60,7 +59,7 @@ def _last_reader(node: Node) -> Node:
 def run_together(programs: Sequence[tuple[GraphModule, Sequence[Any]]]) -> list[Any]:
     """Run all ranks' graphs together, in rank order. Return their results.
 
-    Each program is a graph with its input values.
+    A program is a graph with its input values.
     """
     running = [advance(graph_module, arguments) for graph_module, arguments in programs]
     sent: list[Any] = [None] * len(running)

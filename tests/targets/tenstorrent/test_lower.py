@@ -28,6 +28,7 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     TtInstruction,
     TtSwiGLU,
     UpdateCache,
+    class_name,
 )
 from tilewright.errors import CompileError
 
@@ -35,7 +36,7 @@ COLLECTIVES = (AllGather, TtAllReduce, ReduceScatter)
 
 
 def counts(program: DeviceProgram) -> Counter[str]:
-    return Counter(type(each).__name__ for each in program.instructions)
+    return Counter(class_name(each) for each in program.instructions)
 
 
 def of(program: DeviceProgram, kind: type[TtInstruction]) -> list[Any]:
@@ -47,7 +48,7 @@ def test_a_layer_on_one_chip() -> None:
     one, two = (programs(tiny_model(num_layers=n))[1] for n in (1, 2))
     assert counts(two) - counts(one) == Counter(
         RmsNorm=2, Matmul=5, CreateHeads=1, Rotate=2, UpdateCache=2, Attention=1, ConcatHeads=1,
-        TtSwiGLU=1, Add=2,
+        SwiGLU=1, Add=2,
     )  # fmt: skip
     groups = [each.group for each in of(one, Matmul)]
     assert groups == ["wqkv", "wo", "ff1_3", "ff1_3", "ff2", "lm_head"]
@@ -65,13 +66,13 @@ def test_collectives(mesh: Mesh, a_layer: dict[str, int], outside: dict[str, int
     """One behind each second product of a block; on two axes one behind each product."""
     for program in programs(tiny_model(num_layers=3, hidden_size=64), mesh):
         found = Counter(
-            type(each).__name__
+            class_name(each)
             for each in program.instructions
             if isinstance(each, COLLECTIVES) and each.layer == 1
         )
         assert found == a_layer
         head = [each for each in program.instructions if each.layer is None]
-        assert Counter(type(e).__name__ for e in head if isinstance(e, COLLECTIVES)) == outside
+        assert Counter(class_name(e) for e in head if isinstance(e, COLLECTIVES)) == outside
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(2), Mesh(4), Mesh(4, 2)])
@@ -107,7 +108,7 @@ def test_sizes_follow_the_step() -> None:
 def formats(program: DeviceProgram) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for each in program.instructions:
-        name = each.group if isinstance(each, Matmul) else type(each).__name__
+        name = each.group if isinstance(each, Matmul) else class_name(each)
         found.setdefault(name, set()).add(each.out.format)
     return found
 

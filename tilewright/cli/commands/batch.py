@@ -17,7 +17,7 @@ from tilewright.serve.web.errors import ApiError
 
 if TYPE_CHECKING:
     from tilewright.batch.dataset import DataSet
-    from tilewright.batch.engine import FinishedRow
+    from tilewright.batch.engine import FinishedRequest
     from tilewright.batch.figures import Meter
     from tilewright.batch.journal import BatchJournal
     from tilewright.batch.output import Output
@@ -165,7 +165,7 @@ def _here(
         return meter
 
 
-def _follow(found: Iterator[list[FinishedRow]], journal: BatchJournal, bar: Bar) -> Meter:
+def _follow(found: Iterator[list[FinishedRequest]], journal: BatchJournal, bar: Bar) -> Meter:
     from tilewright.batch.figures import Meter
 
     meter = Meter()
@@ -177,7 +177,7 @@ def _follow(found: Iterator[list[FinishedRow]], journal: BatchJournal, bar: Bar)
     return meter
 
 
-def _keep(ended: Sequence[FinishedRow], journal: BatchJournal) -> None:
+def _keep(ended: Sequence[FinishedRequest], journal: BatchJournal) -> None:
     journal.add([each.record for each in ended])
 
 

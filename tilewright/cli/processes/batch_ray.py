@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tilewright.batch.engine import FinishedRow
+from tilewright.batch.engine import FinishedRequest
 from tilewright.batch.journal import BatchJournal
 from tilewright.batch.records import Item, Record
 from tilewright.cli.arguments.batch import BatchOptions, read_batch_options
@@ -61,7 +61,7 @@ class Actor:
 
 def run_on_ray(
     options: BatchOptions, items: Iterator[Item | Record], count: int, journal: BatchJournal
-) -> Iterator[list[FinishedRow]]:
+) -> Iterator[list[FinishedRequest]]:
     """Answer ``count`` rows by Ray's actors; blocks of them, as they end.
 
     Raises:
@@ -74,12 +74,12 @@ def run_on_ray(
     except ImportError:
         raise ConfigError("--engine ray needs Ray; allowed: pip install -e '.[ray]'") from None
     known: list[Item] = []
-    bad: list[FinishedRow] = []
+    bad: list[FinishedRequest] = []
     for each in islice(items, count):
         if isinstance(each, Item):
             known.append(each)
         else:
-            bad.append(FinishedRow(record=each))
+            bad.append(FinishedRequest(record=each))
     if bad:
         yield bad
     if not known:
@@ -97,7 +97,7 @@ def run_on_ray(
 
 def _blocks(
     options: BatchOptions, items: list[Item], journal: BatchJournal
-) -> Iterator[list[FinishedRow]]:
+) -> Iterator[list[FinishedRequest]]:
     import ray.data
 
     actors = options.actors
@@ -124,10 +124,12 @@ def _blocks(
         yield [_ended(*row) for row in zip(*columns, strict=True)]
 
 
-def _ended(record: bytes, first: float | None, total: float | None, ignored: bytes) -> FinishedRow:
+def _ended(
+    record: bytes, first: float | None, total: float | None, ignored: bytes
+) -> FinishedRequest:
     decoded = msgspec.json.decode(bytes(record), type=Record)
     known = msgspec.json.decode(bytes(ignored), type=tuple[str, ...])
     times = {"first_s": first, "total_s": total}
     # a block of numbers holds NaN where there is none
     told = {name: value for name, value in times.items() if value is not None and value == value}
-    return FinishedRow(record=decoded, ignored=known, **told)
+    return FinishedRequest(record=decoded, ignored=known, **told)

@@ -10,7 +10,7 @@ from typing import Self
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from tilewright.batch.dataset import DataSet
-from tilewright.batch.engine import FinishedRow
+from tilewright.batch.engine import FinishedRequest
 from tilewright.cli.terminal.console import err
 
 _SHOW_SECONDS = 0.1
@@ -42,7 +42,7 @@ class Bar:
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
-    def show(self, ended: Sequence[FinishedRow], num_output: int) -> None:
+    def show(self, ended: Sequence[FinishedRequest], num_output: int) -> None:
         """Count rows that have ended; the first call begins the bar."""
         now = time.monotonic()
         if self._task is None:

@@ -35,7 +35,7 @@ _README_PRECISIONS = ("bf16", "all-q80", "performance", "all-q40")
 
 
 @dataclass(frozen=True, slots=True)
-class _DocumentRow:
+class _DocumentLine:
     """A configuration's figures for one user, for 32, and of its accuracy."""
 
     name: str
@@ -101,7 +101,7 @@ def _readme(results: Sequence[Result]) -> str:
         for group in groups:
             if name in group.names:
                 one = group.speed(selection.SHORT)
-                lines.append(_DocumentRow(name, one, None, group.accuracy_result))
+                lines.append(_DocumentLine(name, one, None, group.accuracy_result))
     return _table(_README, [line for line in lines if line.records], has_marks=False)
 
 
@@ -113,12 +113,12 @@ def _cpu(results: Sequence[Result]) -> str:
     for group in _groups(results, _CPU_RESULTS):
         one, many = group.speed(selection.SHORT), group.speed(selection.BATCH_32)
         if one is not None and many is not None:
-            lines.append(_DocumentRow(many.precision_name, one, many, group.accuracy_result))
+            lines.append(_DocumentLine(many.precision_name, one, many, group.accuracy_result))
     lines.sort(key=lambda line: (line.records[0].device, -(line.records[0].resident_bytes or 0)))
     return _table(_CPU, lines)
 
 
-def _table(titles: Sequence[str], lines: Sequence[_DocumentRow], *, has_marks: bool = True) -> str:
+def _table(titles: Sequence[str], lines: Sequence[_DocumentLine], *, has_marks: bool = True) -> str:
     """Return the rows, and a caption with machine, dates and commits.
 
     ``has_marks``: mark rows of another run or of changed code, and explain the marks.

@@ -37,7 +37,7 @@ _LIMIT, _STOPPED = 4, 5
 _FAILED, _BY_RANK, _FOR_PEER, _AT_INDEX = range(4)
 
 
-class _RankTable(ctypes.Structure):
+class _RankAddresses(ctypes.Structure):
     _fields_ = (
         ("peers", ctypes.c_uint64 * MOST_RANKS),
         ("state", ctypes.c_void_p),
@@ -49,7 +49,7 @@ class _RankTable(ctypes.Structure):
 
 class _Reduce(ctypes.Structure):
     _fields_ = (
-        ("group", _RankTable),
+        ("group", _RankAddresses),
         *((name, ctypes.c_void_p) for name in ("x", "residual", "norm", "sum", "out")),
         *((name, ctypes.c_int) for name in ("num_rows", "width", "x_stride", "sum_stride")),
         *((name, ctypes.c_int) for name in ("out_stride", "is_bf16")),
@@ -60,7 +60,7 @@ class _Reduce(ctypes.Structure):
 
 class _Best(ctypes.Structure):
     _fields_ = (
-        ("group", _RankTable),
+        ("group", _RankAddresses),
         *((name, ctypes.c_void_p) for name in ("keys", "ends", "tokens", "positions", "why")),
         *((name, ctypes.c_int) for name in ("num_rows", "num_keys", "keys_stride")),
         *((name, ctypes.c_int) for name in ("num_ends", "ends_stride", "first")),
@@ -69,7 +69,7 @@ class _Best(ctypes.Structure):
 
 class _Deliver(ctypes.Structure):
     _fields_ = (
-        ("group", _RankTable),
+        ("group", _RankAddresses),
         *((name, ctypes.c_void_p) for name in ("x", "out")),
         *((name, ctypes.c_int) for name in ("num_words", "senders", "receivers", "padding")),
     )
@@ -80,7 +80,7 @@ class _Advance(ctypes.Structure):
 
 
 class _Ping(ctypes.Structure):
-    _fields_ = (("group", _RankTable), ("turns", ctypes.c_int))
+    _fields_ = (("group", _RankAddresses), ("turns", ctypes.c_int))
 
 
 SOURCE = nvrtc.KernelSource(
@@ -98,7 +98,12 @@ SOURCE = nvrtc.KernelSource(
         ),
     ),
     headers=("exchange.cuh", "primitives.cuh"),
-    structures=(("Group", _RankTable), ("Reduce", _Reduce), ("Best", _Best), ("Deliver", _Deliver)),
+    structures=(
+        ("Group", _RankAddresses),
+        ("Reduce", _Reduce),
+        ("Best", _Best),
+        ("Deliver", _Deliver),
+    ),
 )
 
 
@@ -161,7 +166,7 @@ class PeerAllReduce:
         self._ranks = 2 if self.count <= 2 else 4 if self.count <= 4 else 8
         self._state = torch.zeros(8, dtype=torch.int32, device=device)
         self._report = torch.zeros(8, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._group = _RankTable(
+        self._group = _RankAddresses(
             (ctypes.c_uint64 * MOST_RANKS)(*addresses), self._state.data_ptr(),
             self._report.data_ptr(), part_bytes, rank, self.count,
         )  # fmt: skip

@@ -129,7 +129,7 @@ def weight_tables(
         if kinds[weight] == "matrix" and weight.name in pieces:
             named += f", pieces={pieces[weight.name]}"
         fields = f"{quoted(kinds[weight])}, {weight.rows}, {weight.columns}, {dtype}{named}"
-        lines.append(SourceLine(f"    {quoted(tail)}: TtWeight({fields}),"))
+        lines.append(SourceLine(f"    {quoted(tail)}: Weight({fields}),"))
     for layer, cache in _cache_layers(decode):
         marks, lines = by_layer[layer]
         marks.put(f"{cache[0]}.dtype", DTYPES[cache[1]])

@@ -54,6 +54,9 @@ from tilewright.compiler.targets.cpu.onnxruntime.codes import (
 from tilewright.compiler.targets.interface.base import Progress
 from tilewright.errors import NoRoomError
 
+PanelReader = Callable[[int, int, int], Tensor]
+"""Returns the panels of rows ``[first, last)`` of a weight, padded with zero rows to ``count``."""
+
 _CHUNK_VALUES = 1 << 22
 """Number of values per packing chunk. Temporaries need about 25 bytes per value."""
 
@@ -190,9 +193,7 @@ def _panels(wanted: NativeTensorSpec, get: Callable[[str], Tensor]) -> Iterator[
         yield torch.stack((gate, up), dim=1).contiguous()
 
 
-def _reader(
-    wanted: NativeTensorSpec, get: Callable[[str], Tensor]
-) -> Callable[[int, int, int], Tensor]:
+def _reader(wanted: NativeTensorSpec, get: Callable[[str], Tensor]) -> PanelReader:
     """Return a function for the panels of rows ``[first, last)``, padded with zero rows."""
     recipe, kind = wanted.recipe, wanted.kind
     assert recipe.format is not None
