@@ -128,7 +128,8 @@ class NullExecutable(HostExecutable):
         if slots is not step.decode:
             chosen = self._zeros(step.decode)
             self._last = step.decode, chosen
-        is_plain = not (step.forced or step.masked or step.want_logits) and step.logprobs is None
+        is_plain = not (step.forced or step.drafts or step.masked or step.want_logits)
+        is_plain &= step.logprobs is None
         if chosen is None or not is_plain:
             return super()._run_decode(step)
         for slot in step.decode:

@@ -235,6 +235,7 @@ class HostExecutable(Executable):
 
     def _run_decode(self, step: Step) -> SamplerOutput:
         """Decode a token for each slot."""
+        assert not step.drafts, "this executable verifies no drafts"
         slot_states = [self._slot_states[slot] for slot in step.decode]
         tokens = [step.forced.get(s, self._slot_states[s].token) for s in step.decode]
         assert None not in tokens, "a slot that holds no token was stepped"

@@ -34,6 +34,7 @@ class Capabilities:
         hidden_size: Width of the final hidden states (`Chunk.pools`). 0: chunks cannot pool.
         invariant_rows: Maximum number of open sequences for ``invariant``. Larger steps may share
             passes. 0: no limit.
+        max_drafts: Maximum draft tokens per slot and step (`Step.drafts`). 0: no drafts.
     """
 
     max_num_seqs: int
@@ -55,6 +56,7 @@ class Capabilities:
     invariant: str = "none"
     hidden_size: int = 0
     invariant_rows: int = 0
+    max_drafts: int = 0
 
     def shares_passes(self, num_sequences: int) -> bool:
         """Return whether a step may share passes while ``num_sequences`` sequences are open."""

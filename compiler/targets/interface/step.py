@@ -180,22 +180,36 @@ class Step:
     """The work of a step. ``edits`` run first, in order. A slot occurs at most once in the step's
     work.
 
+    Speculative decoding: a slot at position P with drafts ``d1 .. dk`` has k + 1 decode rows. Row 0
+    reads the slot's token at P, row j reads ``dj`` at P + j. The rows use decode arithmetic, and a
+    row attends to the rows before it. Each row samples as in a step without drafts: the parameters
+    and seed of the slot, the position of the row, and the token counts after the drafts before the
+    row. Hence the output does not depend on the drafts, at any temperature.
+    The number of accepted drafts, a, is the length of the longest prefix with ``dj`` equal to the
+    sample of row j - 1. The slot emits the samples of rows 0 to a and advances by a + 1 positions.
+    It reads the sample of row a next. Later rows have no effect: a later step overwrites their
+    positions before it reads them. End tokens do not shorten the prefix.
+
     Attributes:
-        decode: Slots that decode a token each. While the set of slots does not change, this is the
-            same tuple object: executables compare identity.
+        decode: Slots that decode a token each, or a + 1 tokens with drafts. While the set of slots
+            does not change, this is the same tuple object: executables compare identity.
         prompts: Prefill chunks.
         edits: State updates.
         forced: Tokens to read instead of the sampled tokens, by slot.
+        drafts: Draft tokens to verify, by slot of ``decode``: 1 to `Capabilities.max_drafts` ids of
+            the vocabulary. The positions fit the context and the slot's pages. These slots are not
+            in ``forced``, have no token mask, and have no penalties.
         masked: Delay sampling until :meth:`Executable.choose` with the token masks.
         logprobs: Number of top log probabilities per sampled token, in addition to the sampled
             token's. None: no log probabilities.
-        want_logits: Return logits.
+        want_logits: Return logits. A slot with drafts has a row for each token that it reads.
     """
 
     decode: tuple[Slot, ...] = ()
     prompts: tuple[PrefillChunk, ...] = ()
     edits: tuple[StateUpdate, ...] = ()
     forced: Mapping[Slot, int] = field(default_factory=dict)
+    drafts: Mapping[Slot, tuple[int, ...]] = field(default_factory=dict)
     masked: bool = False
     logprobs: int | None = None
     want_logits: bool = False
@@ -235,12 +249,14 @@ class Chosen:
     """Sampled tokens for a part of a step, in slot order.
 
     Attributes:
-        tokens: Sampled tokens.
+        tokens: Sampled tokens. With drafts, the emitted tokens of each slot in turn.
         why: ``GOES_ON``, ``END_TOKEN`` for an end token of the slot, or ``NOT_A_NUMBER`` if the
             logits are NaN. In this case the token is meaningless.
         logprobs: Log probabilities of the sampled tokens. None: not requested.
         echo: Log probabilities of an echoing chunk's tokens.
         pooled: Hidden states of a pooling chunk.
+        counts: Number of emitted tokens per slot, 1 to k + 1. ``tokens``, ``why`` and ``logprobs``
+            have their sum as length. None: a token per slot.
     """
 
     tokens: Sequence[int]
@@ -248,6 +264,7 @@ class Chosen:
     logprobs: Sequence[LogProbs] | None = None
     echo: Sequence[LogProbs] | None = None
     pooled: Pooled | None = None
+    counts: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +278,8 @@ class SamplerOutput:
         read: Waits for this part and returns it. It may be called repeatedly, and while up to two
             later steps are in flight.
         logits: Returns float32 ``[rows, vocabulary]`` on the host, valid until the next step: a row
-            per slot, or per token of an echoing chunk. None: not requested.
+            per slot, per verified row of a slot with drafts, or per token of an echoing chunk.
+            None: not requested.
     """
 
     slots: tuple[Slot, ...]

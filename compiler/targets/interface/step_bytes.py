@@ -16,6 +16,7 @@ _Fields = tuple[
     tuple[PrefillChunk, ...],
     tuple[tuple[int, msgspec.Raw], ...],
     dict[int, int],
+    dict[int, tuple[int, ...]],
     bool,
     int | None,
     bool,
@@ -27,7 +28,7 @@ def step_bytes(step: Step) -> bytes:
     """A step as :func:`read_step` takes it."""
     edits = [(_KINDS[type(edit)], edit) for edit in step.edits]
     fields = (
-        *(step.decode, step.prompts, edits, dict(step.forced)),
+        *(step.decode, step.prompts, edits, dict(step.forced), dict(step.drafts)),
         *(step.masked, step.logprobs, step.want_logits),
     )
     return msgspec.msgpack.encode(fields)
@@ -35,12 +36,13 @@ def step_bytes(step: Step) -> bytes:
 
 def read_step(data: bytes) -> Step:
     """The step that :func:`step_bytes` wrote."""
-    decode, prompts, edits, forced, masked, logprobs, want_logits = _READER.decode(data)
+    decode, prompts, edits, forced, drafts, masked, logprobs, want_logits = _READER.decode(data)
     return Step(
         decode=decode,
         prompts=prompts,
         edits=tuple(_READERS[kind].decode(raw) for kind, raw in edits),
         forced=forced,
+        drafts=drafts,
         masked=masked,
         logprobs=logprobs,
         want_logits=want_logits,
