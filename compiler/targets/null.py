@@ -34,6 +34,7 @@ from tilewright.compiler.targets.interface.base import (
     StepOutput,
     Target,
 )
+from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
 from tilewright.compiler.targets.interface.step import END_TOKEN, GOES_ON, Chosen, SamplerOutput
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, hidden_size, lower, vocab_size
 
@@ -112,6 +113,7 @@ class NullExecutable(HostExecutable):
             max_context=options.max_context,
             max_prompts=1 << 16,
             hidden_size=hidden_size,
+            max_drafts=MAX_DRAFTS,
         )
         self.num_steps = 0
         self._last: tuple[tuple[Slot, ...], Chosen | None] = (), None

@@ -45,6 +45,7 @@ from tilewright.compiler.targets.interface.base import (
     Stage,
     Target,
 )
+from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
 from tilewright.compiler.targets.interface.step import Snapshot
 from tilewright.compiler.targets.pipeline import (
     MATCH,
@@ -198,6 +199,8 @@ class ReferenceExecutable(HostExecutable):
     axis.
     """
 
+    verifies_in_turn = True
+
     def __init__(
         self,
         graph_module: GraphModule,
@@ -232,6 +235,7 @@ class ReferenceExecutable(HostExecutable):
             num_snapshots=_NUM_SNAPSHOTS if self._own_states() else 0,
             has_sequence_state=bool(self._own_states()),
             hidden_size=hidden_size(graph_module),
+            max_drafts=0 if options.parallel.tensor > 1 else MAX_DRAFTS,
         )
         self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
         self._run: Callable[..., Tensor] = graph_module
@@ -323,6 +327,8 @@ class VirtualRanks(HostExecutable):
 
     Ranks advance together from collective to collective. Separate processes give equal bits.
     """
+
+    verifies_in_turn = True
 
     def __init__(self, ranks: Sequence[ReferenceExecutable]) -> None:
         super().__init__()

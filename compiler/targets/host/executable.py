@@ -7,7 +7,7 @@ feedback and sampling. Values are numpy arrays. torch is imported only to return
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -57,7 +57,8 @@ class Batch:
         cu_seqlens: ``[N + 1]``, splits the tokens by slot.
         logit_rows: ``[R]``, token indices for logits, ascending.
         slots: The slots.
-        decodes: A token per slot, with decode kernels. False: a prefill chunk of a single slot.
+        decodes: A token per slot and its drafts, with decode kernels. False: a prefill chunk of a
+            single slot.
     """
 
     tokens: np.ndarray
@@ -114,6 +115,8 @@ class HostExecutable(Executable):
     """
 
     follows = False
+    verifies_in_turn = False
+    """Verify a draft of each slot in a forward. True for state without truncation."""
 
     def __init__(self) -> None:
         self._slot_states: dict[Slot, SlotState] = {}
@@ -234,20 +237,47 @@ class HostExecutable(Executable):
         return self.capabilities.has_sequence_state and num_positions != slot_state.length
 
     def _run_decode(self, step: Step) -> SamplerOutput:
-        """Decode a token for each slot."""
-        assert not step.drafts, "this executable verifies no drafts"
+        """Decode a token for each slot, and verify drafts."""
+        if step.drafts:
+            self._check_drafts(step)
+            if self.verifies_in_turn:
+                return self._verify_in_turn(step)
         slot_states = [self._slot_states[slot] for slot in step.decode]
         tokens = [step.forced.get(s, self._slot_states[s].token) for s in step.decode]
         assert None not in tokens, "a slot that holds no token was stepped"
-        count = np.arange(len(step.decode) + 1)
-        positions = np.array([slot_state.length for slot_state in slot_states])
-        batch = Batch(np.array(tokens), positions, count, count[:-1], step.decode, True)
+        batch = _decode_batch(step, tokens, [slot_state.length for slot_state in slot_states])
         logits = self.forward(batch)
         for slot, token in step.forced.items():
             self._slot_states[slot].force(token)
         for slot_state in slot_states:
             slot_state.length += 1
-        return self._part(step.decode, logits, step)
+        return self._part(step.decode, logits, step, step.drafts)
+
+    def _check_drafts(self, step: Step) -> None:
+        limits = self.capabilities
+        assert not (step.want_logits or self.follows), "no logits and no ranks with drafts"
+        for slot, drafts in step.drafts.items():
+            assert slot in step.decode and slot not in step.forced, f"slot {slot} has drafts"
+            assert 1 <= len(drafts) <= limits.max_drafts, f"slot {slot}: {len(drafts)} drafts"
+            assert min(drafts) >= 0 and max(drafts) < self.vocab_size, f"slot {slot}: {drafts}"
+            end = self._slot_states[slot].length + 1 + len(drafts)
+            assert end <= limits.max_context, f"slot {slot} ends at {end}"
+
+    def _verify_in_turn(self, step: Step) -> SamplerOutput:
+        """Decode each slot until a draft is wrong. Nothing is rolled back."""
+        assert not step.masked, "a draft must be verified before the next draft"
+        turn = replace(step, drafts={}, prompts=(), edits=())
+        found = {slot: list[Chosen]() for slot in step.decode}
+        while turn.decode:
+            chosen, going = self._run_decode(turn).read(), []
+            for index, slot in enumerate(turn.decode):
+                found[slot].append(_row_of(chosen, index))
+                drafts = step.drafts.get(slot, ())
+                if drafts[len(found[slot]) - 1 : len(found[slot])] == (chosen.tokens[index],):
+                    going.append(slot)
+            turn = replace(turn, decode=tuple(going), forced={})
+        every = _joined(found.values())
+        return SamplerOutput(step.decode, lambda: every)
 
     def _run_prompt(self, chunk: PrefillChunk, step: Step) -> SamplerOutput | None:
         """Run a prefill chunk. Return None if it has no output."""
@@ -303,12 +333,18 @@ class HostExecutable(Executable):
             slots, choice.read, (lambda: tensor_of(logits)) if step.want_logits else None
         )
 
-    def _part(self, slots: tuple[Slot, ...], logits: np.ndarray, step: Step) -> SamplerOutput:
+    def _part(
+        self,
+        slots: tuple[Slot, ...],
+        logits: np.ndarray,
+        step: Step,
+        drafts: Mapping[Slot, tuple[int, ...]] | None = None,
+    ) -> SamplerOutput:
         if self.follows:
             return _NOTHING
         if step.want_logits or step.masked:
             logits = logits.copy()
-        choice = self._begin(slots, logits, step, None)
+        choice = self._begin(slots, logits, step, None, drafts or {})
         return SamplerOutput(
             slots, choice.read, (lambda: tensor_of(logits)) if step.want_logits else None
         )
@@ -319,9 +355,11 @@ class HostExecutable(Executable):
         logits: np.ndarray,
         step: Step,
         echo: list[LogProbs] | None,
+        drafts: Mapping[Slot, tuple[int, ...]] | None = None,
     ) -> HostChoice:
         """Sample a part's tokens, or defer sampling to :meth:`choose`."""
-        choice = HostChoice(slots, logits, step.logprobs, echo, self.num_choosable)
+        num_tokens = self.num_choosable
+        choice = HostChoice(slots, logits, step.logprobs, echo, num_tokens, drafts or {})
         if step.masked:
             self._waiting.append(choice)
         else:
@@ -345,6 +383,7 @@ class HostChoice:
         num_top: Value of `Step.logprobs`.
         echo: Value for :class:`Chosen`.
         num_choosable: Number of real tokens.
+        drafts: Draft tokens by slot. A slot with k drafts has k + 1 rows.
         chosen: The result. None before sampling.
     """
 
@@ -353,6 +392,7 @@ class HostChoice:
     num_top: int | None
     echo: list[LogProbs] | None
     num_choosable: int
+    drafts: Mapping[Slot, tuple[int, ...]] = field(default_factory=dict)
     chosen: Chosen | None = None
 
     def choose(self, slot_states: Mapping[Slot, SlotState], allowed: Allowed) -> None:
@@ -361,21 +401,101 @@ class HostChoice:
         width = self.num_choosable
         masks = [allowed.flags(slot, width) for slot in self.slots]
         rows = [slot_state.row() for slot_state in chosen_for]
-        tokens, is_number = choose_tokens(self.logits[:, :width], rows, masks)
+        first = self._first_rows()
+        values = self.logits[:, :width]
+        tokens, is_number = choose_tokens(values[first], rows, masks)
         why = []
         for slot_state, token, good in zip(chosen_for, tokens, is_number, strict=True):
             slot_state.hold(token)
-            ends = token in slot_state.sampling.stop_token_ids
-            why.append(NOT_A_NUMBER if not good else END_TOKEN if ends else GOES_ON)
+            why.append(_why(slot_state, token, good))
+        counts, kept = None, self.logits
+        if self.drafts:
+            tokens, why, counts, used = self._verify(values, chosen_for, first, tokens, why)
+            kept = self.logits[used]
         found = None
         if self.num_top is not None:
-            found = log_probs(self.logits, tokens, self.num_top)
-        self.chosen = Chosen(tokens, why, found, self.echo)
+            found = log_probs(kept, tokens, self.num_top)
+        self.chosen = Chosen(tokens, why, found, self.echo, counts=counts)
+
+    def _first_rows(self) -> np.ndarray | slice:
+        """Return each slot's first row."""
+        if not self.drafts:
+            return slice(None)
+        sizes = [1 + len(self.drafts.get(slot, ())) for slot in self.slots]
+        return np.cumsum([0, *sizes[:-1]])
+
+    def _verify(
+        self,
+        values: np.ndarray,
+        slot_states: Sequence[SlotState],
+        first: np.ndarray | slice,
+        sampled: list[int],
+        reasons: list[int],
+    ) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Sample further rows while the drafts are right. Return the emitted tokens and their
+        finish state, the number per slot, and the rows.
+        """
+        assert isinstance(first, np.ndarray)
+        tokens, why, counts, used = list[int](), list[int](), list[int](), list[int]()
+        for index, (slot, slot_state) in enumerate(zip(self.slots, slot_states, strict=True)):
+            row, start = int(first[index]), len(tokens)
+            token, reason = sampled[index], reasons[index]
+            tokens.append(token)
+            why.append(reason)
+            for draft in self.drafts.get(slot, ()):
+                if draft != token:
+                    break
+                row, slot_state.length = row + 1, slot_state.length + 1
+                (token,), (good,) = choose_tokens(values[row : row + 1], [slot_state.row()])
+                slot_state.hold(token)
+                tokens.append(token)
+                why.append(_why(slot_state, token, good))
+            counts.append(len(tokens) - start)
+            used += range(row + 1 - counts[-1], row + 1)
+        return tokens, why, counts, used
 
     def read(self) -> Chosen:
         """Return the sampled tokens with their finish state."""
         assert self.chosen is not None, "the choice still waits for its masks"
         return self.chosen
+
+
+def _decode_batch(step: Step, tokens: Sequence[int | None], lengths: Sequence[int]) -> Batch:
+    """Return the rows of a step: a token per slot, and its drafts."""
+    if not step.drafts:
+        count = np.arange(len(tokens) + 1)
+        return Batch(np.array(tokens), np.array(lengths), count, count[:-1], step.decode, True)
+    rows = [(token, *step.drafts.get(s, ())) for s, token in zip(step.decode, tokens, strict=True)]
+    bounds = np.cumsum([0, *map(len, rows)])
+    positions = [np.arange(at, at + len(row)) for at, row in zip(lengths, rows, strict=True)]
+    flat = np.array([token for row in rows for token in row])
+    every = np.arange(len(flat))
+    return Batch(flat, np.concatenate(positions), bounds, every, step.decode, True)
+
+
+def _why(slot_state: SlotState, token: int, is_number: bool) -> int:
+    if not is_number:
+        return NOT_A_NUMBER
+    return END_TOKEN if token in slot_state.sampling.stop_token_ids else GOES_ON
+
+
+def _row_of(chosen: Chosen, index: int) -> Chosen:
+    """Return a single row's result."""
+    scores = None if chosen.logprobs is None else (chosen.logprobs[index],)
+    return Chosen((chosen.tokens[index],), (chosen.why[index],), scores)
+
+
+def _joined(slots: Iterable[Sequence[Chosen]]) -> Chosen:
+    """Return the results of several slots, each with several rows, as a part."""
+    slots = list(slots)
+    every = [row for rows in slots for row in rows]
+    scores = [row.logprobs for row in every if row.logprobs is not None]
+    return Chosen(
+        [row.tokens[0] for row in every],
+        [row.why[0] for row in every],
+        [each[0] for each in scores] if scores else None,
+        counts=[len(rows) for rows in slots],
+    )
 
 
 def with_all_rows(batch: Batch) -> Batch:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+MAX_DRAFTS = 15
+"""Maximum draft tokens of a slot on any target."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:

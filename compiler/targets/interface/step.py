@@ -198,11 +198,11 @@ class Step:
         forced: Tokens to read instead of the sampled tokens, by slot.
         drafts: Draft tokens to verify, by slot of ``decode``: 1 to `Capabilities.max_drafts` ids of
             the vocabulary. The positions fit the context and the slot's pages. These slots are not
-            in ``forced``, have no token mask, and have no penalties.
+            in ``forced`` and have neither a token mask nor penalties.
         masked: Delay sampling until :meth:`Executable.choose` with the token masks.
         logprobs: Number of top log probabilities per sampled token, in addition to the sampled
             token's. None: no log probabilities.
-        want_logits: Return logits. A slot with drafts has a row for each token that it reads.
+        want_logits: Return logits. Not in a step with drafts.
     """
 
     decode: tuple[Slot, ...] = ()
@@ -278,8 +278,7 @@ class SamplerOutput:
         read: Waits for this part and returns it. It may be called repeatedly, and while up to two
             later steps are in flight.
         logits: Returns float32 ``[rows, vocabulary]`` on the host, valid until the next step: a row
-            per slot, per verified row of a slot with drafts, or per token of an echoing chunk.
-            None: not requested.
+            per slot, or per token of an echoing chunk. None: not requested.
     """
 
     slots: tuple[Slot, ...]

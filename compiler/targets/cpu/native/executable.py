@@ -21,6 +21,7 @@ from tilewright.compiler.targets.cpu.native.program.packed import MAX_TOKENS, Pa
 from tilewright.compiler.targets.cpu.native.settings import prints_times
 from tilewright.compiler.targets.host.executable import Batch, HostExecutable, with_all_rows
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions, MemoryUse, Slot
+from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
 from tilewright.compiler.targets.interface.step import Snapshot
 
 _NUM_SNAPSHOTS = 64
@@ -54,6 +55,7 @@ class NativeExecutable(HostExecutable):
             reach_back=back,
             invariant="rows",
             hidden_size=packed.hidden_size,
+            max_drafts=0 if has_own or options.parallel.tensor > 1 else MAX_DRAFTS,
         )
         found = lib.library()
         used = found.tw_best_isa() if isa < 0 else isa
