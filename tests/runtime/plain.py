@@ -30,6 +30,7 @@ from tilewright.runtime.scheduling.request_state import (
     SchedulerOutput,
 )
 from tilewright.runtime.scheduling.scheduler import Scheduler
+from tilewright.runtime.speculative.config import SpeculativeConfig
 
 CONTEXT, CELL = 48, 4
 
@@ -51,6 +52,9 @@ class Operations:
             reuses=rng.random() < 0.8,
             cache_replies=rng.random() < 0.3,
             host_bytes=rng.choice((0, 40, 10_000)),
+            speculative=SpeculativeConfig(
+                max_drafts=rng.randint(1, 6), max_lookup=2, min_lookup=rng.choice((1, 2))
+            ),
         )
         self.now = 0.0
         self.scheduler = Scheduler(
@@ -61,10 +65,10 @@ class Operations:
         )
         self.device = PlainDevice(self.limits)
         self.truth: dict[RequestState, list[int]] = {}
-        self.flight: deque[tuple[SchedulerOutput, dict[Slot, int]]] = deque()
+        self.flight: deque[tuple[SchedulerOutput, dict[Slot, list[int]]]] = deque()
         self.live: list[RequestState] = []
         self.num_operations = self.num_requests = 0
-        self.oldest: tuple[RequestState, int, int] | None = None
+        self.oldest: tuple[RequestState, tuple[int, int], int] | None = None
 
     def operate(self) -> None:
         """One operation, drawn, and then all that must hold."""
@@ -139,9 +143,9 @@ class Operations:
         self._check_progress(before)
         return None
 
-    def _run(self, plan: SchedulerOutput) -> dict[Slot, int]:
+    def _run(self, plan: SchedulerOutput) -> dict[Slot, list[int]]:
         """The tokens that a step chooses, by slot; what it writes is what it should."""
-        step, found = plan.step, dict[Slot, int]()
+        step, found = plan.step, dict[Slot, list[int]]()
         of_slot = {each.slot: each for each in self.scheduler.running}
         for slot in step.decode:
             held = self.device.slots[slot]
@@ -150,7 +154,8 @@ class Operations:
             self._write(of_slot[slot], token)
             held.holds = None
             if slot in plan.rows:
-                found[slot] = self._choose(plan.rows[slot])
+                found[slot] = [self._choose(plan.rows[slot])]
+                self._verify(plan.rows[slot], step.drafts.get(slot, ()), found[slot])
         for chunk in self.rng.sample(step.prompts, len(step.prompts)):  # targets may reorder them
             running, held = of_slot[chunk.slot], self.device.slots[chunk.slot]
             assert chunk.start == len(held.tokens), "a gap, or computed twice"
@@ -163,8 +168,23 @@ class Operations:
             for slot in (chunk.slot, *chunk.also) if chunk.chooses else ():
                 if slot != chunk.slot:
                     self.device.copy(chunk.slot, slot, chunk.end)
-                found[slot] = self._choose(plan.rows[slot])
+                found[slot] = [self._choose(plan.rows[slot])]
         return found
+
+    def _verify(self, running: RequestState, drafts: tuple[int, ...], chosen: list[int]) -> None:
+        """Read the drafts up to the first wrong one. All of them have room."""
+        held, size = self.device.slots[running.slot], self.limits.page_size
+        end = len(held.tokens) + len(drafts)
+        assert len(drafts) <= self.limits.max_drafts and end <= running.max_positions
+        if size and drafts:
+            pages = held.pages[(end - len(drafts)) // size : (end - 1) // size + 1]
+            assert len(held.pages) * size >= end, "drafts without pages"
+            assert all(self.device.users[page] == 1 for page in pages)
+        for draft in drafts:
+            if draft != chosen[-1]:
+                break
+            self._write(running, draft)
+            chosen.append(self._choose(running))
 
     def _write(self, running: RequestState, token: int, also: Sequence[Slot] = ()) -> None:
         slot, truth = self.device.slots[running.slot], self.truth[running]
@@ -192,12 +212,15 @@ class Operations:
         """The tokens of the step that has been under way for longest."""
         plan, found = self.flight.popleft()
         for slot, running in plan.rows.items():
-            request, token = running, found[slot]
+            request, tokens = running, found[slot]
+            if slot in plan.step.drafts:
+                self.scheduler.settle(request, len(tokens))
             if request.finish_reason is None and self.rng.random() < 0.002:
                 self.scheduler.finish(request, FAILED)
                 continue
-            is_end = token in request.sampling.stop_token_ids
-            if self.scheduler.take(running, token, is_end=is_end):
+            ends = request.sampling.stop_token_ids
+            taken = [self.scheduler.take(running, each, is_end=each in ends) for each in tokens]
+            if any(taken):
                 assert (
                     request.output
                     == self.truth[request][len(request.prompt) :][: len(request.output)]
@@ -236,11 +259,11 @@ class Operations:
         if self.oldest is not None and self.oldest[0] is before:
             _, computed, waited = self.oldest
             is_done = not before.prompt_left and before.num_scheduled >= before.max_output
-            waited = 0 if before.num_computed != computed or is_done else waited + 1
+            waited = 0 if _progress(before) != computed or is_done else waited + 1
             assert waited < 2, "the oldest does not go on"
-            self.oldest = before, before.num_computed, waited
+            self.oldest = before, _progress(before), waited
         else:
-            self.oldest = before, before.num_computed, 0
+            self.oldest = before, _progress(before), 0
 
     def _check_step(self, step: Step) -> None:
         """No slot twice, and no more prompts than there may be."""
@@ -285,6 +308,10 @@ class Operations:
         check_snapshots(cache_manager.snapshots, cache_manager)
 
 
+def _progress(running: RequestState) -> tuple[int, int]:
+    return running.num_computed, len(running.output)
+
+
 def check_pool(pool: PagePool, cache_manager: PagedCacheManager) -> None:
     """Every page is free, cached or held, by as many as have it."""
     counts = Counter(page for each in cache_manager.by_slot for page in each.pages)
@@ -317,6 +344,7 @@ def draw_limits(rng: random.Random) -> dict[str, Any]:
         "max_step_tokens": rng.choice((8, 24, 64)),
         "passes": rng.choice(((), ((2, (4, 12)), (9, (4, 8))))),
         "far": rng.choice((0, 0, 10)),
+        "max_drafts": rng.choice((0, 2, 4)),
     }
     if rng.random() < 0.7:
         found |= {"page_size": 4, "num_pages": rng.randint(6, 40)}

@@ -79,7 +79,11 @@ def _mixed(groups: list[tuple[Slot, ...]], read: Callable[[int], Chosen]) -> Ste
 
     def all_of_them() -> Chosen:
         found = [read(index) for index in range(len(groups))]
-        return Chosen(*([one for each in found for one in getattr(each, n)] for n in _ROWS))
+        counts = None
+        if any(each.counts for each in found):
+            counts = [one for each in found for one in each.counts or (1,) * len(each.tokens)]
+        rows = [[one for each in found for one in getattr(each, n)] for n in _ROWS]
+        return Chosen(rows[0], rows[1], counts=counts)
 
     slots = tuple(slot for group in groups for slot in group)
     return StepOutput((SamplerOutput(slots, all_of_them),), is_mixed=True)
@@ -129,7 +133,7 @@ class QueuedExecutable(Executable):
         self.clock.now += self.host_seconds
         groups: list[tuple[Slot, ...]] = [step.decode] if step.decode else []
         groups += [(chunk.slot, *chunk.also) for chunk in step.prompts if chunk.chooses]
-        answers: list[list[tuple[int, int]]] = [[] for _ in groups]
+        answers: list[list[list[tuple[int, int]]]] = [[] for _ in groups]
         if step.decode or step.prompts:
             self._wait_for_host()
             self._device_free_at += self.step_seconds
@@ -152,8 +156,9 @@ class QueuedExecutable(Executable):
                 self._unread.remove(number)
                 self.log.append(("read", number))
                 self.clock.now = max(self.clock.now, choice.done)
-            tokens, why = zip(*answers[index], strict=True)
-            return Chosen(tokens, why)
+            tokens, why = zip(*(row for rows in answers[index] for row in rows), strict=True)
+            counts = [len(rows) for rows in answers[index]] if step.drafts else None
+            return Chosen(tokens, why, counts=counts)
 
         if step.decode and step.prompts and self.capabilities.passes:
             return _mixed(groups, read)
@@ -191,10 +196,12 @@ class QueuedExecutable(Executable):
         assert len(set(busy)) == len(busy), "a slot twice in a step"
         assert set(busy) <= self._opened
         assert len(step.prompts) <= limits.max_prompts
+        assert not (step.masked and step.drafts) and not step.drafts.keys() & step.forced.keys()
+        assert all(0 < len(each) <= limits.max_drafts for each in step.drafts.values())
         assert sum(len(chunk.tokens) for chunk in step.prompts) <= limits.max_step_tokens
 
     def _run(
-        self, step: Step, answers: list[list[tuple[int, int]]], masks: dict[Slot, np.ndarray]
+        self, step: Step, answers: list[list[list[tuple[int, int]]]], masks: dict[Slot, np.ndarray]
     ) -> None:
         for edit in step.edits:
             self._apply(edit)
@@ -207,7 +214,8 @@ class QueuedExecutable(Executable):
                 token = step.forced.get(slot, held.token)
                 assert token is not None, f"slot {slot} holds no token"
                 self._write(held, token)
-                found.append(self._choose(held, masks.get(slot)))
+                found.append([self._choose(held, masks.get(slot))])
+                self._verify(held, step.drafts.get(slot, ()), found[-1])
         for chunk in step.prompts:
             self._prompt(chunk)
             if chunk.chooses:
@@ -215,7 +223,18 @@ class QueuedExecutable(Executable):
                 for slot in (chunk.slot, *chunk.also):
                     if slot != chunk.slot:
                         self._copy(chunk.slot, slot, chunk.end)
-                    found.append(self._choose(self._slots[slot], masks.get(slot)))
+                    found.append([self._choose(self._slots[slot], masks.get(slot))])
+
+    def _verify(self, held: _Held, drafts: tuple[int, ...], rows: list[tuple[int, int]]) -> None:
+        """Read drafts up to the first wrong one, and leave the others behind the end."""
+        for at, draft in enumerate(drafts):
+            if draft != rows[-1][0]:
+                kept = replace(held)
+                for each in drafts[at:] if not self.capabilities.has_sequence_state else ():
+                    self._write(kept, each)
+                break
+            self._write(held, draft)
+            rows.append(self._choose(held, None))
 
     def _prompt(self, chunk: PrefillChunk) -> None:
         held = self._slots[chunk.slot]
@@ -296,7 +315,10 @@ class QueuedExecutable(Executable):
         for held in self._slots.values():
             for page in held.pages:
                 owners[page] = owners.get(page, 0) + 1
-        spans = [(slot, self._slots[slot].length, 1, ()) for slot in step.decode]
+        spans = [
+            (slot, self._slots[slot].length, 1 + len(step.drafts.get(slot, ())), ())
+            for slot in step.decode
+        ]
         spans += [(c.slot, c.start, len(c.tokens), c.also) for c in step.prompts]
         for slot, start, count, also in spans:
             for at in range(start // size, (start + count - 1) // size + 1):

@@ -64,8 +64,8 @@ def plain(executable: Executable) -> dict[Slot, Line]:
     lines = begin(executable)
     while len(lines[SLOTS[0]]) < END - len(PROMPTS[SLOTS[0]]):
         chosen = executable.step(Step(decode=SLOTS, logprobs=0)).parts[0].read()
-        for slot, row in zip(SLOTS, rows_of(chosen), strict=True):
-            lines[slot].append(row)
+        for slot, emitted in zip(SLOTS, rows_of(chosen), strict=True):
+            lines[slot].append(emitted)
     return lines
 
 
@@ -103,9 +103,9 @@ def test_drafts_change_no_token_and_no_bit(executable: Executable, rate: float) 
             num_accepted += count - 1
     assert num_accepted or rate == 1.0
     for slot in SLOTS:
-        found = lines[slot][: len(expected[slot])]
-        assert [line[:2] for line in found] == [line[:2] for line in expected[slot]]
-        scores = [score for _, _, score in found]
+        line = lines[slot][: len(expected[slot])]
+        assert [entry[:2] for entry in line] == [entry[:2] for entry in expected[slot]]
+        scores = [score for _, _, score in line]
         wanted = [score for _, _, score in expected[slot]]
         if executable.capabilities.invariant == "rows":
             assert scores == wanted

@@ -37,6 +37,8 @@ less would promise too much of larger pieces.
 """
 _STREAMS, _STREAMED, _BESIDE = 32, 48, 32
 """Requests, and tokens of each, beside which a prompt of so many cells is measured at the start."""
+_DRAFTED = 4
+"""Steps with drafts that are measured at the start."""
 
 
 class LostDeviceError(Exception):
@@ -166,8 +168,10 @@ class EngineLoop:
                 self._queue(request)
             while self.has_work():
                 for request in self.step():
+                    num_heard, request.num_sent = request.num_sent, len(request.output)
                     if on_token is not None:
-                        on_token(request, request.output[-1])
+                        for token in request.output[num_heard:]:
+                            on_token(request, token)
         except BaseException:
             for request in requests:
                 self.cancel(request)
@@ -189,9 +193,30 @@ class EngineLoop:
             self.cost.forget()
             for length in lengths:
                 self.generate([RequestState(-1, (0,) * length, sampling, is_private=True)])
+            self._run_with_drafts()
             if limits.passes and limits.max_num_seqs > 1 and self.executable.is_prepared:
                 self._run_beside_streams(min(_BESIDE * limits.cell, most))
         self.tallies.found.clear()
+        self.scheduler.speculator.forget()
+
+    def _run_with_drafts(self) -> None:
+        """Measure decode rows with drafts, which are wrong for the most part."""
+        speculator, limits = self.scheduler.speculator, self.executable.capabilities
+        num_wanted = _DRAFTED * speculator.max_drafts
+        if not num_wanted:
+            return
+        num_tokens = min(1 + _DRAFTED * (1 + speculator.max_drafts), limits.max_context)
+        speculator.is_warming_up = True
+        sampling = SamplingParams(max_tokens=num_tokens)
+        request = RequestState(-1, (0,), sampling, is_private=True)
+        self.add(request)
+        while (
+            request.finish_reason is None
+            and request.num_draft_tokens < _DRAFTED * speculator.max_drafts
+        ):
+            self.step()
+        self.cancel(request)
+        speculator.is_warming_up = False
 
     def _run_beside_streams(self, length: int) -> None:
         """A prompt while others decode, who are still there when its last piece has run."""
@@ -306,7 +331,7 @@ class EngineLoop:
             handling += time.perf_counter() - now
         self._count(launched, handling)
         self._meter.read(
-            len(plan.step.decode),
+            plan.num_decode_rows,
             plan.prompt_weight,
             time.perf_counter(),
             are_prompts_read=not self.executable.capabilities.runs_ahead
@@ -331,7 +356,7 @@ class EngineLoop:
 
     def _count(self, launched: _Launched, handling: float) -> None:
         plan, now = launched.plan, time.perf_counter()
-        num_rows, num_tokens = len(plan.step.decode), plan.num_prompt_tokens
+        num_rows, num_tokens = plan.num_decode_rows, plan.num_prompt_tokens
         kind = ("mixed" if num_tokens else "decode") if num_rows else "prompt"
         before = self._read_at if self._read_at is not None else launched.at
         self.tallies.add(STEP, now - max(launched.at, before), kind)
@@ -348,22 +373,36 @@ class EngineLoop:
         served: list[RequestState],
     ) -> None:
         """The tokens of a part go to their requests, and those into ``served``."""
-        take, logprobs = self.scheduler.take, chosen.logprobs
-        for index, (slot, token, why) in enumerate(
-            zip(slots, chosen.tokens, chosen.why, strict=True)
-        ):
-            request = rows.get(slot)
-            if request is None:
-                continue
-            if why == NOT_A_NUMBER:
-                self._fail(request, "the model's logits are no numbers", "not_a_number")
-            elif take(request, token, is_end=why != GOES_ON):
-                request.token_times.append(now)
-                if logprobs is not None and request.sampling.logprobs is not None:
-                    request.logprobs.append(logprobs[index])
-                served.append(request)
-            else:
-                self.num_dropped += 1
+        take, counts = self._take_row, chosen.counts
+        if counts is None:
+            for at, slot in enumerate(slots):
+                request = rows.get(slot)
+                if request is not None and take(request, chosen, at, now):
+                    served.append(request)
+            return
+        first = 0
+        for slot, count in zip(slots, counts, strict=True):
+            request, last = rows.get(slot), first + count
+            if request is not None:
+                self.scheduler.settle(request, count)
+                taken = [take(request, chosen, at, now) for at in range(first, last)]
+                if any(taken):
+                    served.append(request)
+            first = last
+
+    def _take_row(self, request: RequestState, chosen: Chosen, at: int, now: float) -> bool:
+        """Give a token of a part to its request. Return whether the request takes it."""
+        why, logprobs = chosen.why[at], chosen.logprobs
+        if why == NOT_A_NUMBER:
+            self._fail(request, "the model's logits are no numbers", "not_a_number")
+            return False
+        if not self.scheduler.take(request, chosen.tokens[at], is_end=why != GOES_ON):
+            self.num_dropped += 1
+            return False
+        request.token_times.append(now)
+        if logprobs is not None and request.sampling.logprobs is not None:
+            request.logprobs.append(logprobs[at])
+        return True
 
 
 def _to_blame(plan: SchedulerOutput, running: Sequence[RequestState]) -> tuple[RequestState, ...]:

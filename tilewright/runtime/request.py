@@ -26,6 +26,7 @@ class EngineRequest(msgspec.Struct, frozen=True, tag=True):
         cache_salt: Requests with equal salts share the prefix cache.
         client: Client name.
         like: Earlier request with the same prompt. The engine computes the prompt once.
+        speculative: Allow draft tokens.
         pooling: Name in `POOLINGS` if the output is a vector. Empty: the output is text.
     """
 
@@ -38,6 +39,7 @@ class EngineRequest(msgspec.Struct, frozen=True, tag=True):
     client: str = ""
     like: int | None = None
     pooling: str = ""
+    speculative: bool = True
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:

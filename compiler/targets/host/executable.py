@@ -260,24 +260,24 @@ class HostExecutable(Executable):
             assert slot in step.decode and slot not in step.forced, f"slot {slot} has drafts"
             assert 1 <= len(drafts) <= limits.max_drafts, f"slot {slot}: {len(drafts)} drafts"
             assert min(drafts) >= 0 and max(drafts) < self.vocab_size, f"slot {slot}: {drafts}"
-            end = self._slot_states[slot].length + 1 + len(drafts)
+            end = self.length(slot) + 1 + len(drafts)
             assert end <= limits.max_context, f"slot {slot} ends at {end}"
 
     def _verify_in_turn(self, step: Step) -> SamplerOutput:
         """Decode each slot until a draft is wrong. Nothing is rolled back."""
         assert not step.masked, "a draft must be verified before the next draft"
         turn = replace(step, drafts={}, prompts=(), edits=())
-        found = {slot: list[Chosen]() for slot in step.decode}
+        outputs = {slot: list[Chosen]() for slot in step.decode}
         while turn.decode:
             chosen, going = self._run_decode(turn).read(), []
             for index, slot in enumerate(turn.decode):
-                found[slot].append(_row_of(chosen, index))
-                drafts = step.drafts.get(slot, ())
-                if drafts[len(found[slot]) - 1 : len(found[slot])] == (chosen.tokens[index],):
+                outputs[slot].append(_output_at(chosen, index))
+                count, drafts = len(outputs[slot]), step.drafts.get(slot, ())
+                if drafts[count - 1 : count] == (chosen.tokens[index],):
                     going.append(slot)
             turn = replace(turn, decode=tuple(going), forced={})
-        every = _joined(found.values())
-        return SamplerOutput(step.decode, lambda: every)
+        joined = _joined(outputs.values())
+        return SamplerOutput(step.decode, lambda: joined)
 
     def _run_prompt(self, chunk: PrefillChunk, step: Step) -> SamplerOutput | None:
         """Run a prefill chunk. Return None if it has no output."""
@@ -438,20 +438,20 @@ class HostChoice:
         assert isinstance(first, np.ndarray)
         tokens, why, counts, used = list[int](), list[int](), list[int](), list[int]()
         for index, (slot, slot_state) in enumerate(zip(self.slots, slot_states, strict=True)):
-            row, start = int(first[index]), len(tokens)
+            at, start = int(first[index]), len(tokens)
             token, reason = sampled[index], reasons[index]
             tokens.append(token)
             why.append(reason)
             for draft in self.drafts.get(slot, ()):
                 if draft != token:
                     break
-                row, slot_state.length = row + 1, slot_state.length + 1
-                (token,), (good,) = choose_tokens(values[row : row + 1], [slot_state.row()])
+                at, slot_state.length = at + 1, slot_state.length + 1
+                (token,), (good,) = choose_tokens(values[at : at + 1], [slot_state.row()])
                 slot_state.hold(token)
                 tokens.append(token)
                 why.append(_why(slot_state, token, good))
             counts.append(len(tokens) - start)
-            used += range(row + 1 - counts[-1], row + 1)
+            used += range(at + 1 - counts[-1], at + 1)
         return tokens, why, counts, used
 
     def read(self) -> Chosen:
@@ -465,12 +465,11 @@ def _decode_batch(step: Step, tokens: Sequence[int | None], lengths: Sequence[in
     if not step.drafts:
         count = np.arange(len(tokens) + 1)
         return Batch(np.array(tokens), np.array(lengths), count, count[:-1], step.decode, True)
-    rows = [(token, *step.drafts.get(s, ())) for s, token in zip(step.decode, tokens, strict=True)]
-    bounds = np.cumsum([0, *map(len, rows)])
-    positions = [np.arange(at, at + len(row)) for at, row in zip(lengths, rows, strict=True)]
-    flat = np.array([token for row in rows for token in row])
-    every = np.arange(len(flat))
-    return Batch(flat, np.concatenate(positions), bounds, every, step.decode, True)
+    lines = [(t, *step.drafts.get(slot, ())) for slot, t in zip(step.decode, tokens, strict=True)]
+    bounds = np.cumsum([0, *map(len, lines)])
+    positions = [np.arange(at, at + len(line)) for at, line in zip(lengths, lines, strict=True)]
+    flat = np.concatenate([np.array(line) for line in lines])
+    return Batch(flat, np.concatenate(positions), bounds, np.arange(len(flat)), step.decode, True)
 
 
 def _why(slot_state: SlotState, token: int, is_number: bool) -> int:
@@ -479,22 +478,22 @@ def _why(slot_state: SlotState, token: int, is_number: bool) -> int:
     return END_TOKEN if token in slot_state.sampling.stop_token_ids else GOES_ON
 
 
-def _row_of(chosen: Chosen, index: int) -> Chosen:
-    """Return a single row's result."""
+def _output_at(chosen: Chosen, index: int) -> Chosen:
+    """Return a single token's output."""
     scores = None if chosen.logprobs is None else (chosen.logprobs[index],)
     return Chosen((chosen.tokens[index],), (chosen.why[index],), scores)
 
 
 def _joined(slots: Iterable[Sequence[Chosen]]) -> Chosen:
-    """Return the results of several slots, each with several rows, as a part."""
+    """Join the outputs of several slots."""
     slots = list(slots)
-    every = [row for rows in slots for row in rows]
-    scores = [row.logprobs for row in every if row.logprobs is not None]
+    outputs = [output for slot in slots for output in slot]
+    scores = [output.logprobs[0] for output in outputs if output.logprobs is not None]
     return Chosen(
-        [row.tokens[0] for row in every],
-        [row.why[0] for row in every],
-        [each[0] for each in scores] if scores else None,
-        counts=[len(rows) for rows in slots],
+        [output.tokens[0] for output in outputs],
+        [output.why[0] for output in outputs],
+        scores or None,
+        counts=[len(slot) for slot in slots],
     )
 
 

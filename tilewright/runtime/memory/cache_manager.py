@@ -113,6 +113,12 @@ class CacheManager(ABC):
     def grow(self, running: RequestState) -> bool:
         """Make room for one more position of a request; False where there is none."""
 
+    def reserve(self, running: RequestState, count: int) -> int:
+        """Add pages for the next ``count`` positions, without preemption. Return the number of
+        these positions with a page.
+        """
+        return count
+
     @abstractmethod
     def leave(self, running: RequestState, *, may_keep: bool) -> None:
         """Free a slot for others; ``may_keep``: what it holds may be of use to them."""

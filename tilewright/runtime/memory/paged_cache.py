@@ -84,15 +84,26 @@ class PagedCacheManager(CacheManager):
     def grow(self, running: RequestState) -> bool:
         if not self.pool.num_available:
             return False
+        self._add_page(running)
+        if self._has_state and self._names_reply(running):
+            self._keep_state(running)
+        return True
+
+    def reserve(self, running: RequestState, count: int) -> int:
+        # A page stays available for every request that may need it.
+        while running.page_capacity < running.num_computed + count:
+            if self.pool.num_available <= self._num_growing:
+                break
+            self._add_page(running)
+        return min(count, running.page_capacity - running.num_computed)
+
+    def _add_page(self, running: RequestState) -> None:
         (page,) = self.pool.take(1)
         self.edits.append(AssignPages(running.slot, len(running.pages), (page,)))
         running.pages.append(page)
         self._num_growing -= _grows(running)
         running.page_capacity += self.grain
         self._num_growing += _grows(running)
-        if self._has_state and self._names_reply(running):
-            self._keep_state(running)
-        return True
 
     def _keep_state(self, running: RequestState) -> None:
         """Keep the state behind an answer that fills whole pages now, in place of what was kept

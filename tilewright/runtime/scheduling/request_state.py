@@ -12,6 +12,8 @@ from tilewright.compiler.targets.interface.step import HostPlace, LogProbs, Slot
 from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.pooling import MEAN, Pooling
 from tilewright.runtime.request import EngineRequest
+from tilewright.runtime.speculative.config import SpeculativeConfig
+from tilewright.runtime.speculative.ngram import NgramIndex
 
 if TYPE_CHECKING:
     from tilewright.runtime.grammar.matchers import Matcher
@@ -42,6 +44,7 @@ class SchedulerConfig:
             equal to a prompt's up to rounding.
         host_bytes: host memory for the state of preempted requests, and as much for that of kept
             slots; what does not fit is computed again.
+        speculative: Speculative decoding. None: no drafts.
     """
 
     step_ms: float = STEP_MS
@@ -51,6 +54,7 @@ class SchedulerConfig:
     prompts_first: bool = False
     cache_replies: bool = False
     host_bytes: int = HOST_CACHE_BYTES
+    speculative: SpeculativeConfig | None = None
 
 
 NO_SLOT = Slot(-1)
@@ -96,6 +100,11 @@ class RequestState:
         place: Host memory of the swapped state. None: the state is not swapped out.
         is_invariant: Whether the bits of all computed prompt positions depend on the prompt only;
             see `Capabilities.invariant_rows`.
+        has_drafts: Whether decode steps may verify drafts.
+        ngrams: The tokens by n-gram. None before the first draft.
+        num_unread_rows: Rows of a launched step with drafts. The positions that follow are unknown
+            until it is read. 0: no such step.
+        num_draft_tokens, num_accepted_tokens: Verified draft tokens, and the accepted ones.
     """
 
     request_id: int
@@ -140,6 +149,11 @@ class RequestState:
     reply: tuple[int, Snapshot] | None = None
     place: HostPlace | None = None
     is_invariant: bool = True
+    has_drafts: bool = True
+    ngrams: NgramIndex | None = None
+    num_unread_rows: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.sampling.prompt_logprobs is not None:
@@ -163,6 +177,7 @@ class RequestState:
             cache_salt=cache_salt,
             like=like,
             pooling=Pooling(request.pooling) if request.pooling else None,
+            has_drafts=request.speculative,
         )
 
     def take_slot(self, slot: Slot, *, num_cached: int, max_num_computed: int) -> None:
@@ -172,9 +187,26 @@ class RequestState:
         self.num_computed, self.max_num_computed = num_cached, max_num_computed
         self.num_scheduled, self.replay_tokens = len(self.output), deque(self.output)
         self.max_output = 0 if self.pooling is not None else self.sampling.max_tokens
-        self.pages, self.num_named = [], 0
+        self.pages, self.num_named, self.num_unread_rows = [], 0, 0
         self.saves = set()
         self.latest, self.reply, self.is_invariant = None, None, True
+
+    def expect(self, num_drafts: int) -> None:
+        """Note a launched decode row with drafts. Positions and tokens are maximums until
+        :meth:`settle`.
+        """
+        self.num_unread_rows = 1 + num_drafts
+        self.num_computed += num_drafts
+        self.num_scheduled += num_drafts
+        self.max_num_computed = max(self.max_num_computed, self.num_computed)
+
+    def settle(self, num_emitted: int) -> None:
+        """Note the number of emitted tokens of a step with drafts."""
+        if self.num_unread_rows:
+            num_rejected = self.num_unread_rows - num_emitted
+            self.num_computed -= num_rejected
+            self.num_scheduled -= num_rejected
+            self.num_unread_rows = 0
 
     @property
     def max_positions(self) -> int:
@@ -195,3 +227,8 @@ class SchedulerOutput:
     num_prompt_tokens: int
     prompt_weight: float
     echoes: tuple[tuple[RequestState, int], ...] = ()
+
+    @property
+    def num_decode_rows(self) -> int:
+        """Number of decode rows, drafts included."""
+        return len(self.step.decode) + sum(map(len, self.step.drafts.values()))

@@ -32,6 +32,7 @@ from tilewright.runtime.scheduling.request_state import (
 )
 from tilewright.runtime.scheduling.step_cost_model import StepCost
 from tilewright.runtime.scheduling.waiting_queue import WaitingLine
+from tilewright.runtime.speculative.speculator import Speculator
 
 HOLD_SECONDS = 5.0
 """How long a request that does not fit holds back those behind it, before one of them passes."""
@@ -39,6 +40,12 @@ HOLD_SECONDS = 5.0
 
 Rows: TypeAlias = dict[Slot, RequestState]
 """The state that gets the token of a slot."""
+
+Drafts: TypeAlias = dict[RequestState, tuple[int, ...]]
+"""Draft tokens by request."""
+
+_ChunkOutput: TypeAlias = tuple[RequestState, Rows, PrefillChunk]
+"""A chunk with its request, and the further choices that it begins."""
 
 
 class Scheduler:
@@ -68,7 +75,9 @@ class Scheduler:
         self.line = WaitingLine()
         self.places = HostPlaces(self.policy.host_bytes)
         self.num_arrived = self.num_preemptions = self.num_preempted = 0
-        self._dealer = PromptDealer(capabilities, self.policy, cost or StepCost())
+        cost = cost or StepCost()
+        self._dealer = PromptDealer(capabilities, self.policy, cost)
+        self.speculator = Speculator(self.policy.speculative, capabilities, cost.decode)
         self._now = now
         self._swapped: set[RequestState] = set()
         self._held: RequestState | None = None
@@ -137,6 +146,7 @@ class Scheduler:
         """
         self.check(request)
         self.cache_manager.name(request)
+        self.speculator.on_arrival(request)
         self.num_arrived += 1
         request.order = self.num_arrived
         if request.like is not None:
@@ -159,7 +169,8 @@ class Scheduler:
         chunks = self._chunks(len(decoding))
         if not decoding and not chunks:
             return None
-        forced, rows = self._advance(decoding)
+        drafts = self._drafts(decoding, chunks)
+        forced, rows = self._advance(decoding, drafts)
         if chunks:
             rows = dict(rows)
             for running, copies, chunk in chunks:
@@ -175,13 +186,30 @@ class Scheduler:
             prompts=tuple(chunk for _, _, chunk in chunks),
             edits=self.cache_manager.take_edits(),
             forced=forced,
+            drafts={request.slot: tokens for request, tokens in drafts.items()},
             masked=_any_masked(rows) if chunks else self._masked,
             logprobs=_most_logprobs(rows, asking) if chunks else self._logprobs,
         )
         prompts = sum(len(chunk.tokens) for chunk in step.prompts)
         return SchedulerOutput(step, rows, prompts, self._dealer.weigh(step.prompts), echoes)
 
-    def _advance(self, decoding: list[RequestState]) -> tuple[dict[Slot, int], Rows]:
+    def _drafts(self, decoding: list[RequestState], chunks: Sequence[_ChunkOutput]) -> Drafts:
+        """Return the draft tokens of a step. A step with token masks has none."""
+        if not self.speculator.max_drafts:
+            return {}
+        sampled = [*decoding, *(request for request, _, _ in chunks)]
+        if any(request.matcher is not None for request in sampled):
+            return {}
+        drafts: Drafts = {}
+        for request, tokens in self.speculator.propose(decoding).items():
+            num_rows = self.cache_manager.reserve(request, 1 + len(tokens))
+            if num_rows > 1:
+                drafts[request] = tokens[: num_rows - 1]
+        return drafts
+
+    def _advance(
+        self, decoding: list[RequestState], drafts: Drafts
+    ) -> tuple[dict[Slot, int], Rows]:
         """Let those who decode read a token each: what is forced on whom, and who gets one."""
         forced: dict[Slot, int] = {}
         is_same = decoding == self._decoding
@@ -195,6 +223,8 @@ class Scheduler:
                 if each.replay_tokens:
                     continue
             each.num_scheduled += 1
+        for request, tokens in drafts.items():
+            request.expect(len(tokens))
         if forced or not is_same:
             self._rows = {each.slot: each for each in decoding if not each.replay_tokens}
             self._logprobs = _most_logprobs(self._rows)
@@ -218,6 +248,13 @@ class Scheduler:
         self.line.leave(request)
         if request in self._swapped:
             self.cache_manager.edits.append(DropSwapped(self._give_place_back(request)))
+
+    def settle(self, request: RequestState, num_emitted: int) -> None:
+        """Take the number of tokens of a decode row that was read, before the tokens."""
+        num_drafts = request.num_unread_rows - 1
+        if num_drafts > 0:
+            self.speculator.record(request, num_drafts, num_emitted - 1)
+        request.settle(num_emitted)
 
     def take(self, request: RequestState, token: int, *, is_end: bool) -> bool:
         """Take a token of a step that was read; returns whether its request wanted it."""
@@ -328,14 +365,17 @@ class Scheduler:
         for running in growing:
             while running in self.cache_manager.running and not self.cache_manager.grow(running):
                 self._preempt(max(self.cache_manager.running, key=_rank))
-        return self._wanting()
+        return [each for each in decoding if each in self.cache_manager.running]
 
     def _wanting(self) -> list[RequestState]:
         """Who has all of its prompt computed, and wants a token that it is not getting yet."""
+        waits = self.speculator.must_wait
         return [
             each
             for each in self.cache_manager.by_slot
-            if not each.prompt_left and (each.num_scheduled < each.max_output or each.replay_tokens)
+            if not each.prompt_left
+            and (each.num_scheduled < each.max_output or each.replay_tokens)
+            and not waits(each)
         ]
 
     def _preempt(self, request: RequestState) -> None:
@@ -360,14 +400,14 @@ class Scheduler:
         self.places.give_back(handle)
         return handle
 
-    def _chunks(self, num_decoding: int) -> list[tuple[RequestState, Rows, PrefillChunk]]:
+    def _chunks(self, num_decoding: int) -> list[_ChunkOutput]:
         pending = [each for each in self.cache_manager.running if each.prompt_left]
         if not pending:
             return []
         dealt = self._dealer.deal(pending, num_decoding)
         return [self._chunk(running, count) for running, count in dealt]
 
-    def _chunk(self, request: RequestState, count: int) -> tuple[RequestState, Rows, PrefillChunk]:
+    def _chunk(self, request: RequestState, count: int) -> _ChunkOutput:
         """The next piece of a prompt, and the states that get a copy of what it ends in."""
         start = request.num_computed
         request.num_computed += count

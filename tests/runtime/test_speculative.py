@@ -1,0 +1,203 @@
+"""Drafts in the runtime: equal outputs, the choice of their length, and their options."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.runtime.queued import VOCAB, QueuedExecutable
+from tests.runtime.test_scheduler import answer
+from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.errors import ConfigError
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.request import CANCELLED
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
+from tilewright.runtime.speculative.config import SpeculativeConfig, read_speculative_config
+from tilewright.runtime.speculative.draft_length import DraftLength
+from tilewright.runtime.speculative.ngram import NgramIndex
+
+
+class ScriptedDrafts(NgramIndex):
+    """The true next tokens, each wrong with a probability."""
+
+    def __init__(self, true: Sequence[int], rng: random.Random, rate: float) -> None:
+        super().__init__((), longest=1, shortest=1)
+        self._true, self._rng, self._rate, self._at = true, rng, rate, 0
+
+    def update(self, output: Sequence[int]) -> bool:
+        self._at = len(output)
+        return True
+
+    def propose(self, count: int) -> tuple[int, ...]:
+        rng, size = self._rng, self._rng.randint(0, count)
+        true = self._true[self._at : self._at + size]
+        return tuple(t if rng.random() >= self._rate else rng.randrange(VOCAB) for t in true)
+
+    def may_match_next(self) -> bool:
+        return self._rng.random() < 0.7
+
+
+def random_loop(rng: random.Random) -> EngineLoop:
+    limits: dict[str, Any] = {"max_prompts": 2, "max_drafts": rng.randint(1, 8)}
+    if rng.random() < 0.7:
+        limits |= {"page_size": 4, "num_pages": rng.randint(16, 24)}
+    if rng.random() < 0.3:
+        limits |= {"has_sequence_state": True, "num_snapshots": 3}
+    executable = QueuedExecutable(runs_ahead=rng.random() < 0.6, **limits)
+    policy = SchedulerConfig(
+        step_ms=0.0,
+        cache_replies=rng.random() < 0.5,
+        host_bytes=rng.choice((0, 1000)),
+        speculative=SpeculativeConfig(max_drafts=rng.randint(1, 8), schedule=((1, 9, 8),)),
+    )
+    return EngineLoop(executable, policy=policy)
+
+
+def random_request(number: int, rng: random.Random) -> tuple[RequestState, list[int]]:
+    """Return a request and the output that it must have."""
+    prompt = tuple(rng.choices(range(3), k=rng.randint(1, 20)))
+    sampling = SamplingParams(seed=number % 7, max_tokens=rng.randint(1, 40))
+    true = answer(RequestState(0, prompt, sampling))
+    ends = tuple(rng.choices(range(VOCAB), k=2)) if rng.random() < 0.4 else ()
+    at = next((i for i, token in enumerate(true) if token in ends), len(true))
+    made = RequestState(
+        number,
+        prompt,
+        SamplingParams(seed=number % 7, max_tokens=len(true), stop_token_ids=ends),
+        priority=rng.choice((0, 0, 1)),
+    )
+    made.ngrams = ScriptedDrafts(true, rng, rng.choice((0.0, 0.3, 1.0)))
+    return made, true[: at + 1]
+
+
+def run_operations(count: int, seed: int) -> tuple[int, int]:
+    """Return the numbers of preemptions and accepted draft tokens."""
+    rng, num_preemptions, num_accepted = random.Random(seed), 0, 0
+    while count > 0:
+        loop, live = random_loop(rng), list[tuple[RequestState, list[int]]]()
+        for number in range(200):
+            kind = rng.random()
+            if kind < 0.15 and len(live) < 12:
+                live.append(random_request(number, rng))
+                loop.add(live[-1][0])
+            elif kind < 0.17 and live:
+                loop.cancel(rng.choice(live)[0])
+            else:
+                loop.step()
+            live = [each for each in live if is_right(*each)]
+        while loop.has_work():
+            loop.step()
+        assert not [each for each in live if is_right(*each)]
+        num_preemptions += loop.scheduler.num_preemptions
+        num_accepted += sum(loop.scheduler.speculator.counts.num_accepted)
+        count -= 200
+    return num_preemptions, num_accepted
+
+
+def is_right(request: RequestState, expected: list[int]) -> bool:
+    """Check the output. Return whether the request runs."""
+    assert request.output == expected[: len(request.output)]
+    assert len(request.token_times) == len(request.output)
+    is_done = request.finish_reason is not None
+    assert not is_done or request.finish_reason == CANCELLED or request.output == expected
+    return not is_done
+
+
+def test_drafts_change_no_output_under_random_operations() -> None:
+    num_preemptions, num_accepted = run_operations(2_000, seed=1)
+    assert num_preemptions > 5 and num_accepted > 500
+
+
+@pytest.mark.slow
+def test_drafts_change_no_output_under_many_operations() -> None:
+    run_operations(100_000, seed=2)
+
+
+def test_a_draft_follows_the_last_of_the_longest_matches() -> None:
+    index = NgramIndex((1, 2, 3, 9, 2, 3, 8, 7, 2, 3), longest=3, shortest=2)
+    index.update([])
+    assert index.propose(3) == (8, 7, 2), "the last match of two tokens"
+    index.update([9])
+    assert index.propose(2) == (2, 3), "a match of three tokens"
+    index.update([9, 5])
+    assert index.propose(2) == () and not index.may_match_next()
+
+
+def test_a_draft_of_a_repeated_text_continues_itself() -> None:
+    index = NgramIndex((4, 5, 6, 4, 5, 6, 4), longest=2, shortest=2)
+    index.update([5])
+    assert index.propose(7) == (6, 4, 5, 6, 4, 5, 6)
+
+
+def test_a_long_prompt_is_indexed_over_several_steps() -> None:
+    prompt = (*range(9000), 0, 1)
+    index = NgramIndex(prompt, longest=2, shortest=2)
+    assert not index.update([]) and index.propose(1) == (2,)
+    assert not index.update([]) and index.update([])
+
+
+def test_the_length_follows_acceptance_and_cost() -> None:
+    free, dear = DraftLength(5, lambda rows: 10.0), DraftLength(5, lambda rows: 10.0 * rows)
+    assert free.choose(1, [5]) == 5 and dear.choose(1, [5]) == 0
+    mixed = DraftLength(5, lambda rows: 10.0 + rows)
+    for _ in range(300):
+        mixed.record(5, 1)
+    assert mixed.choose(1, [5]) == 1
+    for _ in range(300):
+        mixed.record(1, 0)
+    chosen = [mixed.choose(1, [5]) for _ in range(130)]
+    assert chosen.count(0) == 128 and chosen.count(1) == 2, "two steps measure again"
+
+
+def test_requests_with_penalties_or_an_opt_out_have_no_drafts() -> None:
+    executable = QueuedExecutable(max_drafts=4)
+    config = SpeculativeConfig(max_drafts=4, schedule=((1, 9, 4),))
+    loop = EngineLoop(executable, policy=SchedulerConfig(speculative=config))
+    made = [
+        RequestState(0, (1,), SamplingParams(max_tokens=9, presence_penalty=1.0)),
+        RequestState(1, (1,), SamplingParams(max_tokens=9), has_drafts=False),
+        RequestState(2, (1,), SamplingParams(max_tokens=9)),
+    ]
+    for request in made:
+        request.ngrams = ScriptedDrafts([0] * 9, random.Random(0), 0.0)
+    loop.generate(made)
+    counts = loop.scheduler.speculator.counts
+    assert counts.without_drafts == {"penalties": 1, "request": 1} and counts.num_drafts
+    assert [bool(request.num_draft_tokens) for request in made] == [False, False, True]
+
+
+def test_options_have_the_names_of_vllm() -> None:
+    found = read_speculative_config('{"method": "ngram", "prompt_lookup_max": 4}')
+    assert found == SpeculativeConfig(max_drafts=5, max_lookup=4, min_lookup=4)
+    rows = "[[1, 16, 3], [17, 64, 1], [65, 512, 0]]"
+    key = "num_speculative_tokens_per_batch_size"
+    found = read_speculative_config(f'{{"method": "ngram", "{key}": {rows}}}')
+    assert [found.limit(size) for size in (1, 16, 17, 65, 999)] == [3, 3, 1, 0, 0]
+    found = read_speculative_config('{"method": "ngram", "disable_by_batch_size": 8}')
+    assert [found.limit(size) for size in (7, 8)] == [5, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"method": ', "allowed: a JSON object"),
+        ("[]", "allowed: a JSON object"),
+        ('{"method": "ngram", "k": 3}', "unknown key 'k'; allowed: method"),
+        ('{"method": "magic"}', "method 'magic'; allowed: ngram"),
+        ("{}", "method 'None'; allowed: ngram"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "integers, 1 to 15"),
+        ('{"method": "ngram", "num_speculative_tokens": 16}', "integers, 1 to 15"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "integers, 1 to 15"),
+        ('{"method": "ngram", "num_speculative_tokens": NaN}', "integers, 1 to 15"),
+        ('{"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 3}', "min 3; allowed"),
+        ('{"method": "ngram", "draft_sample_method": "gumbel"}', "allowed: greedy"),
+        ('{"method": "ngram", "disable_by_batch_size": 1}', "integers, 2 to 4096"),
+    ],
+)
+def test_wrong_options_are_errors_of_a_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_speculative_config(text)
+    assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,1 @@
+"""Speculative decoding: draft tokens from the host, their length and their counters."""

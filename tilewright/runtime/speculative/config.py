@@ -1,0 +1,112 @@
+"""`SpeculativeConfig`: the options of speculative decoding, with vLLM's keys. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
+from tilewright.errors import ConfigError, allowed, one_line
+
+NGRAM = "ngram"
+METHODS = (NGRAM,)
+_DRAFTS, _LOOKUP, _MAX_LOOKUP, _MAX_BATCH = 5, 5, 64, 4096
+_KEYS = (
+    *("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
+    *("num_speculative_tokens_per_batch_size", "disable_by_batch_size"),
+    *("draft_sample_method", "rejection_sample_method"),
+)
+_FIXED = {"draft_sample_method": "greedy", "rejection_sample_method": "standard"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How drafts are made.
+
+    Attributes:
+        method: ``ngram``: the tokens after an earlier occurrence of the last tokens.
+        max_drafts: Maximum draft tokens per request and step.
+        max_lookup, min_lookup: Longest and shortest match, in tokens.
+        schedule: ``(first, last, drafts)`` by number of decoding requests, inclusive. A number
+            outside has no drafts. None: measured times and acceptance decide.
+    """
+
+    method: str = NGRAM
+    max_drafts: int = _DRAFTS
+    max_lookup: int = _LOOKUP
+    min_lookup: int = _LOOKUP
+    schedule: tuple[tuple[int, int, int], ...] | None = None
+
+    def limit(self, num_decoding: int) -> int:
+        """Return the maximum draft tokens for this number of decoding requests."""
+        if self.schedule is None:
+            return self.max_drafts
+        limits = [k for first, last, k in self.schedule if first <= num_decoding <= last]
+        return limits[0] if limits else 0
+
+
+def read_speculative_config(text: str) -> SpeculativeConfig:
+    """Read a JSON object.
+
+    Raises:
+        ConfigError: for malformed JSON, an unknown key or a value out of range.
+    """
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{text[:80]!r}: {one_line(error)}; allowed: a JSON object") from None
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{text[:80]!r}; allowed: a JSON object")
+    for key in values:
+        if key not in _KEYS:
+            raise ConfigError(f"unknown key {key[:80]!r}; {allowed(_KEYS, key)}")
+    method = values.get("method")
+    if method not in METHODS:
+        raise ConfigError(f"method {str(method)[:80]!r}; {allowed(METHODS, method)}")
+    for key, value in _FIXED.items():
+        if values.get(key, value) != value:
+            raise ConfigError(f"{key} {str(values[key])[:80]!r}; allowed: {value}")
+    count = _integer(values, "num_speculative_tokens", 1, MAX_DRAFTS) or _DRAFTS
+    high = _integer(values, "prompt_lookup_max", 1, _MAX_LOOKUP)
+    low = _integer(values, "prompt_lookup_min", 1, _MAX_LOOKUP)
+    high, low = high or low or _LOOKUP, low or high or _LOOKUP
+    if low > high:
+        raise ConfigError(f"prompt_lookup_min {low}; allowed: 1 to prompt_lookup_max {high}")
+    return SpeculativeConfig(
+        max_drafts=count, max_lookup=high, min_lookup=low, schedule=_schedule(values, count)
+    )
+
+
+def _integer(values: Mapping[str, Any], key: str, low: int, high: int) -> int | None:
+    value = values.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{key} {str(value)[:80]!r}; allowed: integers, {low} to {high}")
+    return value
+
+
+def _schedule(values: Mapping[str, Any], count: int) -> tuple[tuple[int, int, int], ...] | None:
+    key, older = "num_speculative_tokens_per_batch_size", "disable_by_batch_size"
+    size = _integer(values, older, 2, _MAX_BATCH)
+    rows = values.get(key)
+    if rows is None:
+        return None if size is None else ((1, size - 1, count),)
+    if size is not None:
+        raise ConfigError(f"{key} and {older}; allowed: one of them")
+    if not isinstance(rows, list) or not rows or not all(map(_is_entry, rows)):
+        raise ConfigError(
+            f"{key} {str(rows)[:80]!r}; allowed: lists of first batch size, last batch size and "
+            f"0 to {MAX_DRAFTS} drafts"
+        )
+    return tuple((first, last, drafts) for first, last, drafts in rows)
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, list) or len(entry) != 3:
+        return False
+    if not all(isinstance(value, int) and not isinstance(value, bool) for value in entry):
+        return False
+    return 1 <= entry[0] <= entry[1] and 0 <= entry[2] <= MAX_DRAFTS

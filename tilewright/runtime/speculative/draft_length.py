@@ -1,0 +1,69 @@
+"""`DraftLength`: the number of draft tokens with the limit output per second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+_KEPT = 0.99
+"""Weight factor of an observation after each later observation."""
+_PRIOR, _PRIOR_WEIGHT = 0.8, 4.0
+"""Assumed acceptance of a draft token before observations, and its weight in observations."""
+_PROBE = 64
+"""Steps without drafts until a step with a draft token measures again."""
+
+
+class DraftLength:
+    """Running acceptance by position. It chooses a length from the acceptance and the step time."""
+
+    def __init__(self, max_drafts: int, decode_ms: Callable[[int], float]) -> None:
+        """``decode_ms``: Predicted milliseconds of a step by its number of rows. 0: unknown."""
+        self._decode_ms = decode_ms
+        self._weights = [_PRIOR_WEIGHT] * max_drafts
+        self._sums = [_PRIOR_WEIGHT * _PRIOR ** (at + 1) for at in range(max_drafts)]
+        self._num_off = 0
+        self.length = max_drafts
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the next step may have drafts."""
+        return self.length > 0 or self._num_off >= _PROBE
+
+    def acceptance(self, position: int) -> float:
+        """Return the share of drafts whose first ``position + 1`` tokens were accepted."""
+        return self._sums[position] / self._weights[position]
+
+    def record(self, num_drafts: int, num_accepted: int) -> None:
+        """Add a verified draft."""
+        for at in range(num_drafts):
+            self._weights[at] = _KEPT * self._weights[at] + 1.0
+            self._sums[at] = _KEPT * self._sums[at] + (at < num_accepted)
+
+    def skip(self) -> None:
+        """Count a step without drafts while they are off."""
+        if not self.length:
+            self._num_off += 1
+
+    def choose(self, num_rows: int, lengths: Sequence[int]) -> int:
+        """Return the maximum draft length for a step.
+
+        Args:
+            num_rows: Rows without drafts.
+            lengths: Length of each available draft.
+        """
+        rates = [self._rate(num_rows, lengths, k) for k in range(max(lengths) + 1)]
+        self.length = max(range(len(rates)), key=lambda k: rates[k])
+        if self.length:
+            self._num_off = 0
+        elif self._num_off >= _PROBE:
+            self._num_off = 0
+            return 1
+        else:
+            self._num_off += 1
+        return self.length
+
+    def _rate(self, num_rows: int, lengths: Sequence[int], limit: int) -> float:
+        """Return expected tokens per millisecond."""
+        cut = [min(length, limit) for length in lengths]
+        tokens = num_rows + sum(self.acceptance(at) for size in cut for at in range(size))
+        ms = self._decode_ms(num_rows + sum(cut))
+        return tokens / ms if ms > 0 else tokens

@@ -1,0 +1,138 @@
+"""`Speculator`: which requests of a step have drafts, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from tilewright.compiler.targets.interface.base import Capabilities
+from tilewright.runtime.scheduling.request_state import RequestState
+from tilewright.runtime.speculative.config import SpeculativeConfig
+from tilewright.runtime.speculative.draft_length import DraftLength
+from tilewright.runtime.speculative.ngram import NgramIndex
+
+PENALTIES, GRAMMAR, REQUEST = "penalties", "grammar", "request"
+"""Reasons for a request without drafts."""
+
+
+class SpeculationCounts(msgspec.Struct):
+    """Counters since the start.
+
+    Attributes:
+        num_drafts: Verified drafts.
+        num_draft_tokens: Their tokens.
+        num_accepted: Accepted tokens, by position in the draft.
+        length: Draft length that the last step with drafts had as its limit.
+        without_drafts: Requests without drafts, by reason.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted: list[int] = []
+    length: int = 0
+    without_drafts: dict[str, int] = {}
+
+
+class Speculator:
+    """Proposes drafts for decoding requests.
+
+    A request has drafts if its last token is known, and if it has neither penalties nor a grammar.
+
+    Attributes:
+        max_drafts: Maximum draft tokens per request and step. 0: no drafts.
+        is_warming_up: Propose constant drafts, to measure step times.
+    """
+
+    def __init__(
+        self,
+        config: SpeculativeConfig | None,
+        capabilities: Capabilities,
+        decode_ms: Callable[[int], float],
+    ) -> None:
+        self._config = config or SpeculativeConfig()
+        count = max((k for *_, k in self._config.schedule or ()), default=self._config.max_drafts)
+        self.max_drafts = min(count, capabilities.max_drafts) if config is not None else 0
+        self._decode_ms = decode_ms
+        self.is_warming_up = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Discard all observations."""
+        self._length = DraftLength(self.max_drafts, self._decode_ms)
+        self.counts = SpeculationCounts(num_accepted=[0] * self.max_drafts)
+
+    def on_arrival(self, request: RequestState) -> None:
+        """Decide whether a new request has drafts."""
+        if not self.max_drafts or request.pooling is not None:
+            request.has_drafts = False
+            return
+        reason = ""
+        if not request.has_drafts:
+            reason = REQUEST
+        elif request.sampling.is_penalised:
+            reason = PENALTIES
+        elif request.grammar is not None:
+            reason = GRAMMAR
+        if reason:
+            request.has_drafts = False
+            counts = self.counts.without_drafts
+            counts[reason] = counts.get(reason, 0) + 1
+
+    def must_wait(self, request: RequestState) -> bool:
+        """Return whether a step without the request is better than one before its next token is
+        known.
+        """
+        if request.num_unread_rows:
+            return True
+        if not request.has_drafts or request.num_scheduled == len(request.output):
+            return False
+        if request.replay_tokens or not request.output or not self._length.is_on:
+            return False
+        return self._index(request).may_match_next()
+
+    def propose(self, decoding: Sequence[RequestState]) -> dict[RequestState, tuple[int, ...]]:
+        """Return the drafts of a step by request."""
+        if not self.max_drafts:
+            return {}
+        config, drafts = self._config, dict[RequestState, tuple[int, ...]]()
+        limit = min(config.limit(len(decoding)), self.max_drafts)
+        for request in decoding:
+            count = min(limit, request.max_output - len(request.output) - 1)
+            if count > 0 and self._is_known(request):
+                draft = (0,) * count if self.is_warming_up else self._index(request).propose(count)
+                if draft:
+                    drafts[request] = draft
+        if not drafts:
+            self._length.skip()
+            return {}
+        if config.schedule is None and not self.is_warming_up:
+            limit = self._length.choose(len(decoding), [len(draft) for draft in drafts.values()])
+        self.counts.length = limit
+        return {request: draft[:limit] for request, draft in drafts.items()} if limit else {}
+
+    def record(self, request: RequestState, num_drafts: int, num_accepted: int) -> None:
+        """Count a verified draft."""
+        counts = self.counts
+        counts.num_drafts += 1
+        counts.num_draft_tokens += num_drafts
+        for at in range(num_accepted):
+            counts.num_accepted[at] += 1
+        request.num_draft_tokens += num_drafts
+        request.num_accepted_tokens += num_accepted
+        self._length.record(num_drafts, num_accepted)
+
+    @staticmethod
+    def _is_known(request: RequestState) -> bool:
+        """Return whether the drafts of a request can begin."""
+        if not request.has_drafts or request.replay_tokens or not request.output:
+            return False
+        return request.num_scheduled == len(request.output)
+
+    def _index(self, request: RequestState) -> NgramIndex:
+        index = request.ngrams
+        if index is None:
+            longest, shortest = self._config.max_lookup, self._config.min_lookup
+            index = request.ngrams = NgramIndex(request.prompt, longest=longest, shortest=shortest)
+        index.update(request.output)
+        return index
