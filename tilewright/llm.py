@@ -27,6 +27,7 @@ from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.pooling import MEAN, POOLINGS, Pooling, normalized
 from tilewright.runtime.request import FAILED
 from tilewright.runtime.scheduling.request_state import RequestState
+from tilewright.runtime.speculative.config import draft_note
 
 if TYPE_CHECKING:
     import numpy as np
@@ -157,6 +158,9 @@ class LLM:
         self.source, self.compiled = source, compiled
         self.tokenizer = source.tokenizer
         policy = config.scheduler_config(cache_output=False)
+        note = draft_note(policy.speculative, compiled.executable.capabilities)
+        if note is not None:
+            warnings.warn(note, stacklevel=3)
         self._loop = EngineLoop(compiled.executable, policy=policy)
         self._numbers = itertools.count()
 

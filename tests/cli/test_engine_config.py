@@ -33,6 +33,7 @@ VALUES = {
     "enable_prefix_caching": "false",
     "cache_output": "false",
     "swap_space": "1.5",
+    "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
     "tensor_parallel_size": "2",
     "expert_parallel_size": "2",
     "tensor_split": "2,1",

@@ -165,7 +165,7 @@ def test_requests_with_penalties_or_an_opt_out_have_no_drafts() -> None:
         request.ngrams = ScriptedDrafts([0] * 9, random.Random(0), 0.0)
     loop.generate(made)
     counts = loop.scheduler.speculator.counts
-    assert counts.without_drafts == {"penalties": 1, "request": 1} and counts.num_drafts
+    assert counts.without_drafts == {"penalties": 1, "opt_out": 1} and counts.num_drafts
     assert [bool(request.num_draft_tokens) for request in made] == [False, False, True]
 
 

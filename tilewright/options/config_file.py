@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -165,6 +166,18 @@ def _read(
     return parsed
 
 
+def _json_value(value: object) -> object:
+    """Return a YAML value with numbers and booleans in place of their texts."""
+    if isinstance(value, Mapping):
+        return {key: _json_value(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_json_value(entry) for entry in value]
+    try:
+        return json.loads(str(value))
+    except ValueError:
+        return value
+
+
 def _names(parser: argparse.ArgumentParser) -> list[str]:
     """Return each option's first spelling."""
     spellings = [
@@ -187,6 +200,8 @@ def _words(
         if value == "false":
             return [] if _is_plain_switch(action) else ["--no-" + flag.removeprefix("--")]
         return [flag]
+    if isinstance(value, Mapping):
+        value = json.dumps(_json_value(value))
     several = action.nargs in ("+", "*")
     texts: list[Any] = value if isinstance(value, list) else [value]
     if not all(isinstance(entry, str) and entry not in ("", "~") for entry in texts):

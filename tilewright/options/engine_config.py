@@ -7,6 +7,7 @@ machine are in `resolve`.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -58,6 +59,16 @@ def _seqs(text: str) -> int | None:
         raise argparse.ArgumentTypeError(
             f"{text!r}; allowed: auto, or integers, 1 to 4096"
         ) from None
+
+
+def _speculative(text: str) -> str:
+    from tilewright.runtime.speculative.config import read_speculative_config
+
+    try:
+        read_speculative_config(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +164,14 @@ class EngineConfig:
         aliases=("--no-cache",),
         default=True,
         group=ENGINE,
+    )
+    speculative_config: str | None = option(
+        'JSON object with vLLM\'s keys, as \'{"method": "ngram"}\' for drafts from earlier text. '
+        "Others are num_speculative_tokens (1 to 15, default 5), prompt_lookup_max, "
+        "prompt_lookup_min and num_speculative_tokens_per_batch_size. Default no drafts",
+        group=ENGINE,
+        type=_speculative,
+        metavar="JSON",
     )
     max_num_seqs: int | None = option(
         "maximum running requests, auto or 1 to 4096. Default auto, which is up to 256 on "
@@ -294,6 +313,8 @@ class EngineConfig:
             value = str(value) if isinstance(value, Path) else value
             if isinstance(value, str):
                 value = options[name].renamed.get(value, value)
+            elif isinstance(value, Mapping):
+                value = json.dumps(value, default=str)
             elif isinstance(value, list | tuple):
                 value = tuple(value) or None
             known[name] = value
@@ -351,8 +372,11 @@ class EngineConfig:
     def scheduler_config(self, *, cache_output: bool) -> SchedulerConfig:
         """Return the values that the scheduler needs."""
         from tilewright.runtime.scheduling.request_state import SchedulerConfig
+        from tilewright.runtime.speculative.config import read_speculative_config
 
+        text = self.speculative_config
         return SchedulerConfig(
+            speculative=None if text is None else read_speculative_config(text),
             step_ms=self.max_prefill_ms,
             step_tokens=self.max_num_batched_tokens,
             reuses=self.enable_prefix_caching,

@@ -265,6 +265,8 @@ class EngineLoop:
             return None
         now = time.perf_counter()
         self.tallies.add(HOST, now - began, "schedule")
+        if plan.step.drafts:
+            self.tallies.add(HOST, self.scheduler.speculator.seconds, "drafts")
         if behind is None:
             self._meter.begin(now)
             if self._read_at is not None:

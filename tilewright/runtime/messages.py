@@ -5,13 +5,14 @@ Times are seconds measured by the engine's own clock and carried as intervals. I
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
 from tilewright.compiler.targets.interface.step import LogProbs
 from tilewright.runtime.request import EngineRequest
 from tilewright.runtime.scheduling.engine_stats import Tally
+from tilewright.runtime.speculative.counts import SpeculationCounts
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):
@@ -38,6 +39,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
             ranks, the first one's.
         shares_prefixes: whether prompts that begin alike are computed once.
         hidden_size: Width of the vectors that prompts are pooled to. 0: there are none.
+        speculation: Options of speculative decoding. None: there is none.
         facts: what the model is, for people: name, target, precision, device, weights.
     """
 
@@ -54,6 +56,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     cache_bytes: int = 0
     shares_prefixes: bool = True
     hidden_size: int = 0
+    speculation: dict[str, Any] | None = None
     facts: dict[str, str] = {}
 
 
@@ -76,12 +79,18 @@ class RequestStarted(msgspec.Struct, frozen=True, tag=True):
 class NewTokens(msgspec.Struct, frozen=True, tag=True):
     """The next tokens of an answer, and their log probabilities where they were asked for;
     ``echo``, with the first of them: those of the prompt's tokens behind its first.
+
+    Attributes:
+        num_draft_tokens, num_accepted_tokens: Verified draft tokens of the request so far, and the
+            accepted ones.
     """
 
     request_id: int
     tokens: tuple[int, ...]
     logprobs: tuple[LogProbs, ...] = ()
     echo: tuple[LogProbs, ...] = ()
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class RequestFinished(msgspec.Struct, frozen=True, tag=True):
@@ -122,6 +131,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     num_swapped: int = 0
     num_snapshots_used: int = 0
     tallies: dict[str, Tally] = {}
+    speculation: SpeculationCounts | None = None
 
 
 ToEngine: TypeAlias = EngineRequest | AbortRequest | ResetPrefixCache | Shutdown

@@ -79,6 +79,7 @@ class EngineService:
             invariant_rows=limits.invariant_rows,
             cache_bytes=executable.state_bytes(pool, limits.max_num_seqs),
             hidden_size=limits.hidden_size,
+            speculation=self.loop.scheduler.speculator.facts(),
             shares_prefixes=self.loop.scheduler.policy.reuses,
             facts=facts,
         )
@@ -201,7 +202,8 @@ class EngineService:
         if fresh:
             echo = () if num_sent else tuple(request.prompt_logprobs)
             logprobs = tuple(request.logprobs[num_sent:])
-            said.append(NewTokens(request.request_id, fresh, logprobs, echo))
+            drafts = request.num_draft_tokens, request.num_accepted_tokens
+            said.append(NewTokens(request.request_id, fresh, logprobs, echo, *drafts))
 
     def _say_ends(self, said: list[FromEngine]) -> None:
         ended = [state for state in self._live.values() if state.finish_reason is not None]
@@ -262,6 +264,7 @@ class EngineService:
 
     def _beat(self) -> Heartbeat:
         scheduler = self.loop.scheduler
+        speculator = scheduler.speculator
         return Heartbeat(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.line),
@@ -272,6 +275,7 @@ class EngineService:
             num_swapped=scheduler.num_swapped,
             num_snapshots_used=scheduler.num_snapshots_used,
             tallies=self.loop.tallies.found,
+            speculation=speculator.counts if speculator.max_drafts else None,
         )
 
 

@@ -131,6 +131,7 @@ def _choices(
                 priority=request.priority or 0,
                 grammar=grammar,
                 cache_salt=request.cache_salt or "",
+                speculative=request.speculative is not False,
             )
             choice = ChoiceStream(
                 coder=coder,

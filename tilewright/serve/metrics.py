@@ -27,6 +27,7 @@ from prometheus_client.registry import Collector
 
 from tilewright.runtime.messages import EngineReady, Heartbeat, RequestFinished, RequestStarted
 from tilewright.runtime.scheduling.engine_stats import HOST, IDLE, SIZE, STEP, Tally, bounds_of
+from tilewright.runtime.speculative.counts import SpeculationCounts
 from tilewright.serve.output.choice import ChoiceStream
 
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
@@ -311,6 +312,7 @@ class _EngineCounts(Collector):
             for labels, engine in engines:
                 counter.add_metric(tuple(labels.values()), read(engine))
             yield counter
+        yield from self._speculation(engines)
         for name, kind in ((STEP, "kind"), (HOST, "part"), (IDLE, ""), (SIZE, "")):
             yield self._histogram(name, kind)
         infos = [(labels, _cache_info(each.ready)) for labels, each in engines if each.ready]
@@ -322,6 +324,31 @@ class _EngineCounts(Collector):
             for labels, cache in infos:
                 info.add_metric((*labels.values(), *cache.values()), 1)
             yield info
+
+    def _speculation(
+        self, engines: Sequence[tuple[Mapping[str, str], EngineState]]
+    ) -> Iterable[Metric]:
+        """Return the counters of speculative decoding, named as vLLM's."""
+        drafting = [
+            (tuple(labels.values()), engine.beat.speculation)
+            for labels, engine in engines
+            if engine.beat.speculation is not None
+        ]
+        if not drafting:
+            return
+        length = GaugeMetricFamily(
+            self._name("spec_decode_k"), "maximum draft tokens in the last step", labels=_LABELS
+        )
+        for labels, counts in drafting:
+            length.add_metric(labels, counts.length)
+        yield length
+        for name, (label, values_of, text) in _SPECULATION.items():
+            names = (*_LABELS, label) if label else _LABELS
+            counter = CounterMetricFamily(self._name(f"spec_decode_{name}"), text, labels=names)
+            for labels, counts in drafting:
+                for value, count in values_of(counts).items():
+                    counter.add_metric((*labels, value) if label else labels, count)
+            yield counter
 
     def _histogram(self, name: str, kind: str) -> Metric:
         full = f"{name}_total" if name == SIZE else name
@@ -348,6 +375,24 @@ _TOTALS: dict[str, tuple[Callable[[EngineState], int], str]] = {
     "tokens_dropped": (lambda each: each.beat.num_dropped, "computed for requests that had ended"),
     "engine_restarts": (lambda each: each.num_restarts, "of the engine process"),
 }
+
+
+_SPECULATION: dict[str, tuple[str, Callable[[SpeculationCounts], Mapping[str, int]], str]] = {
+    "num_drafts": ("", lambda counts: {"": counts.num_drafts}, "verified drafts"),
+    "num_draft_tokens": ("", lambda counts: {"": counts.num_draft_tokens}, "their tokens"),
+    "num_accepted_tokens": ("", lambda counts: {"": sum(counts.num_accepted)}, "accepted tokens"),
+    "num_accepted_tokens_per_pos": (
+        "position",
+        lambda counts: {str(at): count for at, count in enumerate(counts.num_accepted)},
+        "accepted tokens by position in the draft",
+    ),
+    "requests_without_drafts": (
+        "reason",
+        lambda counts: counts.without_drafts,
+        "requests without drafts",
+    ),
+}
+"""Counters by name: their further label, their values by it, and their help."""
 
 
 def _cache_info(ready: EngineReady) -> dict[str, str]:

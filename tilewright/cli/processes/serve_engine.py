@@ -55,6 +55,7 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
     from tilewright.models.tokenizer.saved import save
     from tilewright.runtime.grammar.matchers import grammars_of
     from tilewright.runtime.service import EngineService
+    from tilewright.runtime.speculative.config import draft_note
     from tilewright.serve.web.server_log import say
 
     config = options.model.config
@@ -71,6 +72,9 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
     limits = executable.capabilities
     promises_no_bits = limits.invariant == "none" or bool(limits.invariant_rows)
     policy = config.scheduler_config(cache_output=promises_no_bits)
+    note = draft_note(policy.speculative, limits)
+    if note is not None:
+        say(note)
     grammars = grammars_of(folder / TOKENIZER, source.tokenizer.eos_ids, executable.vocab_size)
     service = EngineService(executable, transport, policy=policy, grammars=grammars)
     service.loop.warm_up()

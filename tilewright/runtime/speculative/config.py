@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
+from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS, Capabilities
 from tilewright.errors import ConfigError, allowed, one_line
 
 NGRAM = "ngram"
@@ -77,6 +77,16 @@ def read_speculative_config(text: str) -> SpeculativeConfig:
     return SpeculativeConfig(
         max_drafts=count, max_lookup=high, min_lookup=low, schedule=_schedule(values, count)
     )
+
+
+def draft_note(config: SpeculativeConfig | None, capabilities: Capabilities) -> str | None:
+    """Return a note if a target verifies no drafts. None: it does, or nobody asks for drafts."""
+    if config is None or capabilities.max_drafts:
+        return None
+    reason = "this target, or a group of ranks, verifies no drafts"
+    if capabilities.has_sequence_state:
+        reason = "this target verifies no drafts for a model with linear attention"
+    return f"speculative_config: {reason}; decoding goes on without drafts"
 
 
 def _integer(values: Mapping[str, Any], key: str, low: int, high: int) -> int | None:

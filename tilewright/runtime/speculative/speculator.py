@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-
-import msgspec
+from typing import Any
 
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.runtime.scheduling.request_state import RequestState
 from tilewright.runtime.speculative.config import SpeculativeConfig
+from tilewright.runtime.speculative.counts import (
+    GRAMMAR,
+    OPT_OUT,
+    PENALTIES,
+    SpeculationCounts,
+)
 from tilewright.runtime.speculative.draft_length import DraftLength
 from tilewright.runtime.speculative.ngram import NgramIndex
-
-PENALTIES, GRAMMAR, REQUEST = "penalties", "grammar", "request"
-"""Reasons for a request without drafts."""
-
-
-class SpeculationCounts(msgspec.Struct):
-    """Counters since the start.
-
-    Attributes:
-        num_drafts: Verified drafts.
-        num_draft_tokens: Their tokens.
-        num_accepted: Accepted tokens, by position in the draft.
-        length: Draft length that the last step with drafts had as its limit.
-        without_drafts: Requests without drafts, by reason.
-    """
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted: list[int] = []
-    length: int = 0
-    without_drafts: dict[str, int] = {}
 
 
 class Speculator:
@@ -42,6 +27,7 @@ class Speculator:
     Attributes:
         max_drafts: Maximum draft tokens per request and step. 0: no drafts.
         is_warming_up: Propose constant drafts, to measure step times.
+        seconds: Time of the last :meth:`propose`.
     """
 
     def __init__(
@@ -50,12 +36,26 @@ class Speculator:
         capabilities: Capabilities,
         decode_ms: Callable[[int], float],
     ) -> None:
+        self._is_asked = config is not None
         self._config = config or SpeculativeConfig()
         count = max((k for *_, k in self._config.schedule or ()), default=self._config.max_drafts)
         self.max_drafts = min(count, capabilities.max_drafts) if config is not None else 0
         self._decode_ms = decode_ms
         self.is_warming_up = False
+        self.seconds = 0.0
         self.forget()
+
+    def facts(self) -> dict[str, Any] | None:
+        """Return the options for clients. None: no speculative decoding."""
+        if not self._is_asked:
+            return None
+        return {
+            "method": self._config.method,
+            "num_speculative_tokens": self.max_drafts,
+            "prompt_lookup_max": self._config.max_lookup,
+            "prompt_lookup_min": self._config.min_lookup,
+            "without_drafts": [PENALTIES, GRAMMAR, OPT_OUT],
+        }
 
     def forget(self) -> None:
         """Discard all observations."""
@@ -69,7 +69,7 @@ class Speculator:
             return
         reason = ""
         if not request.has_drafts:
-            reason = REQUEST
+            reason = OPT_OUT
         elif request.sampling.is_penalised:
             reason = PENALTIES
         elif request.grammar is not None:
@@ -95,6 +95,12 @@ class Speculator:
         """Return the drafts of a step by request."""
         if not self.max_drafts:
             return {}
+        began = time.perf_counter()
+        drafts = self._propose(decoding)
+        self.seconds = time.perf_counter() - began
+        return drafts
+
+    def _propose(self, decoding: Sequence[RequestState]) -> dict[RequestState, tuple[int, ...]]:
         config, drafts = self._config, dict[RequestState, tuple[int, ...]]()
         limit = min(config.limit(len(decoding)), self.max_drafts)
         for request in decoding:

@@ -36,6 +36,7 @@ class ChoiceStream:
         finish_reason: ``stop``, ``length`` or ``tool_calls`` once it has ended.
         stop_reason: the stop string or the stop id that ended it.
         finished: how long it took; of one that a stop string ended, as measured in the front.
+        num_draft_tokens, num_accepted_tokens: Verified draft tokens, and the accepted ones.
         request: Engine request of the answer. The tracker gives it a number.
         echo: Text of the prompt if the answer repeats it.
         reader: finds calls in what is said; None where there are no tools.
@@ -57,6 +58,8 @@ class ChoiceStream:
     stop_reason: str | int | None = None
     started: RequestStarted | None = None
     finished: RequestFinished | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     _num_characters: int = 0
     _decoder: Decoder = field(init=False)
 
@@ -90,6 +93,8 @@ class ChoiceStream:
 
     def push(self, message: NewTokens) -> AnswerDelta:
         """What is certain now; sets ``finish_reason`` where a stop string or a call ends it."""
+        self.num_draft_tokens = message.num_draft_tokens
+        self.num_accepted_tokens = message.num_accepted_tokens
         if self._is_plain and not message.logprobs:
             return self._push_plain(message.tokens)
         found = [AnswerDelta()]

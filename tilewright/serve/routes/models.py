@@ -81,6 +81,7 @@ async def _props(request: web.Request) -> web.Response:
             "invariant": ready.invariant,
             "invariant_requests": ready.invariant_rows or None,
             "determinism": _determinism(ready),
+            "speculative_config": ready.speculation,
             "facts": ready.facts,
             "chat_template": coder.chat_template,
             "chat_template_reads": {

@@ -133,6 +133,7 @@ class Common(SamplingFields, kw_only=True, frozen=True):
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     timings: bool | None = None
     return_token_ids: bool | None = None
+    speculative: bool | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
     user: Any = None

@@ -82,6 +82,8 @@ class CompletionTask:
         prompt_ms = 1e3 * done.prefill_s if done is not None else 0.0
         decode_ms = 1e3 * done.decode_s if done is not None else 0.0
         prompt_n, count = len(choice.request.prompt) - cached, len(choice.tokens)
+        drafts = {"draft_n": choice.num_draft_tokens}
+        drafts["draft_n_accepted"] = choice.num_accepted_tokens
         return {
             "cache_n": cached,
             "prompt_n": prompt_n,
@@ -94,6 +96,7 @@ class CompletionTask:
             "queue_ms": 1e3 * choice.started.queue_s if choice.started is not None else 0.0,
             "preemptions": done.num_preemptions if done is not None else 0,
             "seed": choice.request.sampling.seed,
+            **(drafts if choice.num_draft_tokens else {}),
         }
 
     def whole(self) -> dict[str, Any]:

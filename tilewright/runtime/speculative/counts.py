@@ -1,0 +1,26 @@
+"""`SpeculationCounts`: counters of speculative decoding in an engine. Imports no torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+PENALTIES, GRAMMAR, OPT_OUT = "penalties", "grammar", "opt_out"
+"""Reasons for a request without drafts."""
+
+
+class SpeculationCounts(msgspec.Struct):
+    """Counters since the start.
+
+    Attributes:
+        num_drafts: Verified drafts.
+        num_draft_tokens: Their tokens.
+        num_accepted: Accepted tokens, by position in the draft.
+        length: Maximum draft length in the last step.
+        without_drafts: Requests without drafts, by reason.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted: list[int] = []
+    length: int = 0
+    without_drafts: dict[str, int] = {}
