@@ -21,6 +21,7 @@ COMMANDS = {
     "compare-answers": ("bench.baselines.answers", "ten answers, also from llama.cpp"),
     "compare-serve": ("bench.serving.command", "servers, by default ours and llama.cpp's"),
     "compare-calibrated": ("bench.calibration", "calibrated weights and round to nearest"),
+    "compare-drafts": ("bench.speculative", "decode speed with n-gram drafts and without"),
     "make-batch": ("bench.make_batch", "write a data set for tilewright batch"),
     "bench-loop": ("bench.host_time", "host time of a scheduler step"),
     "bench-cuda": ("bench.cuda.command", "CUDA target with random weights"),
