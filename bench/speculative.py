@@ -1,6 +1,6 @@
-"""``python -m bench compare-drafts``: decode speed with n-gram drafts and without, in turn.
+"""``python -m bench compare-drafts``: decode speed with n-gram drafts and without.
 
-Both engines are in one process and read the same weights. Outputs must be equal. With
+Both engines are in a process and read the same weights. Outputs must be equal. With
 ``--llama-server``, llama.cpp runs the same prompts without and with its prompt lookup.
 """
 
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from bench.common import Server, keeper, llama_cpp, model_and_copy, running
 from tilewright.compiler.devices import describe_cpu
 from tilewright.errors import TilewrightError
-from tilewright.evaluate.report.table import Table
 from tilewright.options.arguments import integer, option, parse
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ PROMPTS: Mapping[str, Sequence[str]] = {
         "Describe a walk through a forest in autumn.",
     ),
 }
-"""Prompts by kind of text."""
+"""Prompts by type of text."""
 _PLAIN, _DRAFTS = "plain", "drafts"
 _LOOKUP = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "5")
 _CONTEXT = 2048
@@ -64,7 +63,7 @@ class _Options:
     threads: int | None = option("CPU threads (default: all cores)", type=integer(1, 1024))
     rounds: int = option("alternating rounds", default=5, type=integer(1, 1000))
     max_tokens: int = option("maximum answer length", default=256, type=integer(2, 1024))
-    llama_server: Path | None = option("llama.cpp program (default: ours only)", type=Path)
+    llama_server: Path | None = option("llama.cpp program (default: none)", type=Path)
     gguf_type: str = option("weights of llama.cpp", default="BF16", metavar="TYPE")
     results: Path | None = option("append rows, as JSON lines", metavar="FILE", type=Path)
 
@@ -75,22 +74,22 @@ def main(argv: list[str]) -> int:
     keep, rows = keeper(options.results), list[dict[str, Any]]()
     with ExitStack() as stack:
         tokenizer, engines = _engines(options, stack)
-        for kind, texts in PROMPTS.items():
+        for title, texts in PROMPTS.items():
             speeds = {name: list[float]() for name in engines}
             for text in texts:
                 chat = tokenizer.apply_chat_template([{"role": "user", "content": text}])
                 _measure(engines, tokenizer.encode(chat), options, speeds)
-            rows.append(_row(kind, speeds))
+            rows.append(_summary(title, speeds))
             keep({**rows[-1], "config": options.config, "max_tokens": options.max_tokens})
-    cells = [[_cell(value) for value in row.values()] for row in rows]
-    print(Table.of(tuple(rows[0]), cells).markdown())
-    print("Decode of one user, tokens/s. Medians over prompts and rounds.")
+    for line in rows:
+        print(", ".join(f"{name} {_text(value)}" for name, value in line.items()))
+    print("Decode, 1 user, tokens/s. Medians over prompts and rounds.")
     return 0
 
 
 def _engines(options: _Options, stack: ExitStack) -> tuple[Any, dict[str, Decode]]:
     """Return the tokenizer, and the engines by name."""
-    from tilewright import LLM
+    from tilewright.llm import LLM
 
     words: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": _CONTEXT}
     words |= {"precision": options.precision, "num_threads": options.threads}
@@ -130,8 +129,8 @@ def _decode_by(server: Server, stack: ExitStack, log: Path) -> Decode:
         data = json.dumps({**body, "cache_prompt": False, "return_tokens": True}).encode()
         head = {"content-type": "application/json"}
         with urllib.request.urlopen(urllib.request.Request(f"{url}/completion", data, head)) as got:
-            found = json.load(got)
-        return tuple(found["tokens"]), found["timings"]["predicted_per_second"]
+            answer = json.load(got)
+        return tuple(answer["tokens"]), answer["timings"]["predicted_per_second"]
 
     return decode
 
@@ -142,7 +141,7 @@ def _measure(
     options: _Options,
     speeds: Mapping[str, list[float]],
 ) -> None:
-    """Run the engines in turn, after a warm-up.
+    """Run the engines in alternation, after a warm-up.
 
     Raises:
         TilewrightError: if drafts change the output.
@@ -157,12 +156,12 @@ def _measure(
             raise TilewrightError("drafts change the output; allowed: equal tokens")
 
 
-def _row(kind: str, speeds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def _summary(name: str, speeds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     ratios = [b / a for a, b in zip(speeds[_PLAIN], speeds[_DRAFTS], strict=True)]
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    return {"text": kind, **medians, "ratio": statistics.median(ratios), "ratios": spread}
+    return {"text": name, **medians, "ratio": statistics.median(ratios), "ratios": spread}
 
 
-def _cell(value: Any) -> str:
+def _text(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -167,7 +167,7 @@ def _read(
 
 
 def _json_value(value: object) -> object:
-    """Return a YAML value with numbers and booleans in place of their texts."""
+    """Return a YAML value with numbers and booleans instead of texts."""
     if isinstance(value, Mapping):
         return {key: _json_value(entry) for key, entry in value.items()}
     if isinstance(value, list):

@@ -200,7 +200,7 @@ class EngineLoop:
         self.scheduler.speculator.forget()
 
     def _run_with_drafts(self) -> None:
-        """Measure decode rows with drafts, which are wrong for the most part."""
+        """Measure decode rows with drafts, which are mostly wrong."""
         speculator, limits = self.scheduler.speculator, self.executable.capabilities
         num_wanted = _DRAFTED * speculator.max_drafts
         if not num_wanted:
@@ -259,14 +259,14 @@ class EngineLoop:
 
     def _launch(self, behind: _Launched | None = None) -> _Launched | None:
         """The next step, ``behind`` one that is not read yet; else what it masks is chosen too."""
-        began = time.perf_counter()
+        began, speculator = time.perf_counter(), self.scheduler.speculator
         plan = self.scheduler.schedule()
         if plan is None:
             return None
         now = time.perf_counter()
         self.tallies.add(HOST, now - began, "schedule")
-        if plan.step.drafts:
-            self.tallies.add(HOST, self.scheduler.speculator.seconds, "drafts")
+        if speculator.max_drafts:
+            self.tallies.add(HOST, speculator.seconds, "drafts")
         if behind is None:
             self._meter.begin(now)
             if self._read_at is not None:
@@ -357,13 +357,13 @@ class EngineLoop:
             self._fail(request, "the model's hidden states are no numbers", "not_a_number")
 
     def _count(self, launched: _Launched, handling: float) -> None:
-        plan, now = launched.plan, time.perf_counter()
+        plan, now, add = launched.plan, time.perf_counter(), self.tallies.add
         num_rows, num_tokens = plan.num_decode_rows, plan.num_prompt_tokens
         kind = ("mixed" if num_tokens else "decode") if num_rows else "prompt"
         before = self._read_at if self._read_at is not None else launched.at
-        self.tallies.add(STEP, now - max(launched.at, before), kind)
-        self.tallies.add(HOST, handling, "take")
-        self.tallies.add(SIZE, num_rows + num_tokens)
+        add(STEP, now - max(launched.at, before), kind)
+        add(HOST, handling, "take")
+        add(SIZE, num_rows + num_tokens)
         self._read_at = now if self._runs() else None
 
     def _take(
@@ -375,7 +375,7 @@ class EngineLoop:
         served: list[RequestState],
     ) -> None:
         """The tokens of a part go to their requests, and those into ``served``."""
-        take, counts = self._take_row, chosen.counts
+        take, counts = self._take_token, chosen.counts
         if counts is None:
             for at, slot in enumerate(slots):
                 request = rows.get(slot)
@@ -392,8 +392,8 @@ class EngineLoop:
                     served.append(request)
             first = last
 
-    def _take_row(self, request: RequestState, chosen: Chosen, at: int, now: float) -> bool:
-        """Give a token of a part to its request. Return whether the request takes it."""
+    def _take_token(self, request: RequestState, chosen: Chosen, at: int, now: float) -> bool:
+        """Give a token to its request. Return whether the request takes it."""
         why, logprobs = chosen.why[at], chosen.logprobs
         if why == NOT_A_NUMBER:
             self._fail(request, "the model's logits are no numbers", "not_a_number")

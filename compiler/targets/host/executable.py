@@ -116,7 +116,7 @@ class HostExecutable(Executable):
 
     follows = False
     verifies_in_turn = False
-    """Verify a draft of each slot in a forward. True for state without truncation."""
+    """Verify a draft per slot in a forward. True for state without truncation."""
 
     def __init__(self) -> None:
         self._slot_states: dict[Slot, SlotState] = {}
@@ -237,7 +237,7 @@ class HostExecutable(Executable):
         return self.capabilities.has_sequence_state and num_positions != slot_state.length
 
     def _run_decode(self, step: Step) -> SamplerOutput:
-        """Decode a token for each slot, and verify drafts."""
+        """Decode a token per slot, and verify drafts."""
         if step.drafts:
             self._check_drafts(step)
             if self.verifies_in_turn:
@@ -264,7 +264,7 @@ class HostExecutable(Executable):
             assert end <= limits.max_context, f"slot {slot} ends at {end}"
 
     def _verify_in_turn(self, step: Step) -> SamplerOutput:
-        """Decode each slot until a draft is wrong. Nothing is rolled back."""
+        """Decode all slots until their drafts are wrong. Nothing is rolled back."""
         assert not step.masked, "a draft must be verified before the next draft"
         turn = replace(step, drafts={}, prompts=(), edits=())
         outputs = {slot: list[Chosen]() for slot in step.decode}
@@ -412,13 +412,13 @@ class HostChoice:
         if self.drafts:
             tokens, why, counts, used = self._verify(values, chosen_for, first, tokens, why)
             kept = self.logits[used]
-        found = None
+        scores = None
         if self.num_top is not None:
-            found = log_probs(kept, tokens, self.num_top)
-        self.chosen = Chosen(tokens, why, found, self.echo, counts=counts)
+            scores = log_probs(kept, tokens, self.num_top)
+        self.chosen = Chosen(tokens, why, scores, self.echo, counts=counts)
 
     def _first_rows(self) -> np.ndarray | slice:
-        """Return each slot's first row."""
+        """Return the first of the rows of each slot."""
         if not self.drafts:
             return slice(None)
         sizes = [1 + len(self.drafts.get(slot, ())) for slot in self.slots]

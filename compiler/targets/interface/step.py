@@ -180,14 +180,14 @@ class Step:
     """The work of a step. ``edits`` run first, in order. A slot occurs at most once in the step's
     work.
 
-    Speculative decoding: a slot at position P with drafts ``d1 .. dk`` has k + 1 decode rows. Row 0
-    reads the slot's token at P, row j reads ``dj`` at P + j. The rows use decode arithmetic, and a
-    row attends to the rows before it. Each row samples as in a step without drafts: the parameters
-    and seed of the slot, the position of the row, and the token counts after the drafts before the
-    row. Hence the output does not depend on the drafts, at any temperature.
+    Speculative decoding: a slot at position P with drafts ``d1 .. dk`` has k + 1 decode rows. It
+    reads its token at P and draft ``dj`` at P + j. All rows use decode arithmetic
+    and attend to the earlier rows. They sample as in a step without drafts: parameters and seed of
+    the slot, the own position, and the token counts after the earlier drafts. Hence the output does
+    not depend on the drafts, at any temperature.
     The number of accepted drafts, a, is the length of the longest prefix with ``dj`` equal to the
-    sample of row j - 1. The slot emits the samples of rows 0 to a and advances by a + 1 positions.
-    It reads the sample of row a next. Later rows have no effect: a later step overwrites their
+    sample at P + j - 1. The slot emits the samples of rows 0 to a and advances by a + 1 positions.
+    It reads the last emitted token next. Later rows have no effect: a later step overwrites their
     positions before it reads them. End tokens do not shorten the prefix.
 
     Attributes:

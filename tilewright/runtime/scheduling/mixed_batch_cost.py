@@ -47,8 +47,8 @@ class PassCost:
         """Return the predicted milliseconds, or None without measurements.
 
         An unmeasured size costs the nearest measured time, plus ``a_row`` and ``a_token`` per
-        additional row and token. If ``a_token`` is 0 (unknown), the time is proportional, but never
-        below the nearest.
+        further sequence and token. If ``a_token`` is 0 (unknown), the time is proportional, but
+        never below the nearest.
 
         The prediction is limited by larger measured sizes, and by smaller sizes in proportion. An
         outlier that prevents further use is therefore corrected.

@@ -192,7 +192,7 @@ class RequestState:
         self.latest, self.reply, self.is_invariant = None, None, True
 
     def expect(self, num_drafts: int) -> None:
-        """Note a launched decode row with drafts. Positions and tokens are maximums until
+        """Note launched decode rows with drafts. Positions and tokens are maximums until
         :meth:`settle`.
         """
         self.num_unread_rows = 1 + num_drafts

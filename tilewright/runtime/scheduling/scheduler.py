@@ -210,23 +210,23 @@ class Scheduler:
     def _advance(
         self, decoding: list[RequestState], drafts: Drafts
     ) -> tuple[dict[Slot, int], Rows]:
-        """Let those who decode read a token each: what is forced on whom, and who gets one."""
+        """Let those who decode read a token state: what is forced on whom, and who gets one."""
         forced: dict[Slot, int] = {}
         is_same = decoding == self._decoding
         if not is_same:
             self._decoding = decoding
-            self._decode = tuple([each.slot for each in decoding])
-        for each in decoding:
-            each.num_computed += 1
-            if each.replay_tokens:
-                forced[each.slot] = each.replay_tokens.popleft()
-                if each.replay_tokens:
+            self._decode = tuple([state.slot for state in decoding])
+        for state in decoding:
+            state.num_computed += 1
+            if state.replay_tokens:
+                forced[state.slot] = state.replay_tokens.popleft()
+                if state.replay_tokens:
                     continue
-            each.num_scheduled += 1
+            state.num_scheduled += 1
         for request, tokens in drafts.items():
             request.expect(len(tokens))
         if forced or not is_same:
-            self._rows = {each.slot: each for each in decoding if not each.replay_tokens}
+            self._rows = {state.slot: state for state in decoding if not state.replay_tokens}
             self._logprobs = _most_logprobs(self._rows)
             self._masked = _any_masked(self._rows)
         return forced, self._rows
@@ -250,7 +250,7 @@ class Scheduler:
             self.cache_manager.edits.append(DropSwapped(self._give_place_back(request)))
 
     def settle(self, request: RequestState, num_emitted: int) -> None:
-        """Take the number of tokens of a decode row that was read, before the tokens."""
+        """Take the number of emitted tokens of a step that was read, before the tokens."""
         num_drafts = request.num_unread_rows - 1
         if num_drafts > 0:
             self.speculator.record(request, num_drafts, num_emitted - 1)
@@ -365,7 +365,7 @@ class Scheduler:
         for running in growing:
             while running in self.cache_manager.running and not self.cache_manager.grow(running):
                 self._preempt(max(self.cache_manager.running, key=_rank))
-        return [each for each in decoding if each in self.cache_manager.running]
+        return [state for state in decoding if state in self.cache_manager.running]
 
     def _wanting(self) -> list[RequestState]:
         """Who has all of its prompt computed, and wants a token that it is not getting yet."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS, Capabilities
-from tilewright.errors import ConfigError, allowed, one_line
+from tilewright.errors import ConfigError, allowed
 
 NGRAM = "ngram"
 METHODS = (NGRAM,)
@@ -56,7 +56,7 @@ def read_speculative_config(text: str) -> SpeculativeConfig:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{text[:80]!r}: {one_line(error)}; allowed: a JSON object") from None
+        raise ConfigError(f"{text[:80]!r}: {error}; allowed: a JSON object") from None
     if not isinstance(values, Mapping):
         raise ConfigError(f"{text[:80]!r}; allowed: a JSON object")
     for key in values:
@@ -105,7 +105,7 @@ def _schedule(values: Mapping[str, Any], count: int) -> tuple[tuple[int, int, in
     if rows is None:
         return None if size is None else ((1, size - 1, count),)
     if size is not None:
-        raise ConfigError(f"{key} and {older}; allowed: one of them")
+        raise ConfigError(f"{key} and {older}; allowed: either")
     if not isinstance(rows, list) or not rows or not all(map(_is_entry, rows)):
         raise ConfigError(
             f"{key} {str(rows)[:80]!r}; allowed: lists of first batch size, last batch size and "

@@ -48,7 +48,7 @@ class DraftLength:
 
         Args:
             num_rows: Rows without drafts.
-            lengths: Length of each available draft.
+            lengths: Lengths of the available drafts.
         """
         rates = [self._rate(num_rows, lengths, k) for k in range(max(lengths) + 1)]
         self.length = max(range(len(rates)), key=lambda k: rates[k])

@@ -9,7 +9,7 @@ _MAX_INDEXED = 4096
 
 
 class NgramIndex:
-    """The tokens of a request, with the last position after each n-gram.
+    """The tokens of a request, with the last position after every n-gram.
 
     Keys are hashes. The model rejects the wrong draft of a collision.
     """

@@ -36,7 +36,7 @@ class Speculator:
         capabilities: Capabilities,
         decode_ms: Callable[[int], float],
     ) -> None:
-        self._is_asked = config is not None
+        self._is_enabled = config is not None
         self._config = config or SpeculativeConfig()
         count = max((k for *_, k in self._config.schedule or ()), default=self._config.max_drafts)
         self.max_drafts = min(count, capabilities.max_drafts) if config is not None else 0
@@ -47,7 +47,7 @@ class Speculator:
 
     def facts(self) -> dict[str, Any] | None:
         """Return the options for clients. None: no speculative decoding."""
-        if not self._is_asked:
+        if not self._is_enabled:
             return None
         return {
             "method": self._config.method,
@@ -80,7 +80,7 @@ class Speculator:
             counts[reason] = counts.get(reason, 0) + 1
 
     def must_wait(self, request: RequestState) -> bool:
-        """Return whether a step without the request is better than one before its next token is
+        """Return whether a step without the request is better than a step before its next token is
         known.
         """
         if request.num_unread_rows:
