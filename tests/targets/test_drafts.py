@@ -24,7 +24,14 @@ SAMPLINGS = {
     SLOTS[2]: SamplingParams(temperature=0.7, seed=9, repetition_penalty=1.4),
 }
 Line = list[tuple[int, int, float]]
-KINDS = ["reference", "reference hybrid", "cpu-native", "cpu-native window", "cpu-native bf16"]
+KINDS = [
+    "reference",
+    "reference hybrid",
+    "cpu-native",
+    "cpu-native hybrid",
+    "cpu-native window",
+    "cpu-native bf16",
+]
 
 
 @pytest.fixture(scope="module", params=KINDS)

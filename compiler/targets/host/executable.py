@@ -130,6 +130,13 @@ class HostExecutable(Executable):
         tokens.
         """
 
+    def forward_drafts(self, batch: Batch) -> np.ndarray:
+        """Run decode rows with drafts, as :meth:`forward`. :meth:`roll_back` may follow."""
+        return self.forward(batch)
+
+    def roll_back(self, slot: Slot, last: int) -> None:
+        """Discard a slot's per-sequence state after token ``last`` of :meth:`forward_drafts`."""
+
     def hidden(self, batch: Batch) -> np.ndarray:
         """Run a prefill batch and return final hidden states for all tokens, float32 ``[T,
         hidden]``.
@@ -246,16 +253,25 @@ class HostExecutable(Executable):
         tokens = [step.forced.get(s, self._slot_states[s].token) for s in step.decode]
         assert None not in tokens, "a slot that holds no token was stepped"
         batch = _decode_batch(step, tokens, [slot_state.length for slot_state in slot_states])
-        logits = self.forward(batch)
+        logits = self.forward_drafts(batch) if step.drafts else self.forward(batch)
         for slot, token in step.forced.items():
             self._slot_states[slot].force(token)
         for slot_state in slot_states:
             slot_state.length += 1
-        return self._part(step.decode, logits, step, step.drafts)
+        output = self._part(step.decode, logits, step, step.drafts)
+        if step.drafts:
+            self._discard_rejected(batch, output.read().counts or ())
+        return output
+
+    def _discard_rejected(self, batch: Batch, counts: Sequence[int]) -> None:
+        ends = batch.cu_seqlens.tolist()
+        for index, slot in enumerate(batch.slots):
+            if counts[index] < ends[index + 1] - ends[index]:
+                self.roll_back(slot, ends[index] + counts[index] - 1)
 
     def _check_drafts(self, step: Step) -> None:
         limits = self.capabilities
-        assert not (step.want_logits or self.follows), "no logits and no ranks with drafts"
+        assert not (step.want_logits or step.masked or self.follows), "drafts in a plain step only"
         for slot, drafts in step.drafts.items():
             assert slot in step.decode and slot not in step.forced, f"slot {slot} has drafts"
             assert 1 <= len(drafts) <= limits.max_drafts, f"slot {slot}: {len(drafts)} drafts"
@@ -265,7 +281,6 @@ class HostExecutable(Executable):
 
     def _verify_in_turn(self, step: Step) -> SamplerOutput:
         """Decode all slots until their drafts are wrong. Nothing is rolled back."""
-        assert not step.masked, "a draft must be verified before the next draft"
         turn = replace(step, drafts={}, prompts=(), edits=())
         outputs = {slot: list[Chosen]() for slot in step.decode}
         while turn.decode:

@@ -202,7 +202,7 @@ class Step:
         masked: Delay sampling until :meth:`Executable.choose` with the token masks.
         logprobs: Number of top log probabilities per sampled token, in addition to the sampled
             token's. None: no log probabilities.
-        want_logits: Return logits. Not in a step with drafts.
+        want_logits: Return logits. Not in a step with drafts, which also has no masks.
     """
 
     decode: tuple[Slot, ...] = ()

@@ -55,7 +55,7 @@ class NativeExecutable(HostExecutable):
             reach_back=back,
             invariant="rows",
             hidden_size=packed.hidden_size,
-            max_drafts=0 if has_own or options.parallel.tensor > 1 else MAX_DRAFTS,
+            max_drafts=_max_drafts(options, has_own),
         )
         found = lib.library()
         used = found.tw_best_isa() if isa < 0 else isa
@@ -73,10 +73,25 @@ class NativeExecutable(HostExecutable):
         if prints_times():
             self._times = times.Times(self._engine, packed)
         self._sequence_bytes = int(found.tw_sequence_bytes(self._engine))
+        self._states_by_token = np.empty((0, 0), np.uint8)
         self._snapshots: dict[Snapshot, tuple[int, np.ndarray]] = {}
 
     def forward(self, batch: Batch) -> np.ndarray:
         return self._results(batch, self.vocab_size)
+
+    def forward_drafts(self, batch: Batch) -> np.ndarray:
+        if not self._sequence_bytes:
+            return self.forward(batch)
+        self._states_by_token = np.empty((len(batch.tokens), self._sequence_bytes), np.uint8)
+        self._library.tw_keep_rows(self._opened(), self._states_by_token.ctypes.data)
+        try:
+            return self.forward(batch)
+        finally:
+            self._library.tw_keep_rows(self._opened(), None)
+
+    def roll_back(self, slot: Slot, last: int) -> None:
+        if self._sequence_bytes:
+            self._library.tw_load(self._opened(), slot, self._states_by_token[last].ctypes.data)
 
     def hidden(self, batch: Batch) -> np.ndarray:
         self._is_hidden = True
@@ -213,6 +228,13 @@ class NativeExecutable(HostExecutable):
                 print(self._times.text(), file=sys.stderr)
             self._library.tw_close(self._engine)
             self._engine = None
+
+
+def _max_drafts(options: CompileOptions, has_state: bool) -> int:
+    """Return the maximum drafts per slot. A call stores the state after every token."""
+    if options.parallel.tensor > 1:
+        return 0
+    return min(MAX_DRAFTS, MAX_TOKENS // options.max_batch - 1) if has_state else MAX_DRAFTS
 
 
 def _described(isa: str, num_threads: int) -> str:

@@ -224,6 +224,7 @@ def library() -> ctypes.CDLL:
     found.tw_sequence_bytes.restype, found.tw_sequence_bytes.argtypes = c_int64, (c_void_p,)
     for move in (found.tw_save, found.tw_load):
         move.restype, move.argtypes = None, (c_void_p, c_int32, c_void_p)
+    found.tw_keep_rows.restype, found.tw_keep_rows.argtypes = None, (c_void_p, c_void_p)
     found.tw_times.restype, found.tw_times.argtypes = None, (c_void_p, c_void_p)
     found.tw_close.restype, found.tw_close.argtypes = None, (c_void_p,)
     return found

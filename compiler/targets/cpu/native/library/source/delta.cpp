@@ -83,9 +83,14 @@ void run_convolve(Worker& worker, const TwInstruction& each) {
         float* window = worker.engine.kept_of(each.state, step.slots[sequence]) + at;
         if (step.positions[first] == 0)
             for (int32_t row = 0; row < state.head_dim; row++) std::memset(window + row * stride, 0, count * 4);
-        const Convolution given{worker.at(each.x, first) + at, worker.vector(each.weight) + at, worker.at(each.out, first) + at, window,
-                                worker.stride(each.x), channels, worker.stride(each.out), stride, num_tokens, state.head_dim + 1};
-        worker.kernels().convolve(given, count);
+        const bool keeps = worker.engine.row_states;
+        for (int64_t token = first; token < first + num_tokens; token += keeps ? 1 : num_tokens) {
+            const Convolution given{worker.at(each.x, token) + at, worker.vector(each.weight) + at, worker.at(each.out, token) + at, window,
+                                    worker.stride(each.x), channels, worker.stride(each.out), stride, keeps ? 1 : num_tokens, state.head_dim + 1};
+            worker.kernels().convolve(given, count);
+            for (int64_t row = 0; keeps && row < state.head_dim; row++)
+                std::memcpy(worker.engine.kept_after(each.state, token) + at + row * stride, window + row * stride, count * 4);
+        }
         for (int64_t row = 0; each.flags & TW_ROUNDED && row < num_tokens; row++)
             worker.kernels().round_bf16(worker.at(each.out, first + row) + at, count);
     });
@@ -102,8 +107,12 @@ void run_delta_rule(Worker& worker, const TwInstruction& each) {
         int64_t first = step.bounds[sequence];
         float* kept = worker.engine.kept_of(each.state, step.slots[sequence]) + head.index * size;
         if (step.positions[first] == 0) std::memset(kept, 0, size * 4);
-        for (; first < end; first += kDeltaTokens)
-            head.run(first, std::min<int64_t>(kDeltaTokens, end - first), kept, scratch);
+        const bool keeps = worker.engine.row_states;
+        const int64_t most = keeps ? 1 : kDeltaTokens;
+        for (; first < end; first += most) {
+            head.run(first, std::min<int64_t>(most, end - first), kept, scratch);
+            if (keeps) std::memcpy(worker.engine.kept_after(each.state, first) + head.index * size, kept, size * 4);
+        }
     });
 }
 

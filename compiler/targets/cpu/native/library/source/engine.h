@@ -79,6 +79,7 @@ struct Engine {
     std::vector<int64_t> kept_offsets;       // per state, in bytes within a slot
     int64_t kept_bytes = 0;                  // per slot
     Memory kept;
+    uint8_t* row_states = nullptr;           // see tw_keep_rows
     Routing routing;
     std::vector<int32_t> angles_of;          // per instruction: table index, or -1
     std::vector<int32_t> angle_makers;       // per table: an instruction with it
@@ -108,6 +109,7 @@ struct Engine {
         const CacheLayout& layout = layouts[state];
         return cache.data() + slot * slot_bytes + layout.offset + position / kPositions * layout.step + 2 * head * layout.chunk_bytes;
     }
+    float* kept_after(int state, int64_t token) const { return (float*)(row_states + token * kept_bytes + kept_offsets[state]); }
     float* kept_of(int state, int slot) const { return (float*)(kept.data() + slot * kept_bytes + kept_offsets[state]); }
 };
 

@@ -131,6 +131,9 @@ int64_t tw_slot_bytes(void* engine, int32_t num_positions);
 int64_t tw_sequence_bytes(void* engine);      // constant-size state per slot
 void tw_save(void* engine, int32_t slot, void* to);
 void tw_load(void* engine, int32_t slot, const void* from);
+// Keep the constant-size state after each token of the next steps, [num_tokens][tw_sequence_bytes],
+// so that tw_load can discard tokens. Null stops.
+void tw_keep_rows(void* engine, void* states);
 void tw_times(void* engine, int64_t* times);  // add nanoseconds per instruction; null stops
 void tw_close(void* engine);
 }

@@ -176,6 +176,8 @@ int32_t tw_step(void* engine, const TwStep* step) {
     return own.exchange && own.exchange->failed >= 0 ? 2 : 0;
 }
 
+void tw_keep_rows(void* engine, void* states) { ((Engine*)engine)->row_states = (uint8_t*)states; }
+
 void tw_times(void* engine, int64_t* times) { ((Engine*)engine)->times = times; }
 
 void tw_clear(void* engine, int32_t slot) {
