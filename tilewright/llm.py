@@ -51,6 +51,7 @@ class Answer:
         tokens: its token ids, the end token included where there was one.
         finish_reason: ``stop`` at an end token, ``length`` at ``max_tokens``, ``cancelled``.
         num_prompt_tokens: of them, ``num_cached_tokens`` had been computed for an earlier prompt.
+        num_draft_tokens, num_accepted_tokens: Verified draft tokens, and the accepted ones.
         first_s: seconds from the question to the first token; total_s: to the last one.
     """
 
@@ -61,6 +62,8 @@ class Answer:
     num_cached_tokens: int
     first_s: float
     total_s: float
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     def __str__(self) -> str:
         return self.text
@@ -317,4 +320,6 @@ def _answer(request: RequestState, tokenizer: Tokenizer) -> Answer:
         num_cached_tokens=request.num_cached,
         first_s=times[0] - request.arrived_at,
         total_s=times[-1] - request.arrived_at,
+        num_draft_tokens=request.num_draft_tokens,
+        num_accepted_tokens=request.num_accepted_tokens,
     )

@@ -14,6 +14,9 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
 from tilewright.compiler.targets.interface.step import Chosen, OpenSlot, PrefillChunk, Slot, Step
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
+from tilewright.runtime.speculative.config import SpeculativeConfig
 
 SLOTS = (Slot(0), Slot(1), Slot(2))
 PROMPTS = {slot: tuple(random_tokens(7 + 3 * slot)) for slot in SLOTS}
@@ -118,3 +121,27 @@ def test_drafts_change_no_token_and_no_bit(executable: Executable, rate: float) 
             assert scores == wanted
         else:
             assert scores == pytest.approx(wanted, abs=1e-4)
+
+
+def outputs_of(executable: Executable, config: SpeculativeConfig | None) -> tuple[list[Any], int]:
+    """Return outputs with log probabilities, and the number of accepted draft tokens."""
+    loop = EngineLoop(executable, policy=SchedulerConfig(reuses=False, speculative=config))
+    requests = []
+    for number in range(6):
+        prompt = PROMPTS[SLOTS[number % 3]] * 2
+        heat = 0.4 * (number % 2)
+        params = SamplingParams(max_tokens=20, temperature=heat, seed=number, logprobs=0)
+        requests.append(RequestState(number, prompt, params))
+    loop.generate(requests)
+    scores = [[score.chosen for score in request.logprobs] for request in requests]
+    outputs = [request.output for request in requests]
+    return [outputs, scores], sum(request.num_accepted_tokens for request in requests)
+
+
+def test_ngram_drafts_change_no_output(executable: Executable) -> None:
+    (expected, wanted), _ = outputs_of(executable, None)
+    config = SpeculativeConfig(max_lookup=2, min_lookup=1, schedule=((1, 9, 5),))
+    (outputs, scores), num_accepted = outputs_of(executable, config)
+    assert outputs == expected and num_accepted > 0
+    if executable.capabilities.invariant == "rows":
+        assert scores == wanted

@@ -133,6 +133,10 @@ def _answer(llm: LLM, tokens: tuple[int, ...], asked: PromptArgs, sign: Sign) ->
 
 def _facts(llm: LLM, answer: Answer, ready_s: float) -> dict[str, object]:
     rate = answer.tokens_per_second
+    drafts: dict[str, int] = {}
+    if answer.num_draft_tokens:
+        drafts["draft_n"] = answer.num_draft_tokens
+        drafts["draft_n_accepted"] = answer.num_accepted_tokens
     return {
         "text": answer.text,
         "tokens": list(answer.tokens),
@@ -143,6 +147,7 @@ def _facts(llm: LLM, answer: Answer, ready_s: float) -> dict[str, object]:
             "first_token_s": round(answer.first_s, 4),
             "total_s": round(answer.total_s, 4),
             "tokens_per_second": None if rate is None else round(rate, 2),
+            **drafts,
         },
         "model": llm.source.name,
         "weights": llm.source.weights,

@@ -27,6 +27,7 @@ from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.tokenizer.load import load_tokenizer
 from tilewright.runtime.grammar.matchers import grammars_of
 from tilewright.runtime.service import EngineService, QueueTransport
+from tilewright.runtime.speculative.config import draft_note
 from tilewright.serve.jobs import Served, fingerprint_of
 from tilewright.serve.prompt.template import read_template
 from tilewright.serve.web.server_log import say
@@ -106,6 +107,9 @@ def _made(
     executable, transport = compiled.executable, QueueTransport()
     grammars = grammars_of(folder, source.tokenizer.eos_ids, executable.vocab_size)
     policy = options.model.config.scheduler_config(cache_output=False)
+    note = draft_note(policy.speculative, executable.capabilities)
+    if note is not None:
+        say(note)
     service = EngineService(executable, transport, policy=policy, grammars=grammars)
     service.loop.warm_up()
     invariance = options.model.config.batch_invariant

@@ -72,9 +72,9 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
     limits = executable.capabilities
     promises_no_bits = limits.invariant == "none" or bool(limits.invariant_rows)
     policy = config.scheduler_config(cache_output=promises_no_bits)
-    note = draft_note(policy.speculative, limits)
-    if note is not None:
-        say(note)
+    without_drafts = draft_note(policy.speculative, limits)
+    if without_drafts is not None:
+        say(without_drafts)
     grammars = grammars_of(folder / TOKENIZER, source.tokenizer.eos_ids, executable.vocab_size)
     service = EngineService(executable, transport, policy=policy, grammars=grammars)
     service.loop.warm_up()
