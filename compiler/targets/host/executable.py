@@ -121,6 +121,8 @@ class HostExecutable(Executable):
     def __init__(self) -> None:
         self._slot_states: dict[Slot, SlotState] = {}
         self._waiting: list[HostChoice] = []
+        self._verified: Batch | None = None
+        self._counts = b""
 
     @abstractmethod
     def forward(self, batch: Batch) -> np.ndarray:
@@ -259,11 +261,24 @@ class HostExecutable(Executable):
         for slot_state in slot_states:
             slot_state.length += 1
         output = self._part(step.decode, logits, step, step.drafts)
-        if step.drafts:
-            self._discard_rejected(batch, output.read().counts or ())
+        self._verified = batch
+        if step.drafts and not self.follows:
+            self._counts = bytes(output.read().counts or ())
+            self._discard_rejected(self._counts)
         return output
 
-    def _discard_rejected(self, batch: Batch, counts: Sequence[int]) -> None:
+    def emitted_counts(self) -> bytes:
+        return self._counts
+
+    def follow_counts(self, counts: bytes) -> None:
+        assert self._verified is not None, "no step had drafts"
+        for slot, count in zip(self._verified.slots, counts, strict=True):
+            self._slot_states[slot].length += count - 1
+        self._discard_rejected(counts)
+
+    def _discard_rejected(self, counts: bytes) -> None:
+        batch = self._verified
+        assert batch is not None
         ends = batch.cu_seqlens.tolist()
         for index, slot in enumerate(batch.slots):
             if counts[index] < ends[index + 1] - ends[index]:
@@ -271,9 +286,11 @@ class HostExecutable(Executable):
 
     def _check_drafts(self, step: Step) -> None:
         limits = self.capabilities
-        assert not (step.want_logits or step.masked or self.follows), "drafts in a plain step only"
+        is_plain = not (step.want_logits or step.masked) or self.follows
+        assert is_plain, "a step with drafts has neither logits nor masks"
         for slot, drafts in step.drafts.items():
-            assert slot in step.decode and slot not in step.forced, f"slot {slot} has drafts"
+            is_forced = slot in step.forced and not self.follows
+            assert slot in step.decode and not is_forced, f"slot {slot} has drafts"
             assert 1 <= len(drafts) <= limits.max_drafts, f"slot {slot}: {len(drafts)} drafts"
             assert min(drafts) >= 0 and max(drafts) < self.vocab_size, f"slot {slot}: {drafts}"
             end = self.length(slot) + 1 + len(drafts)

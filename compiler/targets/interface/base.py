@@ -141,6 +141,15 @@ class Executable(ABC):
     def follow_choice(self) -> None:  # noqa: B027 (most followers are told the tokens)
         """Run :meth:`choose` as a follower."""
 
+    def emitted_counts(self) -> bytes:
+        """Return the emitted tokens per slot of the last step with drafts, for followers without
+        sampling. Empty: followers sample.
+        """
+        return b""
+
+    def follow_counts(self, counts: bytes) -> None:  # noqa: B027 (CUDA followers sample)
+        """Take :meth:`emitted_counts` of the leader."""
+
     def check(self) -> None:  # noqa: B027 (most depend on nothing else)
         """Raise RankError if a resource for all later steps is lost."""
 

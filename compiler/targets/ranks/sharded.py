@@ -27,11 +27,11 @@ from tilewright.distributed.launch import LaunchedRanks
 from tilewright.distributed.peers import SetupCollectives
 from tilewright.errors import ExchangeError, RankError, one_line
 
-_KINDS = range(FIRST_FREE_KIND, FIRST_FREE_KIND + 6)
-_STEP, _AGAIN, _RESET, _PREPARE, _CHOSEN, _CHECK = _KINDS
+_KINDS = range(FIRST_FREE_KIND, FIRST_FREE_KIND + 7)
+_STEP, _AGAIN, _RESET, _PREPARE, _CHOSEN, _CHECK, _COUNTS = _KINDS
 _LIMITS = (
     *("max_num_seqs", "num_pages", "num_snapshots"),
-    *("max_prompts", "max_step_tokens", "most_shared"),
+    *("max_prompts", "max_step_tokens", "most_shared", "max_drafts"),
 )
 
 
@@ -77,6 +77,8 @@ class ShardedExecutable(Executable):
             self._trace.add(data)
             self._last = told.decode if is_plain else None
         output: StepOutput = self._limited(self.own.step, step)
+        if step.drafts and (counts := self.own.emitted_counts()):
+            self._leader.tell(_COUNTS, counts)
         guarded = [
             dataclasses.replace(part, read=functools.partial(self._limited, part.read))
             for part in output.parts
@@ -180,10 +182,11 @@ def serve_steps(executable: Executable, follower: Follower) -> None:
                 again = read_step(message.payload)
             if message.kind in (_STEP, _AGAIN):
                 trace.add(message.payload)
-            if message.kind in (_STEP, _AGAIN):
                 executable.follow(again)
             elif message.kind == _CHOSEN:
                 executable.follow_choice()
+            elif message.kind == _COUNTS:
+                executable.follow_counts(message.payload)
             elif message.kind == _CHECK:
                 follower.all_gather(trace.summary(executable))
             elif message.kind == _RESET:

@@ -83,9 +83,7 @@ def draft_note(config: SpeculativeConfig | None, capabilities: Capabilities) -> 
     """Return a note if a target verifies no drafts. None: it does, or nobody asks for drafts."""
     if config is None or capabilities.max_drafts:
         return None
-    reason = "this target, or a group of ranks, verifies no drafts"
-    if capabilities.has_sequence_state:
-        reason = "this target verifies no drafts for a model with linear attention"
+    reason = "this target verifies no drafts of this model"
     return f"speculative_config: {reason}; decoding goes on without drafts"
 
 

@@ -232,8 +232,6 @@ class NativeExecutable(HostExecutable):
 
 def _max_drafts(options: CompileOptions, has_state: bool) -> int:
     """Return the maximum drafts per slot. A call stores the state after every token."""
-    if options.parallel.tensor > 1:
-        return 0
     return min(MAX_DRAFTS, MAX_TOKENS // options.max_batch - 1) if has_state else MAX_DRAFTS
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.distributed.groups import thread_group
+from tests.models.test_qwen3_5 import ON_CUDA
 from tests.tiny import precision_of, prefill, tiny_model
 from tilewright.compiler.driver import compile_model
 from tilewright.compiler.ops.collectives import all_reduce_group
@@ -26,7 +27,8 @@ from tilewright.distributed.parallel import ALONE, Parallel
 from tilewright.distributed.peers import SetupCollectives
 from tilewright.errors import RankError
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.scheduling.request_state import RequestState
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
+from tilewright.runtime.speculative.config import SpeculativeConfig
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
@@ -64,6 +66,27 @@ def nodes(folder: Path, count: int, **changes: Any) -> Iterator[Executable]:
 
 def tokens(count: int) -> tuple[int, ...]:
     return tuple(random.Random(count).choices(range(200), k=count))
+
+
+@pytest.mark.parametrize("kind", ["", "hybrid"])
+def test_ranks_verify_drafts(kind: str, tmp_path: Path) -> None:
+    changes = {"model_type": "qwen3_5", **ON_CUDA, "vocab_size": 200} if kind else {}
+    config = SpeculativeConfig(max_lookup=1, min_lookup=1, schedule=((1, 9, 5),))
+    policy = SchedulerConfig(speculative=config)
+    with nodes(tmp_path, 2, **changes) as executable:
+        plain, drafted = EngineLoop(executable), EngineLoop(executable, policy=policy)
+        outputs = []
+        for loop in (plain, drafted):
+            executable.reset()
+            made = [
+                RequestState(i, tokens(9 + i) * 2, SamplingParams(max_tokens=30, temperature=heat))
+                for i, heat in enumerate((0.0, 0.3, 0.0))
+            ]
+            loop.generate(made)
+            outputs.append([request.output for request in made])
+        counts = drafted.scheduler.speculator.counts
+        assert outputs[0] == outputs[1]
+        assert 0 < sum(counts.num_accepted) < counts.num_draft_tokens
 
 
 def answers(executable: Executable) -> list[list[int]]:
