@@ -58,6 +58,8 @@ class CompileOptions:
             for its memory. None: ``max_batch`` is fixed.
         strict_rows: Maximum number of open sequences for strict steps, if ``is_strict`` is false.
             0: no step is strict.
+        max_drafts: Draft tokens per slot and step for which buffers are reserved.
+            `Capabilities.max_drafts` is the effective limit. Targets without buffers ignore it.
     """
 
     max_batch: int = 1
@@ -73,6 +75,7 @@ class CompileOptions:
     rank: int = 0
     least_batch: int | None = None
     strict_rows: int = 0
+    max_drafts: int = 0
 
     @property
     def max_strict_rows(self) -> int:
