@@ -15,13 +15,14 @@ from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.cuda.collectives.exchange import PROMPT_WIRE
 from tilewright.compiler.targets.cuda.collectives.group import RankGroup, meet
 from tilewright.compiler.targets.cuda.graphs.buckets import Buckets, prepared_rows_of
-from tilewright.compiler.targets.cuda.graphs.capture import (
-    CapturedSlots,
-    decode_buckets,
-    prompt_buckets,
-)
+from tilewright.compiler.targets.cuda.graphs.capture import CapturedSlots, prompt_buckets
+from tilewright.compiler.targets.cuda.graphs.draft_steps import DraftSteps
 from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
-from tilewright.compiler.targets.cuda.memory_budget import capabilities_of, num_marks
+from tilewright.compiler.targets.cuda.memory_budget import (
+    capabilities_of,
+    decode_rows,
+    num_marks,
+)
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import choose_now, needs_host
 from tilewright.compiler.targets.cuda.outputs.sampled_tokens import Answers
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import SamplingBatch, drawing_of
@@ -82,7 +83,7 @@ class CudaExecutable(Executable):
     ) -> None:
         """``num_pages``: that sequences share, None: whole contexts; ``copies``: held once more."""
         self.contract, self.vocab_size = contract, plan.vocab_size
-        rows = decode_buckets(options.max_batch)
+        rows = decode_rows(plan, options)
         num_pages = num_pages or options.max_batch * pages_of(options.max_context)
         self._state = PagedState(
             plan.states, options, device, num_pages=num_pages, sequence_specs=plan.sequence_states,
@@ -112,7 +113,11 @@ class CudaExecutable(Executable):
         self._captured_slots: CapturedSlots | None = None
         self._answers = Answers(
             self._table, self._slot_states, leave=self._leave,
-            width=lambda: self.num_choosable, num_slots=options.max_batch,
+            width=lambda: self.num_choosable, max_rows=max(options.max_batch, rows[-1]),
+        )  # fmt: skip
+        self._drafts = DraftSteps(
+            self._state, self._table, self._buckets, self._answers, self._slot_states,
+            leave=self._leave,
         )  # fmt: skip
         self._joined = Joined(
             self._steps, self._state, self._table, self._buckets, self._answers, self._slot_states,
@@ -131,6 +136,7 @@ class CudaExecutable(Executable):
             passes=lambda: self.capabilities.passes,
             most_pieces=lambda: self.capabilities.max_prompts,
             prepared_rows=prepared_rows_of(plan, options),
+            has_drafts=self.capabilities.max_drafts > 0,
         )
 
     def join(self, peers: SetupCollectives) -> None:
@@ -150,18 +156,22 @@ class CudaExecutable(Executable):
     def step(self, step: Step) -> StepOutput:
         if self._group is not None:
             self._group.check()
+        self._drafts.settle(step)
         self._apply(step.edits)
         parts: list[SamplerOutput] = []
         self._force(step)
         limits = self.capabilities
         shares = limits.shares_passes(len(self._slot_states))
         riding = step.decode if shares and self._rides(step) else ()
-        decodes = () if riding else self._buckets.cut(step.decode)
+        max_rows = self._buckets.rows[-1] if shares else limits.invariant_rows
+        plain, verified = self._drafts.divide(step, max_rows)
+        decodes = () if riding else self._buckets.cut(plain)
         batches, alone = split(
             step.prompts, limits.max_prompts if shares else 1,
             marks=limits.marks, most_rows=limits.most_shared, beside=bool(riding),
         )  # fmt: skip
-        self._answers.begin(len(decodes) + len(batches) + len(alone))
+        self._answers.begin(len(decodes) + len(verified) + len(batches) + len(alone))
+        parts += [self._drafts.run(slots, step) for slots in verified]
         parts += [self._decode(slots, step) for slots in decodes]
         for index, batch in enumerate(batches):
             parts += self._joined.run(batch, step, () if index else riding)
@@ -173,7 +183,7 @@ class CudaExecutable(Executable):
         these might end in a pass that is captured.
         """
         limits = self.capabilities
-        if not (limits.passes and step.decode):
+        if step.drafts or not (limits.passes and step.decode):
             return False
         most_rows = limits.most_shared
         joined = [each for each in step.prompts if can_join(each, limits.marks, most_rows)]
@@ -201,6 +211,7 @@ class CudaExecutable(Executable):
 
     def reset(self) -> None:
         self._captured_slots = None
+        self._drafts.forget()
         self._answers.forget()
         self._slot_states.clear()
         self._away.forget()
@@ -243,6 +254,7 @@ class CudaExecutable(Executable):
             self._away.apply(edit)
 
     def agreed(self) -> bytes:
+        self._drafts.settle()
         self._leave()
         return self._table.agreed({slot: each.length for slot, each in self._slot_states.items()})
 
@@ -361,7 +373,8 @@ class CudaExecutable(Executable):
 
     @torch.no_grad()
     def choose(self, output: StepOutput, allowed: Allowed) -> None:
-        assert self._answers.is_waiting or not output.parts, "no choice waits"
+        is_pending = self._answers.is_waiting or self._drafts.is_in_flight
+        assert is_pending or not output.parts, "no choice waits"
         self._answers.choose(allowed)
 
     @torch.no_grad()
@@ -374,6 +387,7 @@ class CudaExecutable(Executable):
 
         For measurements: it is not captured, and chooses no tokens.
         """
+        self._drafts.settle()
         self._leave()
         lengths = [self._slot_states[slot].length for slot in slots]
         rows = TokenBatch(*torch.tensor([tokens, lengths, slots]).to(self.device))
@@ -391,7 +405,7 @@ class CudaExecutable(Executable):
     def close(self) -> None:
         self._captured_slots = None
         group = self._group if "_steps" in vars(self) else None
-        for name in ("_joined", "_buckets", "_steps", "_state", "_weights"):
+        for name in ("_joined", "_drafts", "_buckets", "_steps", "_state", "_weights"):
             vars(self).pop(name, None)  # it may be closed twice
         if self.device.type == "cuda":
             gc.collect()  # a captured step and what it runs hold each other

@@ -160,6 +160,7 @@ def capabilities_of(
     invariant, mixes = invariant_of(plan, options, device), has_mixers(plan)
     is_gpu, shares = device.type == "cuda", shares_passes_on(device)
     small = 0 if invariant == "none" or options.is_strict else options.strict_rows
+    max_drafts = max_drafts_of(plan, options)
     joins = shares and options.compute == "fast" and (invariant == "none" or small > 0)
     passes = _passes(plan, options) if joins else ()
     return Capabilities(
@@ -180,7 +181,18 @@ def capabilities_of(
         invariant=invariant,
         hidden_size=plan.hidden_size,
         invariant_rows=small,
+        max_drafts=min(max_drafts, small - 1) if small else max_drafts,
     )
+
+
+def max_drafts_of(plan: KernelProgram, options: CompileOptions) -> int:
+    """Return the draft tokens per slot with reserved rows. Per-sequence state has no rollback."""
+    return 0 if plan.sequence_states else options.max_drafts
+
+
+def decode_rows(plan: KernelProgram, options: CompileOptions) -> tuple[int, ...]:
+    """Return the rows of captured decode steps, drafts included."""
+    return decode_buckets(options.max_batch * (1 + max_drafts_of(plan, options)))
 
 
 def marks_each(plan: KernelProgram) -> int:
@@ -372,7 +384,7 @@ def _decode_bytes(plan: KernelProgram, options: CompileOptions) -> int:
     """Bytes of a decode step's own values beyond those of the few rows that the workspace holds:
     logits above all, with what choosing from them takes.
     """
-    rows = decode_buckets(options.max_batch)[-1]
+    rows = decode_rows(plan, options)[-1]
     width = plan.vocab_size + sum(each.width for each in plan.buffers)
     return 4 * max(0, rows - _FEW_ROWS) * width
 

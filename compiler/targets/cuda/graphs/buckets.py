@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tilewright.compiler.targets.cuda.graphs.capture import DecodeBucket, PromptBucket
+from tilewright.compiler.targets.cuda.graphs.draft_bucket import DraftBucket
 from tilewright.compiler.targets.cuda.graphs.mixed_graphs import BatchBucket, Passes
 from tilewright.compiler.targets.cuda.kernels.sampling.mask_logits import forbid
 from tilewright.compiler.targets.cuda.plan import has_mixers
@@ -42,6 +43,7 @@ class Buckets:
     on when they meet is asked for when it is captured.
     ``prepared_rows``: Maximum rows of the decode steps that :meth:`prepare` captures. Larger ones
     and mixed batches are left to :meth:`prepare_next`. None: :meth:`prepare` captures all.
+    ``has_drafts``: :meth:`prepare` also captures decode steps with drafts.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Buckets:
         passes: Callable[[], Passes] = lambda: (),
         most_pieces: Callable[[], int] = lambda: 1,
         prepared_rows: int | None = None,
+        has_drafts: bool = False,
     ) -> None:
         self.rows, self.tokens = tuple(rows), tuple(tokens)
         self._table, self._passes, self._most_pieces = table, passes, most_pieces
@@ -62,6 +65,8 @@ class Buckets:
         is_gpu = steps.device.type == "cuda"
         self._pool: Any = torch.cuda.graph_pool_handle() if is_gpu else None
         self.decodes: dict[int, DecodeBucket] = {}
+        self._drafts: dict[int, DraftBucket] = {}
+        self._has_drafts = has_drafts
         self.prompts: dict[int, PromptBucket] = {}
         self.batches: dict[int, BatchBucket] = {}
         self._prepared_rows = prepared_rows
@@ -83,6 +88,13 @@ class Buckets:
             how = self._num_choosable(), self._table.num_ends, self._pool
             self.decodes[size] = DecodeBucket(self._steps, size, *how)
         return self.decodes[size]
+
+    def drafts(self, num_rows: int) -> DraftBucket:
+        """Return the smallest bucket for decode steps with drafts and so many rows."""
+        bucket = self.decode(num_rows)
+        if bucket.num_rows not in self._drafts:
+            self._drafts[bucket.num_rows] = DraftBucket(bucket, self._steps, self._table)
+        return self._drafts[bucket.num_rows]
 
     def prompt(self, num_tokens: int) -> PromptBucket:
         """The smallest bucket for so many tokens of a prompt."""
@@ -129,7 +141,7 @@ class Buckets:
             make().prepare()  # the largest first: the others run in its memory
         for size in self.rows:
             if most_rows is None or size <= most_rows:
-                self.decode(size).prepare()
+                self._prepare_decode(size)
             else:
                 self._later.append(partial(self._prepare_decode, size))
         if most_rows is not None:
@@ -154,6 +166,8 @@ class Buckets:
 
     def _prepare_decode(self, size: int) -> None:
         self.decode(size).prepare()
+        if self._has_drafts and size > 1:
+            self.drafts(size).prepare()
 
     def _prepare_batch(self, width: int, sizes: Sequence[int]) -> None:
         """Capture the largest pass, and leave the rest of them for the next calls."""

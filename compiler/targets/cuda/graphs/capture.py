@@ -153,11 +153,11 @@ class Bucket:
         """Choose once more from the logits of the last pass, which masks have changed."""
         self._capture_again()()
         if drawing is not None:
-            self._draw(drawing)
+            self.draw(drawing)
 
     def _capture_again(self) -> CapturedGraph:
         if self._again is None:
-            self._again = self._captured(lambda: self.choice.take_likeliest(self.logits))
+            self._again = self.captured(lambda: self.choice.take_likeliest(self.logits))
         return self._again
 
     def prepare_choices(self) -> None:
@@ -167,10 +167,10 @@ class Bucket:
         for drawing in EVERY_DRAWING:
             self._capture_draw(drawing)
 
-    def _captured(self, run: Callable[[], None]) -> CapturedGraph:
+    def captured(self, run: Callable[[], None]) -> CapturedGraph:
         return CapturedGraph(run, self._device, self._pool, self.choice.group)
 
-    def _draw(self, drawing: Drawing) -> None:
+    def draw(self, drawing: Drawing) -> None:
         """Replace the likeliest tokens, which the last pass chose, where rows draw."""
         self._capture_draw(drawing)
         self._draws[drawing]()
@@ -179,7 +179,7 @@ class Bucket:
         if drawing in self._draws:
             return
         kept = [(each, each.clone()) for each in (self.choice.tokens, self.choice.why)]
-        run = self._captured(lambda: self.choice.draw(self.logits, drawing))
+        run = self.captured(lambda: self.choice.draw(self.logits, drawing))
         self._draws[drawing] = run
         for place, values in kept:  # a draw begins at the likeliest
             place.copy_(values)
@@ -230,13 +230,13 @@ class DecodeBucket(Bucket):
         reach = next(each for each in self._steps.attention.reaches if each >= num_pages)
         self._capture(reach)()
         if drawing is not None:
-            self._draw(drawing)
+            self.draw(drawing)
 
     def _capture(self, reach: int) -> CapturedGraph:
         if reach not in self._passes:
             kept = [each.clone() for each in (self.rows.tokens, self.rows.positions)]
             self.rows.positions.fill_(-1)  # while it is compiled and captured, all is padding
-            self._passes[reach] = self._captured(lambda: self._run(reach))
+            self._passes[reach] = self.captured(lambda: self._run(reach))
             self.rows.tokens.copy_(kept[0])
             self.rows.positions.copy_(kept[1])
         return self._passes[reach]
@@ -333,7 +333,7 @@ class PromptBucket(Bucket):
         send_into(self._words, staged)
         captured()
         if drawing is not None:
-            self._draw(drawing)
+            self.draw(drawing)
 
     def _from_start(self, first: int) -> bool:
         """Whether it attends in the way of prompts that begin at position 0."""
@@ -344,7 +344,7 @@ class PromptBucket(Bucket):
             self.rows.positions.fill_(-1)
             self.last.zero_()
             self._at.fill_(self._table.padding)
-            self._passes[from_start] = self._captured(lambda: self._run(from_start))
+            self._passes[from_start] = self.captured(lambda: self._run(from_start))
         return self._passes[from_start]
 
     def _run(self, from_start: bool) -> None:

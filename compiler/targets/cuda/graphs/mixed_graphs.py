@@ -168,7 +168,7 @@ class BatchBucket(Bucket):
         assert found.captured is not None
         found.captured()
         if drawing is not None:
-            self._draw(drawing)
+            self.draw(drawing)
         self._at = found.at
         self._table.give_back(self._at, self.choice.tokens)
 
@@ -181,7 +181,7 @@ class BatchBucket(Bucket):
             made = _MixedGraph(num_tokens, self.width, self._most, self._device)
             made.at.fill_(self._table.padding)
             self._passes[num_tokens] = made
-            made.captured = self._captured(lambda: self._run(made))
+            made.captured = self.captured(lambda: self._run(made))
         return self._passes[num_tokens]
 
     def _run(self, made: _MixedGraph) -> None:

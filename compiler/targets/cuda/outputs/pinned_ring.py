@@ -19,8 +19,8 @@ _NUM_PLACES = 16
 class Readings:
     """Pinned places that are used in turn; a part is read before its place comes round again."""
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self._device, self._num_slots = device, num_slots
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._device, self._max_rows = device, max_rows
         self._places: list[tuple[Tensor, Tensor]] = []
         self._readers: list[Callable[[], Chosen] | None] = [None] * _NUM_PLACES
         self._next = 0
@@ -33,8 +33,8 @@ class Readings:
         if not self._places:
             self._places = [
                 (
-                    torch.empty(self._num_slots, dtype=torch.int64, pin_memory=True),
-                    torch.empty(self._num_slots, dtype=torch.uint8, pin_memory=True),
+                    torch.empty(self._max_rows, dtype=torch.int64, pin_memory=True),
+                    torch.empty(self._max_rows, dtype=torch.uint8, pin_memory=True),
                 )
                 for _ in range(_NUM_PLACES)
             ]

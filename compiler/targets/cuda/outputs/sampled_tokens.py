@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.collectives.group import RankGroup
 from tilewright.compiler.targets.cuda.graphs.capture import Bucket
+from tilewright.compiler.targets.cuda.graphs.draft_bucket import DraftRows
+from tilewright.compiler.targets.cuda.outputs.accepted_drafts import accept_drafts
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import (
     DeviceChoice,
     choice_of,
@@ -58,11 +60,11 @@ class Answers:
         *,
         leave: Callable[[], None],
         width: Callable[[], int],
-        num_slots: int,
+        max_rows: int,
     ) -> None:
         self._table, self._slot_states = table, slot_states
         self._leave, self._width = leave, width
-        self._readings = Readings(num_slots, table.device)
+        self._readings = Readings(max_rows, table.device)
         self._ends: dict[Slot, frozenset[int]] = {}
         self._waiting: list[HostChoice | DeviceChoice | _Told] = []
         self._is_one_pass = True
@@ -127,6 +129,31 @@ class Answers:
         count = len(slots)
         read = self._readings.of(choice.tokens[:count], choice.why[:count], self._ends_of(slots))
         return SamplerOutput(slots, self._checked(read), None if kept is None else lambda: kept)
+
+    def verified(
+        self, rows: DraftRows, bucket: Bucket, step: Step
+    ) -> tuple[SamplerOutput, Callable[[], Chosen]]:
+        """Return the part of a pass with drafts, and the reader of its emitted tokens. Every rank
+        may read them.
+        """
+        row_slots, kept = rows.row_slots, None
+        count = len(row_slots)
+        if step.logprobs is not None:
+            whole = self._whole(bucket.logits[:count])
+            kept = None if self.follows else whole.to("cpu", copy=True)
+        choice, num_top = bucket.choice, None if self.follows else step.logprobs
+        sampled = self._readings.of(
+            choice.tokens[:count], choice.why[:count], self._ends_of(row_slots)
+        )
+
+        @cache
+        def read() -> Chosen:
+            return accept_drafts(sampled(), rows.drafts, logits=kept, num_top=num_top)
+
+        checked = self._checked(read)
+        if self.follows:
+            return _nothing(rows.slots), checked
+        return SamplerOutput(rows.slots, checked), checked
 
     def pooled(self, parts: Sequence[Tensor], count: int) -> SamplerOutput:
         """Return the states of a chunk of ``count`` tokens, from `pool_rows` of its parts."""

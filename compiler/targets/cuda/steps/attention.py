@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,9 @@ from tilewright.compiler.targets.cuda.steps.buffers import Buffers
 from tilewright.compiler.targets.cuda.steps.cublas import attend_from_start
 from tilewright.compiler.targets.cuda.weights.stream import Weights
 from tilewright.compiler.targets.program.instructions import AttentionOp, KernelProgram
+
+_STORES = {"share": SplitKV(num_groups=1, num_joined=1, each_block=1)}
+"""A block for a row and key/value head: enough for a window of one position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,16 +163,18 @@ class AttentionRunner:
         *,
         reach: int | None,
         captured: bool,
+        has_drafts: bool = False,
     ) -> None:
         """One token of each of B sequences, none of which has more than ``reach`` pages (None: any
-        number); ``captured`` as :meth:`.steps.Steps.decode` has it.
+        number); ``captured`` and ``has_drafts`` as :meth:`.steps.Steps.decode` has them.
         """
         bound, qkv = self._bound[id(each)], step.view(each.qkv)
         given = bound.given
         if bound.splits:
             splits = bound.splits[reach or self._state.tables.shape[1]]
             given = {**given, "share": splits.at(len(qkv))}
-        bound.attend(
+        attend = partial(
+            bound.attend,
             bound.pages,
             qkv,
             out=step.view(each.out),
@@ -179,8 +185,12 @@ class AttentionRunner:
             interleaved=each.interleaved,
             scratch=self._decode_scratch,
             early=captured,
-            **given,
         )
+        if has_drafts:
+            # A kernel stores a row's key and value while it reads the pages. A first launch in
+            # which a row sees itself only stores all of them, with the same bits.
+            attend(**{**given, **(_STORES if bound.splits else {}), "window": 1})
+        attend(**given)
 
     def prompt(
         self, each: AttentionOp, step: Buffers, rows: TokenBatch, *, from_start: bool, block: int

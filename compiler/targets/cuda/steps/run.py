@@ -158,7 +158,12 @@ class Steps:
         return self._operand if role == OPERAND else torch.float32
 
     def decode(
-        self, rows: TokenBatch, *, reach: int | None = None, captured: bool = False
+        self,
+        rows: TokenBatch,
+        *,
+        reach: int | None = None,
+        captured: bool = False,
+        has_drafts: bool = False,
     ) -> Tensor:
         """One token of each of B sequences: logits ``[B, V]``, overwritten by the next step.
 
@@ -167,7 +172,11 @@ class Steps:
 
         ``captured``: nothing in the chain of these kernels writes ``rows``, tables, old pages or a
         layer's state of sequences before the last of them has read them, or that layer has.
+
+        ``has_drafts``: Rows may be consecutive tokens of one sequence. Each row attends to the rows
+        before it. Not with ``captured``, and not if a sequence has state besides its pages.
         """
+        assert not (has_drafts and captured), "kernels read pages of this step early"
         num_rows = len(rows.tokens)
         step = self._decode_buffers(num_rows)
         kernels = self._kernels(is_strict=num_rows <= self._strict_rows)
@@ -175,7 +184,9 @@ class Steps:
             if isinstance(each, GatherOp):
                 step.alias(each.out, each.x)
             elif isinstance(each, AttentionOp):
-                kernels.attention.decode(each, step, rows, reach=reach, captured=captured)
+                kernels.attention.decode(
+                    each, step, rows, reach=reach, captured=captured, has_drafts=has_drafts
+                )
             elif isinstance(each, Mixer):
                 self._mixers.run(each, step, rows, decodes=True, captured=captured)
             elif isinstance(each, LinearOp) and self._mixers.experts.runs_along(each, num_rows):

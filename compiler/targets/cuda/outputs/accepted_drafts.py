@@ -1,0 +1,45 @@
+"""Acceptance of drafts: the emitted tokens of each slot, from the sampled tokens of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tilewright.compiler.targets.host.executable import log_probs
+from tilewright.compiler.targets.interface.step import Chosen
+
+
+def accept_drafts(
+    sampled: Chosen,
+    drafts: Sequence[tuple[int, ...]],
+    *,
+    logits: Tensor | None = None,
+    num_top: int | None = None,
+) -> Chosen:
+    """Return the emitted tokens of each slot.
+
+    A slot emits the sampled tokens of its rows up to the first row whose draft differs.
+
+    Args:
+        sampled: A token per row, in slot order.
+        drafts: Draft tokens of each slot, one less than its rows.
+        logits: float32 ``[rows, vocabulary]`` on the host, for log probabilities.
+        num_top: Value of `Step.logprobs`.
+    """
+    rows: list[int] = []
+    counts: list[int] = []
+    first = 0
+    for draft in drafts:
+        count = 1
+        while count <= len(draft) and draft[count - 1] == sampled.tokens[first + count - 1]:
+            count += 1
+        rows.extend(range(first, first + count))
+        counts.append(count)
+        first += 1 + len(draft)
+    tokens, why = ([found[row] for row in rows] for found in (sampled.tokens, sampled.why))
+    found = None
+    if num_top is not None:
+        assert logits is not None
+        found = log_probs(logits[rows].numpy(), tokens, num_top)
+    return Chosen(tokens, why, found, counts=counts)

@@ -1,0 +1,99 @@
+"""Decode steps with drafts on the CUDA target: the output equals a run without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.grids import only
+from tests.targets.cuda.recorded import plan_of, recorded_gpu, rows_of, steps_of
+from tests.targets.cuda.strict_drafts import SAMPLINGS, no_drafts, oracle, run
+from tests.targets.cuda.test_invariance import run as run_process
+from tests.tiny import compiled, precision_of, tiny_model
+from tilewright.compiler.targets.cuda import memory_budget
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.models.checkpoints.huggingface.config import config_of_hf
+from tilewright.models.shapes import SHAPES
+
+GREEDY, SAMPLED, FILTERED = SAMPLINGS
+SIZE: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "num_kv_heads": 1}
+
+
+@pytest.fixture(scope="module")
+def executable() -> Iterator[Executable]:
+    """An executable with strict kernels, which the interpreter runs on a CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_budget, "invariant_of", lambda *_: "rows")
+        made = compiled(
+            tiny_model(std=0.3, **SIZE),
+            "cuda",
+            precision=precision_of("bf16"),
+            compute="fast",
+            max_context=128,
+            is_strict=True,
+            max_drafts=3,
+        )
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("params", "rate", "how"),
+    only(
+        [(GREEDY, 0.5, {"is_ahead": True}), (FILTERED, 1.0, {"logprobs": 0, "swaps": 0})],
+        [
+            (params, rate, how)
+            for params in SAMPLINGS
+            for rate in (0.0, 0.5, 1.0)
+            for how in ({"is_ahead": True}, {"logprobs": 0, "swaps": 0})
+        ],
+    ),
+)
+def test_drafts_leave_the_output_unchanged(
+    executable: Executable, params: Any, rate: float, how: dict[str, Any]
+) -> None:
+    """Over page borders, with different numbers of drafts."""
+    lengths, num_tokens = (62, 3), 6
+    plain, _ = run(
+        executable, lengths, params, no_drafts, num_tokens=num_tokens, logprobs=how.get("logprobs")
+    )
+    drafter = oracle(plain, (3, 0), rate)
+    found, num_steps = run(executable, lengths, params, drafter, num_tokens=num_tokens, **how)
+    assert found == plain
+    assert rate < 1.0 or num_steps < num_tokens or "is_ahead" not in how
+
+
+def test_drafts_launch_attention_twice_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first launch stores keys and values: a block for each of 4 rows and 8 heads."""
+    config = config_of_hf({**SHAPES["llama-3.1-8b"], "num_hidden_layers": 1}, where="")
+    plan = plan_of(config, precision_of("bf16"))
+    with recorded_gpu(monkeypatch, (9, 0)) as launches:
+        steps = steps_of(plan, max_rows=4, max_context=4096, strict_rows=4)
+        steps.decode(rows_of(4), reach=8)
+        plain = [*launches.kernels]
+        launches.clear()
+        attended: list[tuple[tuple[int, int, int], int, bool]] = []
+        launch = nvrtc.launch
+
+        def recorded(source: Any, name: str, *, at: Any, arguments: Any, **how: Any) -> None:
+            if source.path.stem == "attention":
+                attended.append((at.blocks, arguments.window, bool(arguments.early)))
+            launch(source, name, at=at, arguments=arguments, **how)
+
+        monkeypatch.setattr(nvrtc, "launch", recorded)
+        steps.decode(rows_of(4), reach=8, has_drafts=True)
+    (at,) = (n for n, name in enumerate(plain) if name.startswith("attention:"))
+    assert launches.kernels == [*plain[: at + 1], *plain[at:]]
+    assert [attended[0], attended[1][1:]] == [((1, 4, 8), 1, False), (0, False)]
+
+
+@pytest.mark.gpu(memory_gb=14)
+@pytest.mark.parametrize(
+    ("precision", "slots"),
+    [("bf16", "2"), ("bf16", "16"), ("bf16", "64/16"), ("all-bfp8", "16"), ("performance", "16")],
+)
+def test_strict_steps_with_drafts_keep_every_bit(precision: str, slots: str) -> None:
+    run_process("strict_drafts", "llama-3.2-1b", precision, slots)
