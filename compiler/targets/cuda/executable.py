@@ -115,14 +115,9 @@ class CudaExecutable(Executable):
             self._table, self._slot_states, leave=self._leave,
             width=lambda: self.num_choosable, max_rows=max(options.max_batch, rows[-1]),
         )  # fmt: skip
-        self._drafts = DraftSteps(
-            self._state, self._table, self._buckets, self._answers, self._slot_states,
-            leave=self._leave,
-        )  # fmt: skip
-        self._joined = Joined(
-            self._steps, self._state, self._table, self._buckets, self._answers, self._slot_states,
-            check=self._check, leave=self._leave,
-        )  # fmt: skip
+        shared = self._state, self._table, self._buckets, self._answers, self._slot_states
+        self._joined = Joined(self._steps, *shared, check=self._check, leave=self._leave)
+        self._drafts = DraftSteps(*shared, leave=self._leave)
 
     def _make_buckets(
         self, plan: KernelProgram, rows: Sequence[int], options: CompileOptions

@@ -1,5 +1,5 @@
-"""Runs with drafts and plain runs. As a process: both must have the same tokens and log
-probabilities, bit for bit. The library's workspace is withheld when a process starts.
+"""Runs with drafts and without. As a process: compare their tokens and log probabilities bit for
+bit. A process withholds the library's workspace at its start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tilewright.compiler.targets.interface.step import (
 from tilewright.loading.program import compile_program
 
 Line = list[tuple[int, float]]
-"""Tokens with log probabilities; 0.0 if there are none."""
+"""Tokens with log probabilities, or with 0.0."""
 Drafter = Callable[[int, int], tuple[int, ...]]
 """Returns the drafts of a request after its first tokens, by request and number of tokens."""
 SAMPLINGS = (
@@ -45,7 +45,7 @@ def no_drafts(request: int, done: int) -> tuple[int, ...]:
 
 
 def oracle(lines: Sequence[Line], counts: Sequence[int], rate: float) -> Drafter:
-    """Draft the tokens of a plain run, each wrong with probability 1 - ``rate``."""
+    """Draft tokens from a plain run. A token is wrong with probability 1 - ``rate``."""
     generator = random.Random(0)
 
     def draft(request: int, done: int) -> tuple[int, ...]:
@@ -127,10 +127,10 @@ def run(
     is_ahead: bool = False,
     swaps: int | None = None,
 ) -> tuple[list[Line], int]:
-    """Return the tokens of each request after its first one, and the number of steps.
+    """Return the tokens after the first token by request, and the number of steps.
 
-    ``is_ahead``: requests without drafts run a further step before the tokens are read.
-    ``swaps``: the request that is swapped out and in after each second step.
+    ``is_ahead``: Requests without drafts run a second step before the first output is read.
+    ``swaps``: Request to swap out and in after every second step.
     """
     requests = Requests(executable, lengths, params, logprobs)
     lines, num_steps = requests.lines, 0

@@ -1,7 +1,4 @@
-"""Decode steps with drafts: the rows of several tokens per slot, captured as CUDA graphs.
-
-Excludes the acceptance of drafts.
-"""
+"""Decode steps with drafts as CUDA graphs: several rows per slot. Excludes acceptance."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ class DraftRows:
 
     Attributes:
         slots: The slots.
-        drafts: Draft tokens of each slot. Row 0 of a slot reads the token of the slot, row j reads
-            draft j. Empty: the slot has a single row.
-        lengths: Positions in the state of each slot, int64.
+        drafts: Draft tokens by slot. Row 0 reads the slot's token, row j reads draft j. Empty: a
+            single row.
+        lengths: State length by slot, in positions, int64.
     """
 
     slots: tuple[Slot, ...]
@@ -38,7 +35,7 @@ class DraftRows:
 
     @property
     def counts(self) -> np.ndarray:
-        """Return the number of rows of each slot."""
+        """Return the number of rows by slot."""
         return np.array([1 + len(draft) for draft in self.drafts], dtype=np.int64)
 
     @property
@@ -48,11 +45,11 @@ class DraftRows:
         return tuple(slot for slot, draft in pairs for _ in range(1 + len(draft)))
 
     def words(self, size: int, padding: int) -> np.ndarray:
-        """Return int64 ``[5, size]``: the token to read, its position and slot, the row of the slot
-        table, and the row that stores the sampled token.
+        """Return int64 ``[5, size]``: input token, position, slot, table row to read, and table row
+        to write.
 
         Args:
-            padding: Row of the slot table for padding.
+            padding: Table row for padding.
         """
         counts = self.counts
         num_rows, first = int(counts.sum()), counts.cumsum() - counts
@@ -67,9 +64,9 @@ class DraftRows:
 
 
 class DraftBucket:
-    """Decode steps with drafts in the rows of a `DecodeBucket`, by context length.
+    """Decode steps with drafts in a `DecodeBucket`, by context length.
 
-    One copy uploads all rows. A slot without drafts reads its next token on the device.
+    A single copy uploads all rows. The device keeps the tokens of slots without drafts.
     """
 
     def __init__(self, bucket: DecodeBucket, steps: Steps, table: SlotTable) -> None:
@@ -84,7 +81,7 @@ class DraftBucket:
             self._capture(reach)
 
     def run(self, rows: DraftRows, drawing: Drawing | None) -> None:
-        """Run a step. Slots without drafts hold their sampled token afterwards."""
+        """Run a step. Slots without drafts store their sampled token in the table."""
         counts = rows.counts
         num_pages = pages_of(int((rows.lengths + counts).max()))
         reach = next(each for each in self._steps.attention.reaches if each >= num_pages)

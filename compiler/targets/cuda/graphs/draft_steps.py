@@ -1,6 +1,4 @@
-"""Verification of drafts for the CUDA executable: passes with drafts, and the slots that wait for
-their accepted tokens.
-"""
+"""Verification of drafts by the CUDA executable. Excludes kernels and captures."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from tilewright.compiler.targets.interface.step import (
 
 @dataclass(frozen=True, slots=True)
 class _Verification:
-    """A pass in flight: its slots in order, and the reader of their emitted tokens."""
+    """A pass in flight: slots in order, and a reader for their emitted tokens."""
 
     slots: tuple[Slot, ...]
     read: Callable[[], Chosen]
@@ -38,9 +36,9 @@ class _Verification:
 class DraftSteps:
     """Runs decode steps with drafts.
 
-    The host accepts drafts: the position and the next token of a slot are known after its rows are
-    read. A later step reads them if it names the slot. Other slots advance on the device, so their
-    steps do not wait.
+    The host accepts drafts. A slot's position and next token are unknown until its rows are read. A
+    step that uses the slot reads them first. Slots without drafts advance on the device and never
+    wait.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class DraftSteps:
         self._in_flight.clear()
 
     def settle(self, step: Step | None = None) -> None:
-        """Advance the slots with drafts in flight if ``step`` uses any of them. None: always."""
+        """Read all drafts in flight if ``step`` uses a slot with drafts. None: always read."""
         if not self._in_flight:
             return
         if step is not None:
@@ -90,10 +88,10 @@ class DraftSteps:
             self._table.put([*tokens], [*tokens.values()])
 
     def divide(self, step: Step, max_rows: int) -> tuple[tuple[Slot, ...], list[tuple[Slot, ...]]]:
-        """Return the slots of plain decode passes, and the slots of each pass with drafts.
+        """Return the slots for plain decode passes, and the slots for each pass with drafts.
 
-        A pass with drafts has all slots of the step, unless slots without drafts wait for masks or
-        are sampled on the host. It has at most ``max_rows`` rows.
+        Slots without drafts join a pass with drafts unless they wait for masks or host sampling.
+        ``max_rows``: Maximum rows per pass.
         """
         if not step.drafts:
             return step.decode, []
@@ -118,7 +116,7 @@ class DraftSteps:
         return plain, [*passes, tuple(current)]
 
     def run(self, slots: tuple[Slot, ...], step: Step) -> SamplerOutput:
-        """Run a pass with drafts over some slots of a step."""
+        """Run a pass with drafts for ``slots``."""
         self._leave()
         drafts = tuple(step.drafts.get(slot, ()) for slot in slots)
         slot_states = [self._slot_states[slot] for slot in slots]
@@ -137,11 +135,11 @@ class DraftSteps:
 
 
 def _slots_of(step: Step) -> set[Slot]:
-    """Return the slots that a step decodes, prefills or forces."""
+    """Return the slots in the work of a step."""
     chunks = {slot for chunk in step.prompts for slot in (chunk.slot, *chunk.also)}
     return {*step.decode, *step.forced, *chunks}
 
 
 def _moves_state(step: Step) -> bool:
-    """Return whether a step copies the state of slots before its work."""
+    """Return whether updates of a step copy slot state."""
     return any(not isinstance(edit, AssignPages | CloseSlot) for edit in step.edits)

@@ -1,4 +1,4 @@
-"""Acceptance of drafts: the emitted tokens of each slot, from the sampled tokens of its rows."""
+"""Acceptance of drafts: from sampled tokens by row to emitted tokens by slot."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def accept_drafts(
     logits: Tensor | None = None,
     num_top: int | None = None,
 ) -> Chosen:
-    """Return the emitted tokens of each slot.
+    """Return the emitted tokens by slot.
 
-    A slot emits the sampled tokens of its rows up to the first row whose draft differs.
+    A slot emits sampled tokens until a draft differs from the sampled token.
 
     Args:
         sampled: A token per row, in slot order.
-        drafts: Draft tokens of each slot, one less than its rows.
+        drafts: Draft tokens by slot. A slot with k drafts has k + 1 rows.
         logits: float32 ``[rows, vocabulary]`` on the host, for log probabilities.
         num_top: Value of `Step.logprobs`.
     """
