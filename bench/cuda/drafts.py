@@ -1,0 +1,320 @@
+"""``python -m bench speculative``: cost of verified drafts, and speed with an oracle, on a GPU.
+
+The oracle drafts tokens from a plain run, and corrupts them with a set probability. Plain runs
+alternate with drafted runs and must have equal tokens. Steps have no scheduler.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.common import keeper
+from tilewright.cli.arguments.bench import read_options
+from tilewright.cli.terminal.console import compile_progress, err, note, out, print_table
+from tilewright.errors import CompileError
+from tilewright.evaluate.report.table import Table
+from tilewright.evaluate.results.record import RANDOM_WEIGHTS
+from tilewright.options.arguments import integer, option, parse
+
+if TYPE_CHECKING:
+    from tilewright.compiler.targets.interface.base import Executable
+    from tilewright.compiler.targets.interface.compiled import Compiled
+    from tilewright.compiler.targets.interface.step import Slot, StateUpdate, StepOutput
+
+ACCEPTANCE = (0.8, 0.7, 0.6)
+"""Published acceptance by position, for MTP heads."""
+_PROMPT, _WARM_UP, _STEPS, _ROUNDS, _SPARE = 128, 4, 24, 2, 16
+_WIDTH = 160
+
+
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not 0 <= rate <= 1:
+        raise ValueError(text)
+    return rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    model: str = option("a shape with random weights", default="shape:llama-3.1-8b")
+    precision: str = option("precision configuration", default="bf16")
+    users: tuple[int, ...] = option(
+        "concurrent requests", default=(1, 8, 32, 64), nargs="*", type=integer(1, 256)
+    )
+    rows: tuple[int, ...] = option(
+        "verified tokens per request and step", default=(2, 4, 8), nargs="*", type=integer(2, 16)
+    )
+    rates: tuple[float, ...] = option(
+        "probabilities for a right draft, at one user", default=(0.5, 0.8), nargs="*", type=_rate
+    )
+    tokens: int = option("tokens per oracle run", default=192, type=integer(8, 4096))
+    strict_rows: int = option(
+        "maximum users with batch-invariant steps; 0: none",
+        default=16,
+        type=integer(0, 256),
+    )
+    results: Path | None = option("append rows, as JSON lines", metavar="FILE", type=Path)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the measurements. Return 0 if all outputs with drafts equal the plain output.
+
+    Raises:
+        TilewrightError: for bad arguments, or without a GPU.
+    """
+    words = "Measure the verification of drafts with random weights on a GPU."
+    options = parse(_Options, argv, prog="python -m bench speculative", description=words)
+    keep = keeper(options.results)
+    compiled = _compile(options)
+    executable = compiled.executable
+    limits = executable.capabilities
+    if not limits.max_drafts:
+        raise CompileError(f"{options.model}: no drafts; allowed: a shape without sequence state")
+    screen = out()
+    if not screen.is_terminal:
+        screen.width = max(screen.width, _WIDTH)
+    note(
+        screen,
+        f"{options.model} {RANDOM_WEIGHTS}, {options.precision}, {executable.device_name}, "
+        f"batch-invariant: {limits.invariant}, up to {limits.invariant_rows or 'any'} requests",
+    )
+    facts = {
+        "model": options.model,
+        "precision": options.precision,
+        "device": executable.device_name,
+        "strict_rows": options.strict_rows,
+        "invariant": limits.invariant,
+    }
+    try:
+        costs = _measure_costs(executable, options, lambda row: keep({**facts, **row}))
+        print_table(screen, "cost of verification", _cost_table(costs, options), numbers=True)
+        runs = _measure_oracle(executable, options, costs, lambda row: keep({**facts, **row}))
+        print_table(screen, "oracle drafts, one user", _oracle_table(runs), numbers=True)
+    finally:
+        executable.close()
+    is_equal = all(run["differing_tokens"] == 0 for run in runs)
+    return 0 if is_equal or limits.invariant != "rows" else 1
+
+
+def expected_tokens(rate: float, num_drafts: int) -> float:
+    """Return the expected tokens per step for drafts that are right with probability ``rate``."""
+    return sum(rate**count for count in range(num_drafts + 1))
+
+
+def _compile(options: _Options) -> Compiled:
+    from tilewright.api import load
+    from tilewright.compiler.targets.interface.base import CompileOptions
+    from tilewright.loading.program import compile_program
+
+    words = ["--model", options.model, "--target", "cuda", "--precision", options.precision]
+    run = read_options([*words, "--no-results", "--no-cache"])
+    assert run is not None
+    num_drafts = max(options.rows) - 1
+    steps = (_WARM_UP + _STEPS) * (1 + num_drafts)
+    choices = CompileOptions(
+        max_batch=max(1, *options.users),
+        max_context=_PROMPT + max(steps, options.tokens + _SPARE),
+        strict_rows=options.strict_rows,
+        max_drafts=num_drafts,
+    )
+    with compile_progress(err()) as progress:
+        return compile_program(load(run.model.path), run.model, choices, progress)
+
+
+class _Slots:
+    """Open slots with random prompts. Each slot holds its first token."""
+
+    def __init__(self, executable: Executable, count: int) -> None:
+        from tilewright.compiler.sampling.params import SamplingParams
+        from tilewright.compiler.targets.interface.step import (
+            AssignPages,
+            OpenSlot,
+            PrefillChunk,
+            Slot,
+            Step,
+        )
+
+        self._executable, limits = executable, executable.capabilities
+        executable.reset()
+        self.slots = tuple(Slot(number) for number in range(count))
+        size = -(-limits.max_context // (limits.page_size or limits.max_context))
+        generator = random.Random(count)
+        for slot in self.slots:
+            pages = tuple(range(slot * size, (slot + 1) * size))
+            updates: list[StateUpdate] = [OpenSlot(slot, SamplingParams())]
+            updates += [AssignPages(slot, 0, pages)] if limits.page_size else []
+            prompt = tuple(generator.randrange(executable.num_choosable) for _ in range(_PROMPT))
+            chunk = PrefillChunk(slot, 0, prompt, chooses=True)
+            output = executable.step(Step(edits=tuple(updates), prompts=(chunk,)))
+            _read(output)
+
+    def launch(self, drafts: Mapping[Slot, tuple[int, ...]] | None = None) -> StepOutput:
+        """Launch a decode step for all slots."""
+        from tilewright.compiler.targets.interface.step import Step
+
+        return self._executable.step(Step(decode=self.slots, drafts=drafts or {}))
+
+
+def _read(output: StepOutput) -> list[int]:
+    return [token for part in output.parts for token in part.read().tokens]
+
+
+def _plain_run(slots: _Slots, num_steps: int) -> tuple[list[int], float]:
+    """Decode without drafts, a step ahead. Return the tokens and the seconds per step."""
+    tokens: list[int] = []
+    times = [time.perf_counter()]
+    ahead = slots.launch()
+    for _ in range(num_steps):
+        current, ahead = ahead, slots.launch()
+        tokens += _read(current)
+        times.append(time.perf_counter())
+    _read(ahead)
+    return tokens, statistics.median(b - a for a, b in pairwise(times))
+
+
+def _measure_costs(
+    executable: Executable, options: _Options, keep: Callable[[Mapping[str, Any]], None]
+) -> dict[tuple[int, int], float]:
+    """Return the seconds per step by users and verified rows. One row: a plain step."""
+    costs: dict[tuple[int, int], float] = {}
+    for users in options.users:
+        slots = _Slots(executable, users)
+        _plain_run(slots, _WARM_UP)
+        costs[users, 1] = _plain_run(slots, _STEPS)[1]
+        for rows in options.rows:
+            costs[users, rows] = _verified_step(_Slots(executable, users), rows)
+        for rows in (1, *options.rows):
+            ms, plain_ms = 1e3 * costs[users, rows], 1e3 * costs[users, 1]
+            ratio = ms / plain_ms
+            keep({"kind": "cost", "users": users, "rows": rows, "ms": ms, "ratio": ratio})
+    return costs
+
+
+def _verified_step(slots: _Slots, rows: int) -> float:
+    """Return the seconds per step with random drafts. A step waits for the previous output."""
+    generator, times = random.Random(rows), []
+    for _ in range(_WARM_UP + _STEPS):
+        drafts = {
+            slot: tuple(generator.randrange(256) for _ in range(rows - 1)) for slot in slots.slots
+        }
+        began = time.perf_counter()
+        _read(slots.launch(drafts))
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[_WARM_UP:])
+
+
+def _cost_table(costs: Mapping[tuple[int, int], float], options: _Options) -> Table:
+    counts = (1, *options.rows)
+    titles = ["users", "plain step (ms)", *(f"{rows} rows (ratio)" for rows in options.rows)]
+    gained = [rows for rows in counts[1:] if rows - 1 <= len(ACCEPTANCE)]
+    titles += [f"predicted gain, {rows - 1} drafts (x)" for rows in gained]
+    lines = []
+    for users in options.users:
+        plain = costs[users, 1]
+        ratios = {rows: costs[users, rows] / plain for rows in options.rows}
+        sums = (0.0, *accumulate(ACCEPTANCE))
+        gains = [(1 + sums[rows - 1]) / ratios[rows] for rows in gained]
+        cells = [*ratios.values(), *gains]
+        lines.append([str(users), f"{1e3 * plain:.3f}", *(f"{cell:.2f}" for cell in cells)])
+    shares = ", ".join(map(str, ACCEPTANCE))
+    return Table.of(
+        titles,
+        lines,
+        f"A plain step starts before the previous output is read. Context from {_PROMPT} tokens.",
+        f"Predicted: acceptance by position {shares}, without the time to draft.",
+    )
+
+
+def _oracle_run(
+    executable: Executable, tokens: Sequence[int], num_drafts: int, rate: float, seed: int
+) -> tuple[int, int, float]:
+    """Decode with drafts from ``tokens``. Return the differing tokens, steps and seconds."""
+    generator, slots = random.Random(seed), _Slots(executable, 1)
+    found: list[int] = []
+    num_steps, began = 0, time.perf_counter()
+    while len(found) < len(tokens):
+        true = tokens[len(found) : len(found) + num_drafts]
+        draft = tuple(token if generator.random() < rate else token ^ 1 for token in true)
+        found += _read(slots.launch({slots.slots[0]: draft}))
+        num_steps += 1
+    seconds = time.perf_counter() - began
+    differing = sum(a != b for a, b in zip(found, tokens, strict=False))
+    return differing, num_steps, seconds * len(tokens) / len(found)
+
+
+def _measure_oracle(
+    executable: Executable,
+    options: _Options,
+    costs: Mapping[tuple[int, int], float],
+    keep: Callable[[Mapping[str, Any]], None],
+) -> list[dict[str, Any]]:
+    """Alternate plain runs and runs with drafts, at one user."""
+    num_tokens, runs = options.tokens, []
+    tokens = _plain_run(_Slots(executable, 1), num_tokens)[0]
+    for rate in options.rates:
+        for num_drafts in (rows - 1 for rows in options.rows):
+            _oracle_run(executable, tokens[:_SPARE], num_drafts, rate, 0)
+            plain, drafted, steps, differing = [], [], 0, 0
+            for round_number in range(_ROUNDS):
+                slots = _Slots(executable, 1)
+                again, seconds = _plain_run(slots, num_tokens)
+                plain.append(1 / seconds)
+                assert again == tokens, "two plain runs differ"
+                wrong, count, seconds = _oracle_run(
+                    executable, tokens, num_drafts, rate, round_number
+                )
+                drafted.append(num_tokens / seconds)
+                steps, differing = steps + count, differing + wrong
+            expected = expected_tokens(rate, num_drafts)
+            ratio = costs.get((1, 1 + num_drafts), 0.0) / costs.get((1, 1), 1.0)
+            run = {
+                "kind": "oracle",
+                "rate": rate,
+                "drafts": num_drafts,
+                "plain_tokens_per_s": plain,
+                "tokens_per_s": drafted,
+                "speedup": statistics.median(drafted) / statistics.median(plain),
+                "tokens_per_step": _ROUNDS * num_tokens / steps,
+                "expected_tokens_per_step": expected,
+                "predicted_speedup": expected / ratio if ratio else None,
+                "differing_tokens": differing,
+            }
+            keep(run)
+            runs.append(run)
+    return runs
+
+
+def _oracle_table(runs: Sequence[Mapping[str, Any]]) -> Table:
+    titles = ["rate", "drafts", "tokens a step (expected)", "plain (tokens/s)"]
+    titles += ["with drafts (tokens/s)", "gain (x)", "predicted (x)", "differing tokens"]
+    lines = []
+    for run in runs:
+        speeds = (f"{min(run[key]):.1f}-{max(run[key]):.1f}" for key in _SPEEDS)
+        predicted = run["predicted_speedup"]
+        lines.append(
+            [
+                f"{run['rate']:g}",
+                str(run["drafts"]),
+                f"{run['tokens_per_step']:.2f} ({run['expected_tokens_per_step']:.2f})",
+                *speeds,
+                f"{run['speedup']:.2f}",
+                "-" if predicted is None else f"{predicted:.2f}",
+                str(run["differing_tokens"]),
+            ]
+        )
+    return Table.of(
+        titles,
+        lines,
+        f"{_ROUNDS} alternating rounds, greedy. Expected: (1 - r^(k+1)) / (1 - r) tokens a step.",
+        "Predicted: expected tokens by the measured cost of the rows.",
+    )
+
+
+_SPEEDS = ("plain_tokens_per_s", "tokens_per_s")

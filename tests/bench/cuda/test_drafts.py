@@ -1,0 +1,40 @@
+"""Measurement of drafts, on the null target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.cuda import drafts
+from tilewright.compiler.targets.contract.record import NumericContract
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.null import NullExecutable
+
+
+def test_speculative_writes_costs_and_gains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compiled(options: Any) -> Any:
+        sizes = CompileOptions(max_batch=2, max_context=1024)
+        return SimpleNamespace(executable=NullExecutable(300, sizes, NumericContract((), ())))
+
+    monkeypatch.setattr(drafts, "_compile", compiled)
+    results = tmp_path / "results.jsonl"
+    words = ["--users", "1", "2", "--rows", "2", "4", "--rates", "0", "1", "--tokens", "24"]
+    assert drafts.main([*words, "--results", str(results)]) == 0
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    costs = [(row["users"], row["rows"]) for row in rows if row["kind"] == "cost"]
+    assert costs == [(users, count) for users in (1, 2) for count in (1, 2, 4)]
+    gains = {(row["rate"], row["drafts"]): row for row in rows if row["kind"] == "oracle"}
+    assert [row["tokens_per_step"] for row in gains.values()] == [1.0, 1.0, 2.0, 4.0]
+    assert not any(row["differing_tokens"] for row in gains.values())
+    assert "predicted gain, 3 drafts" in capsys.readouterr().out
+
+
+def test_expected_tokens_follow_the_rate() -> None:
+    assert drafts.expected_tokens(0.8, 3) == pytest.approx((1 - 0.8**4) / (1 - 0.8))
+    assert drafts.expected_tokens(1.0, 7) == 8
