@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -152,6 +153,20 @@ def test_two_ranks_choose_as_one(
     two: Two, choosing: tuple[SamplingParams, ...], masked: bool
 ) -> None:
     two.check(steps_of(choosing, masked=masked))
+
+
+def test_two_ranks_accept_the_same_drafts() -> None:
+    """The next step starts before the accepted tokens are read."""
+    two = Two("llama", how={"max_drafts": 3}, num_layers=1)
+    first, decode, *_ = steps_of((GREEDY, DRAWN), masked=False)
+    _, (tokens, _), (later, _) = run(two.alone, [first, decode, decode])
+    two.alone.reset()
+    a, b = decode.decode
+    drafts = {a: (tokens[0], later[0], tokens[0] ^ 1), b: (tokens[1] ^ 1,)}
+    found = run(two.alone, [first, replace(decode, drafts=drafts)])[1][0]
+    two.alone.reset()
+    assert found[:2] == [tokens[0], later[0]] and found[3:] == [tokens[1]]
+    two.check([first, replace(decode, drafts=drafts), decode, replace(decode, want_logits=True)])
 
 
 @pytest.mark.parametrize(
