@@ -21,6 +21,7 @@ from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
 from tilewright.compiler.targets.cuda.memory_budget import (
     capabilities_of,
     decode_rows,
+    num_draft_states,
     num_marks,
 )
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import choose_now, needs_host
@@ -83,11 +84,11 @@ class CudaExecutable(Executable):
     ) -> None:
         """``num_pages``: that sequences share, None: whole contexts; ``copies``: held once more."""
         self.contract, self.vocab_size = contract, plan.vocab_size
-        rows = decode_rows(plan, options)
+        rows = decode_rows(options)
         num_pages = num_pages or options.max_batch * pages_of(options.max_context)
         self._state = PagedState(
             plan.states, options, device, num_pages=num_pages, sequence_specs=plan.sequence_states,
-            num_marks=num_marks(plan, options),
+            num_marks=num_marks(plan, options), num_draft_states=num_draft_states(plan, options),
         )  # fmt: skip
         reserved = copy_bytes(plan, copies)
         self.capabilities = capabilities_of(plan, options, device, num_pages, reserved)
@@ -131,7 +132,8 @@ class CudaExecutable(Executable):
             passes=lambda: self.capabilities.passes,
             most_pieces=lambda: self.capabilities.max_prompts,
             prepared_rows=prepared_rows_of(plan, options),
-            has_drafts=self.capabilities.max_drafts > 0,
+            max_drafts=self.capabilities.max_drafts,
+            has_states=self.capabilities.has_sequence_state,
         )
 
     def join(self, peers: SetupCollectives) -> None:

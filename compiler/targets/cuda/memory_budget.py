@@ -40,6 +40,8 @@ _MAX_SNAPSHOTS = 512
 _SHARE_OF_SNAPSHOTS = 8
 _SHARE_OF_MORE = 4
 """Of the memory that pages would have without, what snapshots take at least, and others at most."""
+_DRAFT_STATES = 32
+"""Per-sequence states for drafts in flight. They limit the drafts of a pass."""
 _MOST_SHARED = 8192
 """Maximum number of prefill tokens of a mixed batch of a plan with mixers."""
 _GB = 1e9
@@ -160,7 +162,6 @@ def capabilities_of(
     invariant, mixes = invariant_of(plan, options, device), has_mixers(plan)
     is_gpu, shares = device.type == "cuda", shares_passes_on(device)
     small = 0 if invariant == "none" or options.is_strict else options.strict_rows
-    max_drafts = max_drafts_of(plan, options)
     joins = shares and options.compute == "fast" and (invariant == "none" or small > 0)
     passes = _passes(plan, options) if joins else ()
     return Capabilities(
@@ -181,18 +182,20 @@ def capabilities_of(
         invariant=invariant,
         hidden_size=plan.hidden_size,
         invariant_rows=small,
-        max_drafts=min(max_drafts, small - 1) if small else max_drafts,
+        max_drafts=min(options.max_drafts, small - 1) if small else options.max_drafts,
     )
 
 
-def max_drafts_of(plan: KernelProgram, options: CompileOptions) -> int:
-    """Return the draft tokens per slot with reserved rows. Per-sequence state has no rollback."""
-    return 0 if plan.sequence_states else options.max_drafts
-
-
-def decode_rows(plan: KernelProgram, options: CompileOptions) -> tuple[int, ...]:
+def decode_rows(options: CompileOptions) -> tuple[int, ...]:
     """Return the rows of captured decode steps, drafts included."""
-    return decode_buckets(options.max_batch * (1 + max_drafts_of(plan, options)))
+    return decode_buckets(options.max_batch * (1 + options.max_drafts))
+
+
+def num_draft_states(plan: KernelProgram, options: CompileOptions) -> int:
+    """Return the number of per-sequence states for drafts in flight."""
+    if not plan.sequence_states:
+        return 0
+    return min(options.max_batch * options.max_drafts, max(options.max_drafts, _DRAFT_STATES))
 
 
 def marks_each(plan: KernelProgram) -> int:
@@ -364,8 +367,9 @@ def work_bytes(plan: KernelProgram, options: CompileOptions) -> int:
     longest = next((each for each in sizes if each >= tokens), sizes[-1])
     captured = max([longest, *(width + most[-1] for width, most in passes)])
     prompt = sum(_pass_bytes(plan, options, each) for each in (max(tokens, captured), captured))
-    marks = num_marks(plan, options) * sequence_bytes(plan.sequence_states)
-    return _WORKSPACE + prompt + marks + _decode_bytes(plan, options)
+    num_states = num_marks(plan, options) + num_draft_states(plan, options)
+    states = num_states * sequence_bytes(plan.sequence_states)
+    return _WORKSPACE + prompt + states + _decode_bytes(plan, options)
 
 
 def _pass_bytes(plan: KernelProgram, options: CompileOptions, tokens: int) -> int:
@@ -384,7 +388,7 @@ def _decode_bytes(plan: KernelProgram, options: CompileOptions) -> int:
     """Bytes of a decode step's own values beyond those of the few rows that the workspace holds:
     logits above all, with what choosing from them takes.
     """
-    rows = decode_rows(plan, options)[-1]
+    rows = decode_rows(options)[-1]
     width = plan.vocab_size + sum(each.width for each in plan.buffers)
     return 4 * max(0, rows - _FEW_ROWS) * width
 

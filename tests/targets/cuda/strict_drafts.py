@@ -68,8 +68,9 @@ class Requests:
         self.executable, self.logprobs = executable, logprobs
         self.lines: list[Line] = [[] for _ in lengths]
         self.slots: list[Slot] = []
+        self.samplings = [replace(params, seed=params.seed + n) for n in range(len(lengths))]
         for number, length in enumerate(lengths):
-            slot = take_slot(executable, 0, replace(params, seed=params.seed + number))
+            slot = take_slot(executable, 0, self.samplings[number])
             chunk = PrefillChunk(slot, 0, tuple(random_tokens(length, seed=number)), chooses=True)
             executable.step(Step(prompts=(chunk,))).parts[0].read()
             self.slots.append(slot)
@@ -105,7 +106,7 @@ class Requests:
         """Move the state of a request to the host and back, into another slot."""
         slot, place = self.slots[request], HostPlace(0)
         self.executable.step(Step(edits=(SwapOut(slot, place),)))
-        other = take_slot(self.executable)
+        other = take_slot(self.executable, 0, self.samplings[request])
         leave_slot(self.executable, slot)
         self.executable.step(Step(edits=(SwapIn(other, place),)))
         self.slots[request] = other

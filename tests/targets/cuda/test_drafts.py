@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.grids import only
+from tests.models.test_qwen3_5 import ON_CUDA
 from tests.targets.cuda.recorded import plan_of, recorded_gpu, rows_of, steps_of
 from tests.targets.cuda.strict_drafts import SAMPLINGS, no_drafts, oracle, run
 from tests.targets.cuda.test_invariance import run as run_process
@@ -64,6 +65,18 @@ def test_drafts_leave_the_output_unchanged(
     found, num_steps = run(executable, lengths, params, drafter, num_tokens=num_tokens, **how)
     assert found == plain
     assert rate < 1.0 or num_steps < num_tokens or "is_ahead" not in how
+
+
+@pytest.mark.parametrize(("params", "swaps"), [(GREEDY, None), (SAMPLED, 0)])
+def test_rejected_drafts_leave_sequence_state_unchanged(params: Any, swaps: int | None) -> None:
+    """Slots with right and with wrong drafts, on a model with linear attention."""
+    model = tiny_model(std=0.3, model_type="qwen3_5", **ON_CUDA)
+    made = compiled(model, "cuda", precision=precision_of("bf16"), max_drafts=3)
+    assert made.capabilities.max_drafts == 3 and made.capabilities.has_sequence_state
+    plain, _ = run(made, (5, 3), params, no_drafts, num_tokens=7)
+    found, _ = run(made, (5, 3), params, oracle(plain, (3, 2), 0.6), num_tokens=7, swaps=swaps)
+    assert found == plain
+    made.close()
 
 
 def test_drafts_launch_attention_twice_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,8 @@ class Buckets:
     on when they meet is asked for when it is captured.
     ``prepared_rows``: Maximum rows of the decode steps that :meth:`prepare` captures. Larger ones
     and mixed batches are left to :meth:`prepare_next`. None: :meth:`prepare` captures all.
-    ``has_drafts``: :meth:`prepare` also captures decode steps with drafts.
+    ``max_drafts``: of the decode steps with drafts that :meth:`prepare` captures. 0: none.
+    ``has_states``: Whether sequences have state besides their pages.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class Buckets:
         passes: Callable[[], Passes] = lambda: (),
         most_pieces: Callable[[], int] = lambda: 1,
         prepared_rows: int | None = None,
-        has_drafts: bool = False,
+        max_drafts: int = 0,
+        has_states: bool = False,
     ) -> None:
         self.rows, self.tokens = tuple(rows), tuple(tokens)
         self._table, self._passes, self._most_pieces = table, passes, most_pieces
@@ -66,7 +68,7 @@ class Buckets:
         self._pool: Any = torch.cuda.graph_pool_handle() if is_gpu else None
         self.decodes: dict[int, DecodeBucket] = {}
         self._drafts: dict[int, DraftBucket] = {}
-        self._has_drafts = has_drafts
+        self._max_drafts, self._has_states = max_drafts, has_states
         self.prompts: dict[int, PromptBucket] = {}
         self.batches: dict[int, BatchBucket] = {}
         self._prepared_rows = prepared_rows
@@ -93,7 +95,9 @@ class Buckets:
         """Return the smallest bucket for decode steps with drafts and so many rows."""
         bucket = self.decode(num_rows)
         if bucket.num_rows not in self._drafts:
-            self._drafts[bucket.num_rows] = DraftBucket(bucket, self._steps, self._table)
+            self._drafts[bucket.num_rows] = DraftBucket(
+                bucket, self._steps, self._table, has_states=self._has_states
+            )
         return self._drafts[bucket.num_rows]
 
     def prompt(self, num_tokens: int) -> PromptBucket:
@@ -166,8 +170,8 @@ class Buckets:
 
     def _prepare_decode(self, size: int) -> None:
         self.decode(size).prepare()
-        if self._has_drafts and size > 1:
-            self.drafts(size).prepare()
+        if self._max_drafts and size > 1:
+            self.drafts(size).prepare(self._max_drafts)
 
     def _prepare_batch(self, width: int, sizes: Sequence[int]) -> None:
         """Capture the largest pass, and leave the rest of them for the next calls."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,10 +11,11 @@ from tilewright.compiler.targets.cuda.graphs.capture import CapturedGraph, Decod
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import Drawing
 from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send_into
+from tilewright.compiler.targets.cuda.state.token_batch import SKIPPED_ROW, DraftChain
 from tilewright.compiler.targets.cuda.steps.run import Steps
 from tilewright.compiler.targets.interface.step import Slot
 
-_NUM_WORDS = 5
+_NUM_WORDS = 8
 _OWN_TOKEN = -1
 
 
@@ -27,11 +28,14 @@ class DraftRows:
         drafts: Draft tokens by slot. Row 0 reads the slot's token, row j reads draft j. Empty: a
             single row.
         lengths: State length by slot, in positions, int64.
+        states: Index of the per-sequence state after each draft, in row order. Empty: no such
+            state.
     """
 
     slots: tuple[Slot, ...]
     drafts: tuple[tuple[int, ...], ...]
     lengths: np.ndarray
+    states: tuple[int, ...] = ()
 
     @property
     def counts(self) -> np.ndarray:
@@ -45,8 +49,8 @@ class DraftRows:
         return tuple(slot for slot, draft in pairs for _ in range(1 + len(draft)))
 
     def words(self, size: int, padding: int) -> np.ndarray:
-        """Return int64 ``[5, size]``: input token, position, slot, table row to read, and table row
-        to write.
+        """Return int64 ``[8, size]``: input token, position, slot, table row to read, table row to
+        write, index in the slot, state to read, and state to write.
 
         Args:
             padding: Table row for padding.
@@ -54,12 +58,18 @@ class DraftRows:
         counts = self.counts
         num_rows, first = int(counts.sum()), counts.cumsum() - counts
         words = np.zeros((_NUM_WORDS, size), dtype=np.int64)
-        words[1], words[3:] = -1, padding
-        tokens, positions, slots, rows, stores = words[:, :num_rows]
+        words[1], words[3:5] = -1, padding
+        tokens, positions, slots, rows, stores, index, sources, targets = words[:, :num_rows]
         tokens[:] = [token for draft in self.drafts for token in (_OWN_TOKEN, *draft)]
         positions[:] = np.repeat(self.lengths - first, counts) + np.arange(num_rows)
         slots[:] = rows[:] = np.repeat(self.slots, counts)
         stores[first[counts == 1]] = slots[first[counts == 1]]
+        if self.states:
+            index[:] = np.arange(num_rows) - np.repeat(first, counts)
+            targets[:] = slots
+            targets[index > 0] = self.states
+            sources[0], sources[1:] = slots[0], targets[:-1]
+            sources[first] = slots[first]
         return words
 
 
@@ -69,23 +79,29 @@ class DraftBucket:
     A single copy uploads all rows. The device keeps the tokens of slots without drafts.
     """
 
-    def __init__(self, bucket: DecodeBucket, steps: Steps, table: SlotTable) -> None:
+    def __init__(
+        self, bucket: DecodeBucket, steps: Steps, table: SlotTable, *, has_states: bool
+    ) -> None:
+        """``has_states``: Whether sequences have state besides their pages."""
         self.bucket, self._steps, self._table = bucket, steps, table
         shape = _NUM_WORDS, bucket.num_rows
         self._words = torch.zeros(shape, dtype=torch.int64, device=steps.device)
-        self._passes: dict[int, CapturedGraph] = {}
+        self._passes: dict[tuple[int, int], CapturedGraph] = {}
+        self._has_states = has_states
 
-    def prepare(self) -> None:
-        """Capture the steps for every context length. No slot may be in the rows."""
+    def prepare(self, max_drafts: int) -> None:
+        """Capture all steps with up to ``max_drafts`` per slot. No slot may be in the rows."""
+        most = min(1 + max_drafts, self.bucket.num_rows)
         for reach in self._steps.attention.reaches:
-            self._capture(reach)
+            for num_waves in range(2, most + 1) if self._has_states else (0,):
+                self._capture(reach, num_waves)
 
     def run(self, rows: DraftRows, drawing: Drawing | None) -> None:
         """Run a step. Slots without drafts store their sampled token in the table."""
         counts = rows.counts
         num_pages = pages_of(int((rows.lengths + counts).max()))
         reach = next(each for each in self._steps.attention.reaches if each >= num_pages)
-        captured = self._capture(reach)
+        captured = self._capture(reach, int(counts.max()) if self._has_states else 0)
         send_into(self._words, rows.words(self.bucket.num_rows, self._table.padding))
         captured()
         if drawing is not None:
@@ -93,19 +109,30 @@ class DraftBucket:
         if 1 in counts:
             self._table.give_back(self._words[4], self.bucket.choice.tokens)
 
-    def _capture(self, reach: int) -> CapturedGraph:
-        if reach not in self._passes:
-            self._words[1], self._words[3:] = -1, self._table.padding
-            self._passes[reach] = self.bucket.captured(lambda: self._run(reach))
-        return self._passes[reach]
+    def _capture(self, reach: int, num_waves: int) -> CapturedGraph:
+        key = reach, num_waves
+        if key not in self._passes:
+            self._words.zero_()
+            self._words[1], self._words[3:5] = -1, self._table.padding
+            self._passes[key] = self.bucket.captured(lambda: self._run(reach, num_waves))
+        return self._passes[key]
 
-    def _run(self, reach: int) -> None:
+    def _chain(self, num_waves: int) -> DraftChain:
+        _, positions, _, _, _, index, sources, targets = self._words
+        waves = torch.arange(num_waves, device=positions.device)
+        skipped = torch.full_like(positions, SKIPPED_ROW)
+        of_waves = torch.where(index == waves[:, None], positions, skipped)
+        return DraftChain(of_waves, sources, targets)
+
+    def _run(self, reach: int, num_waves: int) -> None:
         rows, choice = self.bucket.rows, self.bucket.choice
-        tokens, positions, slots, at, _ = self._words
+        tokens, positions, slots, at, *_ = self._words
         held = self._table.tokens.index_select(0, at)
         rows.tokens.copy_(torch.where(tokens == _OWN_TOKEN, held, tokens))
         rows.positions.copy_(positions)
         rows.slots.copy_(slots)
         choice.gather(self._table, at)
+        if num_waves:
+            rows = replace(rows, chain=self._chain(num_waves))
         self.bucket.logits = self._steps.decode(rows, reach=reach, has_drafts=True)
         choice.take_likeliest(self.bucket.logits, advancing=rows.positions)

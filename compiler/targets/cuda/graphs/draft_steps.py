@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -27,10 +28,17 @@ from tilewright.compiler.targets.interface.step import (
 
 @dataclass(frozen=True, slots=True)
 class _Verification:
-    """A pass in flight: slots in order, and a reader for their emitted tokens."""
+    """A pass in flight.
+
+    Attributes:
+        slots: Its slots in order.
+        read: Reader for their emitted tokens.
+        states: Per-sequence states after the drafts, by slot.
+    """
 
     slots: tuple[Slot, ...]
     read: Callable[[], Chosen]
+    states: Mapping[Slot, tuple[int, ...]]
 
 
 class DraftSteps:
@@ -54,6 +62,7 @@ class DraftSteps:
         self._state, self._table, self._buckets = state, table, buckets
         self._answers, self._slot_states, self._leave = answers, slot_states, leave
         self._in_flight: dict[Slot, _Verification] = {}
+        self._free_states = self._all_states()
 
     @property
     def is_in_flight(self) -> bool:
@@ -63,6 +72,11 @@ class DraftSteps:
     def forget(self) -> None:
         """Forget all slots."""
         self._in_flight.clear()
+        self._free_states = self._all_states()
+
+    def _all_states(self) -> list[int]:
+        first = self._state.first_draft_state
+        return [*range(first, first + self._state.num_draft_states)]
 
     def settle(self, step: Step | None = None) -> None:
         """Read all drafts in flight if ``step`` uses a slot with drafts. None: always read."""
@@ -70,8 +84,8 @@ class DraftSteps:
             return
         if step is not None:
             for edit in step.edits:
-                if isinstance(edit, CloseSlot):
-                    self._in_flight.pop(edit.slot, None)
+                if isinstance(edit, CloseSlot) and edit.slot in self._in_flight:
+                    self._free_states += self._in_flight.pop(edit.slot).states[edit.slot]
             if self._in_flight.keys().isdisjoint(_slots_of(step)) and not _moves_state(step):
                 return
         tokens: dict[Slot, int] = {}
@@ -83,6 +97,10 @@ class DraftSteps:
                 if self._in_flight.get(slot) is verification:
                     self._slot_states[slot].length += count
                     tokens[slot] = chosen.tokens[end - 1]
+                    states = verification.states[slot]
+                    if states and count > 1:
+                        self._state.accept(states[count - 2], slot)
+                    self._free_states += states
         self._in_flight.clear()
         if tokens:
             self._table.put([*tokens], [*tokens.values()])
@@ -102,17 +120,18 @@ class DraftSteps:
             slots = [slot for slot in step.decode if slot in step.drafts]
         else:
             plain = ()
+        max_drafts = self._state.num_draft_states or max_rows
         passes: list[tuple[Slot, ...]] = []
         current: list[Slot] = []
-        num_rows = 0
+        num_rows = num_drafts = 0
         for slot in slots:
-            count = 1 + len(step.drafts.get(slot, ()))
-            assert count <= max_rows, f"slot {slot}: {count} rows of at most {max_rows}"
-            if num_rows + count > max_rows:
+            count = len(step.drafts.get(slot, ()))
+            assert count < max_rows, f"slot {slot}: {1 + count} rows of at most {max_rows}"
+            if num_rows + 1 + count > max_rows or num_drafts + count > max_drafts:
                 passes.append(tuple(current))
-                current, num_rows = [], 0
+                current, num_rows, num_drafts = [], 0, 0
             current.append(slot)
-            num_rows += count
+            num_rows, num_drafts = num_rows + 1 + count, num_drafts + count
         return plain, [*passes, tuple(current)]
 
     def run(self, slots: tuple[Slot, ...], step: Step) -> SamplerOutput:
@@ -120,18 +139,33 @@ class DraftSteps:
         self._leave()
         drafts = tuple(step.drafts.get(slot, ()) for slot in slots)
         slot_states = [self._slot_states[slot] for slot in slots]
-        rows = DraftRows(slots, drafts, np.array([each.length for each in slot_states]))
+        states = self._take_states(slots, drafts)
+        lengths = np.array([each.length for each in slot_states])
+        rows = DraftRows(slots, drafts, lengths, tuple(chain.from_iterable(states.values())))
         self._state.check_all(slots, rows.lengths + rows.counts)
         bucket = self._buckets.drafts(len(rows.row_slots))
         bucket.run(rows, drawing_of(each.sampling for each in slot_states))
         part, read = self._answers.verified(rows, bucket.bucket, step)
-        verification = _Verification(slots, read)
+        verification = _Verification(slots, read, states)
         for slot, draft, slot_state in zip(slots, drafts, slot_states, strict=True):
             if draft:
                 self._in_flight[slot] = verification
             else:
                 slot_state.length += 1
         return part
+
+    def _take_states(
+        self, slots: Sequence[Slot], drafts: Sequence[tuple[int, ...]]
+    ) -> dict[Slot, tuple[int, ...]]:
+        """Return free states for the drafts of each slot. Without per-sequence state: none."""
+        if not self._state.num_draft_states:
+            return dict.fromkeys(slots, ())
+        if len(self._free_states) < sum(map(len, drafts)):
+            self.settle()
+        found: dict[Slot, tuple[int, ...]] = {}
+        for slot, draft in zip(slots, drafts, strict=True):
+            found[slot] = tuple(self._free_states.pop() for _ in draft)
+        return found
 
 
 def _slots_of(step: Step) -> set[Slot]:

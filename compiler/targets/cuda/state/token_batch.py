@@ -8,12 +8,30 @@ from typing import Self
 import torch
 from torch import Tensor
 
+SKIPPED_ROW = -2
+"""Position of a row that another launch computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChain:
+    """Per-sequence state of rows with drafts. Row j of a slot continues the state of row j - 1.
+
+    Attributes:
+        positions: int64 ``[waves, R]``. Wave j computes row j of each slot and skips other rows.
+        sources: State to read, as index of the state tensors, by row.
+        targets: State to write, by row. A slot's row 0 writes the slot itself.
+    """
+
+    positions: Tensor
+    sources: Tensor
+    targets: Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """The tokens of a step: ``tokens``, ``positions`` (negative: padding) and ``slots``, int64;
     ``keeps``, of tokens of prompts: the slot that gets the state as it is before this one, -1 for
-    none. ``words [4, R]``: all of them, where they lie together.
+    none. ``words [4, R]``: all of them, where they lie together. ``chain``: None without drafts.
     """
 
     tokens: Tensor
@@ -21,6 +39,7 @@ class TokenBatch:
     slots: Tensor
     keeps: Tensor | None = None
     words: Tensor | None = None
+    chain: DraftChain | None = None
 
     @classmethod
     def padding(cls, num_rows: int, device: torch.device) -> Self:

@@ -35,7 +35,7 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule.table import (
 )
 from tilewright.compiler.targets.cuda.kernels.elementwise.sigmoid_gate import sigmoid_gate
 from tilewright.compiler.targets.cuda.state.tables import PagedState
-from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
+from tilewright.compiler.targets.cuda.state.token_batch import DraftChain, TokenBatch
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers, is_aligned
 from tilewright.compiler.targets.cuda.steps.experts import ExpertsRunner, experts_bytes
 from tilewright.compiler.targets.cuda.weights.stream import Weights
@@ -121,17 +121,37 @@ class Mixers:
             self.experts.run(each, step, rows.positions, decodes=decodes)
         elif isinstance(each, SigmoidGate):
             sigmoid_gate(step.view(each.out), step.view(each.x), step.view(each.gate))
+        elif rows.chain is not None:
+            self._run_waves(each, step, rows.chain)
         elif isinstance(each, Convolve):
             self._convolve(each, step, rows, decodes, starts)
         elif decodes and self._rules[id(each)].step == STEP:
-            self._native_step(each, step, rows, captured)
+            self._native_step(each, step, _where(rows), captured=captured)
         else:
             if each.convolve is not None:
                 self._convolve(each.convolve, step, rows, decodes, starts)
             self._delta_rule(each, step, rows, decodes, starts)
 
+    def _run_waves(self, each: Convolve | DeltaRuleOp, step: Buffers, chain: DraftChain) -> None:
+        """Run a decode step for row 0 of all slots, then for row 1, and so on."""
+        for positions in chain.positions:
+            where = {"positions": positions, "slots": chain.sources, "targets": chain.targets}
+            if isinstance(each, Convolve):
+                self._convolve_step(each, step, where)
+            elif self._rules[id(each)].step == STEP:
+                self._native_step(each, step, where)
+            else:
+                if each.convolve is not None:
+                    self._convolve_step(each.convolve, step, where)
+                self._delta_step(each, step, where)
+
     def _native_step(
-        self, each: DeltaRuleOp, step: Buffers, rows: TokenBatch, captured: bool
+        self,
+        each: DeltaRuleOp,
+        step: Buffers,
+        where: dict[str, Tensor],
+        *,
+        captured: bool = False,
     ) -> None:
         """``captured``: a slot's window and state are those that the step before left."""
         convolve = each.convolve
@@ -144,22 +164,31 @@ class Mixers:
             weight=self._weights.constant(convolve.weight).flatten(1),
             window=self._state.sequences[convolve.state.name],
             state=self._state.sequences[each.state.name],
-            positions=rows.positions,
-            slots=rows.slots,
             early=captured,
+            **where,
         )
+
+    def _convolve_step(self, each: Convolve, step: Buffers, where: dict[str, Tensor]) -> None:
+        weight = self._weights.constant(each.weight).flatten(1)
+        window = self._state.sequences[each.state.name]
+        causal_conv1d_step(step.view(each.out), step.view(each.x), weight, window=window, **where)
+
+    def _delta_step(self, each: DeltaRuleOp, step: Buffers, where: dict[str, Tensor]) -> None:
+        inputs = self._inputs(each, step, each.qkv)
+        norm = self._weights.constant(each.norm), each.eps
+        state = self._state.sequences[each.state.name]
+        delta_rule_step(step.view(each.out), inputs, step.view(each.z), norm, state=state, **where)
 
     def _convolve(
         self, each: Convolve, step: Buffers, rows: TokenBatch, decodes: bool, starts: Tensor | None
     ) -> None:
+        if decodes:
+            self._convolve_step(each, step, _where(rows))
+            return
         weight = self._weights.constant(each.weight).flatten(1)
         what = step.view(each.out), step.view(each.x), weight
-        window = self._state.sequences[each.state.name]
-        where = {"window": window, "positions": rows.positions, "slots": rows.slots}
-        if decodes:
-            causal_conv1d_step(*what, **where)
-        else:
-            causal_conv1d_prompt(*what, **where, keeps=self._keeps(rows), starts=starts)
+        window, keeps = self._state.sequences[each.state.name], self._keeps(rows)
+        causal_conv1d_prompt(*what, window=window, **_where(rows), keeps=keeps, starts=starts)
 
     def _keeps(self, rows: TokenBatch) -> Tensor | None:
         """None where nothing is ever kept on the way: kernels are then made without it."""
@@ -184,20 +213,23 @@ class Mixers:
         decodes: bool,
         starts: Tensor | None,
     ) -> None:
+        if decodes:
+            self._delta_step(each, step, _where(rows))
+            return
         inputs = self._inputs(each, step, each.qkv)
         out, z = step.view(each.out), step.view(each.z)
         weight = self._weights.constant(each.norm)
-        state = self._state.sequences[each.state.name]
-        where = {"state": state, "positions": rows.positions, "slots": rows.slots}
-        if decodes:
-            delta_rule_step(out, inputs, z, (weight, each.eps), **where)
-            return
+        where = {"state": self._state.sequences[each.state.name], **_where(rows)}
         keeps, norm, exact = self._keeps(rows), (weight, each.eps), self._exact
         is_native = self._rules[id(each)].solve == SOLVE
         delta_rule_prompt(
             out, inputs, z, norm, keeps=keeps, starts=starts, exact=exact, is_native=is_native,
             **where,
         )  # fmt: skip
+
+
+def _where(rows: TokenBatch) -> dict[str, Tensor]:
+    return {"positions": rows.positions, "slots": rows.slots}
 
 
 def _site_of(each: DeltaRuleOp, plan: KernelProgram, gpu: Gpu, arithmetic: str) -> DeltaSite:

@@ -174,7 +174,7 @@ class Steps:
         layer's state of sequences before the last of them has read them, or that layer has.
 
         ``has_drafts``: Rows may be consecutive tokens of one sequence. Each row attends to the rows
-        before it. Not with ``captured``, and not if a sequence has state besides its pages.
+        before it. Not with ``captured``. Per-sequence state follows ``rows.chain``.
         """
         assert not (has_drafts and captured), "kernels read pages of this step early"
         num_rows = len(rows.tokens)

@@ -15,6 +15,7 @@
 
 constexpr int MOST_BLOCKS = 8;  // of a cluster
 constexpr int MOST_KEPT = 3;    // values of a channel's window
+constexpr int SKIPPED = -2;     // position of a row that another launch computes
 
 struct DeltaStep {
   const Value *x;                   // [B, 2 G D + H D], rows `x_stride` apart
@@ -26,7 +27,7 @@ struct DeltaStep {
   const float *norm;                // [D]
   float *state;                     // [S, H, D, D]
   u16 *out;                         // bf16 [B, H D]
-  const i64 *positions, *slots;     // [B]
+  const i64 *positions, *slots, *targets;  // [B]; targets: where window and state are kept
   int x_stride, a_stride, b_stride, z_stride, out_stride;
   int num_heads, num_key_heads, width, early;
   int num_blocks, share;            // of a cluster; channels of q and k that each convolves: fours
@@ -159,7 +160,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
   release_dependents();
   if (!p.early) wait_for_inputs();
   const int position = (int)read_long(p.positions + row);
-  const i64 slot = read_long(p.slots + row);
+  const i64 slot = read_long(p.slots + row), target = read_long(p.targets + row);
   if (t == 0) {
     open_barrier(&s.received);
     open_barrier(&s.squared);
@@ -187,7 +188,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
   if (position < 0) {  // padding: all blocks of the cluster
     cluster_wait();
     if (p.early) wait_for_inputs();
-    if (t < LANES) *(uint2 *)out = make_uint2(0, 0);
+    if (t < LANES && position != SKIPPED) *(uint2 *)out = make_uint2(0, 0);
     return;
   }
   // Everything up to the wait was written long before: what the slot kept.
@@ -202,6 +203,8 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
     if (position > 0) state[i] = p.streams ? read_stream(held + i * D) : read_floats(held + i * D);
   }
   if (convolves) own.read_window(window, p.width, position > 0);
+  held += (target - slot) * p.num_heads * D * D;  // where they are kept
+  window += (target - slot) * num_channels * (p.width - 1);
   if (p.early) wait_for_inputs();
   float z = 0.0f, a = 0.0f, b = 0.0f;
   if (convolves) own.x = read_float(p.x + row * p.x_stride + channel);
