@@ -22,6 +22,7 @@ from tilewright.options.arguments import OnOff, declared, integer, numbers, opti
 if TYPE_CHECKING:
     from tilewright.compiler.targets.interface.base import CompileOptions
     from tilewright.runtime.scheduling.request_state import SchedulerConfig
+    from tilewright.runtime.speculative.config import SpeculativeConfig
 
 AUTO, ALWAYS, NEVER = "auto", "always", "never"
 TARGETS = ("reference", "null", "cpu", "cuda", *BOARDS)
@@ -366,17 +367,30 @@ class EngineConfig:
             is_strict=invariance == ALWAYS,
             strict_rows=FEW_SEQS if invariance == AUTO else 0,
             copies=_COPIES[self.weight_copies],
+            max_drafts=self._max_drafts(),
             **limits,
         )
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """Options of speculative decoding. None: no drafts."""
+        from tilewright.runtime.speculative.config import read_speculative_config
+
+        text = self.speculative_config
+        return None if text is None else read_speculative_config(text)
+
+    def _max_drafts(self) -> int:
+        config = self.speculative
+        if config is None:
+            return 0
+        return max((count for *_, count in config.schedule or ()), default=config.max_drafts)
 
     def scheduler_config(self, *, cache_output: bool) -> SchedulerConfig:
         """Return the values that the scheduler needs."""
         from tilewright.runtime.scheduling.request_state import SchedulerConfig
-        from tilewright.runtime.speculative.config import read_speculative_config
 
-        text = self.speculative_config
         return SchedulerConfig(
-            speculative=None if text is None else read_speculative_config(text),
+            speculative=self.speculative,
             step_ms=self.max_prefill_ms,
             step_tokens=self.max_num_batched_tokens,
             reuses=self.enable_prefix_caching,

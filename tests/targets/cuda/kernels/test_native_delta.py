@@ -64,6 +64,7 @@ class Step:
     state: Tensor
     positions: Tensor
     slots: Tensor
+    targets: Tensor | None = None
 
     @classmethod
     def make(
@@ -110,14 +111,14 @@ class Step:
 
     def launch(self, out: Tensor, *, early: bool, streams: bool | None) -> None:
         kept = {"weight": self.weight, "window": self.window, "state": self.state}
-        where = {"positions": self.positions, "slots": self.slots}
+        where = {"positions": self.positions, "slots": self.slots, "targets": self.targets}
         how = {"early": early, "streams": streams}
         delta_step(out, self.inputs, self.z, (self.norm, EPS), **kept, **where, **how)
 
     def run_in_triton(self) -> Tensor:
-        out = torch.empty_like(self.z, dtype=torch.bfloat16)
+        out = torch.full_like(self.z, NAN, dtype=torch.bfloat16)
         convolved = torch.empty_like(self.inputs.qkv)
-        where = {"positions": self.positions, "slots": self.slots}
+        where = {"positions": self.positions, "slots": self.slots, "targets": self.targets}
         causal_conv1d_step(convolved, self.inputs.qkv, self.weight, window=self.window, **where)
         inputs = replace(self.inputs, qkv=convolved)
         delta_rule_step(out, inputs, self.z, (self.norm, EPS), state=self.state, **where)
@@ -314,3 +315,38 @@ def test_names_of_kernels() -> None:
         assert f"DELTA_STEP({dim}, {columns})" in text
     assert all(f'"{name}"' not in text for name in native_delta.SOURCE.headers[:1])
     assert len(native_delta.SOURCE.names) == 4
+
+
+@pytest.mark.parametrize("size", [SIZES[1], SIZES[6]])
+@pytest.mark.parametrize(
+    "is_native", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["triton", "cuda"]
+)
+def test_rows_of_a_slot_continue_each_other_s_state(
+    size: tuple[int, int, int, int], is_native: bool, device: torch.device
+) -> None:
+    """Three launches of three rows, each for a row, against a step for each row in place."""
+    if not is_native:
+        size = (1, 2, 16, size[-1])
+    before = Step.make([5, 6, 7], size, device)
+    before.slots[:] = 1
+    plain, outputs, states, windows = before.some([0, 1, 2]), [], [], []
+    for row in range(3):
+        step = replace(before.some([row]), state=plain.state, window=plain.window)
+        outputs.append(step.run() if is_native else step.run_in_triton())
+        states.append(step.state[1].clone())
+        windows.append(step.window[1].clone())
+    chained = before.some([0, 1, 2])
+    chained.slots[:] = torch.tensor([1, 1, 3])
+    chained.targets = torch.tensor([1, 3, 4], device=device)
+    found = torch.full_like(before.z, NAN, dtype=torch.bfloat16)
+    for row in range(3):
+        chained.positions[:] = -2
+        chained.positions[row] = 5 + row
+        out = chained.run() if is_native else chained.run_in_triton()
+        assert bool(out.isnan().all(1).eq(chained.positions == -2).all())
+        found[row] = out[row]
+    assert torch.equal(found, torch.cat(outputs))
+    for place, state, window in zip((1, 3, 4), states, windows, strict=True):
+        assert torch.equal(chained.state[place], state)
+        assert torch.equal(chained.window[place], window)
+    assert torch.equal(chained.state[[0, 2]], before.state[[0, 2]])
