@@ -44,7 +44,7 @@ class Buckets:
     ``prepared_rows``: Maximum rows of the decode steps that :meth:`prepare` captures. Larger ones
     and mixed batches are left to :meth:`prepare_next`. None: :meth:`prepare` captures all.
     ``max_drafts``: of the decode steps with drafts that :meth:`prepare` captures. 0: none.
-    ``has_states``: Whether sequences have state besides their pages.
+    ``has_states``: Whether sequences have state in addition to pages.
     """
 
     def __init__(

@@ -76,13 +76,13 @@ class DraftRows:
 class DraftBucket:
     """Decode steps with drafts in a `DecodeBucket`, by context length.
 
-    A single copy uploads all rows. The device keeps the tokens of slots without drafts.
+    A single copy uploads all rows. Tokens of slots without drafts stay on the device.
     """
 
     def __init__(
         self, bucket: DecodeBucket, steps: Steps, table: SlotTable, *, has_states: bool
     ) -> None:
-        """``has_states``: Whether sequences have state besides their pages."""
+        """``has_states``: Whether sequences have state in addition to pages."""
         self.bucket, self._steps, self._table = bucket, steps, table
         shape = _NUM_WORDS, bucket.num_rows
         self._words = torch.zeros(shape, dtype=torch.int64, device=steps.device)
@@ -100,7 +100,7 @@ class DraftBucket:
         """Run a step. Slots without drafts store their sampled token in the table."""
         counts = rows.counts
         num_pages = pages_of(int((rows.lengths + counts).max()))
-        reach = next(each for each in self._steps.attention.reaches if each >= num_pages)
+        reach = next(size for size in self._steps.attention.reaches if size >= num_pages)
         captured = self._capture(reach, int(counts.max()) if self._has_states else 0)
         send_into(self._words, rows.words(self.bucket.num_rows, self._table.padding))
         captured()

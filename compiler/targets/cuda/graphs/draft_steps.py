@@ -89,7 +89,7 @@ class DraftSteps:
             if self._in_flight.keys().isdisjoint(_slots_of(step)) and not _moves_state(step):
                 return
         tokens: dict[Slot, int] = {}
-        for verification in {id(each): each for each in self._in_flight.values()}.values():
+        for verification in {id(run): run for run in self._in_flight.values()}.values():
             chosen = verification.read()
             assert chosen.counts is not None
             ends = np.cumsum(chosen.counts).tolist()
@@ -106,7 +106,7 @@ class DraftSteps:
             self._table.put([*tokens], [*tokens.values()])
 
     def divide(self, step: Step, max_rows: int) -> tuple[tuple[Slot, ...], list[tuple[Slot, ...]]]:
-        """Return the slots for plain decode passes, and the slots for each pass with drafts.
+        """Return the slots for plain decode passes, and slots by pass with drafts.
 
         Slots without drafts join a pass with drafts unless they wait for masks or host sampling.
         ``max_rows``: Maximum rows per pass.
@@ -140,11 +140,11 @@ class DraftSteps:
         drafts = tuple(step.drafts.get(slot, ()) for slot in slots)
         slot_states = [self._slot_states[slot] for slot in slots]
         states = self._take_states(slots, drafts)
-        lengths = np.array([each.length for each in slot_states])
+        lengths = np.array([state.length for state in slot_states])
         rows = DraftRows(slots, drafts, lengths, tuple(chain.from_iterable(states.values())))
         self._state.check_all(slots, rows.lengths + rows.counts)
         bucket = self._buckets.drafts(len(rows.row_slots))
-        bucket.run(rows, drawing_of(each.sampling for each in slot_states))
+        bucket.run(rows, drawing_of(state.sampling for state in slot_states))
         part, read = self._answers.verified(rows, bucket.bucket, step)
         verification = _Verification(slots, read, states)
         for slot, draft, slot_state in zip(slots, drafts, slot_states, strict=True):
@@ -157,7 +157,7 @@ class DraftSteps:
     def _take_states(
         self, slots: Sequence[Slot], drafts: Sequence[tuple[int, ...]]
     ) -> dict[Slot, tuple[int, ...]]:
-        """Return free states for the drafts of each slot. Without per-sequence state: none."""
+        """Return free states for drafts by slot. Without per-sequence state: none."""
         if not self._state.num_draft_states:
             return dict.fromkeys(slots, ())
         if len(self._free_states) < sum(map(len, drafts)):

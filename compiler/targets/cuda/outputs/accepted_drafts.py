@@ -37,9 +37,9 @@ def accept_drafts(
         rows.extend(range(first, first + count))
         counts.append(count)
         first += 1 + len(draft)
-    tokens, why = ([found[row] for row in rows] for found in (sampled.tokens, sampled.why))
-    found = None
+    tokens, why = [sampled.tokens[row] for row in rows], [sampled.why[row] for row in rows]
+    scores = None
     if num_top is not None:
         assert logits is not None
-        found = log_probs(logits[rows].numpy(), tokens, num_top)
-    return Chosen(tokens, why, found, counts=counts)
+        scores = log_probs(logits[rows].numpy(), tokens, num_top)
+    return Chosen(tokens, why, scores, counts=counts)

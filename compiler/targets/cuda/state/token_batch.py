@@ -1,4 +1,4 @@
-"""The rows of a step on the device: which token, where in its sequence, in whose slot."""
+"""The tokens of a step on the device, with their positions and slots."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 SKIPPED_ROW = -2
-"""Position of a row that another launch computes."""
+"""Position for rows of another launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftChain:
-    """Per-sequence state of rows with drafts. Row j of a slot continues the state of row j - 1.
+    """Per-sequence state for rows with drafts. Row j continues the state after row j - 1.
 
     Attributes:
-        positions: int64 ``[waves, R]``. Wave j computes row j of each slot and skips other rows.
-        sources: State to read, as index of the state tensors, by row.
-        targets: State to write, by row. A slot's row 0 writes the slot itself.
+        positions: int64 ``[waves, R]``. Wave j computes row j by slot. Other rows are skipped.
+        sources: State to read by row, an index into the state tensors.
+        targets: State to write by row. Row 0 writes the slot.
     """
 
     positions: Tensor
@@ -29,9 +29,15 @@ class DraftChain:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """The tokens of a step: ``tokens``, ``positions`` (negative: padding) and ``slots``, int64;
-    ``keeps``, of tokens of prompts: the slot that gets the state as it is before this one, -1 for
-    none. ``words [4, R]``: all of them, where they lie together. ``chain``: None without drafts.
+    """The tokens of a step, int64.
+
+    Attributes:
+        tokens: Token ids.
+        positions: Positions. Negative: padding.
+        slots: Slots.
+        keeps: Slot for a copy of the state before a prompt token. -1: none.
+        words: Contiguous memory ``[4, R]`` with all fields. None: separate tensors.
+        chain: Per-sequence state for drafts. None: no drafts.
     """
 
     tokens: Tensor
@@ -43,16 +49,16 @@ class TokenBatch:
 
     @classmethod
     def padding(cls, num_rows: int, device: torch.device) -> Self:
-        """Rows that nothing has been uploaded to."""
+        """Return padding in new memory."""
         return cls.over(torch.zeros(4, num_rows, dtype=torch.int64, device=device))
 
     @classmethod
     def over(cls, words: Tensor) -> Self:
-        """Rows of padding in ``words [4, R]``."""
+        """Return padding in ``words [4, R]``."""
         words[1], words[3] = -1, -1
         return cls(words[0], words[1], words[2], words[3], words)
 
     def part(self, rows: slice) -> Self:
-        """Take some of the rows."""
+        """Return a slice."""
         keeps = None if self.keeps is None else self.keeps[rows]
         return type(self)(self.tokens[rows], self.positions[rows], self.slots[rows], keeps)

@@ -55,10 +55,10 @@ from tilewright.compiler.targets.program.instructions import (
 def mixer_bytes(plan: KernelProgram, num_tokens: int) -> int:
     """Bytes that a prompt's mixers take beside the plan's buffers: the largest of them."""
     sizes = [experts_bytes(plan, num_tokens)]
-    for each in plan.instructions:
-        if isinstance(each, DeltaRuleOp):
-            num_heads, key_dim, value_dim = each.state.shape
-            heads = {"num_heads": num_heads, "num_key_heads": each.num_key_heads}
+    for instruction in plan.instructions:
+        if isinstance(instruction, DeltaRuleOp):
+            num_heads, key_dim, value_dim = instruction.state.shape
+            heads = {"num_heads": num_heads, "num_key_heads": instruction.num_key_heads}
             dims = {"key_dim": key_dim, "value_dim": value_dim}
             sizes.append(scratch_bytes(num_tokens, **heads, **dims))
     return max(sizes)
@@ -93,20 +93,22 @@ class Mixers:
         how: dict[str, Any] = {"gpu": gpu, "arithmetic": arithmetic}
         self.experts = ExpertsRunner(plan, weights, device, max_rows=max_rows, **how)
         self._weights, self._state, self._exact = weights, state, arithmetic == EXACT
-        rules = [each for each in plan.instructions if isinstance(each, DeltaRuleOp)]
-        sites = [_site_of(each, plan, gpu, arithmetic) for each in rules]
+        rules = [
+            instruction for instruction in plan.instructions if isinstance(instruction, DeltaRuleOp)
+        ]
+        sites = [_site_of(instruction, plan, gpu, arithmetic) for instruction in rules]
         self.why_not_native = next(filter(None, map(why_no_step, sites)), "")
         self._rules = {
-            id(each): _BoundRule(bind_step(site), bind_solve(site))
-            for each, site in zip(rules, sites, strict=True)
+            id(instruction): _BoundRule(bind_step(site), bind_solve(site))
+            for instruction, site in zip(rules, sites, strict=True)
         }
         for kernel, source in ((STEP, native_delta.SOURCE), (SOLVE, delta_solve.SOURCE)):
-            if any(kernel in (each.step, each.solve) for each in self._rules.values()):
+            if any(kernel in (rule.step, rule.solve) for rule in self._rules.values()):
                 nvrtc.load(device, source)
 
     def run(
         self,
-        each: Mixer,
+        instruction: Mixer,
         step: Buffers,
         rows: TokenBatch,
         *,
@@ -117,111 +119,128 @@ class Mixers:
         """Run one instruction; ``captured`` as :meth:`.steps.Steps.decode` has it, ``starts`` as
         :meth:`.steps.Steps.prefill`.
         """
-        if isinstance(each, TopKRouteOp | ExpertLinearOp | ExpertSum):
-            self.experts.run(each, step, rows.positions, decodes=decodes)
-        elif isinstance(each, SigmoidGate):
-            sigmoid_gate(step.view(each.out), step.view(each.x), step.view(each.gate))
+        if isinstance(instruction, TopKRouteOp | ExpertLinearOp | ExpertSum):
+            self.experts.run(instruction, step, rows.positions, decodes=decodes)
+        elif isinstance(instruction, SigmoidGate):
+            sigmoid_gate(
+                step.view(instruction.out), step.view(instruction.x), step.view(instruction.gate)
+            )
         elif rows.chain is not None:
-            self._run_waves(each, step, rows.chain)
-        elif isinstance(each, Convolve):
-            self._convolve(each, step, rows, decodes, starts)
-        elif decodes and self._rules[id(each)].step == STEP:
-            self._native_step(each, step, _where(rows), captured=captured)
+            self._run_waves(instruction, step, rows.chain)
+        elif isinstance(instruction, Convolve):
+            self._convolve(instruction, step, rows, decodes, starts)
+        elif decodes and self._rules[id(instruction)].step == STEP:
+            self._native_step(instruction, step, _where(rows), captured=captured)
         else:
-            if each.convolve is not None:
-                self._convolve(each.convolve, step, rows, decodes, starts)
-            self._delta_rule(each, step, rows, decodes, starts)
+            if instruction.convolve is not None:
+                self._convolve(instruction.convolve, step, rows, decodes, starts)
+            self._delta_rule(instruction, step, rows, decodes, starts)
 
-    def _run_waves(self, each: Convolve | DeltaRuleOp, step: Buffers, chain: DraftChain) -> None:
+    def _run_waves(
+        self, instruction: Convolve | DeltaRuleOp, step: Buffers, chain: DraftChain
+    ) -> None:
         """Run a decode step for row 0 of all slots, then for row 1, and so on."""
         for positions in chain.positions:
             where = {"positions": positions, "slots": chain.sources, "targets": chain.targets}
-            if isinstance(each, Convolve):
-                self._convolve_step(each, step, where)
-            elif self._rules[id(each)].step == STEP:
-                self._native_step(each, step, where)
+            if isinstance(instruction, Convolve):
+                self._convolve_step(instruction, step, where)
+            elif self._rules[id(instruction)].step == STEP:
+                self._native_step(instruction, step, where)
             else:
-                if each.convolve is not None:
-                    self._convolve_step(each.convolve, step, where)
-                self._delta_step(each, step, where)
+                if instruction.convolve is not None:
+                    self._convolve_step(instruction.convolve, step, where)
+                self._delta_step(instruction, step, where)
 
     def _native_step(
         self,
-        each: DeltaRuleOp,
+        instruction: DeltaRuleOp,
         step: Buffers,
         where: dict[str, Tensor],
         *,
         captured: bool = False,
     ) -> None:
         """``captured``: a slot's window and state are those that the step before left."""
-        convolve = each.convolve
+        convolve = instruction.convolve
         assert convolve is not None
         native_delta.delta_step(
-            step.view(each.out),
-            self._inputs(each, step, convolve.x),
-            step.view(each.z),
-            (self._weights.constant(each.norm), each.eps),
+            step.view(instruction.out),
+            self._inputs(instruction, step, convolve.x),
+            step.view(instruction.z),
+            (self._weights.constant(instruction.norm), instruction.eps),
             weight=self._weights.constant(convolve.weight).flatten(1),
             window=self._state.sequences[convolve.state.name],
-            state=self._state.sequences[each.state.name],
+            state=self._state.sequences[instruction.state.name],
             early=captured,
             **where,
         )
 
-    def _convolve_step(self, each: Convolve, step: Buffers, where: dict[str, Tensor]) -> None:
-        weight = self._weights.constant(each.weight).flatten(1)
-        window = self._state.sequences[each.state.name]
-        causal_conv1d_step(step.view(each.out), step.view(each.x), weight, window=window, **where)
-
-    def _delta_step(self, each: DeltaRuleOp, step: Buffers, where: dict[str, Tensor]) -> None:
-        inputs = self._inputs(each, step, each.qkv)
-        norm = self._weights.constant(each.norm), each.eps
-        state = self._state.sequences[each.state.name]
-        delta_rule_step(step.view(each.out), inputs, step.view(each.z), norm, state=state, **where)
-
-    def _convolve(
-        self, each: Convolve, step: Buffers, rows: TokenBatch, decodes: bool, starts: Tensor | None
+    def _convolve_step(
+        self, instruction: Convolve, step: Buffers, where: dict[str, Tensor]
     ) -> None:
-        if decodes:
-            self._convolve_step(each, step, _where(rows))
-            return
-        weight = self._weights.constant(each.weight).flatten(1)
-        what = step.view(each.out), step.view(each.x), weight
-        window, keeps = self._state.sequences[each.state.name], self._keeps(rows)
-        causal_conv1d_prompt(*what, window=window, **_where(rows), keeps=keeps, starts=starts)
-
-    def _keeps(self, rows: TokenBatch) -> Tensor | None:
-        """None where nothing is ever kept on the way: kernels are then made without it."""
-        return rows.keeps if self._state.num_marks else None
-
-    def _inputs(self, each: DeltaRuleOp, step: Buffers, qkv: BufferView) -> DeltaInputs:
-        return DeltaInputs(
-            step.view(qkv),
-            step.view(each.a),
-            step.view(each.b),
-            self._weights.constant(each.a_log),
-            self._weights.constant(each.dt_bias),
-            each.num_key_heads,
-            each.key_dim,
+        weight = self._weights.constant(instruction.weight).flatten(1)
+        window = self._state.sequences[instruction.state.name]
+        causal_conv1d_step(
+            step.view(instruction.out), step.view(instruction.x), weight, window=window, **where
         )
 
-    def _delta_rule(
+    def _delta_step(
+        self, instruction: DeltaRuleOp, step: Buffers, where: dict[str, Tensor]
+    ) -> None:
+        inputs = self._inputs(instruction, step, instruction.qkv)
+        norm = self._weights.constant(instruction.norm), instruction.eps
+        state = self._state.sequences[instruction.state.name]
+        delta_rule_step(
+            step.view(instruction.out), inputs, step.view(instruction.z), norm, state=state, **where
+        )
+
+    def _convolve(
         self,
-        each: DeltaRuleOp,
+        instruction: Convolve,
         step: Buffers,
         rows: TokenBatch,
         decodes: bool,
         starts: Tensor | None,
     ) -> None:
         if decodes:
-            self._delta_step(each, step, _where(rows))
+            self._convolve_step(instruction, step, _where(rows))
             return
-        inputs = self._inputs(each, step, each.qkv)
-        out, z = step.view(each.out), step.view(each.z)
-        weight = self._weights.constant(each.norm)
-        where = {"state": self._state.sequences[each.state.name], **_where(rows)}
-        keeps, norm, exact = self._keeps(rows), (weight, each.eps), self._exact
-        is_native = self._rules[id(each)].solve == SOLVE
+        weight = self._weights.constant(instruction.weight).flatten(1)
+        what = step.view(instruction.out), step.view(instruction.x), weight
+        window, keeps = self._state.sequences[instruction.state.name], self._keeps(rows)
+        causal_conv1d_prompt(*what, window=window, **_where(rows), keeps=keeps, starts=starts)
+
+    def _keeps(self, rows: TokenBatch) -> Tensor | None:
+        """None where nothing is ever kept on the way: kernels are then made without it."""
+        return rows.keeps if self._state.num_marks else None
+
+    def _inputs(self, instruction: DeltaRuleOp, step: Buffers, qkv: BufferView) -> DeltaInputs:
+        return DeltaInputs(
+            step.view(qkv),
+            step.view(instruction.a),
+            step.view(instruction.b),
+            self._weights.constant(instruction.a_log),
+            self._weights.constant(instruction.dt_bias),
+            instruction.num_key_heads,
+            instruction.key_dim,
+        )
+
+    def _delta_rule(
+        self,
+        instruction: DeltaRuleOp,
+        step: Buffers,
+        rows: TokenBatch,
+        decodes: bool,
+        starts: Tensor | None,
+    ) -> None:
+        if decodes:
+            self._delta_step(instruction, step, _where(rows))
+            return
+        inputs = self._inputs(instruction, step, instruction.qkv)
+        out, z = step.view(instruction.out), step.view(instruction.z)
+        weight = self._weights.constant(instruction.norm)
+        where = {"state": self._state.sequences[instruction.state.name], **_where(rows)}
+        keeps, norm, exact = self._keeps(rows), (weight, instruction.eps), self._exact
+        is_native = self._rules[id(instruction)].solve == SOLVE
         delta_rule_prompt(
             out, inputs, z, norm, keeps=keeps, starts=starts, exact=exact, is_native=is_native,
             **where,
@@ -232,15 +251,15 @@ def _where(rows: TokenBatch) -> dict[str, Tensor]:
     return {"positions": rows.positions, "slots": rows.slots}
 
 
-def _site_of(each: DeltaRuleOp, plan: KernelProgram, gpu: Gpu, arithmetic: str) -> DeltaSite:
-    num_heads, key_dim, value_dim = each.state.shape
+def _site_of(instruction: DeltaRuleOp, plan: KernelProgram, gpu: Gpu, arithmetic: str) -> DeltaSite:
+    num_heads, key_dim, value_dim = instruction.state.shape
     return DeltaSite(
         arithmetic,
         gpu,
         num_heads=num_heads,
-        num_key_heads=each.num_key_heads,
+        num_key_heads=instruction.num_key_heads,
         key_dim=key_dim,
         value_dim=value_dim,
-        width=0 if each.convolve is None else each.convolve.state.shape[-1] + 1,
-        is_aligned=is_aligned(plan, each.qkv, 4),
+        width=0 if instruction.convolve is None else instruction.convolve.state.shape[-1] + 1,
+        is_aligned=is_aligned(plan, instruction.qkv, 4),
     )
