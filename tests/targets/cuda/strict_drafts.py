@@ -35,6 +35,7 @@ SAMPLINGS = (
     SamplingParams(),
     SamplingParams(temperature=1.0, seed=5),
     SamplingParams(temperature=1.3, seed=8, top_k=20, top_p=0.8),
+    SamplingParams(temperature=0.9, seed=3, logit_bias=((5, 1.5),), frequency_penalty=0.4),
 )
 _NUM_TOKENS, _SPARE = 40, 16
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 from tilewright.runtime.speculative.config import SpeculativeConfig
 
-GREEDY, SAMPLED, FILTERED = SAMPLINGS
+GREEDY, SAMPLED, FILTERED, BIASED = SAMPLINGS
 SIZE: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "num_kv_heads": 1}
 
 
@@ -73,7 +74,9 @@ def test_drafts_leave_the_output_unchanged(
     assert rate < 1.0 or num_steps < num_tokens or "is_ahead" not in how
 
 
-@pytest.mark.parametrize(("params", "swaps"), only([(SAMPLED, 0)], [(GREEDY, None), (SAMPLED, 0)]))
+@pytest.mark.parametrize(
+    ("params", "swaps"), only([(SAMPLED, 0), (BIASED, None)], product(SAMPLINGS, (None, 0)))
+)
 def test_rejected_drafts_leave_sequence_state_unchanged(params: Any, swaps: int | None) -> None:
     """Slots with right and with wrong drafts, on a model with linear attention."""
     model = tiny_model(std=0.3, model_type="qwen3_5", **ON_CUDA)

@@ -64,11 +64,11 @@ class DraftRows:
         positions[:] = np.repeat(self.lengths - first, counts) + np.arange(num_rows)
         slots[:] = rows[:] = np.repeat(self.slots, counts)
         stores[first[counts == 1]] = slots[first[counts == 1]]
+        sources[:] = targets[:] = slots
         if self.states:
             index[:] = np.arange(num_rows) - np.repeat(first, counts)
-            targets[:] = slots
             targets[index > 0] = self.states
-            sources[0], sources[1:] = slots[0], targets[:-1]
+            sources[1:] = targets[:-1]
             sources[first] = slots[first]
         return words
 

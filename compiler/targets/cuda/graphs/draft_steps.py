@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
-from tilewright.compiler.targets.cuda.graphs.draft_bucket import DraftRows
+from tilewright.compiler.targets.cuda.graphs.draft_bucket import DraftBucket, DraftRows
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import needs_host
 from tilewright.compiler.targets.cuda.outputs.sampled_tokens import Answers
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import drawing_of
@@ -97,10 +97,7 @@ class DraftSteps:
                 if self._in_flight.get(slot) is verification:
                     self._slot_states[slot].length += count
                     tokens[slot] = chosen.tokens[end - 1]
-                    states = verification.states[slot]
-                    if states and count > 1:
-                        self._state.accept(states[count - 2], slot)
-                    self._free_states += states
+                    self._release(slot, verification.states[slot], count)
         self._in_flight.clear()
         if tokens:
             self._table.put([*tokens], [*tokens.values()])
@@ -114,12 +111,18 @@ class DraftSteps:
         if not step.drafts:
             return step.decode, []
         assert not step.want_logits, "no logits with drafts"
+        late = {slot for slot in step.decode if needs_host(self._slot_states[slot].sampling)}
         plain = tuple(slot for slot in step.decode if slot not in step.drafts)
-        slots: Sequence[Slot] = step.decode
-        if step.masked or any(needs_host(self._slot_states[slot].sampling) for slot in plain):
-            slots = [slot for slot in step.decode if slot in step.drafts]
-        else:
+        has_device_drafts = not late.issuperset(step.drafts)
+        if has_device_drafts and not (step.masked or late.intersection(plain)):
             plain = ()
+        slots = [slot for slot in step.decode if slot not in late and slot not in plain]
+        sampled_late = [slot for slot in step.decode if slot in late and slot in step.drafts]
+        passes = self._cut(slots, step, max_rows) + self._cut(sampled_late, step, max_rows)
+        return plain, passes
+
+    def _cut(self, slots: Sequence[Slot], step: Step, max_rows: int) -> list[tuple[Slot, ...]]:
+        """Return the slots by pass."""
         max_drafts = self._state.num_draft_states or max_rows
         passes: list[tuple[Slot, ...]] = []
         current: list[Slot] = []
@@ -132,7 +135,7 @@ class DraftSteps:
                 current, num_rows, num_drafts = [], 0, 0
             current.append(slot)
             num_rows, num_drafts = num_rows + 1 + count, num_drafts + count
-        return plain, [*passes, tuple(current)]
+        return [*passes, tuple(current)] if current else []
 
     def run(self, slots: tuple[Slot, ...], step: Step) -> SamplerOutput:
         """Run a pass with drafts for ``slots``."""
@@ -145,6 +148,8 @@ class DraftSteps:
         self._state.check_all(slots, rows.lengths + rows.counts)
         bucket = self._buckets.drafts(len(rows.row_slots))
         bucket.run(rows, drawing_of(state.sampling for state in slot_states))
+        if needs_host(slot_states[0].sampling):
+            return self._sample_on_host(rows, states, bucket, step)
         part, read = self._answers.verified(rows, bucket.bucket, step)
         verification = _Verification(slots, read, states)
         for slot, draft, slot_state in zip(slots, drafts, slot_states, strict=True):
@@ -153,6 +158,29 @@ class DraftSteps:
             else:
                 slot_state.length += 1
         return part
+
+    def _sample_on_host(
+        self,
+        rows: DraftRows,
+        states: Mapping[Slot, tuple[int, ...]],
+        bucket: DraftBucket,
+        step: Step,
+    ) -> SamplerOutput:
+        """Sample a pass with biased logits. This waits for the device."""
+        for slot in rows.slots:
+            self._slot_states[slot].length += 1
+        part, counts, tokens = self._answers.verified_on_host(rows, bucket.bucket, step)
+        for slot, length, count in zip(rows.slots, rows.lengths.tolist(), counts, strict=True):
+            self._slot_states[slot].length = length + count
+            self._release(slot, states[slot], count)
+        self._table.put(rows.slots, tokens)
+        return part
+
+    def _release(self, slot: Slot, states: tuple[int, ...], num_emitted: int) -> None:
+        """Free the states after drafts. The slot gets the state after its last accepted draft."""
+        if states and num_emitted > 1:
+            self._state.accept(states[num_emitted - 2], slot)
+        self._free_states += states
 
     def _take_states(
         self, slots: Sequence[Slot], drafts: Sequence[tuple[int, ...]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -154,6 +155,29 @@ class Answers:
         if self.follows:
             return _nothing(rows.slots), checked
         return SamplerOutput(rows.slots, checked), checked
+
+    def verified_on_host(
+        self, rows: DraftRows, bucket: Bucket, step: Step
+    ) -> tuple[SamplerOutput, list[int], list[int]]:
+        """Sample a pass with drafts on the host. Return its part, and the number of emitted tokens
+        and the last one by slot.
+        """
+        slots, logits = rows.slots, self._whole(bucket.logits[: len(rows.row_slots)])
+        part, counts, tokens = _nothing(slots), [0] * len(slots), [0] * len(slots)
+        if not self.follows:
+            drafts = dict(zip(slots, rows.drafts, strict=True))
+            values = logits.to("cpu", copy=True).numpy()
+            choice = HostChoice(slots, values, step.logprobs, None, self._width(), drafts)
+            choice.choose(self._slot_states, Allowed())
+            chosen = choice.read()
+            counts = [*(chosen.counts or ())]
+            tokens = [chosen.tokens[end - 1] for end in accumulate(counts)]
+            part = SamplerOutput(slots, choice.read)
+        if self.group is not None:
+            both = torch.tensor([*counts, *tokens], device=logits.device)
+            self.group.share(both)
+            counts, tokens = both.view(2, -1).tolist()
+        return part, counts, tokens
 
     def pooled(self, parts: Sequence[Tensor], count: int) -> SamplerOutput:
         """Return the states of a chunk of ``count`` tokens, from `pool_rows` of its parts."""
