@@ -362,6 +362,7 @@ class NativeDelta(HybridCudaExecutor):
             out=out.data_ptr(),
             positions=batch.positions.data_ptr(),
             slots=self._state_rows.data_ptr(),
+            targets=self._state_rows.data_ptr(),
             **dict.fromkeys(("x_stride", "a_stride", "b_stride", "z_stride"), x.stride(0)),
             out_stride=out.stride(0),
             num_heads=heads,
