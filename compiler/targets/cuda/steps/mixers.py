@@ -155,7 +155,7 @@ class Mixers:
         self,
         instruction: DeltaRuleOp,
         step: Buffers,
-        where: dict[str, Tensor],
+        where: dict[str, Any],
         *,
         captured: bool = False,
     ) -> None:
@@ -174,18 +174,14 @@ class Mixers:
             **where,
         )
 
-    def _convolve_step(
-        self, instruction: Convolve, step: Buffers, where: dict[str, Tensor]
-    ) -> None:
+    def _convolve_step(self, instruction: Convolve, step: Buffers, where: dict[str, Any]) -> None:
         weight = self._weights.constant(instruction.weight).flatten(1)
         window = self._state.sequences[instruction.state.name]
         causal_conv1d_step(
             step.view(instruction.out), step.view(instruction.x), weight, window=window, **where
         )
 
-    def _delta_step(
-        self, instruction: DeltaRuleOp, step: Buffers, where: dict[str, Tensor]
-    ) -> None:
+    def _delta_step(self, instruction: DeltaRuleOp, step: Buffers, where: dict[str, Any]) -> None:
         inputs = self._inputs(instruction, step, instruction.qkv)
         norm = self._weights.constant(instruction.norm), instruction.eps
         state = self._state.sequences[instruction.state.name]
@@ -247,7 +243,7 @@ class Mixers:
         )  # fmt: skip
 
 
-def _where(rows: TokenBatch) -> dict[str, Tensor]:
+def _where(rows: TokenBatch) -> dict[str, Any]:
     return {"positions": rows.positions, "slots": rows.slots}
 
 

@@ -110,15 +110,17 @@ class Step:
         return out[:, :-12]
 
     def launch(self, out: Tensor, *, early: bool, streams: bool | None) -> None:
-        kept = {"weight": self.weight, "window": self.window, "state": self.state}
-        where = {"positions": self.positions, "slots": self.slots, "targets": self.targets}
-        how = {"early": early, "streams": streams}
+        kept: dict[str, Any] = {"weight": self.weight, "window": self.window, "state": self.state}
+        where: dict[str, Any] = {"positions": self.positions, "slots": self.slots}
+        where["targets"] = self.targets
+        how: dict[str, Any] = {"early": early, "streams": streams}
         delta_step(out, self.inputs, self.z, (self.norm, EPS), **kept, **where, **how)
 
     def run_in_triton(self) -> Tensor:
         out = torch.full_like(self.z, NAN, dtype=torch.bfloat16)
         convolved = torch.empty_like(self.inputs.qkv)
-        where = {"positions": self.positions, "slots": self.slots, "targets": self.targets}
+        where: dict[str, Any] = {"positions": self.positions, "slots": self.slots}
+        where["targets"] = self.targets
         causal_conv1d_step(convolved, self.inputs.qkv, self.weight, window=self.window, **where)
         inputs = replace(self.inputs, qkv=convolved)
         delta_rule_step(out, inputs, self.z, (self.norm, EPS), state=self.state, **where)
