@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bench.common import keeper
 from tilewright.cli.arguments.bench import read_options
 from tilewright.cli.terminal.console import compile_progress, err, note, out, print_table
-from tilewright.errors import CompileError
+from tilewright.errors import ConfigError
 from tilewright.evaluate.report.table import Table
 from tilewright.evaluate.results.record import RANDOM_WEIGHTS
 from tilewright.options.arguments import integer, option, parse
@@ -75,8 +75,11 @@ def main(argv: Sequence[str]) -> int:
     compiled = _compile(options)
     executable = compiled.executable
     limits = executable.capabilities
-    if not limits.max_drafts:
-        raise CompileError(f"{options.model}: no drafts; allowed: a shape without sequence state")
+    if limits.max_drafts < max(options.rows, default=1) - 1:
+        raise ConfigError(
+            f"--rows {max(options.rows)} with --strict-rows {options.strict_rows}; allowed: up to "
+            f"{limits.max_drafts + 1} rows"
+        )
     screen = out()
     if not screen.is_terminal:
         screen.width = max(screen.width, _WIDTH)
@@ -116,7 +119,7 @@ def _compile(options: _Options) -> Compiled:
     words = ["--model", options.model, "--target", "cuda", "--precision", options.precision]
     run = read_options([*words, "--no-results", "--no-cache"])
     assert run is not None
-    num_drafts = max(options.rows) - 1
+    num_drafts = max(options.rows, default=1) - 1
     steps = (_WARM_UP + _STEPS) * (1 + num_drafts)
     choices = CompileOptions(
         max_batch=max(1, *options.users),
