@@ -52,7 +52,10 @@ class _Options:
         "verified tokens per request and step", default=(2, 4, 8), nargs="*", type=integer(2, 16)
     )
     rates: tuple[float, ...] = option(
-        "probabilities for a right draft, at one user", default=(0.5, 0.8), nargs="*", type=_rate
+        "probabilities for a right draft, for a single user",
+        default=(0.5, 0.8),
+        nargs="*",
+        type=_rate,
     )
     tokens: int = option("tokens per oracle run", default=192, type=integer(8, 4096))
     strict_rows: int = option(
@@ -96,10 +99,10 @@ def main(argv: Sequence[str]) -> int:
         "invariant": limits.invariant,
     }
     try:
-        costs = _measure_costs(executable, options, lambda row: keep({**facts, **row}))
-        print_table(screen, "cost of verification", _cost_table(costs, options), numbers=True)
-        runs = _measure_oracle(executable, options, costs, lambda row: keep({**facts, **row}))
-        print_table(screen, "oracle drafts, one user", _oracle_table(runs), numbers=True)
+        costs = _measure_costs(executable, options, lambda values: keep({**facts, **values}))
+        print_table(screen, "cost of verification", _show_costs(costs, options), numbers=True)
+        runs = _measure_oracle(executable, options, costs, lambda values: keep({**facts, **values}))
+        print_table(screen, "oracle drafts, a single user", _show_runs(runs), numbers=True)
     finally:
         executable.close()
     is_equal = all(run["differing_tokens"] == 0 for run in runs)
@@ -166,7 +169,7 @@ class _Slots:
 
 
 def _read(output: StepOutput) -> list[int]:
-    return [token for part in output.parts for token in part.read().tokens]
+    return [token for sampled in output.parts for token in sampled.read().tokens]
 
 
 def _plain_run(slots: _Slots, num_steps: int) -> tuple[list[int], float]:
@@ -185,7 +188,7 @@ def _plain_run(slots: _Slots, num_steps: int) -> tuple[list[int], float]:
 def _measure_costs(
     executable: Executable, options: _Options, keep: Callable[[Mapping[str, Any]], None]
 ) -> dict[tuple[int, int], float]:
-    """Return the seconds per step by users and verified rows. One row: a plain step."""
+    """Return the seconds per step by users and verified rows. 1: a plain step."""
     costs: dict[tuple[int, int], float] = {}
     for users in options.users:
         slots = _Slots(executable, users)
@@ -196,7 +199,7 @@ def _measure_costs(
         for rows in (1, *options.rows):
             ms, plain_ms = 1e3 * costs[users, rows], 1e3 * costs[users, 1]
             ratio = ms / plain_ms
-            keep({"kind": "cost", "users": users, "rows": rows, "ms": ms, "ratio": ratio})
+            keep({"figure": "cost", "users": users, "rows": rows, "ms": ms, "ratio": ratio})
     return costs
 
 
@@ -213,7 +216,7 @@ def _verified_step(slots: _Slots, rows: int) -> float:
     return statistics.median(times[_WARM_UP:])
 
 
-def _cost_table(costs: Mapping[tuple[int, int], float], options: _Options) -> Table:
+def _show_costs(costs: Mapping[tuple[int, int], float], options: _Options) -> Table:
     counts = (1, *options.rows)
     titles = ["users", "plain step (ms)", *(f"{rows} rows (ratio)" for rows in options.rows)]
     gained = [rows for rows in counts[1:] if rows - 1 <= len(ACCEPTANCE)]
@@ -240,16 +243,16 @@ def _oracle_run(
 ) -> tuple[int, int, float]:
     """Decode with drafts from ``tokens``. Return the differing tokens, steps and seconds."""
     generator, slots = random.Random(seed), _Slots(executable, 1)
-    found: list[int] = []
+    tokens_so_far: list[int] = []
     num_steps, began = 0, time.perf_counter()
-    while len(found) < len(tokens):
-        true = tokens[len(found) : len(found) + num_drafts]
+    while len(tokens_so_far) < len(tokens):
+        true = tokens[len(tokens_so_far) : len(tokens_so_far) + num_drafts]
         draft = tuple(token if generator.random() < rate else token ^ 1 for token in true)
-        found += _read(slots.launch({slots.slots[0]: draft}))
+        tokens_so_far += _read(slots.launch({slots.slots[0]: draft}))
         num_steps += 1
     seconds = time.perf_counter() - began
-    differing = sum(a != b for a, b in zip(found, tokens, strict=False))
-    return differing, num_steps, seconds * len(tokens) / len(found)
+    differing = sum(a != b for a, b in zip(tokens_so_far, tokens, strict=False))
+    return differing, num_steps, seconds * len(tokens) / len(tokens_so_far)
 
 
 def _measure_oracle(
@@ -258,7 +261,7 @@ def _measure_oracle(
     costs: Mapping[tuple[int, int], float],
     keep: Callable[[Mapping[str, Any]], None],
 ) -> list[dict[str, Any]]:
-    """Alternate plain runs and runs with drafts, at one user."""
+    """Alternate plain runs and runs with drafts, for a single user."""
     num_tokens, runs = options.tokens, []
     tokens = _plain_run(_Slots(executable, 1), num_tokens)[0]
     for rate in options.rates:
@@ -278,7 +281,7 @@ def _measure_oracle(
             expected = expected_tokens(rate, num_drafts)
             ratio = costs.get((1, 1 + num_drafts), 0.0) / costs.get((1, 1), 1.0)
             run = {
-                "kind": "oracle",
+                "figure": "oracle",
                 "rate": rate,
                 "drafts": num_drafts,
                 "plain_tokens_per_s": plain,
@@ -294,7 +297,7 @@ def _measure_oracle(
     return runs
 
 
-def _oracle_table(runs: Sequence[Mapping[str, Any]]) -> Table:
+def _show_runs(runs: Sequence[Mapping[str, Any]]) -> Table:
     titles = ["rate", "drafts", "tokens a step (expected)", "plain (tokens/s)"]
     titles += ["with drafts (tokens/s)", "gain (x)", "predicted (x)", "differing tokens"]
     lines = []

@@ -107,16 +107,16 @@ class CudaExecutable(Executable):
         if device.type == "cuda":
             self.device_name = torch.cuda.get_device_name(device)
             self.device_detail = f"{self.device_name}, {self._steps.kernels()}"
-        self._table = SlotTable(options.max_batch, _NUM_ENDS, device)
+        self._device_slots = SlotTable(options.max_batch, _NUM_ENDS, device)
         self._buckets = self._make_buckets(plan, rows, options)
         self._slot_states: dict[Slot, SlotState] = {}
-        self._away = Away(self._slot_states, self._state, self._table)
+        self._away = Away(self._slot_states, self._state, self._device_slots)
         self._captured_slots: CapturedSlots | None = None
         self._answers = Answers(
-            self._table, self._slot_states, leave=self._leave,
+            self._device_slots, self._slot_states, leave=self._leave,
             width=lambda: self.num_choosable, max_rows=max(options.max_batch, rows[-1]),
         )  # fmt: skip
-        shared = self._state, self._table, self._buckets, self._answers, self._slot_states
+        shared = self._state, self._device_slots, self._buckets, self._answers, self._slot_states
         self._joined = Joined(self._steps, *shared, check=self._check, leave=self._leave)
         self._drafts = DraftSteps(*shared, leave=self._leave)
 
@@ -128,7 +128,7 @@ class CudaExecutable(Executable):
             rows=rows,
             tokens=prompt_buckets(plan, options.parallel.tensor),
             num_choosable=lambda: self.num_choosable,
-            table=self._table,
+            table=self._device_slots,
             passes=lambda: self.capabilities.passes,
             most_pieces=lambda: self.capabilities.max_prompts,
             prepared_rows=prepared_rows_of(plan, options),
@@ -235,7 +235,7 @@ class CudaExecutable(Executable):
             else:
                 self._move(edit)
         self._state.deal([edit for edit in edits if isinstance(edit, AssignPages)])
-        self._table.open(opened)
+        self._device_slots.open(opened)
 
     def _move(self, edit: StateUpdate) -> None:
         """Copies of state, within the device or to the host and back."""
@@ -253,13 +253,17 @@ class CudaExecutable(Executable):
     def agreed(self) -> bytes:
         self._drafts.settle()
         self._leave()
-        return self._table.agreed({slot: each.length for slot, each in self._slot_states.items()})
+        return self._device_slots.agreed(
+            {slot: each.length for slot, each in self._slot_states.items()}
+        )
 
     def _leave(self) -> None:
         """What the bucket that ran last holds of its slots goes back to the table."""
         if self._captured_slots is not None:
             self._captured_slots.settle(self._slot_states)
-            self._table.give_back(self._captured_slots.at, self._captured_slots.bucket.rows.tokens)
+            self._device_slots.give_back(
+                self._captured_slots.at, self._captured_slots.bucket.rows.tokens
+            )
             self._captured_slots = None
 
     def _force(self, step: Step) -> None:
@@ -267,7 +271,7 @@ class CudaExecutable(Executable):
         if not step.forced:
             return
         self._leave()
-        self._table.put(list(step.forced), list(step.forced.values()))
+        self._device_slots.put(list(step.forced), list(step.forced.values()))
         for slot, token in step.forced.items():
             self._slot_states[slot].force(token)
 
@@ -294,7 +298,7 @@ class CudaExecutable(Executable):
         """Slots take the rows of the smallest bucket."""
         bucket = self._buckets.decode(len(slots))
         lengths = np.array([self._slot_states[slot].length for slot in slots], dtype=np.int64)
-        at = bucket.admit(self._table, slots, lengths)
+        at = bucket.admit(self._device_slots, slots, lengths)
         chosen = [self._slot_states[slot].sampling for slot in slots]
         is_late = any(map(needs_host, chosen))
         return CapturedSlots(slots, bucket, at, drawing_of(chosen), is_late, lengths)
@@ -345,7 +349,7 @@ class CudaExecutable(Executable):
                 return None
             logits = found
             of = (chunk.slot,), (chunk.end,), self.num_choosable, logits[-1:]
-            choice = choose_now(self._table, *of, chosen if not is_late else (), self._group)
+            choice = choose_now(self._device_slots, *of, chosen if not is_late else (), self._group)
         return self._end_prompt(chunk, step, logits, choice, is_late)
 
     def _end_prompt(
@@ -363,9 +367,11 @@ class CudaExecutable(Executable):
             ends = [chunk.end] * len(slots)
             chosen = [self._slot_states[slot].sampling for slot in slots]
             logits_each, width = logits[-1:].repeat(len(slots), 1), self.num_choosable
-            choice = choose_now(self._table, slots, ends, width, logits_each, chosen, self._group)
+            choice = choose_now(
+                self._device_slots, slots, ends, width, logits_each, chosen, self._group
+            )
         for row, slot in enumerate(slots):
-            self._table.hold(slot, choice.tokens[row : row + 1])
+            self._device_slots.hold(slot, choice.tokens[row : row + 1])
         return self._answers.chosen(slots, logits, choice, step)
 
     @torch.no_grad()

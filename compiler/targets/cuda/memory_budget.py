@@ -1,4 +1,4 @@
-"""The GPU there is, whether a plan fits into its memory, and what would fit if it does not."""
+"""The GPU, the memory that a model needs, and sizes that fit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SHARE_OF_MORE = 4
 _DRAFT_STATES = 32
 """Per-sequence states for drafts in flight. They limit the drafts of a pass."""
 _MOST_SHARED = 8192
-"""Maximum number of prefill tokens of a mixed batch of a plan with mixers."""
+"""Maximum number of prefill tokens of a mixed batch with mixers."""
 _GB = 1e9
 
 
@@ -158,7 +158,7 @@ def capabilities_of(
     num_pages: int,
     reserved: int = 0,
 ) -> Capabilities:
-    """Return what a plan's steps may be; ``reserved`` bytes of the free memory are taken."""
+    """Return what steps may be; ``reserved`` bytes of the free memory are taken."""
     invariant, mixes = invariant_of(plan, options, device), has_mixers(plan)
     is_gpu, shares = device.type == "cuda", shares_passes_on(device)
     small = 0 if invariant == "none" or options.is_strict else options.strict_rows
@@ -221,7 +221,7 @@ def _passes(plan: KernelProgram, options: CompileOptions) -> Passes:
 
 
 def most_shared(plan: KernelProgram, options: CompileOptions) -> int:
-    """Tokens of the largest pass that a plan's mixers share; 0 where there are none."""
+    """Tokens of the largest pass that mixers share; 0 where there are none."""
     shares = has_mixers(plan) and options.compute == "fast"
     return _passes(plan, options)[-1][1][-1] if shares else 0
 
@@ -324,7 +324,7 @@ def _what_fits(plan: KernelProgram, options: CompileOptions, free: int) -> str:
 
 
 def weight_bytes(plan: KernelProgram) -> int:
-    """Bytes of the plan's tensors on the device."""
+    """Bytes of weights on the device."""
     total = 0
     for wanted in wanted_by(plan):
         recipe = wanted.recipe

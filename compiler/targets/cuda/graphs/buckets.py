@@ -92,7 +92,7 @@ class Buckets:
         return self.decodes[size]
 
     def drafts(self, num_rows: int) -> DraftBucket:
-        """Return the smallest bucket for decode steps with drafts and so many rows."""
+        """Return the smallest bucket for decode steps with drafts and ``num_rows``."""
         bucket = self.decode(num_rows)
         if bucket.num_rows not in self._drafts:
             self._drafts[bucket.num_rows] = DraftBucket(

@@ -11,7 +11,7 @@ from tilewright.compiler.targets.cuda.graphs.capture import CapturedGraph, Decod
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import Drawing
 from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send_into
-from tilewright.compiler.targets.cuda.state.token_batch import SKIPPED_ROW, DraftChain
+from tilewright.compiler.targets.cuda.state.token_batch import SKIPPED_TOKEN, DraftChain
 from tilewright.compiler.targets.cuda.steps.run import Steps
 from tilewright.compiler.targets.interface.step import Slot
 
@@ -25,10 +25,10 @@ class DraftRows:
 
     Attributes:
         slots: The slots.
-        drafts: Draft tokens by slot. Row 0 reads the slot's token, row j reads draft j. Empty: a
-            single row.
+        drafts: Draft tokens by slot. Token 0 is the slot's own, token j is draft j.
+            Empty: a single token.
         lengths: State length by slot, in positions, int64.
-        states: Index of the per-sequence state after each draft, in row order. Empty: no such
+        states: Index of the per-sequence state after each draft, in order. Empty: no such
             state.
     """
 
@@ -43,17 +43,17 @@ class DraftRows:
         return np.array([1 + len(draft) for draft in self.drafts], dtype=np.int64)
 
     @property
-    def row_slots(self) -> tuple[Slot, ...]:
-        """Return the slot of each row."""
+    def token_slots(self) -> tuple[Slot, ...]:
+        """Return the slots by token."""
         pairs = zip(self.slots, self.drafts, strict=True)
         return tuple(slot for slot, draft in pairs for _ in range(1 + len(draft)))
 
     def words(self, size: int, padding: int) -> np.ndarray:
-        """Return int64 ``[8, size]``: input token, position, slot, table row to read, table row to
-        write, index in the slot, state to read, and state to write.
+        """Return int64 ``[8, size]``: input token, position, slot, entry to read and
+        entry to write in the slot table, index in the slot, state to read, and state to write.
 
         Args:
-            padding: Table row for padding.
+            padding: Table entry for padding.
         """
         counts = self.counts
         num_rows, first = int(counts.sum()), counts.cumsum() - counts
@@ -80,10 +80,10 @@ class DraftBucket:
     """
 
     def __init__(
-        self, bucket: DecodeBucket, steps: Steps, table: SlotTable, *, has_states: bool
+        self, bucket: DecodeBucket, steps: Steps, device_slots: SlotTable, *, has_states: bool
     ) -> None:
         """``has_states``: Whether sequences have state in addition to pages."""
-        self.bucket, self._steps, self._table = bucket, steps, table
+        self.bucket, self._steps, self._device_slots = bucket, steps, device_slots
         shape = _NUM_WORDS, bucket.num_rows
         self._words = torch.zeros(shape, dtype=torch.int64, device=steps.device)
         self._passes: dict[tuple[int, int], CapturedGraph] = {}
@@ -91,9 +91,9 @@ class DraftBucket:
 
     def prepare(self, max_drafts: int) -> None:
         """Capture all steps with up to ``max_drafts`` per slot. No slot may be in the rows."""
-        most = min(1 + max_drafts, self.bucket.num_rows)
+        limit = min(1 + max_drafts, self.bucket.num_rows)
         for reach in self._steps.attention.reaches:
-            for num_waves in range(2, most + 1) if self._has_states else (0,):
+            for num_waves in range(2, limit + 1) if self._has_states else (0,):
                 self._capture(reach, num_waves)
 
     def run(self, rows: DraftRows, drawing: Drawing | None) -> None:
@@ -102,36 +102,36 @@ class DraftBucket:
         num_pages = pages_of(int((rows.lengths + counts).max()))
         reach = next(size for size in self._steps.attention.reaches if size >= num_pages)
         captured = self._capture(reach, int(counts.max()) if self._has_states else 0)
-        send_into(self._words, rows.words(self.bucket.num_rows, self._table.padding))
+        send_into(self._words, rows.words(self.bucket.num_rows, self._device_slots.padding))
         captured()
         if drawing is not None:
             self.bucket.draw(drawing)
         if 1 in counts:
-            self._table.give_back(self._words[4], self.bucket.choice.tokens)
+            self._device_slots.give_back(self._words[4], self.bucket.choice.tokens)
 
     def _capture(self, reach: int, num_waves: int) -> CapturedGraph:
         key = reach, num_waves
         if key not in self._passes:
             self._words.zero_()
-            self._words[1], self._words[3:5] = -1, self._table.padding
+            self._words[1], self._words[3:5] = -1, self._device_slots.padding
             self._passes[key] = self.bucket.captured(lambda: self._run(reach, num_waves))
         return self._passes[key]
 
     def _chain(self, num_waves: int) -> DraftChain:
         _, positions, _, _, _, index, sources, targets = self._words
         waves = torch.arange(num_waves, device=positions.device)
-        skipped = torch.full_like(positions, SKIPPED_ROW)
+        skipped = torch.full_like(positions, SKIPPED_TOKEN)
         of_waves = torch.where(index == waves[:, None], positions, skipped)
         return DraftChain(of_waves, sources, targets)
 
     def _run(self, reach: int, num_waves: int) -> None:
         rows, choice = self.bucket.rows, self.bucket.choice
         tokens, positions, slots, at, *_ = self._words
-        held = self._table.tokens.index_select(0, at)
-        rows.tokens.copy_(torch.where(tokens == _OWN_TOKEN, held, tokens))
+        own = self._device_slots.tokens.index_select(0, at)
+        rows.tokens.copy_(torch.where(tokens == _OWN_TOKEN, own, tokens))
         rows.positions.copy_(positions)
         rows.slots.copy_(slots)
-        choice.gather(self._table, at)
+        choice.gather(self._device_slots, at)
         if num_waves:
             rows = replace(rows, chain=self._chain(num_waves))
         self.bucket.logits = self._steps.decode(rows, reach=reach, has_drafts=True)

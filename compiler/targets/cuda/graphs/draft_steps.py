@@ -52,14 +52,14 @@ class DraftSteps:
     def __init__(
         self,
         state: PagedState,
-        table: SlotTable,
+        device_slots: SlotTable,
         buckets: Buckets,
         answers: Answers,
         slot_states: Mapping[Slot, SlotState],
         *,
         leave: Callable[[], None],
     ) -> None:
-        self._state, self._table, self._buckets = state, table, buckets
+        self._state, self._device_slots, self._buckets = state, device_slots, buckets
         self._answers, self._slot_states, self._leave = answers, slot_states, leave
         self._in_flight: dict[Slot, _Verification] = {}
         self._free_states = self._all_states()
@@ -100,7 +100,7 @@ class DraftSteps:
                     self._release(slot, verification.states[slot], count)
         self._in_flight.clear()
         if tokens:
-            self._table.put([*tokens], [*tokens.values()])
+            self._device_slots.put([*tokens], [*tokens.values()])
 
     def divide(self, step: Step, max_rows: int) -> tuple[tuple[Slot, ...], list[tuple[Slot, ...]]]:
         """Return the slots for plain decode passes, and slots by pass with drafts.
@@ -129,7 +129,7 @@ class DraftSteps:
         num_rows = num_drafts = 0
         for slot in slots:
             count = len(step.drafts.get(slot, ()))
-            assert count < max_rows, f"slot {slot}: {1 + count} rows of at most {max_rows}"
+            assert count < max_rows, f"slot {slot}: {1 + count} rows, more than {max_rows}"
             if num_rows + 1 + count > max_rows or num_drafts + count > max_drafts:
                 passes.append(tuple(current))
                 current, num_rows, num_drafts = [], 0, 0
@@ -146,18 +146,18 @@ class DraftSteps:
         lengths = np.array([state.length for state in slot_states])
         rows = DraftRows(slots, drafts, lengths, tuple(chain.from_iterable(states.values())))
         self._state.check_all(slots, rows.lengths + rows.counts)
-        bucket = self._buckets.drafts(len(rows.row_slots))
+        bucket = self._buckets.drafts(len(rows.token_slots))
         bucket.run(rows, drawing_of(state.sampling for state in slot_states))
         if needs_host(slot_states[0].sampling):
             return self._sample_on_host(rows, states, bucket, step)
-        part, read = self._answers.verified(rows, bucket.bucket, step)
+        output, read = self._answers.verified(rows, bucket.bucket, step)
         verification = _Verification(slots, read, states)
         for slot, draft, slot_state in zip(slots, drafts, slot_states, strict=True):
             if draft:
                 self._in_flight[slot] = verification
             else:
                 slot_state.length += 1
-        return part
+        return output
 
     def _sample_on_host(
         self,
@@ -169,12 +169,12 @@ class DraftSteps:
         """Sample a pass with biased logits. This waits for the device."""
         for slot in rows.slots:
             self._slot_states[slot].length += 1
-        part, counts, tokens = self._answers.verified_on_host(rows, bucket.bucket, step)
+        output, counts, tokens = self._answers.verified_on_host(rows, bucket.bucket, step)
         for slot, length, count in zip(rows.slots, rows.lengths.tolist(), counts, strict=True):
             self._slot_states[slot].length = length + count
             self._release(slot, states[slot], count)
-        self._table.put(rows.slots, tokens)
-        return part
+        self._device_slots.put(rows.slots, tokens)
+        return output
 
     def _release(self, slot: Slot, states: tuple[int, ...], num_emitted: int) -> None:
         """Free the states after drafts. The slot gets the state after its last accepted draft."""
@@ -190,10 +190,10 @@ class DraftSteps:
             return dict.fromkeys(slots, ())
         if len(self._free_states) < sum(map(len, drafts)):
             self.settle()
-        found: dict[Slot, tuple[int, ...]] = {}
+        states: dict[Slot, tuple[int, ...]] = {}
         for slot, draft in zip(slots, drafts, strict=True):
-            found[slot] = tuple(self._free_states.pop() for _ in draft)
-        return found
+            states[slot] = tuple(self._free_states.pop() for _ in draft)
+        return states
 
 
 def _slots_of(step: Step) -> set[Slot]:

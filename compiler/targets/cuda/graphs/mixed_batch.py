@@ -35,7 +35,7 @@ class Joined:
         check: Callable[[PrefillChunk], SlotState],
         leave: Callable[[], None],
     ) -> None:
-        self._steps, self._state, self._table = steps, state, table
+        self._steps, self._state, self._device_slots = steps, state, table
         self._buckets, self._answers, self._slot_states = buckets, answers, slot_states
         self._check, self._leave = check, leave
 
@@ -76,13 +76,13 @@ class Joined:
         riding = tuple(held)
         ragged = join(
             chunks,
-            self._table.device,
+            self._device_slots.device,
             slots=riding,
             positions=tuple(held.values()),
             marks=self._state.marks(chunks),
         )
         if riding:
-            ragged.take_tokens(self._table.tokens)
+            ragged.take_tokens(self._device_slots.tokens)
         logits = self._steps.prefill(
             ragged.rows,
             logit_rows=ragged.last if ends else None,
@@ -98,8 +98,8 @@ class Joined:
         if self._answers.is_late(slots, step):
             return [self._answers.late(slots, logits, step)]
         at, width = [*ends.values()], self._answers.num_choosable
-        choice = choose_now(self._table, slots, at, width, logits, chosen, self._steps.group)
-        self._table.give_back(self._table.index(slots), choice.tokens)
+        choice = choose_now(self._device_slots, slots, at, width, logits, chosen, self._steps.group)
+        self._device_slots.give_back(self._device_slots.index(slots), choice.tokens)
         return [self._answers.chosen(slots, logits, choice, step)]
 
     def _go_on(self, slots: tuple[Slot, ...]) -> dict[Slot, int]:

@@ -1,4 +1,4 @@
-"""Acceptance of drafts: from sampled tokens by row to emitted tokens by slot."""
+"""Acceptance of drafts: from sampled tokens to emitted tokens by slot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def accept_drafts(
     A slot emits sampled tokens until a draft differs from the sampled token.
 
     Args:
-        sampled: A token per row, in slot order.
+        sampled: A token per input token, in slot order.
         drafts: Draft tokens by slot. A slot with k drafts has k + 1 rows.
         logits: float32 ``[rows, vocabulary]`` on the host, for log probabilities.
         num_top: Value of `Step.logprobs`.
@@ -37,7 +37,7 @@ def accept_drafts(
         rows.extend(range(first, first + count))
         counts.append(count)
         first += 1 + len(draft)
-    tokens, why = [sampled.tokens[row] for row in rows], [sampled.why[row] for row in rows]
+    tokens, why = [sampled.tokens[at] for at in rows], [sampled.why[at] for at in rows]
     scores = None
     if num_top is not None:
         assert logits is not None

@@ -134,17 +134,17 @@ class Answers:
     def verified(
         self, rows: DraftRows, bucket: Bucket, step: Step
     ) -> tuple[SamplerOutput, Callable[[], Chosen]]:
-        """Return the part of a pass with drafts, and the reader of its emitted tokens. Every rank
+        """Return the output of a pass with drafts, and the reader of its emitted tokens. Every rank
         may read them.
         """
-        row_slots, kept = rows.row_slots, None
-        count = len(row_slots)
+        token_slots, kept = rows.token_slots, None
+        count = len(token_slots)
         if step.logprobs is not None:
             whole = self._whole(bucket.logits[:count])
             kept = None if self.follows else whole.to("cpu", copy=True)
         choice, num_top = bucket.choice, None if self.follows else step.logprobs
         sampled = self._readings.of(
-            choice.tokens[:count], choice.why[:count], self._ends_of(row_slots)
+            choice.tokens[:count], choice.why[:count], self._ends_of(token_slots)
         )
 
         @cache
@@ -159,11 +159,11 @@ class Answers:
     def verified_on_host(
         self, rows: DraftRows, bucket: Bucket, step: Step
     ) -> tuple[SamplerOutput, list[int], list[int]]:
-        """Sample a pass with drafts on the host. Return its part, and the number of emitted tokens
-        and the last one by slot.
+        """Sample a pass with drafts on the host. Return its output, the number of emitted
+        tokens by slot, and the last of them.
         """
-        slots, logits = rows.slots, self._whole(bucket.logits[: len(rows.row_slots)])
-        part, counts, tokens = _nothing(slots), [0] * len(slots), [0] * len(slots)
+        slots, logits = rows.slots, self._whole(bucket.logits[: len(rows.token_slots)])
+        output, counts, tokens = _nothing(slots), [0] * len(slots), [0] * len(slots)
         if not self.follows:
             drafts = dict(zip(slots, rows.drafts, strict=True))
             values = logits.to("cpu", copy=True).numpy()
@@ -172,12 +172,12 @@ class Answers:
             chosen = choice.read()
             counts = [*(chosen.counts or ())]
             tokens = [chosen.tokens[end - 1] for end in accumulate(counts)]
-            part = SamplerOutput(slots, choice.read)
+            output = SamplerOutput(slots, choice.read)
         if self.group is not None:
             both = torch.tensor([*counts, *tokens], device=logits.device)
             self.group.share(both)
             counts, tokens = both.view(2, -1).tolist()
-        return part, counts, tokens
+        return output, counts, tokens
 
     def pooled(self, parts: Sequence[Tensor], count: int) -> SamplerOutput:
         """Return the states of a chunk of ``count`` tokens, from `pool_rows` of its parts."""
@@ -294,8 +294,8 @@ class Answers:
         return logits if self.group is None else self.group.whole(logits)
 
     def _ends_of(self, slots: tuple[Slot, ...]) -> Ends:
-        """The end tokens, by row, of slots that have more of them than the device looks for."""
-        return {row: self._ends[each] for row, each in enumerate(slots) if each in self._ends}
+        """The end tokens, by index, of slots that have more of them than the device looks for."""
+        return {at: self._ends[slot] for at, slot in enumerate(slots) if slot in self._ends}
 
     def _checked(self, read: Callable[[], Chosen]) -> Callable[[], Chosen]:
         """Tokens that mean nothing where a rank did not take its part are not given."""

@@ -8,18 +8,18 @@ from typing import Self
 import torch
 from torch import Tensor
 
-SKIPPED_ROW = -2
-"""Position for rows of another launch."""
+SKIPPED_TOKEN = -2
+"""Position for tokens of another launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftChain:
-    """Per-sequence state for rows with drafts. Row j continues the state after row j - 1.
+    """Per-sequence state for drafts. Token j continues the state after token j - 1.
 
     Attributes:
-        positions: int64 ``[waves, R]``. Wave j computes row j by slot. Other rows are skipped.
-        sources: State to read by row, an index into the state tensors.
-        targets: State to write by row. Row 0 writes the slot.
+        positions: int64 ``[waves, R]``. Wave j computes token j by slot. Other tokens are skipped.
+        sources: State to read by token, an index into the state tensors.
+        targets: State to write by token. Token 0 writes the slot.
     """
 
     positions: Tensor

@@ -41,7 +41,7 @@ from tilewright.compiler.targets.cuda.weights.stream import Weights
 from tilewright.compiler.targets.program.instructions import AttentionOp, KernelProgram
 
 _STORES = {"share": SplitKV(num_groups=1, num_joined=1, each_block=1)}
-"""A block for a row and key/value head: enough for a window of one position."""
+"""A block per token and key/value head: enough for a window of a single position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +169,10 @@ class AttentionRunner:
         number); ``captured`` and ``has_drafts`` as :meth:`.steps.Steps.decode` has them.
         """
         bound, qkv = self._bound[id(each)], step.view(each.qkv)
-        given = bound.given
+        options = bound.given
         if bound.splits:
             splits = bound.splits[reach or self._state.tables.shape[1]]
-            given = {**given, "share": splits.at(len(qkv))}
+            options = {**options, "share": splits.at(len(qkv))}
         attend = partial(
             bound.attend,
             bound.pages,
@@ -187,10 +187,10 @@ class AttentionRunner:
             early=captured,
         )
         if has_drafts:
-            # A kernel stores a row's key and value while it reads the pages. A first launch in
-            # which a row sees itself only stores all of them, with the same bits.
-            attend(**{**given, **(_STORES if bound.splits else {}), "window": 1})
-        attend(**given)
+            # The kernel stores keys and values while it reads pages. A first launch with a window
+            # of a single position stores all of them, with the same bits.
+            attend(**{**options, **(_STORES if bound.splits else {}), "window": 1})
+        attend(**options)
 
     def prompt(
         self, each: AttentionOp, step: Buffers, rows: TokenBatch, *, from_start: bool, block: int

@@ -139,7 +139,7 @@ class Mixers:
     def _run_waves(
         self, instruction: Convolve | DeltaRuleOp, step: Buffers, chain: DraftChain
     ) -> None:
-        """Run a decode step for row 0 of all slots, then for row 1, and so on."""
+        """Run a decode step for token 0 of all slots, then for token 1, and so on."""
         for positions in chain.positions:
             where = {"positions": positions, "slots": chain.sources, "targets": chain.targets}
             if isinstance(instruction, Convolve):

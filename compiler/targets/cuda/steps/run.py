@@ -173,8 +173,8 @@ class Steps:
         ``captured``: nothing in the chain of these kernels writes ``rows``, tables, old pages or a
         layer's state of sequences before the last of them has read them, or that layer has.
 
-        ``has_drafts``: Rows may be consecutive tokens of one sequence. Each row attends to the rows
-        before it. Not with ``captured``. Per-sequence state follows ``rows.chain``.
+        ``has_drafts``: Rows may be consecutive tokens of a sequence, which attend to the rows
+        before them. Not with ``captured``. Per-sequence state follows ``rows.chain``.
         """
         assert not (has_drafts and captured), "kernels read pages of this step early"
         num_rows = len(rows.tokens)

@@ -19,9 +19,9 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     wait_for_inputs,
 )
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
-from tilewright.compiler.targets.cuda.state.token_batch import SKIPPED_ROW
+from tilewright.compiler.targets.cuda.state.token_batch import SKIPPED_TOKEN
 
-SKIPPED = tl.constexpr(SKIPPED_ROW)
+SKIPPED = tl.constexpr(SKIPPED_TOKEN)
 EPS = tl.constexpr(1e-6)
 """Of the lengths of queries and keys: a part of the model."""
 
@@ -82,8 +82,8 @@ def _step_kernel(
     i, j = tl.arange(0, KEYS), tl.arange(0, VALUES)
     is_key, is_value = i < K, j < V
     inside = is_key[:, None] & is_value[None, :]
-    place = state_ptr + (slot * H + h) * (K * V) + i[:, None] * V + j[None, :]
-    state = tl.load(place, mask=inside & (position > 0), other=0.0)
+    pointers = state_ptr + (slot * H + h) * (K * V) + i[:, None] * V + j[None, :]
+    state = tl.load(pointers, mask=inside & (position > 0), other=0.0)
     qkv = qkv_ptr + row * qkv_stride
     g = h // (H // G)
     q = tl.load(qkv + g * K + i, mask=is_key, other=0.0)
@@ -97,8 +97,8 @@ def _step_kernel(
     wrong = (v - tl.sum(state * k[:, None], 0)) * tl.sigmoid(b)
     state += k[:, None] * wrong[None, :]
     o = tl.sum(state * q[:, None], 0)
-    place += (tl.load(targets_ptr + row) - slot) * H * (K * V)
-    tl.store(place, state, mask=inside & (position >= 0))
+    pointers += (tl.load(targets_ptr + row) - slot) * H * (K * V)
+    tl.store(pointers, state, mask=inside & (position >= 0))
     weight = tl.load(norm_ptr + j, mask=is_value, other=0.0)
     z = tl.load(z_ptr + row * z_stride + h * V + j, mask=is_value, other=0.0)
     y = o * tl.rsqrt(tl.sum(o * o) / V + eps) * weight * (z * tl.sigmoid(z))
@@ -123,7 +123,7 @@ def delta_rule_step(
     ``state [S, H, K, V]`` goes on by the token in the row's slot. ``positions`` and ``slots [B]``
     int64: at position 0 it starts from zeros; at a negative one nothing is kept, and the row gets
     zeros. All inputs are float32. ``targets [B]``: where the state goes instead of the slot.
-    Nothing of a row at position :data:`SKIPPED_ROW` is read or written.
+    Nothing of a row at position :data:`SKIPPED_TOKEN` is read or written.
     """
     inputs.check(state)
     weight, eps = norm
