@@ -331,10 +331,14 @@ class EngineConfig:
         return most, min(most, _MIN_SEQS)
 
     def invariance(self, target: str, num_seqs: int) -> str:
-        """Return ``always``, ``never``, or ``auto``: always up to ``FEW_SEQS`` open sequences."""
+        """Return ``always``, ``never``, or ``auto``: always up to ``FEW_SEQS`` open sequences.
+
+        Drafts count as sequences: more rows would have slower kernels.
+        """
         if self.batch_invariant != AUTO:
             return self.batch_invariant
-        return AUTO if target == "cuda" and num_seqs > FEW_SEQS else ALWAYS
+        num_rows = num_seqs * (1 + self._max_drafts())
+        return AUTO if target == "cuda" and num_rows > FEW_SEQS else ALWAYS
 
     @property
     def context(self) -> int:

@@ -30,7 +30,7 @@ def with_batch_that_fits(
     if least is None or least >= options.max_batch:
         return options
     found = replace(options, max_batch=_batch_that_fits(plan, options, device, least))
-    if found.max_batch <= options.strict_rows:
+    if found.max_batch * (1 + found.max_drafts) <= options.strict_rows:
         return replace(found, is_strict=True)
     return found
 

@@ -106,6 +106,8 @@ def test_speculative_config_reserves_rows() -> None:
     texts = ('{"method": "ngram", "num_speculative_tokens": 3}', None)
     options = [EngineConfig(speculative_config=text).compile_options("cuda", 64) for text in texts]
     assert [each.max_drafts for each in options] == [3, 0]
+    config = EngineConfig(speculative_config=texts[0])
+    assert [config.invariance("cuda", count) for count in (4, 5)] == ["always", "auto"]
 
 
 def test_drafts_launch_attention_twice_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
