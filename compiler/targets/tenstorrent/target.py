@@ -1,4 +1,4 @@
-"""The boards as targets: passes, the numeric contract, programs and the emulated executable."""
+"""Tenstorrent boards as targets: passes, numeric contract, programs and the emulated executable."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ from tilewright.errors import (
 
 _WEIGHTS = "weights.safetensors"
 
-# Heads are dealt over the first number, the residual stream over the second.
+# The first number shards the heads and the second shards the residual stream.
 MESHES: Mapping[str, Mesh] = {
     "n150": Mesh(1),
     "n300": Mesh(2),
@@ -87,7 +87,7 @@ MESHES: Mapping[str, Mesh] = {
 
 
 class BoardTarget(Target):
-    """One board, or the mesh of chips in one box."""
+    """A board, or the mesh in one box."""
 
     is_emulated = True
     block_axis = "out"
@@ -98,10 +98,10 @@ class BoardTarget(Target):
         self.mesh = MESHES[name]
 
     def group(self, num_groups: int) -> Mesh:
-        """The mesh of one of ``num_groups`` data-parallel groups of the box.
+        """Return the mesh for a data-parallel group, of ``num_groups`` in the box.
 
         Raises:
-            ConfigError: where its chips cannot be dealt so.
+            ConfigError: ``num_groups`` does not divide the chip count.
         """
         chips = self.mesh.num_chips
         if num_groups == 1:
@@ -115,7 +115,7 @@ class BoardTarget(Target):
         return Mesh(chips // num_groups)
 
     def stages(self) -> tuple[Stage, ...]:
-        """Gate and up stay apart: their products run on all cores, and are read side by side."""
+        """Return the passes. Gate and up remain separate matmuls, so that both use all cores."""
         return (
             MATCH,
             PRECISION,
@@ -134,8 +134,9 @@ class BoardTarget(Target):
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> Holding:
-        """One copy in tiles of 32 x 32, without those that fill a product up to all banks; vectors
-        and the table in bfloat16.
+        """Return how a weight is stored: one copy in 32 x 32 tiles, without padding for the banks.
+
+        Vectors and the embedding table are bfloat16.
         """
         form, group, is_product = recipe.format, facts.tensor_group, False
         assert form is not None
@@ -156,14 +157,18 @@ class BoardTarget(Target):
         length: int | None = None,
         num_groups: int = 1,
     ) -> tuple[DeviceProgram, DeviceProgram]:
-        """The prefill program of ``length`` tokens (default: of a chunk), and the decode program of
-        the whole batch, of a data-parallel group.
+        """Return the prefill program and the decode program for a data-parallel group.
 
-        Prompts longer than a chunk run in chunks; what they need of a chip is a chunk's.
+        Decode has ``options.max_batch`` users. Longer prompts run in chunks of ``PROMPT_CHUNK``
+        tokens, and the memory check uses one chunk.
+
+        Args:
+            length: Prompt tokens. None: one chunk.
 
         Raises:
-            CompileError: for a graph or formats without instructions, heads the mesh cannot split,
-                more users than a tile has rows, or what does not fit the board.
+            CompileError: A graph or format has no instructions, the mesh cannot split the heads, a
+                decode step has more users than a tile has rows, or the program does not fit the
+                board.
         """
         if options.compute == "exact":
             raise CompileError(
@@ -204,7 +209,7 @@ class BoardTarget(Target):
         options: CompileOptions,
         progress: Progress,
     ) -> None:
-        # Whether caches have room is asked when it is loaded, with the context it then serves.
+        # Loading checks the cache capacity for the served context.
         _, decode = self.programs(graph_module, replace(options, max_context=1))
         dealt = self._load_weights(decode, get_weight, progress)
         parts = {
@@ -215,8 +220,9 @@ class BoardTarget(Target):
         save_tensors(parts, folder / _WEIGHTS)
 
     def emit(self, kind: str, emission: Emission) -> None:
-        """Write ``ttnn``: a Python file for ``options.max_batch`` users of ``options.max_context``
-        positions, and its weights.
+        """Write a ``ttnn`` Python file and its weights.
+
+        The file serves ``options.max_batch`` users with ``options.max_context`` positions.
         """
         self.check_emits(kind)
         assert kind == "ttnn"
@@ -261,7 +267,7 @@ class BoardTarget(Target):
         options: CompileOptions,
         progress: Progress,
     ) -> Executable:
-        """Deal the weights to the chips without writing them to a folder first."""
+        """Shard the weights in memory, without a directory."""
         _check_emulator()
         prefill, decode = self.programs(graph_module, options)
         dealt = self._load_weights(decode, get_weight, progress)
@@ -281,7 +287,11 @@ class BoardTarget(Target):
 
 
 def _check_emulator() -> None:
-    """Raise a CompileError before weights are read if this machine cannot emulate a board."""
+    """Check before weights are read that this machine can emulate a board.
+
+    Raises:
+        CompileError: A dependency is missing.
+    """
     from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import accumulator
     from tilewright.compiler.targets.tenstorrent.executable import emulation_device
 

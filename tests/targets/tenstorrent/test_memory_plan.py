@@ -111,7 +111,7 @@ def test_long_contexts_too_large_for_a_board() -> None:
         programs(tiny_model(), options=options)
     message = str(caught.value)
     assert "1 x 2097152 positions" not in message, "one user's prompt fits"
-    assert "of caches of 32 x 2097152 positions" in message
+    assert "of caches for 32 x 2097152 positions" in message
     assert "bf16 in bfp8" not in message
     _, _, named = message.partition("allowed: ")
     fitting = int(named.split(" positions in all")[0])

@@ -1,7 +1,7 @@
-"""The programs of prefill and decode as one Python file that calls the `ttnn` library (0.81).
+"""Emission of a prefill and a decode program as one Python file for `ttnn` 0.81.
 
-Layers that are equal but for formats and fidelities become a loop over a table. The file holds no
-text of a checkpoint or tokenizer; its weights are written beside it.
+Layers with different formats and fidelities share one function, with a table of the differences.
+The file contains no text from a checkpoint or tokenizer. Its weights are separate files.
 """
 
 from __future__ import annotations
@@ -50,11 +50,13 @@ from tilewright.errors import CompileError
 
 
 def emit_ttnn(prefill: DeviceProgram, decode: DeviceProgram, *, title: str = "") -> str:
-    """Source of a file that runs both programs with `ttnn`; ``title`` is a comment in it.
+    """Return the source text for a file that runs both programs with `ttnn`.
+
+    ``title`` becomes a comment in the file.
 
     Raises:
-        CompileError: for what this library's operators do not take: layers of unequal shape,
-            prompts not in whole chunks, sides that are no multiple of a tile.
+        CompileError: ttnn does not support the programs. Layers must have equal shapes, prompts
+            must be whole chunks, and sizes must be tile multiples.
     """
     assert (prefill.phase, decode.phase) == (PREFILL, DECODE)
     _check(prefill, decode)
@@ -82,9 +84,10 @@ def emit_ttnn(prefill: DeviceProgram, decode: DeviceProgram, *, title: str = "")
 
 
 def prompt_length(context: int) -> int:
-    """Tokens of a prompt that one prefill should take where a user has ``context`` positions.
+    """Return the prompt tokens in a prefill step, for users with ``context`` positions.
 
-    Whole chunks of attention, at most four, of which the pages hold a whole number if they can.
+    The result is at most four attention chunks. If possible, the pages contain a whole number of
+    prefill steps.
     """
     chunk = key_chunk(context)
     room = -(-context // PAGE) * PAGE
@@ -93,13 +96,14 @@ def prompt_length(context: int) -> int:
 
 
 def write_weights(decode: DeviceProgram, get: Callable[[str], Tensor], folder: Path) -> None:
-    """What the file reads: safetensors of whole weights, ``[in, out]``, one file a layer.
+    """Write the weights that the file reads: unsharded ``[in, out]`` tensors, one safetensors file
+    a layer.
 
-    bfloat16 where that is exact, else float32: the file's own conversion is the only rounding.
+    The type is bfloat16 if exact, else float32. Only the emitted file rounds to block formats.
 
     Raises:
-        CheckpointError: as ``get`` does.
-        NoRoomError: where the folder cannot be written.
+        CheckpointError: ``get`` cannot read a tensor.
+        NoRoomError: The directory cannot be written.
     """
     for layer, group in itertools.groupby(owned_weights(decode), key=lambda each: each[0]):
         tensors = {}
@@ -112,7 +116,7 @@ def write_weights(decode: DeviceProgram, get: Callable[[str], Tensor], folder: P
         save_tensors(tensors, folder / f"{stem}.safetensors")
 
 
-# -- what is refused ---------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------
 
 
 def _check(prefill: DeviceProgram, decode: DeviceProgram) -> None:
@@ -151,7 +155,7 @@ def _check(prefill: DeviceProgram, decode: DeviceProgram) -> None:
 
 
 def _capacity(decode: DeviceProgram) -> int:
-    """Positions a user's pages hold."""
+    """Return the number of positions in a user's pages."""
     cache = decode.caches[0]
     return cache.num_pages // decode.batch * cache.page
 
@@ -160,16 +164,17 @@ def _capacity(decode: DeviceProgram) -> int:
 
 
 class _Tables:
-    """What layers differ in: ``TABLE[layer][name]``, and nothing where they are equal."""
+    """Differences between layers: ``TABLE[layer][name]``. Equal text has no entry."""
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, str]] = {}
 
     def merge(self, marks: Sequence[Marks], lines: Sequence[Sequence[SourceLine]]) -> list[str]:
-        """The lines of one layer that stand for all; ``marks`` and ``lines`` are by layer.
+        """Return lines that are valid for all layers. ``marks`` and ``lines`` have an entry for
+        each layer.
 
         Raises:
-            CompileError: where the layers are of unequal shape.
+            CompileError: The layers have different shapes.
         """
         texts = [[line.text for line in each] for each in lines]
         for layer, text in enumerate(texts):
@@ -203,7 +208,7 @@ def _shown(text: str) -> str:
 
 
 def _sections(program: DeviceProgram) -> list[tuple[int | None, list[int]]]:
-    """Runs of instruction numbers of one layer; what is behind the layers is of none."""
+    """Return consecutive instruction indices by layer. The layer is None outside the layers."""
     found: list[tuple[int | None, list[int]]] = []
     for index, each in enumerate(program.instructions):
         if found and found[-1][0] == each.layer:
@@ -217,7 +222,7 @@ def _sections(program: DeviceProgram) -> list[tuple[int | None, list[int]]]:
 
 
 def _layer_prefix(fqn: str, layer: int) -> str:
-    """``model.layers.3.`` of a module in layer 3."""
+    """Return the common name prefix in a layer, for example ``model.layers.3.``."""
     parts = fqn.split(".")
     return ".".join(parts[: parts.index(str(layer)) + 1]) + "."
 
@@ -228,7 +233,7 @@ def _prefix(program: DeviceProgram, layer: int) -> str:
 
 
 def _functions(program: DeviceProgram, tables: _Tables) -> str:
-    """``prefill`` or ``decode``, and the layer it repeats."""
+    """Return the source for ``prefill`` or ``decode`` and its layer function."""
     writer = InstructionLines(program)
     before: list[str] = []
     layers: list[tuple[Marks, list[SourceLine]]] = []

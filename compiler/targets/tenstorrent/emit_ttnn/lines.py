@@ -1,7 +1,7 @@
-"""How lines of an emitted ttnn file are made: variables, where values lie, marks, calls.
+"""Source lines of an emitted ttnn file: variables, memory places, marks and calls.
 
-A value is known by the variable that holds it and by where it lies. What may differ between equal
-layers is left as a mark that the caller fills in. Knows no instruction's meaning.
+A value has a variable and a memory place. A mark replaces text that may differ between layers; the
+caller fills marks in. Excludes the meaning of instructions.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ WIDTH = 100
 
 @dataclass(slots=True)
 class Marks:
-    """Text that may differ between equal layers, by name."""
+    """Text that may differ between layers, by mark name."""
 
     found: dict[str, str] = field(default_factory=dict)
 
     def put(self, name: str, text: str) -> str:
-        """What stands for ``text`` in a line; a name taken twice is numbered."""
+        """Store ``text`` and return its mark. A number is added to a name in use."""
         chosen, number = name, 2
         while chosen in self.found:
             chosen, number = f"{name}.{number}", number + 1
@@ -43,25 +43,27 @@ class Marks:
 
 
 def mark_of(name: str) -> str:
-    """The mark of a name in a line: characters that no line has otherwise."""
+    """Return the mark for a name. Its quotation marks occur in no other source text."""
     return f"\N{LEFT DOUBLE ANGLE BRACKET}{name}\N{RIGHT DOUBLE ANGLE BRACKET}"
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """A line of source; ``is_needed``: this layer needs it (written if any layer does)."""
+    """A source line. ``is_needed``: this layer needs the line. The file has the line if any layer
+    needs the line.
+    """
 
     text: str
     is_needed: bool = True
 
 
 def quoted(text: str) -> str:
-    """A string literal, whatever ``text`` holds."""
+    """Return ``text`` as a string literal. Any character is allowed."""
     return json.dumps(text)
 
 
 class SourceSection:
-    """The lines of one section of a program; see emit_ttnn_ops for who calls these."""
+    """Source lines for one section. Subclasses write the instructions; see ``ops.py``."""
 
     def __init__(self, program: DeviceProgram) -> None:
         self.program = program
@@ -79,14 +81,14 @@ class SourceSection:
         self._prefix = ""
 
     def start(self, prefix: str) -> None:
-        """Begin a section; ``prefix`` is what the names of its weights begin with in the model."""
+        """Begin a section. ``prefix`` is the common prefix of its weight names in the model."""
         self.lines, self.marks, self._prefix = [], Marks(), prefix
 
     def end(self) -> TtValue:
-        """Close a section: the one value that lives on is called ``x`` and lies where it should.
+        """End a section. Move its live value to the memory place of the program, in variable ``x``.
 
         Raises:
-            CompileError: where several values are read later.
+            CompileError: Later sections read several values.
         """
         alive = [v for v in self._names if self._last_use.get(v, -1) > self._index]
         if len(alive) != 1:
@@ -102,24 +104,24 @@ class SourceSection:
         return value
 
     def result(self) -> str:
-        """The variable of the last value made."""
+        """Return the variable with the last result."""
         return self._names[self.program.instructions[self._index].out]
 
-    # -- where values lie ----------------------------------------------------------------------
+    # -- memory places -----------------------------------------------------------------------------
 
     def _home(self, value: TtValue) -> str:
-        """The place that the program gives a value."""
+        """Return the memory place that the program assigns to a value."""
         memory = value.memory
         if memory.layout == WIDTH_SHARDED:
             return f"columns({value.columns}, {memory.cores})"
         return "L1" if memory.buffer == L1 else "DRAM"
 
     def _open(self) -> str:
-        """The places of values that are cut over nothing."""
+        """Return the memory place of interleaved values."""
         return "L1" if self.is_decode else "DRAM"
 
     def _at(self, value: TtValue, place: str) -> str:
-        """The variable that holds ``value``, moved to ``place`` where it lies elsewhere."""
+        """Return the variable of ``value``. Move the value to ``place`` if necessary."""
         name = self._names[value]
         if self._places[value] != place:
             self._call(name, "ttnn.to_memory_config", name, place)
@@ -127,7 +129,9 @@ class SourceSection:
         return name
 
     def _bind(self, value: TtValue, name: str, place: str) -> str:
-        """A variable for ``value``: ``name``, or another if what holds it is still read."""
+        """Return a variable for ``value``: ``name``, with a number if a live value uses the
+        name.
+        """
         taken = {
             self._names[v]
             for v in self._names
@@ -146,7 +150,7 @@ class SourceSection:
         self.lines.append(SourceLine(text, needed))
 
     def _call(self, target: str, function: str, *args: str, **named: str) -> None:
-        """One call; an argument a line where it is longer than a line."""
+        """Append one call, with one argument a line if the line is too long."""
         arguments = [*args, *(f"{name}={text}" for name, text in named.items())]
         start = f"{target} = {function}" if target else function
         line = f"{start}({', '.join(arguments)})"
@@ -155,11 +159,11 @@ class SourceSection:
         self._append(line)
 
     def _recast(self, name: str, dtype: str, *, needed: bool) -> None:
-        """``name`` gets another format; the line is dropped where no layer needs it."""
+        """Append a cast of ``name``. The line is omitted if no layer needs it."""
         self._append(f"{name} = cast({name}, {dtype})", needed=needed)
 
     def _shown(self, line: str) -> str:
-        """A line as it will be where layers are equal."""
+        """Return a line with all marks replaced by the text of this layer."""
         for name, text in self.marks.found.items():
             line = line.replace(mark_of(name), text)
         return line
@@ -184,12 +188,12 @@ class SourceSection:
         return self._mark(instruction, "fidelity", compute.name.upper())
 
     def _cast(self, instruction: TtInstruction, name: str, before: str, after: TtValue) -> None:
-        """``name`` gets the format of ``after``, where it has another."""
+        """Append a cast of ``name`` to the format of ``after`` if the format ``before`` differs."""
         dtype = self._dtype(instruction, after, "cast")
         self._recast(name, dtype, needed=before != after.format)
 
 
 def _operands(instruction: TtInstruction) -> list[TtValue]:
-    """The values it reads."""
+    """Return the values that an instruction reads."""
     slots = (getattr(instruction, name, None) for name in ("x", "y", "q", "gate", "up"))
     return [each for each in slots if isinstance(each, TtValue)]

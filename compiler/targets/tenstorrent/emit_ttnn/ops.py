@@ -1,7 +1,7 @@
-"""The instructions of one phase as lines of Python that call ttnn.
+"""Python lines with ttnn calls for the instructions of a phase.
 
-Which operator stands for an instruction, and where that operator wants its operands. Knows no file
-around the lines.
+Selects a ttnn operator for each instruction and moves operands to the required memory. Excludes the
+remaining source text.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tilewright.errors import CompileError
 
 
 class InstructionLines(SourceSection):
-    """Writes the instructions of a program, in order, section by section."""
+    """Writer for a program's instructions, section by section."""
 
     def __init__(self, program: DeviceProgram) -> None:
         super().__init__(program)
@@ -72,7 +72,11 @@ class InstructionLines(SourceSection):
         }
 
     def write(self, index: int) -> None:
-        """Append the lines of instruction ``index``."""
+        """Append the lines for instruction ``index``.
+
+        Raises:
+            CompileError: The emitter does not support the instruction.
+        """
         self._index = index
         instruction = self.program.instructions[index]
         writer = self._writers.get(type(instruction))
@@ -92,17 +96,21 @@ class InstructionLines(SourceSection):
         self._call(name, "ttnn.unsqueeze_to_4D", name)
 
     def _norm_heads(self, each: RmsNorm) -> None:
-        """Norm every head. A decode step moves its heads to interleaved L1 and back."""
+        """Append a norm of every head. A decode step moves its heads to interleaved L1 and back."""
         x = self._names[each.x]
         name = self._bind(each.out, x, self._places[each.x])
         if self.is_decode:
             self._call("memory", f"{x}.memory_config")
             self._call(name, "ttnn.to_memory_config", x, "L1")
         self._call(
-            name, "ttnn.rms_norm", name, epsilon=repr(each.eps), weight=self._weight(each.weight),
+            name,
+            "ttnn.rms_norm",
+            name,
+            epsilon=repr(each.eps),
+            weight=self._weight(each.weight),
             memory_config=self._open(),
             compute_kernel_config=self._fidelity(each, each.compute),
-        )  # fmt: skip
+        )
         if self.is_decode:
             self._call(name, "ttnn.to_memory_config", name, "memory")
 
@@ -154,7 +162,9 @@ class InstructionLines(SourceSection):
         return {**named, "dtype": self._dtype(each, each.out)}
 
     def _step_product(self, each: Matmul) -> None:
-        """One tile of rows: the weight comes from the DRAM banks to the cores that hold x."""
+        """Append a matmul for one row of tiles. The weight moves from the DRAM banks to the cores
+        with x.
+        """
         blocks = step_blocks(each)
         x = self._at(each.x, f"columns({each.x.columns}, {blocks.cores})")
         named = self._product_arguments(each)
@@ -212,10 +222,15 @@ class InstructionLines(SourceSection):
         llama = ["step.pairs"] if each.interleaved else []
         function = "rotary_embedding_llama" if each.interleaved else "rotary_embedding_hf"
         self._call(
-            name, f"ttnn.experimental.{function}", x, "step.cos", "step.sin", *llama,
+            name,
+            f"ttnn.experimental.{function}",
+            x,
+            "step.cos",
+            "step.sin",
+            *llama,
             is_decode_mode=str(self.is_decode),
             compute_kernel_config=self._fidelity(each, each.compute),
-        )  # fmt: skip
+        )
         self._cast(each, name, "bf16", each.out)
 
     def _update_cache(self, each: UpdateCache) -> None:
@@ -223,9 +238,13 @@ class InstructionLines(SourceSection):
         if self.is_decode:
             self._recast(x, "ttnn.bfloat16", needed=each.x.format != "bf16")
             self._call(
-                "", "ttnn.experimental.paged_update_cache", cache, x,
-                update_idxs_tensor="step.positions", page_table="step.pages",
-            )  # fmt: skip
+                "",
+                "ttnn.experimental.paged_update_cache",
+                cache,
+                x,
+                update_idxs_tensor="step.positions",
+                page_table="step.pages",
+            )
             return
         dtype = self.marks.put(f"{each.cache.kind}.dtype", DTYPES[each.cache.format])
         held = f"cast({x}, {dtype})"
@@ -249,16 +268,27 @@ class InstructionLines(SourceSection):
         caches = [f"caches[{quoted(kind)}]" for kind in ("k", "v")]
         if self.is_decode:
             self._call(
-                name, "ttnn.transformer.paged_scaled_dot_product_attention_decode", q, *caches,
-                page_table_tensor="step.pages", cur_pos_tensor="step.positions", **named,
-                program_config=f"attention_blocks(0, {each.k_chunk})", memory_config="L1",
-            )  # fmt: skip
+                name,
+                "ttnn.transformer.paged_scaled_dot_product_attention_decode",
+                q,
+                *caches,
+                page_table_tensor="step.pages",
+                cur_pos_tensor="step.positions",
+                **named,
+                program_config=f"attention_blocks(0, {each.k_chunk})",
+                memory_config="L1",
+            )
         else:
             self._call(
-                name, "ttnn.transformer.chunked_scaled_dot_product_attention", q, *caches,
-                "step.pages", chunk_start_idx_tensor="step.start", **named,
+                name,
+                "ttnn.transformer.chunked_scaled_dot_product_attention",
+                q,
+                *caches,
+                "step.pages",
+                chunk_start_idx_tensor="step.start",
+                **named,
                 program_config=f"attention_blocks({each.k_chunk}, {each.k_chunk})",
-            )  # fmt: skip
+            )
         self._cast(each, name, each.q.format, each.out)
 
     def _concat_heads(self, each: ConcatHeads) -> None:
@@ -277,11 +307,14 @@ class InstructionLines(SourceSection):
         gate, up = self._names[each.gate], self._at(each.up, self._places[each.gate])
         name = self._bind(each.out, "hidden", self._places[each.gate])
         self._call(
-            name, "ttnn.mul", gate, up,
+            name,
+            "ttnn.mul",
+            gate,
+            up,
             input_tensor_a_activations="[ttnn.UnaryOpType.SILU]",
             dtype=self._dtype(each, each.out),
             memory_config=f"{gate}.memory_config()",
-        )  # fmt: skip
+        )
 
     def _gated(self, each: Gated) -> None:
         memory = self._places[each.gate]
@@ -289,11 +322,14 @@ class InstructionLines(SourceSection):
         name = self._bind(each.out, "hidden", memory)
         function = {"gelu_tanh": "GELU", "sigmoid": "SIGMOID"}[each.activation]
         self._call(
-            name, "ttnn.mul", gate, x,
+            name,
+            "ttnn.mul",
+            gate,
+            x,
             input_tensor_a_activations=f"[ttnn.UnaryOpType.{function}]",
             dtype=self._dtype(each, each.out),
             memory_config=f"{x}.memory_config()",
-        )  # fmt: skip
+        )
 
     def _scale(self, each: Scale) -> None:
         x = self._names[each.x]
@@ -312,7 +348,7 @@ class InstructionLines(SourceSection):
         self._call(name, "ttnn.add", x, y, dtype=self._dtype(each, each.out), memory_config=memory)
 
     def _select_rows(self, each: SelectRows) -> None:
-        if self.is_decode:  # a row a user already
+        if self.is_decode:  # a decode step has one row for each user already
             self._bind(each.out, self._names[each.x], self._places[each.x])
             return
         x = self._at(each.x, "DRAM")
@@ -321,7 +357,7 @@ class InstructionLines(SourceSection):
         self._call(name, "ttnn.slice", x, ends)
 
     def _reduce(self, each: ReduceScatter | TtAllReduce) -> None:
-        """Sums travel in the format of the result."""
+        """Append a sum. The links transfer the result's format."""
         x = self._at(each.x, self._open())
         self._cast(each, x, each.x.format, each.out)
         name = self._bind(each.out, x, self._open())
@@ -342,7 +378,7 @@ class InstructionLines(SourceSection):
 
 
 def _axis(axis: str) -> str:
-    """ttnn counts the axes of a mesh: ours of heads is its second."""
+    """Return the ttnn index for a mesh axis. ttnn's second axis is ``ROWS``."""
     return "1" if axis == ROWS else "0"
 
 

@@ -1,4 +1,4 @@
-"""The head, the constants and the table of weights of an emitted ttnn file."""
+"""Header, constants and weight table for an emitted ttnn file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Merge = Callable[[list[Marks], list[list[SourceLine]]], list[str]]
 
 
 def header(prefill: DeviceProgram, decode: DeviceProgram, title: str) -> str:
-    """What the file is and was made from; printable ASCII on one comment line each."""
+    """Return the header in ASCII: a docstring, and comment lines with the model and the mesh."""
     mesh = f"{decode.mesh.columns} x {decode.mesh.rows}"
     facts = [
         f"mesh {mesh} of {decode.device}, {decode.batch} users of {decode.context} positions",
@@ -54,7 +54,7 @@ def header(prefill: DeviceProgram, decode: DeviceProgram, title: str) -> str:
 
 
 def constants(prefill: DeviceProgram, decode: DeviceProgram, prefix: str) -> str:
-    """Write the file's constants, sizes in capitals; ``prefix``: of the names of layer 0."""
+    """Return the file's constants. ``prefix`` is the common name prefix in layer 0."""
     cache = decode.caches[0]
     rotate = next(each for each in decode.instructions if isinstance(each, Rotate))
     num_layers = sum(isinstance(each, TtAttention) for each in decode.instructions)
@@ -84,7 +84,7 @@ def constants(prefill: DeviceProgram, decode: DeviceProgram, prefix: str) -> str
 
 
 def fidelities(*programs: DeviceProgram) -> str:
-    """One compute configuration for each fidelity in use."""
+    """Return a compute configuration for every fidelity in use."""
     computes = (getattr(i, "compute", None) for p in programs for i in p.instructions)
     used = {each.name for each in computes if isinstance(each, ComputeConfig)}
     lines = []
@@ -100,7 +100,7 @@ def fidelities(*programs: DeviceProgram) -> str:
 
 
 def owned_weights(program: DeviceProgram) -> Iterator[tuple[int | None, TtWeight]]:
-    """Every weight once with the layer it is of, those of no layer first."""
+    """Yield every weight once with its layer. Weights without a layer are first."""
     owner: dict[TtWeight, int | None] = {}
     for each in program.instructions:
         for name in ("table", "weight", "bias", "frequencies"):
@@ -115,7 +115,9 @@ def owned_weights(program: DeviceProgram) -> Iterator[tuple[int | None, TtWeight
 def weight_tables(
     prefill: DeviceProgram, decode: DeviceProgram, prefix_of: Callable[[int], str], merge: Merge
 ) -> tuple[str, str]:
-    """``SHARES`` with ``OUTSIDE``, and the functions that know a layer's weights and caches."""
+    """Return the source text for ``SHARES`` with ``OUTSIDE``, and for the functions with layer
+    weights.
+    """
     kinds, pieces = _kinds(decode), _pieces(prefill, decode)
     shares: dict[Split, str] = {}
     by_layer: dict[int | None, tuple[Marks, list[SourceLine]]] = {}
@@ -147,7 +149,9 @@ def weight_tables(
 
 
 def kinds_text(rows: dict[int, dict[str, str]], num_layers: int) -> str:
-    """Write ``TABLE``: what differs between layers, each kind of layer once."""
+    """Return the source text for ``TABLE``: the differences between layers. Equal layers share an
+    entry.
+    """
     if not rows:
         return ""
     found: list[dict[str, str]] = []
@@ -186,7 +190,7 @@ def _joined(lines: list[str]) -> str:
 
 
 def _kinds(program: DeviceProgram) -> dict[TtWeight, str]:
-    """What each weight is to the operator that reads it."""
+    """Return every weight's role in its operator."""
     kinds = {}
     for each in program.instructions:
         if isinstance(each, TtEmbedding):
@@ -203,7 +207,7 @@ def _kinds(program: DeviceProgram) -> dict[TtWeight, str]:
 
 
 def _pieces(*programs: DeviceProgram) -> dict[str, int]:
-    """Into how many products the head is cut, so that its blocks fit in either phase."""
+    """Return the number of matmuls for the LM head, whose blocks fit L1 in both phases."""
     found: dict[str, int] = {}
     for program in programs:
         for each in program.instructions:
@@ -221,7 +225,7 @@ def _cache_layers(program: DeviceProgram) -> Iterator[tuple[int | None, tuple[st
 
 
 def _over(weight: TtWeight, shares: dict[Split, str]) -> str:
-    """The arguments that say how its axes are dealt."""
+    """Return source text for the sharding arguments of a weight."""
     text = ""
     for name, over, split, axis in (
         ("rows_over", weight.in_over, weight.in_split, -1),
@@ -236,7 +240,7 @@ def _over(weight: TtWeight, shares: dict[Split, str]) -> str:
 
 
 def _is_even(split: Split, size: int) -> bool:
-    """Equal parts, one behind the other."""
+    """Return whether the shards have equal sizes and are consecutive."""
     runs = [_merged(share) for share in _pairs(split)]
     expected = [[(rank * split.size, split.size)] for rank in range(len(runs))]
     return runs == expected and size == split.size * len(runs)
@@ -247,7 +251,7 @@ def _pairs(split: Split) -> list[list[tuple[int | None, int]]]:
 
 
 def _merged(share: list[tuple[int | None, int]]) -> list[tuple[int | None, int]]:
-    """Runs that follow one another are one."""
+    """Return a shard with consecutive runs merged."""
     found: list[tuple[int | None, int]] = []
     for start, count in share:
         if found:

@@ -1,8 +1,8 @@
-"""The small operators in the precision of a Wormhole kernel, and how results are packed.
+"""Small operators in the precision of a Wormhole kernel, and the packer.
 
-Products are exact (matrix_unit.py); what stands here is approximate where the vendor's functions
-are not published: sums and special functions are fp32 inside a kernel, its inputs and outputs have
-their formats. Legend: T rows, H query heads, G key/value heads, D head size, L positions.
+Matmuls are exact (``matrix_unit.py``). This module is approximate if the vendor's functions are not
+published: sums and special functions are fp32 inside a kernel, and inputs and outputs have their
+formats. Shape letters: T rows, H query heads, G key/value heads, D head size, L positions.
 """
 
 from __future__ import annotations
@@ -23,26 +23,29 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import TtAtten
 
 
 def pack(x: Tensor, format_: str) -> Tensor:
-    """What a kernel that computed ``x`` (float32) writes: bfloat16 of the values of ``format_``,
-    blocks along the last axis, halves away from zero.
+    """Return ``x`` (float32) as a kernel writes it: bfloat16 with the values of ``format_``.
+
+    Blocks are along the last axis. Halves round away from zero.
     """
     assert format_ in ("bf16", "bfp8", "bfp4"), f"boards do not write {format_}"
     return packed(x.float().contiguous(), format_).bfloat16()
 
 
 def rms_norm(x: Tensor, weight: Tensor, mean_square: Tensor, eps: float, format_: str) -> Tensor:
-    """``x [T, C]`` over the root of its ``mean_square [T, 1]``, times ``weight [C]``."""
+    """Return ``x [T, C]`` divided by the square root of ``mean_square [T, 1]``, times ``weight
+    [C]``.
+    """
     scale = torch.rsqrt(mean_square + eps)
     return pack(x.float() * scale * weight.float(), format_)
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """The sum of the squares of each row of ``x [T, C]``, float32 ``[T, 1]``."""
+    """Return the sum of squares for each row in ``x [T, C]``, float32 ``[T, 1]``."""
     return x.float().square().sum(-1, keepdim=True)
 
 
 def swiglu(gate: Tensor, up: Tensor, format_: str) -> Tensor:
-    """SiLU in the multiplication's own kernel, its result rounded to bfloat16 on the way."""
+    """Return ``silu(gate) * up``, with the activated gate rounded to bfloat16."""
     activated = torch.nn.functional.silu(gate.float())
     return pack(_round(activated) * up.float(), format_)
 
@@ -57,14 +60,20 @@ def gated(gate: Tensor, x: Tensor, activation: str, format_: str) -> Tensor:
 
 
 def scale(x: Tensor, factor: float, format_: str) -> Tensor:
-    """Return ``x`` times a number, which the device holds in bfloat16."""
+    """Return ``x`` times ``factor``, which the device rounds to bfloat16."""
     return pack(x.float() * float(torch.tensor(factor).bfloat16()), format_)
 
 
 def rotate(
     x_THD: Tensor, positions: Tensor, inv_freq: Tensor, *, interleaved: bool, format_: str
 ) -> Tensor:
-    """The rotary embedding with tables of cosines and sines in bfloat16, each product rounded."""
+    """Apply the rotary embedding with bfloat16 cosines and sines. Each product is rounded.
+
+    Args:
+        x_THD: Shape ``[T, H, D]``.
+        positions: Shape ``[T]``.
+        interleaved: Pairs are neighboring channels. False: pairs are the two halves of a head.
+    """
     angles = positions.float().unsqueeze(-1) * inv_freq.float()
     cos = angles.cos().bfloat16().float().unsqueeze(1)
     sin = angles.sin().bfloat16().float().unsqueeze(1)
@@ -92,11 +101,14 @@ def attend(
     sign_error: bool = True,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of T rows, the first at position ``first``, to cached positions.
+    """Return causal attention ``[T, H, D]`` of T rows to cached positions, in the output's format.
 
-    Scores and sums of values are the matrix unit's; the softmax goes along chunks of the cache,
-    its maxima, exponentials and partial results in bfloat16 (Dao et al., 2022). ``sinks [H]`` are
-    logits in the maximum and the sum. Returns ``[T, H, D]`` in the output's format.
+    Scores and value sums use the matrix unit. An online softmax runs over chunks of the cache (Dao
+    et al., 2022). Its maxima, exponentials and partial results are bfloat16.
+
+    Args:
+        first: First row's position.
+        sinks: Logits ``[H]`` that enter the maximum and the sum.
     """
     num_rows, num_heads, head_dim = q_THD.shape
     num_positions, num_kv_heads, _ = keys_LGD.shape
@@ -106,7 +118,7 @@ def attend(
     def settings(depth: int) -> MatmulSettings:
         return _single_block(attention, depth, sign_error=sign_error)
 
-    # [G, group * T, D]: the rows of all queries of a key head.
+    # [G, group * T, D]: the query rows for each key head.
     q = q_THD.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     q = q.reshape(num_kv_heads, group * num_rows, head_dim)
     scores = matmul(q, keys_LGD.permute(1, 2, 0), settings(head_dim))
@@ -128,26 +140,26 @@ def attend(
         product = matmul(weights.bfloat16(), values, settings(chunk))
         total = _round(total * kept + weights.sum(-1, keepdim=True))
         out, best = _round(out * kept + product), top
-    # A head of zeros still attends evenly: no row is without a weight.
+    # A head with zeros only still attends uniformly, so every row has a weight.
     out = (out / total).view(num_kv_heads, group, num_rows, head_dim).permute(2, 0, 1, 3)
     return pack(out.reshape(num_rows, num_heads, head_dim), attention.out.format)
 
 
 def _single_block(attention: TtAttention, depth: int, *, sign_error: bool) -> MatmulSettings:
-    """Return the settings of a product whose K is one block. Dst is packed to bfloat16."""
+    """Return the settings for a matmul with one K block. Dst is packed to bfloat16."""
     k_block = -(-depth // TILE) * TILE
     found = MatmulSettings.of(attention.compute.name, k_block=k_block, out_format="bf16")
     return replace(found, out_format="bf16", sign_error=sign_error)
 
 
 def _sinks(best_H: Tensor, num_kv_heads: int, num_rows: int) -> Tensor:
-    """Return the first maximum of every row of a key head, ``[G, group * T, 1]``."""
+    """Return the initial maximum for every row and key head, ``[G, group * T, 1]``."""
     by_group = best_H.float().view(num_kv_heads, -1, 1).expand(-1, -1, num_rows)
     return by_group.reshape(num_kv_heads, -1, 1)
 
 
 def _hidden(scores: Tensor, first: int, window: int) -> Tensor:
-    """bool ``[T, L]``: the positions that rows from ``first`` on do not attend to."""
+    """Return bool ``[T, L]``: the positions masked for rows at position ``first`` and later."""
     num_rows, num_positions = scores.shape[-2:]
     positions = torch.arange(num_positions, device=scores.device)
     at = torch.arange(first, first + num_rows, device=scores.device).unsqueeze(1)
@@ -158,9 +170,9 @@ def _hidden(scores: Tensor, first: int, window: int) -> Tensor:
 
 
 def ring_sum(parts: Sequence[Tensor], format_: str) -> Tensor:
-    """Partial sums of the chips of a ring, added in the order they pass by.
+    """Return the ring's sum of partial values, in hop order.
 
-    The share of columns that chip j ends with begins at chip j + 1 and is packed at every hop.
+    The sum for chip j's columns starts at chip j + 1 and is packed at every hop.
     """
     count = len(parts)
     shares = [part.tensor_split(_edges(part.shape[-1], count), dim=-1) for part in parts]
@@ -175,7 +187,7 @@ def ring_sum(parts: Sequence[Tensor], format_: str) -> Tensor:
 
 
 def _edges(columns: int, count: int) -> list[int]:
-    """The positions at which the shares of a ring begin: whole tiles, the last ones maybe empty."""
+    """Return where each ring shard begins, except the first. Shards are whole tiles."""
     share = -(-columns // (count * TILE)) * TILE
     return [min(share * rank, columns) for rank in range(1, count)]
 

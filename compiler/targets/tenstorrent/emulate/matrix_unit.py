@@ -1,7 +1,7 @@
-"""Matrix products as the matrix units of Wormhole and Blackhole make them, bit for bit.
+"""Matmuls of the Wormhole and Blackhole matrix units, bit for bit.
 
-What a product is: its settings, operands, K blocks and output. How its sums are formed stands in
-matrix_unit_cpu and matrix_unit_cuda; this file knows no graph and no device's memory.
+Defines settings, operands, K blocks and outputs. The sums are in ``matrix_unit_cpu.py`` and
+``matrix_unit_cuda.py``. Excludes graphs and device memory.
 """
 
 from __future__ import annotations
@@ -31,15 +31,19 @@ _NAME_FORM = "<act>.<weight>.<fidelity>.fp32dst<0|1>.l1acc<0|1>.block<K block>.o
 
 @dataclass(frozen=True, slots=True)
 class MatmulSettings:
-    """How a product is computed: formats, fidelity, accumulation and blocks of K.
+    """Formats, fidelity, accumulation and K blocks of a matmul.
 
-    ``num_phases`` fidelity phases (1 LoFi to 4 HiFi4); ``fp32_dst``: Dst is float32, not bfloat16;
-    ``l1_acc``: the packer adds the K blocks in L1; ``k_block``: elements of K a block;
-    ``out_format``: one of `OUT_FORMATS`. ``sign_error``: a sum of -1 in the last place of a float32
-    Dst is written 2**27 times too large, as on Wormhole.
+    Attributes:
+        num_phases: Number of fidelity phases, from 1 (LoFi) to 4 (HiFi4).
+        fp32_dst: Dst is float32. False: bfloat16.
+        l1_acc: The packer adds K blocks in L1.
+        k_block: Elements of K in a block, a multiple of 32.
+        out_format: An entry of `OUT_FORMATS`.
+        sign_error: Emulate Wormhole's error: a sum of -1 unit in the last place of a float32 Dst is
+            written 2**27 times too large.
 
     Raises:
-        CompileError: for a value that the unit does not have.
+        CompileError: The unit does not support a value.
     """
 
     num_phases: int
@@ -59,7 +63,9 @@ class MatmulSettings:
     def of(
         cls, fidelity: Fidelity | str, *, k_block: int, out_format: str, sign_error: bool = True
     ) -> MatmulSettings:
-        """The settings behind a named fidelity (`tilewright.compiler.formats.FIDELITIES`)."""
+        """Return the settings of a fidelity or its name in
+        `tilewright.compiler.formats.FIDELITIES`.
+        """
         named = FIDELITIES[fidelity] if isinstance(fidelity, str) else fidelity
         return cls(
             num_phases=named.num_phases,
@@ -73,7 +79,7 @@ class MatmulSettings:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A product's settings and the formats that its operands are held in."""
+    """Settings of a matmul and the formats of its operands."""
 
     act_format: str
     weight_format: str
@@ -81,10 +87,10 @@ class Setting:
 
     @classmethod
     def parse(cls, name: str) -> Setting:
-        """Read ``<act>.<weight>.<fidelity>.fp32dst<0|1>.l1acc<0|1>.block<K block>.out_<format>``.
+        """Parse ``<act>.<weight>.<fidelity>.fp32dst<0|1>.l1acc<0|1>.block<K block>.out_<format>``.
 
         Raises:
-            CompileError: for a name of another form, or a part that is not known.
+            CompileError: The name has a different form or an unknown value.
         """
         match = _NAME.fullmatch(name)
         if match is None:
@@ -104,10 +110,13 @@ class Setting:
 
 
 def run_setting(act_MK: Tensor, weight_KN: Tensor, name: str, *, sign_error: bool = True) -> Tensor:
-    """float32 ``[M, N]``: pack both operands as a host does, blocks along the last axis, multiply.
+    """Pack both operands as a host does, with blocks along the last axis, and multiply them.
 
-    ``name`` is what `Setting.parse` reads; the operands are floating-point of any kind.
-    ``sign_error``: False for Blackhole, see `MatmulSettings`.
+    Return float32 ``[M, N]``. The operands have any floating-point type.
+
+    Args:
+        name: A setting for `Setting.parse`.
+        sign_error: False for Blackhole; see `MatmulSettings`.
     """
     setting = Setting.parse(name)
     act, weight = _rounded(act_MK, setting.act_format), _rounded(weight_KN, setting.weight_format)
@@ -115,16 +124,18 @@ def run_setting(act_MK: Tensor, weight_KN: Tensor, name: str, *, sign_error: boo
 
 
 def matmul(act: Tensor, weight: Tensor, settings: MatmulSettings) -> Tensor:
-    """float32 ``[..., M, N]``, exact in the output format.
+    """Return ``act @ weight`` as float32 ``[..., M, N]`` with values exact in the output format.
 
-    ``act`` bfloat16 ``[..., M, K]``; ``weight`` bfloat16 ``[K, N]`` or ``[..., K, N]`` of any
-    strides (a transposed view is read in place), its batch dimensions broadcast to those of
-    ``act``. K and N of any size count as padded with zeros. Block formats are exact in bfloat16.
-    Rows do not depend on each other. Inf and NaN operands count as numbers of exponent 255, as in
-    the unit.
+    K and N are padded with zeros. Block formats are exact in bfloat16. Rows are independent. As in
+    the hardware, Inf and NaN operands are numbers with exponent 255.
+
+    Args:
+        act: bfloat16 ``[..., M, K]``.
+        weight: bfloat16 ``[K, N]`` or ``[..., K, N]`` with any strides. Batch dimensions broadcast
+            to the batch dimensions of ``act``. A transposed view is not copied.
 
     Raises:
-        CompileError: for shapes, types or devices that do not fit together.
+        CompileError: Shapes, types or devices do not match.
     """
     _check_operands(act, weight)
     if weight.dim() == 2 and act.dim() > 2:
@@ -138,11 +149,12 @@ def matmul(act: Tensor, weight: Tensor, settings: MatmulSettings) -> Tensor:
 
 
 def _multiply(out: Tensor, act: Tensor, weight: Tensor, settings: MatmulSettings) -> None:
-    """All of K where the partial sums stay in Dst or L1, else a block at a time."""
+    """Sum all of K at once if the partial sums remain in Dst or L1, else block by block."""
     num_k = act.shape[-1]
     block, packs_partials = settings.k_block, False
     if not settings.l1_acc:
-        # Partials of bf16 from a bf16 Dst, and of fp32 from a fp32 one, come back as they were.
+        # A bf16 Dst reloads partial sums in bf16 exactly, and an fp32 Dst reloads them in fp32
+        # exactly.
         packs_partials = _is_block_format(settings.out_format) and not settings.fp32_dst
         block = settings.k_block if packs_partials else num_k
     if not packs_partials:
@@ -160,7 +172,7 @@ def accumulator(device: torch.device) -> Callable[..., None]:
     """Return the function that sums on ``device``.
 
     Raises:
-        CompileError: numba, which the CPU needs, is not installed.
+        CompileError: numba is not installed. The CPU needs it.
     """
     if device.type == "cuda":
         from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit_cuda import accumulate
@@ -192,7 +204,7 @@ def _accumulate(
 
 
 def _strided(weight: Tensor) -> StridedWeight:
-    """The storage that ``weight [..., K, N]`` lies in, without a copy."""
+    """Return the storage of ``weight [..., K, N]`` without a copy."""
     offsets = torch.zeros(1, dtype=torch.int64)
     for size, stride in zip(weight.shape[:-2], weight.stride()[:-2], strict=True):
         offsets = (offsets[:, None] + torch.arange(size) * stride).flatten()
@@ -202,7 +214,7 @@ def _strided(weight: Tensor) -> StridedWeight:
 
 
 def packed(dst: Tensor, name: str) -> Tensor:
-    """What the packer makes of Dst: blocks along the last axis; bf16 with halves away from zero."""
+    """Return Dst after the packer: blocks along the last axis, bf16 with halves away from zero."""
     form = get_format(name)
     if isinstance(form, BlockFloat):
         return form.device_round_trip(dst)

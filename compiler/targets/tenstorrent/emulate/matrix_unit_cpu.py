@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The matrix unit's sums over all of K on the CPU's threads; numba compiles them once.
+"""Matrix unit sums over all of K on CPU threads, compiled by numba.
 
-Knows no formats; the arithmetic of a tile is matrix_unit_tile.
+Excludes formats. The arithmetic for a tile is in ``matrix_unit_tile.py``.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit_tile import (
 from tilewright.compiler.targets.tenstorrent.emulate.strided_weight import StridedWeight
 from tilewright.utils.files import cache_dir
 
-ROWS = 64  # that one decoded tile of weights serves
-_LEAST_SHARED = 1 << 15  # products that are worth another thread
+ROWS = 64  # maximum number of rows for each decoded weight tile
+_LEAST_SHARED = 1 << 15  # minimum work for a second thread, in products
 
 
 def _cached() -> dict[str, Any]:
-    """Options of every function: its machine code is kept by the hash of the sources."""
+    """Return the numba options for all functions. The sources' hash is the cache key."""
     sources = Path(__file__).read_bytes() + Path(matrix_unit_tile.__file__).read_bytes()
     folder = cache_dir() / "numba" / hashlib.sha256(sources).hexdigest()[:16]
     try:
@@ -59,7 +59,7 @@ def _cached() -> dict[str, Any]:
 
 @functools.cache
 def _kernel(num_phases: int, fp32: int) -> Any:
-    """The matmul for one fidelity and one type of Dst. Other settings are arguments."""
+    """Return the matmul for a fidelity and a Dst type. Further settings are arguments."""
     least = np.int32(LEAST_EXPONENT + PHASE_EXPONENTS[num_phases - 1])
 
     def run(operands, sizes, steps, block_tiles, reload, first, step):
@@ -92,7 +92,7 @@ def _kernel(num_phases: int, fp32: int) -> Any:
                 for row in range(rows):
                     x = (row0 + row) * num_tiles + tile
                     if ranges[2 * x + 1] == 0 or high == 0:
-                        continue  # nothing but zeros, which leave Dst as it is
+                        continue  # zeros do not change Dst
                     if fits_float32(ranges, x, low, high, least):
                         columns = dst[row * LANES : (row + 1) * LANES]
                         parts = xs[x * 3 * TILE : (x + 1) * 3 * TILE]
@@ -120,7 +120,7 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
 
 
 def _spread(job: Callable[[int, int], object], num_threads: int) -> None:
-    """Call ``job(i, num_threads)`` for every i, the last in this thread."""
+    """Call ``job(i, num_threads)`` for every i. The last call runs in this thread."""
     others = range(num_threads - 1)
     futures = [_pool(len(others)).submit(job, i, num_threads) for i in others]
     job(num_threads - 1, num_threads)
@@ -139,10 +139,15 @@ def accumulate(
     block_tiles: int,
     reload: bool,
 ) -> None:
-    """Write Dst after all of K to ``out`` float32 ``[B, M, N]``, contiguous.
+    """Write Dst after all of K to ``out``.
 
-    ``act`` is bfloat16 ``[B, M, K]``, contiguous; every ``block_tiles`` tiles of K, Dst is added in
-    L1 and cleared. ``reload``: Dst begins with what is in ``out``, else with zeros.
+    After every ``block_tiles`` tiles along K, Dst is added in L1 and cleared.
+
+    Args:
+        out: float32 ``[B, M, N]``, contiguous.
+        act: bfloat16 ``[B, M, K]``, contiguous.
+        sign_error: See ``MatmulSettings``.
+        reload: Load the initial Dst from ``out``. False: Dst starts with zeros.
     """
     num_batches, num_rows, num_k = act.shape
     num_tiles = -(-num_k // TILE)
@@ -158,9 +163,13 @@ def accumulate(
 
     _spread(decode, threads if bits.size > _LEAST_SHARED else 1)
     operands = (
-        bits, xs, ranges, weight.bits.numpy(), weight.offsets.numpy(),
+        bits,
+        xs,
+        ranges,
+        weight.bits.numpy(),
+        weight.offsets.numpy(),
         out.view(torch.int32).numpy().reshape(-1),
-    )  # fmt: skip
+    )
     sizes = (num_rows, num_k, out.shape[-1])
     fp32 = FP32_DST_SIGN_ERROR if sign_error else FP32_DST
     kernel = _kernel(num_phases, fp32 if fp32_dst else BF16_DST)

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The matrix unit's sums over all of K in Triton, in integers throughout, bit for bit.
+"""Matrix unit sums over all of K in Triton integer arithmetic, bit for bit.
 
-The same source runs in Triton's interpreter on a CPU. Knows no formats.
+The source also runs in Triton's interpreter on a CPU. Excludes formats.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from tilewright.compiler.targets.tenstorrent.emulate.strided_weight import Strid
 
 _INFINITY = tl.constexpr(0x7F800000)
 _SIGN = tl.constexpr(-(2**31))
-MOST_ROWS, COLUMNS = 4, 32  # of a program; a warp takes 32 columns of a row
+MOST_ROWS, COLUMNS = 4, 32  # Tile of a Triton program. A warp computes 32 columns in a row.
 _NAN = tl.constexpr(0x7FC00000)
-_FAR = tl.constexpr(30)  # an alignment by as much leaves nothing
+_FAR = tl.constexpr(30)  # a larger alignment shifts all bits out
 
 
 @triton.jit
 def _aligned(value, shift):
-    """Shifted right, halves up."""
+    """Shift right and round halves up."""
     shift = tl.minimum(shift, _FAR)
     return (value + ((1 << shift) >> 1)) >> shift
 
 
 @triton.jit
 def _encoded(total, bits, shift):
-    """``bits`` of a float with ``shift`` added to its exponent; zero below, infinity above."""
+    """Add ``shift`` to the exponent in ``bits``. Underflow gives zero, overflow gives infinity."""
     exponent = ((bits >> 23) & 255) + shift
     finite = (bits + (shift << 23)) & 0x7FFFFFFF
     kept = tl.where(exponent >= 255, _INFINITY, finite) | (total & _SIGN)
@@ -38,7 +38,7 @@ def _encoded(total, bits, shift):
 
 @triton.jit
 def _accumulated(dst, exponent0, sum0, exponent1, sum1, FP32: tl.constexpr):
-    """The bits of Dst after adding two sums of products, in units of 2 ** (exponent - 137)."""
+    """Return Dst's bits after adding two sums of products in units of 2 ** (exponent - 137)."""
     dst_exponent = (dst >> 23) & 255
     largest = tl.maximum(tl.maximum(exponent0, exponent1), dst_exponent)
     fraction = tl.where(dst_exponent > 0, (dst & 0x7FFFFF) | 0x800000, 0)
@@ -49,14 +49,14 @@ def _accumulated(dst, exponent0, sum0, exponent1, sum1, FP32: tl.constexpr):
     if FP32:
         total += sum0 + sum1
         magnitude = tl.abs(total)
-        # One place more, filled, turns rounding to even into halves away from zero.
+        # An additional low bit of 1 turns rounding to even into rounding halves away from zero.
         more = (magnitude >= (1 << 24)).to(tl.int32)
         bits = ((magnitude << more) | more).to(tl.float32).to(tl.int32, bitcast=True)
         shift = largest - 150 - more
-        if FP32 == 2:  # Wormhole's leading-sign count takes -1 for 28 places
+        if FP32 == 2:  # Wormhole's leading-sign count treats -1 as 28 bits
             shift = tl.where(total == -1, largest + (4 - 127), shift)
         return _encoded(total, bits, shift)
-    # Both alignments round, one after the other, as the unit does.
+    # The hardware rounds both alignments in sequence.
     total += ((sum0 + 4096) >> 13) + ((sum1 + 4096) >> 13)
     bits = total.to(tl.float32).to(tl.int32, bitcast=True)
     return _encoded(total, (bits + 0x8000) & -0x10000, largest - 137)
@@ -64,7 +64,7 @@ def _accumulated(dst, exponent0, sum0, exponent1, sum1, FP32: tl.constexpr):
 
 @triton.jit
 def _added_in_l1(partial, dst, FP32: tl.constexpr):
-    """The sum of two packed values in L1, as in `matrix_unit_tile`."""
+    """Add two packed values in L1 as in `matrix_unit_tile`."""
     total = partial.to(tl.float32, bitcast=True) + dst.to(tl.float32, bitcast=True)
     bits = total.to(tl.int32, bitcast=True)
     if not FP32:
@@ -80,7 +80,9 @@ def _added_in_l1(partial, dst, FP32: tl.constexpr):
 
 @triton.jit
 def _sum_of_products(act, weight, PHASE: tl.constexpr):
-    """Exponent and sum ``[M, N]`` of groups of 8: act int32 ``[8, M, 1]``, weight ``[8, 1, N]``."""
+    """Return exponent and sum ``[M, N]`` for groups of 8: act int32 ``[8, M, 1]``, weight ``[8, 1,
+    N]``.
+    """
     lost: tl.constexpr = 127 + 5 * (PHASE % 2) + 7 * (PHASE // 2)
     act_exponent, weight_exponent = (act >> 7) & 255, (weight >> 7) & 255
     if PHASE // 2 == 1:
@@ -91,7 +93,7 @@ def _sum_of_products(act, weight, PHASE: tl.constexpr):
         weight_part = (weight & 7) << 2
     else:
         weight_part = ((weight & 127) | 128) >> 3
-    # A zero takes no part in the largest exponent, and its product is zero.
+    # A zero does not affect the largest exponent, and its product is zero.
     act_part = tl.where(act_exponent > 0, tl.where(act < 0, -act_part, act_part), 0)
     weight_part = tl.where(weight_exponent > 0, tl.where(weight < 0, -weight_part, weight_part), 0)
     act_exponent = tl.where(act_exponent > 0, act_exponent, -1024)
@@ -105,9 +107,20 @@ def _sum_of_products(act, weight, PHASE: tl.constexpr):
 
 
 @triton.jit
-def _phase(dst, act0, act1, act2, act3, weight0, weight1, weight2, weight3,
-           PHASE: tl.constexpr, FP32: tl.constexpr):  # fmt: skip
-    """One fidelity phase of a tile: two halves of 16 products, each in two groups of 8."""
+def _phase(
+    dst,
+    act0,
+    act1,
+    act2,
+    act3,
+    weight0,
+    weight1,
+    weight2,
+    weight3,
+    PHASE: tl.constexpr,
+    FP32: tl.constexpr,
+):
+    """Add one fidelity phase of a tile: two halves with 16 products, each in two groups with 8."""
     exponent0, sum0 = _sum_of_products(act0, weight0, PHASE)
     exponent1, sum1 = _sum_of_products(act1, weight1, PHASE)
     dst = _accumulated(dst, exponent0, sum0, exponent1, sum1, FP32)
@@ -127,11 +140,24 @@ def _load_group(act_ptrs, weight_ptrs, k, num_k, step_k, rows_inside, columns_in
 
 @triton.jit
 def _kernel(
-    out_ptr, act_ptr, weight_ptr, offsets_ptr, num_rows, num_k, num_n, step_k, step_n,
-    num_tiles, block_tiles, last_block,
-    PHASES: tl.constexpr, FP32: tl.constexpr, RELOAD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    act_ptr,
+    weight_ptr,
+    offsets_ptr,
+    num_rows,
+    num_k,
+    num_n,
+    step_k,
+    step_n,
+    num_tiles,
+    block_tiles,
+    last_block,
+    PHASES: tl.constexpr,
+    FP32: tl.constexpr,
+    RELOAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     batch = tl.program_id(2)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -161,8 +187,8 @@ def _kernel(
         for phase in tl.static_range(PHASES):
             dst = _phase(
                 dst, act0, act1, act2, act3, weight0, weight1, weight2, weight3, phase, FP32
-            )  # fmt: skip
-    # A NaN that was loaded from L1 and never added to leaves as an infinity.
+            )
+    # A NaN loaded from L1 becomes an infinity if nothing was added to it.
     dst = tl.where((dst & _INFINITY) == _INFINITY, dst & -0x800000, dst)
     tl.store(out_ptrs, dst, mask=inside)
 
@@ -178,7 +204,7 @@ def accumulate(
     block_tiles: int,
     reload: bool,
 ) -> None:
-    """Write Dst after all of K to ``out`` as `matrix_unit_cpu.accumulate` does, on a GPU."""
+    """Write Dst after all of K to ``out`` on a GPU, as `matrix_unit_cpu.accumulate`."""
     dst_type = (2 if sign_error else 1) if fp32_dst else 0
     num_batches, num_rows, num_k = act.shape
     num_n, num_tiles = out.shape[-1], -(-num_k // 32)
@@ -186,9 +212,22 @@ def accumulate(
     rows = min(MOST_ROWS, triton.next_power_of_2(num_rows))
     grid = (triton.cdiv(num_n, COLUMNS), triton.cdiv(num_rows, rows), num_batches)
     _kernel[grid](
-        out.view(torch.int32), act.view(torch.int16), weight.bits, weight.offsets.to(act.device),
-        num_rows, num_k, num_n, weight.step_k, weight.step_n,
-        num_tiles, block_tiles, last_block,
-        PHASES=num_phases, FP32=dst_type, RELOAD=reload, ROWS=rows, COLUMNS=COLUMNS,
+        out.view(torch.int32),
+        act.view(torch.int16),
+        weight.bits,
+        weight.offsets.to(act.device),
+        num_rows,
+        num_k,
+        num_n,
+        weight.step_k,
+        weight.step_n,
+        num_tiles,
+        block_tiles,
+        last_block,
+        PHASES=num_phases,
+        FP32=dst_type,
+        RELOAD=reload,
+        ROWS=rows,
+        COLUMNS=COLUMNS,
         num_warps=min(rows, 4),
-    )  # fmt: skip
+    )

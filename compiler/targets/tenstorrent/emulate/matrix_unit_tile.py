@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The matrix unit's arithmetic on a tile of K, bit for bit, as numba compiles it into a kernel.
+"""Matrix unit arithmetic on one tile of K, bit for bit, compiled by numba.
 
-Sums are formed in float32 registers whose last place is the unit's alignment grid; operands whose
-exponents would leave float32 are summed in integers. Knows no tensors, threads or formats.
+A float32 sum's last place equals the hardware's alignment grid. Operands with extreme exponents are
+summed in integers. Excludes tensors, threads and formats.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-LANES = 64  # columns that one decoded tile of weights has
-TILE = 32  # of K
-GROUP = 8  # products that share an exponent
+LANES = 64  # columns in a decoded weight tile
+TILE = 32  # elements along K
+GROUP = 8  # products with a common exponent
 
-# Products have 12 bits and sums of 8 of them 16. A float32 near 1.5 * 2 ** 23 grids is rounded to
-# grids by every addition; the bias, below half a unit of a product, breaks ties away from zero.
+# A product has 12 bits and a sum of 8 products has 16. If the anchor is near 1.5 * 2 ** 23 grids,
+# every float32 addition rounds to the grid. The bias is below half a product unit and breaks ties
+# away from zero.
 _BIAS = np.float32(1 + 2.0**-13)
 _ANCHOR = np.float32(1.5 * 2.0**13)
 PHASE_EXPONENTS = (0, 5, 7, 12)
 _PHASE_SCALES = tuple(np.float32(2.0**-exponent) for exponent in PHASE_EXPONENTS)
 # The grid of the lowest phase must be a normal float32, and an anchor must be finite.
 LEAST_EXPONENT, LARGEST_EXPONENT = 12, 230
-LEAST_OPERAND, LARGEST_OPERAND = 8, 253  # low bits are no denormals, the bias no infinity
-_FAR = 30  # an alignment by as much leaves nothing
+LEAST_OPERAND, LARGEST_OPERAND = 8, 253  # low bits are not denormal and the bias does not overflow
+_FAR = 30  # a larger alignment shifts all bits out
 
 BF16_DST, FP32_DST, FP32_DST_SIGN_ERROR = 0, 1, 2
-"""Kinds of Dst. The last is Wormhole's: its leading-sign count takes -1 for 28 places."""
+"""Dst types. The last type is Wormhole's, whose leading-sign count treats -1 as 28 bits."""
 
 _ONE = np.float32(1)
 _ACT_HIGH, _W_HIGH = np.int32(-0x20000), np.int32(-0x80000)  # 7 and 5 bits of a significand
@@ -41,7 +42,7 @@ _NAN = np.int32(0x7FC00000)
 
 
 def _binary(emit: Callable[..., Any]) -> Any:
-    """An operation on two int32 that stays one, where numba would widen to int64."""
+    """Return an operation on two int32 with an int32 result. By itself, numba widens to int64."""
 
     @intrinsic
     def operation(typing_context, left, right):
@@ -82,14 +83,14 @@ _inlined = numba.njit(nogil=True, error_model="numpy", forceinline=True)
 
 @_inlined
 def _aligned(value, shift):
-    """Shifted right, halves up; ``shift`` is clamped."""
+    """Shift right and round halves up. ``shift`` is clamped."""
     shift = min(shift, np.int32(_FAR))
     return _shr(_add(value, _shr(_shl(np.int32(1), shift), np.int32(1))), shift)
 
 
 @_inlined
 def _accumulated(dst, exponent0, sum0, exponent1, sum1, fp32):
-    """The bits of Dst after adding two sums of products, in units of 2 ** (exponent - 137)."""
+    """Return Dst's bits after adding two sums of products in units of 2 ** (exponent - 137)."""
     dst_exponent = _and(_shr(dst, np.int32(23)), np.int32(255))
     is_there = np.int32(-1) if dst_exponent > 0 else np.int32(0)
     largest = max(max(exponent0, exponent1), dst_exponent)
@@ -103,7 +104,7 @@ def _accumulated(dst, exponent0, sum0, exponent1, sum1, fp32):
     aligned1 = _aligned(_shl(sum1, np.int32(13)), _sub(largest, exponent1))
     if fp32:
         return _rounded_fp32(_add(total, _add(aligned0, aligned1)), largest, fp32)
-    # Both alignments round, one after the other, as the unit does.
+    # The hardware rounds both alignments in sequence.
     half = np.int32(4096)
     aligned0 = _shr(_add(aligned0, half), low)
     aligned1 = _shr(_add(aligned1, half), low)
@@ -117,7 +118,7 @@ def _accumulated(dst, exponent0, sum0, exponent1, sum1, fp32):
 def _rounded_fp32(total, largest, fp32):
     sign = _shr(total, np.int32(31))
     magnitude = _sub(_xor(total, sign), sign)
-    # One place more, filled, turns rounding to even into halves away from zero.
+    # A low bit with value 1 turns rounding to even into rounding halves away from zero.
     more = np.int32(1) if magnitude >= (1 << 24) else np.int32(0)
     bits = _bits_of(np.float32(_or(_shl(magnitude, more), more)))
     shift = _sub(largest, _add(more, np.int32(150)))
@@ -128,7 +129,7 @@ def _rounded_fp32(total, largest, fp32):
 
 @_inlined
 def _encoded(total, bits, shift, signed):
-    """``bits`` of a float with ``shift`` added to its exponent; zero below, infinity above."""
+    """Add ``shift`` to the exponent in ``bits``. Underflow gives zero, overflow gives infinity."""
     exponent = _add(_and(_shr(bits, np.int32(23)), np.int32(255)), shift)
     finite = _and(_add(bits, _shl(shift, np.int32(23))), np.int32(0x7FFFFFFF))
     kept = _INFINITY if exponent >= 255 else finite
@@ -138,9 +139,10 @@ def _encoded(total, bits, shift, signed):
 
 @_inlined
 def _added_in_l1(partial, dst, fp32):
-    """The sum of two packed values in L1: float32, or bf16 rounded to even; no denormals.
+    """Add two packed values in L1: float32, or bf16 rounded to even. Denormals become zero.
 
-    Infinities of both signs give NaN. In bf16, a NaN in L1 becomes an infinity at the next sum.
+    Infinities with opposite signs give NaN. In bf16, a NaN in L1 becomes an infinity at the next
+    sum.
     """
     total = _float_of(partial) + _float_of(dst)
     bits = _bits_of(total)
@@ -156,13 +158,13 @@ def _added_in_l1(partial, dst, fp32):
 
 @_inlined
 def without_nan(state):
-    """Return Dst. A NaN that was loaded from L1 and never added to becomes an infinity."""
+    """Return Dst. A NaN loaded from L1 becomes an infinity if nothing was added to it."""
     return state & -0x800000 if state & 0x7F800000 == 0x7F800000 else state
 
 
 @_inlined
 def _largest_product(xs, x, ws, w):
-    """The power of 2 of a group's largest product, as its exponents say."""
+    """Return the power of 2 in a group's largest product, computed from the exponents."""
     largest = xs[x] * ws[w]
     for j in range(1, GROUP):
         power = xs[x + j] * ws[w + j * LANES]
@@ -172,7 +174,7 @@ def _largest_product(xs, x, ws, w):
 
 @_inlined
 def _sum_of_products(xs, x, ws, w, anchor):
-    """Eight products, each rounded to the anchor's last place, which is the sum's unit."""
+    """Return a sum of eight products, each rounded to the anchor's last place."""
     total = anchor
     for j in range(GROUP):
         total += xs[x + j] * ws[w + j * LANES]
@@ -186,7 +188,7 @@ def _exponent(power, phase_exponent):
 
 @_inlined
 def _phase(state, xs, ws, w, powers, phase, fp32):
-    """One fidelity phase of a tile: two halves of 16 products, each in two groups of 8."""
+    """Add one fidelity phase of a tile: two halves with 16 products, each in two groups with 8."""
     scale = _ANCHOR * _PHASE_SCALES[phase]
     lost = PHASE_EXPONENTS[phase]
     x = TILE * (1 + phase // 2)
@@ -203,7 +205,7 @@ def _phase(state, xs, ws, w, powers, phase, fp32):
 
 @_inlined
 def add_tile(xs, ws, dst, num_phases, fp32):
-    """Add the products of one row's 32 values of K to LANES columns of Dst."""
+    """Add the products for one row's 32 values along K to LANES columns in Dst."""
     for n in range(LANES):
         state = dst[n]
         powers = (
@@ -224,7 +226,7 @@ def add_tile(xs, ws, dst, num_phases, fp32):
 
 @_inlined
 def _split(bits, parts, at, step, bias, high_mask):
-    """Write an operand's power of 2, high bits and low bits; returns its exponent, 0 for zero."""
+    """Store an operand's power of 2, high bits and low bits. Return its exponent, 0 for zero."""
     word = _shl(np.int32(bits), np.int32(16))
     power = _and(word, _INFINITY)
     word = word if power != 0 else np.int32(0)
@@ -236,7 +238,7 @@ def _split(bits, parts, at, step, bias, high_mask):
 
 
 def decode_rows(act, num_columns, xs, ranges, first, last):
-    """Split rows of activations (int16 bits, flat): 96 float32 and a range of exponents a tile."""
+    """Split rows of activations (int16 bits, flat) into 96 float32 and an exponent range a tile."""
     num_tiles = (num_columns + TILE - 1) // TILE
     for row in range(first, last):
         for tile in range(num_tiles):
@@ -252,7 +254,7 @@ def decode_rows(act, num_columns, xs, ranges, first, last):
 
 @_inlined
 def decode_weight(weight, at, steps, num_k, num_n, raw, ws):
-    """Split a tile of weights (int16 bits, flat); returns the range of its exponents."""
+    """Split a weight tile (int16 bits, flat). Return its exponent range."""
     step_k, step_n = steps
     least, largest = np.int32(256), np.int32(0)
     is_plain = step_n == 1 and num_n == LANES
@@ -277,7 +279,7 @@ def decode_weight(weight, at, steps, num_k, num_n, raw, ws):
 
 @_inlined
 def _group_in_integers(act, x, weight, w, step_k, count, phase):
-    """The exponent and the sum of up to 8 products, for operands of any exponent."""
+    """Return the exponent and sum of up to 8 products, for operands with any exponent."""
     a: Any
     b: Any
     offset = np.int32(127 + PHASE_EXPONENTS[phase])
@@ -302,7 +304,7 @@ def _group_in_integers(act, x, weight, w, step_k, count, phase):
 
 @_inlined
 def add_tile_in_integers(act, x, weight, w, steps, num_k, num_n, dst, at, num_phases, fp32):
-    """Add a tile's products to Dst as `add_tile` does, for operands of any exponent."""
+    """Add a tile's products to Dst as `add_tile`, for operands with any exponent."""
     step_k, step_n = steps
     for n in range(num_n):
         state, column = dst[at + n], w + n * step_n
@@ -323,7 +325,7 @@ def add_tile_in_integers(act, x, weight, w, steps, num_k, num_n, dst, at, num_ph
 
 @_inlined
 def fits_float32(ranges, x, low, high, least):
-    """Whether tile ``x`` of a row and weights of such exponents can be summed by `add_tile`."""
+    """Return whether `add_tile` is exact for tile ``x`` of a row and the weight exponents."""
     act_low, act_high = ranges[2 * x], ranges[2 * x + 1]
     operands = min(act_low, low) >= LEAST_OPERAND and max(act_high, high) <= LARGEST_OPERAND
     products = act_low + low - 127 >= least and act_high + high - 127 <= LARGEST_EXPONENT
@@ -332,7 +334,9 @@ def fits_float32(ranges, x, low, high, least):
 
 @_inlined
 def spill(dst, partial, is_first, is_last, fp32):
-    """Add Dst to the partial sums in L1 and clear it, or before the last block load them."""
+    """Add Dst to the partial sums in L1 and clear Dst. Before the last block, Dst keeps the
+    sums.
+    """
     for at in range(len(dst)):
         total = dst[at] if is_first else _added_in_l1(partial[at], dst[at], fp32)
         partial[at] = total

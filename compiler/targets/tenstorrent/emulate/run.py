@@ -1,7 +1,7 @@
-"""Runs programs with a board's numbers, chip by chip, on this machine's CPU or GPU.
+"""Emulator for device programs: runs them chip by chip on this machine's CPU or GPU.
 
-Products are the matrix unit's, bit for bit; small operators are arithmetic.py's. It says nothing
-of time.
+Matmuls equal the matrix unit bit for bit. Small operators are in ``arithmetic.py``. The emulator
+does not predict time.
 """
 
 from __future__ import annotations
@@ -54,9 +54,14 @@ _FEW_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class EmulatorBatch:
-    """A step's rows: ``tokens [T]``, ``positions [T]``, ``logit_rows [R]``; sequence ``i`` has the
-    rows ``bounds[i] : bounds[i + 1]``, from ``first_positions[i]`` on, and keeps its state in
-    ``slots[i]``.
+    """Rows of a step.
+
+    Attributes:
+        tokens, positions: Shape ``[T]``.
+        first_positions: First position by sequence.
+        logit_rows: Rows with logits ``[R]``.
+        bounds: Sequence ``i`` has the rows ``bounds[i] : bounds[i + 1]``.
+        slots: Slot in caches and states, by sequence.
     """
 
     tokens: Tensor
@@ -68,10 +73,12 @@ class EmulatorBatch:
 
 
 class Emulator:
-    """Weights and caches of a mesh; runs programs on them."""
+    """Weights and caches on a mesh, and an interpreter for programs."""
 
     def __init__(self, weights: Mapping[str, PerChip], caches: Mapping[str, PerChip]) -> None:
-        """Both by name; a cache is a tensor ``[slots, positions, heads, head_dim]`` a chip."""
+        """Store weights and caches by name. A cache has ``[slots, positions, heads, head_dim]`` a
+        chip.
+        """
         self._weights, self._caches = weights, caches
         self._run_of: dict[type[TtInstruction], Callable[..., None]] = {
             TtEmbedding: self._embedding,
@@ -99,7 +106,7 @@ class Emulator:
 
     @torch.no_grad()
     def run(self, program: DeviceProgram, work: EmulatorBatch) -> Tensor:
-        """float32 logits ``[R, vocab]`` of the rows that want some."""
+        """Run a step. Return float32 logits ``[R, vocab]`` for ``work.logit_rows``."""
         sign_error = get_device(program.device).architecture == WORMHOLE
         step = _StepValues(program, work, sign_error)
         last = program.instructions[-1].out
@@ -120,7 +127,7 @@ class Emulator:
         for chip in step.chips(op.out):
             line = along(step.mesh, op.x.over, chip) if op.x.over else [chip]
             parts = [arithmetic.sum_of_squares(step.get(op.x, other)) for other in line]
-            if len(parts) > 1:  # chips send bfloat16
+            if len(parts) > 1:  # Chips send bfloat16
                 parts = [part.bfloat16().float() for part in parts]
             mean_square = torch.stack(parts).sum(0) / op.width
             x, out = step.get(op.x, chip), op.out
@@ -138,7 +145,7 @@ class Emulator:
     def _matmul(self, op: Matmul, step: _StepValues) -> None:
         weight, out = self._weight(op.weight), op.out
         format_ = out.format
-        if op.bias is not None:  # added before the result is packed
+        if op.bias is not None:  # the bias is added before the result is packed
             format_ = "fp32" if op.compute.fp32_dst else "bf16"
         settings = MatmulSettings.of(
             op.compute.name,
@@ -190,7 +197,7 @@ class Emulator:
                 here = q[first:last], keys[chip][held], values[chip][held]
                 of_chip = None if sinks is None else sinks[chip]
                 sign_error = step.sign_error
-                # a few rows run faster on a single thread
+                # A few rows run faster on a single thread.
                 with single_torch_thread() if last - first < _FEW_ROWS else nullcontext():
                     parts.append(
                         arithmetic.attend(*here, start, op, sign_error=sign_error, sinks=of_chip)
@@ -272,7 +279,7 @@ class Emulator:
             step.put(op.out, chip, step.get(op.x, chip)[step.work.logit_rows])
 
     def _reduce(self, op: ReduceScatter | TtAllReduce, step: _StepValues) -> None:
-        """A scatter is a reduction: a chip keeps its share."""
+        """Add the values on a ring. After a scatter, a chip stores its shard."""
         out = op.out
         for chip in step.chips(op.x, without=op.axis):
             line = along(step.mesh, op.axis, chip)
@@ -295,14 +302,16 @@ class Emulator:
 
 
 class _StepValues:
-    """The values of a step while it runs; those read for the last time are let go."""
+    """Values in a running step."""
 
     def __init__(self, program: DeviceProgram, work: EmulatorBatch, sign_error: bool) -> None:
         self.mesh, self.work, self.sign_error = program.mesh, work, sign_error
         self._values: dict[str, PerChip] = {}
 
     def chips(self, value: TtValue, *, without: str = "") -> list[Chip]:
-        """The chips whose parts of ``value`` differ, a chip for every line along ``without``."""
+        """Return one chip for every distinct shard of ``value``, or for every line along
+        ``without``.
+        """
         axes = axes_of(value).replace(without, "") if without else axes_of(value)
         return list(PerChip(self.mesh, axes).chips())
 
@@ -314,17 +323,17 @@ class _StepValues:
         held[chip] = part
 
     def sequences(self) -> list[tuple[int, int, int, int]]:
-        """Slot, first position, first row and the row behind the last, of every sequence."""
+        """Return slot, first position, first row and end row of every sequence."""
         work = self.work
         starts, bounds = work.first_positions, pairwise(work.bounds)
         return [(slot, at, *b) for slot, at, b in zip(work.slots, starts, bounds, strict=True)]
 
 
 def _begin(state: Tensor, start: int) -> Tensor:
-    """Clear the state of a sequence that begins."""
+    """Return a sequence's state. Clear it at the start of the sequence."""
     return state.zero_() if start == 0 else state
 
 
 def _written(product: Tensor, format_: str, done: str) -> Tensor:
-    """The product as its value's format has it; the matrix unit packed it already in ``done``."""
+    """Return a matmul result in its value's format. The matrix unit has packed it to ``done``."""
     return product.bfloat16() if done == format_ else pack(product, format_)

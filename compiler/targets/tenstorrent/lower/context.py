@@ -1,4 +1,4 @@
-"""What a lowering knows on its way: the values made so far, their formats and their places."""
+"""Lowering state: the lowered values with their formats and placements."""
 
 from __future__ import annotations
 
@@ -25,23 +25,25 @@ from tilewright.compiler.targets.tenstorrent.program.placement import (
 from tilewright.compiler.targets.tenstorrent.program.places import OUT, Places, as_node, recipe_of
 
 SMALL = ComputeConfig("hifi4")
-"""A norm and a rotation are no configuration's choice: fp32 sums, all four phases."""
+"""Fidelity for norms and rotations: fp32 sums and four phases, independent of the configuration."""
 
 HEAD_NORM = ComputeConfig("hifi2")
-"""The vendor's norms of q and k: two phases, fp32 sums."""
+"""Fidelity for the vendor's q and k norms: two phases and fp32 sums."""
 
-# Op groups whose output format is the router's.
+# Op groups with the router's output format.
 _OPS = {"li_router": "router", "li_delta_gates": "router"}
 
-# Values that lie head by head.
+# Values in the memory layout for heads.
 _HEADS = ("q", "k", "v", "q_normed", "k_normed", "q_rotated", "k_rotated", "heads")
 
 
 class LoweringContext:
-    """One step's sizes, and what each node of its graph became.
+    """Step sizes and the lowered value for each node.
 
-    ``tokens``, ``positions``: the step's inputs. ``instructions``: those made so far. ``places``:
-    where all values and weights of the graph lie.
+    Attributes:
+        tokens, positions: Step inputs.
+        instructions: Instructions for the nodes lowered so far.
+        places: Placements for all values and weights.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class LoweringContext:
         self._settings = _activation_settings(list(graph_module.graph.nodes))
 
     def value_of(self, argument: Any) -> TtValue:
-        """The value on the device that a node of the graph was lowered to."""
+        """Return a lowered node's device value."""
         return self._values[as_node(argument)]
 
     def __contains__(self, node: Node) -> bool:
@@ -75,11 +77,11 @@ class LoweringContext:
         return node in self._values
 
     def operands(self, node: Node) -> tuple[TtValue, ...]:
-        """What a node reads, without weights and states."""
+        """Return the values that a node reads, without weights and states."""
         return tuple(self._values[each] for each in node.all_input_nodes if each in self._values)
 
     def like(self, node: Node, x: TtValue, format_: str) -> TtValue:
-        """Make a value that lies on the chips as another one does."""
+        """Return a new value with the shape and placement of ``x``."""
         return self.value(node, x.rows, x.columns, format_, x.placement)
 
     def value(
@@ -92,7 +94,7 @@ class LoweringContext:
         *,
         suffix: str = "",
     ) -> TtValue:
-        """A value of a node; ``suffix`` tells it from others of the same one."""
+        """Return a new value for a node. ``suffix`` distinguishes several values from one node."""
         name = node.name + (f".{suffix}" if suffix else "")
         if suffix in _HEADS:
             memory = heads_memory(self.batch, self.phase)
@@ -101,23 +103,25 @@ class LoweringContext:
         return TtValue(name, rows, columns, format_, memory, placement)
 
     def put(self, node: Node, instruction: TtInstruction) -> None:
-        """Append an instruction; what it makes is what the node becomes."""
+        """Append an instruction. Its ``out`` becomes the node's value."""
         self.instructions.append(instruction)
         self._values[node] = instruction.out
 
     def alias(self, node: Node, value: TtValue) -> None:
-        """Record that a node is a value of another node: nothing runs on the device."""
+        """Record ``value`` as the value for a node without an instruction."""
         self._values[node] = value
 
     def format(self, node: Node, op: str) -> str:
-        """What ``op``, a key of the table of ``mixed``, writes in this phase."""
+        """Return the output format for ``op``, a key in the ``mixed`` format table, in this
+        phase.
+        """
         facts = info(node)
         setting = facts.formats.in0 if facts.formats else self._settings[facts.layer]
         format_ = output_format(_OPS.get(op, op), setting, self.phase)  # type: ignore[arg-type]
         return check_activation_format(facts.fqn, format_)
 
     def vector(self, name: str, argument: Any, format_: str = "bf16") -> TtWeight:
-        """A norm's weight or a bias: one row."""
+        """Return a one-row weight: a norm's weight or a bias."""
         placement, recipe = self.place_of(argument), recipe_of(argument)
         return TtWeight(
             name=name,
@@ -131,12 +135,12 @@ class LoweringContext:
         )
 
     def place_of(self, weight: Any) -> Placement:
-        """The placement of a weight or a state on the mesh."""
+        """Return the placement of a weight or a state."""
         return self.places.weights.get(as_node(weight), WHOLE)
 
 
 def _activation_settings(nodes: list[Node]) -> dict[int | None, str]:
-    """What ``activation`` is in each layer; outside layers, as the head has it."""
+    """Return the ``activation`` setting by layer. The key None has the LM head's setting."""
     found: dict[int | None, str] = {}
     for node in nodes:
         facts: NodeInfo = info(node)
@@ -146,11 +150,11 @@ def _activation_settings(nodes: list[Node]) -> dict[int | None, str]:
 
 
 def whose(node: Node) -> tuple[str, int | None]:
-    """The module and the layer of an instruction."""
+    """Return a node's module name and layer."""
     return info(node).fqn, info(node).layer
 
 
 def share_of(placement: Placement, axis: int, size: int) -> int:
-    """The number of positions that a chip has of ``size`` along an axis."""
+    """Return the size of a chip's shard along an axis with ``size`` elements."""
     dealt = placement.along(axis)
     return size if dealt is None else dealt.split.size

@@ -1,7 +1,7 @@
-"""The lowered graph becomes a program of device instructions for one phase on one mesh.
+"""Lowering from a graph to device instructions for a phase and a mesh.
 
-Where values lie is read from `.places`; collectives stand behind the products whose sums they add.
-Fidelities and formats come from the graph.
+Placements come from `Places`. Formats and fidelities come from the graph. A collective follows
+every matmul with partial sums.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from tilewright.errors import CompileError
 
 aten = torch.ops.aten
 
-# Bytes of a core's L1 for a shard of gathered logits. Larger logits are in DRAM.
+# Maximum size in bytes of a shard of gathered logits in a core's L1. Larger logits are in DRAM.
 _LARGEST_SHARD = 700_000
 
 
@@ -74,13 +74,15 @@ def lower_program(
     length: int,
     context: int,
 ) -> DeviceProgram:
-    """The program of one step: ``batch`` users with ``length`` tokens each (1 in decode).
+    """Return the program for one step with ``batch`` users and ``length`` tokens for every user.
 
-    ``context``: positions of a user that the caches have room for. Prefill takes one user at a
-    time.
+    In decode, ``length`` is 1. In prefill, ``batch`` is 1.
+
+    Args:
+        context: Cache capacity for every user in positions.
 
     Raises:
-        CompileError: for an operator no instruction stands for, or heads the mesh cannot split.
+        CompileError: An operator has no instruction, or the mesh cannot split the heads.
     """
     assert (phase == DECODE and length == 1) or (phase == PREFILL and batch == 1)
     ctx = LoweringContext(
@@ -183,7 +185,7 @@ def _norm(ctx: LoweringContext, node: Node) -> None:
 
 
 def _gelu(ctx: LoweringContext, node: Node) -> None:
-    """Leave GELU to the multiplication that reads it, whose kernel applies it."""
+    """Defer GELU to its reader, a multiplication, whose kernel applies GELU."""
     readers = list(node.users)
     if node.args[1:] != ("tanh",) or [each.target for each in readers] != [aten.mul.Tensor]:
         raise _without_instruction(ctx, node)
@@ -191,7 +193,7 @@ def _gelu(ctx: LoweringContext, node: Node) -> None:
 
 
 def _multiply(ctx: LoweringContext, node: Node) -> None:
-    """Append a multiplication by a number, or by an activated gate."""
+    """Append a multiplication by a number or by an activated gate."""
     x, y = node.args
     if not isinstance(y, Node):
         _scale(ctx, node, float(y))  # type: ignore[arg-type]
@@ -239,7 +241,7 @@ def _tanh(ctx: LoweringContext, node: Node) -> None:
 
 
 def _same(ctx: LoweringContext, node: Node) -> None:
-    """Heads are columns on the device: splitting and joining them does nothing."""
+    """Alias the operand. Heads are columns on the device: a split or a join changes nothing."""
     ctx.alias(node, ctx.value_of(node.args[0]))
 
 
@@ -262,7 +264,7 @@ _LOWERINGS: Mapping[Any, Callable[[LoweringContext, Node], None]] = {
     ops.causal_conv1d_step.overload: lower_conv,
     ops.gated_delta_rule_step.overload: lower_delta_rule,
 }
-"""The lowering of each operator in rare architectures."""
+"""Lowering functions by operator, for rare architectures."""
 
 
 def _linear(ctx: LoweringContext, node: Node) -> None:
@@ -274,7 +276,7 @@ def _linear(ctx: LoweringContext, node: Node) -> None:
     if bias_node is not None:
         if x.over:
             raise CompileError(
-                f"{facts.fqn}: a bias behind a product whose inputs are dealt over "
+                f"{facts.fqn}: a bias after a matmul with inputs sharded over "
                 f"{ctx.mesh}; allowed: a mesh of one axis, or --target cuda"
             )
         bias = ctx.vector(f"{facts.fqn}.bias", bias_node)
@@ -289,8 +291,8 @@ def _linear(ctx: LoweringContext, node: Node) -> None:
 
 
 def _finish_product(ctx: LoweringContext, node: Node, out: TtValue, group: str) -> None:
-    """Collectives behind a product: partial sums are added, logits gathered."""
-    # logits are no activation: they stay as the head wrote them
+    """Append the collectives after a matmul: sums of partial values and a gather for logits."""
+    # Logits are not activations: they have the LM head's output format.
     format_ = out.format if group == "lm_head" else ctx.format(node, "collective")
     if out.partial and ctx.mesh.columns == 1 and out.tiles[1] % ctx.mesh.rows == 0:
         share = ctx.places.over(ROWS, out.columns)

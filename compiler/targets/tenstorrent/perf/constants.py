@@ -1,6 +1,7 @@
-"""Rates and latencies of Wormhole boards for the performance model: documented, assumed, fitted.
+"""Rates and latencies of Wormhole boards for the performance model.
 
-The fitted ones were made by ``python -m bench fit-perf-model``, which also checks them.
+Constants are documented by the vendor, assumed or fitted. ``python -m bench fit-perf-model`` fits
+and checks the fitted constants.
 """
 
 from __future__ import annotations
@@ -8,36 +9,48 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CLOCK = 1e9
-"""Cycles a second."""
+"""Clock rate in cycles per second."""
 PHASE_CYCLES = 16
-"""Of a product of two 32 x 32 tiles in one phase: 2,048 multiplications a cycle, documented."""
+"""Cycles for a 32 x 32 tile product in one phase: 2,048 multiplications a cycle. Documented."""
 SPREAD_BYTES_PER_S = 190e9
-"""DRAM rate reached on interleaved tensors: caches, a prompt's activations. Documented."""
+"""Achieved DRAM rate on interleaved tensors (caches and prompt activations). Documented."""
 L1_BYTES_PER_S = 64 * 32e9
-"""All cores' L1 through their network ports, 32 bytes a cycle each. Documented peak."""
+"""L1 rate with all cores through their network ports, 32 bytes a cycle and core. Documented
+peak.
+"""
 LINK_BYTES_PER_S = 2 * 12.5e9
-"""Two Ethernet links between neighbours, one direction. Documented for an N300, else assumed."""
+"""Rate for two Ethernet links between neighbors in one direction. Documented for N300, else
+assumed.
+"""
 HOP_SECONDS = 1e-6
-"""A hop of a packet that is only passed on. Assumed."""
+"""Time for a hop without a sum. Assumed."""
 SOFTMAX_CYCLES = 1100
-"""Of the vector unit for a tile of scores: 32 vectors, about 35 instructions each. Assumed."""
+"""Vector unit cycles for a tile with scores: 32 vectors, about 35 instructions a vector.
+Assumed.
+"""
 SMALLEST_FITTED = 1_000_000_000
-"""Weights of a model below which no published row tells of the constants: the smallest there is
-Llama3.2-1B. A step is then mostly what it costs once."""
+"""Minimum number of model weights for error bars. Llama3.2-1B is the smallest published model. In
+smaller models, a step consists mostly of its constant time.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """The performance model's fitted constants; all positive.
+    """Fitted constants for the performance model. All are positive. The ``prefill`` constants apply
+    without a trace.
 
-    Decode: ``bank_bytes_per_s``: DRAM rate of products whose weights lie bank by bank.
-    ``tile_cycles``: least cycles a reader needs for a weight tile, whatever its format.
-    ``op_seconds``: start and gap of an instruction. ``bias_seconds``: a product's bias.
-    ``ring_seconds``: a step of a sum around the chips; ``galaxy_ring_seconds``: of one over an
-    axis of a mesh of two. ``step_seconds``: once a step, the host's part included.
-
-    Prefill: ``product_factor``: cycles of a tile product over the peak's. ``prefill_op_seconds``,
-    ``prefill_ring_seconds``, ``prefill_seconds``: as in decode, without a trace.
+    Attributes:
+        bank_bytes_per_s: DRAM rate in decode for matmuls with bank-sharded weights.
+        tile_cycles: Minimum cycles in decode that a reader needs for a weight tile in any format.
+        op_seconds: Start and gap of a decode instruction.
+        bias_seconds: Time in decode for a matmul's bias.
+        ring_seconds: One step of a ring sum in decode.
+        galaxy_ring_seconds: One step of a ring sum in decode on a mesh with two axes.
+        step_seconds: Constant time for a decode step, with the host's part.
+        product_factor: Cycles for a tile product in prefill, divided by the peak's cycles.
+        prefill_op_seconds: Start and gap of a prefill instruction.
+        prefill_ring_seconds: One step of a ring sum in prefill.
+        prefill_seconds: Constant time for a prefill step.
     """
 
     bank_bytes_per_s: float
@@ -66,7 +79,7 @@ START = Constants(
     prefill_ring_seconds=30e-6,
     prefill_seconds=5e-3,
 )
-"""Where the fit begins: round numbers. Constants that no row tells of stay near them."""
+"""Start values for the fit. A constant without data remains near its start value."""
 
 # fitted: begin
 FITTED = Constants(
@@ -89,6 +102,7 @@ ERROR_BARS = {
     "replicas": (0.326, 0.359),
 }
 # fitted: end
-"""The shares of t/s/u and of TTFT that nine of ten predictions were off by at most: of models left
-out of the fit, with one user and a short prompt; of 32 users, long prompts and replicas, of which
-no row is fitted."""
+"""Relative errors of decode speed and TTFT at the 90th percentile. ``short`` has one user, a short
+prompt and models excluded from the fit. No fit uses the rows with 32 users (``batch``), long
+prompts or replicas.
+"""

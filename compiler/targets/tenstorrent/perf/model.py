@@ -1,6 +1,6 @@
-"""The speed of programs on a board: predicted from their instructions, never measured.
+"""Predicted speed for programs on a board.
 
-A step is the sum of its instructions (perf_price) and of what it costs once.
+A step's time is the sum over its instructions (``price.py``) and a constant.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ from tilewright.compiler.targets.tenstorrent.program.placement import PROMPT_CHU
 __all__ = ["Prediction", "Priced", "explain_time", "predict", "price", "step_seconds"]
 
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
-"""A title, the columns, the rows."""
+"""Title, column names and rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Figures of a run, and their error bars as shares of them (see ``ERROR_BARS``).
+    """Predicted metrics for a run, with relative error bars (see ``ERROR_BARS``).
 
-    No bars for models smaller than any that the constants were fitted to.
+    The error bars are None for models smaller than all fitted models.
+
+    Attributes:
+        ttft_ms: Time to the first token in milliseconds.
+        decode_tsu: Decode tokens per second for one user.
     """
 
     ttft_ms: float
@@ -61,9 +65,14 @@ def predict(
     num_groups: int = 1,
     constants: Constants | None = None,
 ) -> Prediction:
-    """What a user sees: time to the first token of a prompt of the prefill program's length, and
-    tokens per second while ``num_generated`` are made in a batch of the decode program's size, in
-    one of ``num_groups`` data-parallel groups.
+    """Predict the time to the first token and the decode speed.
+
+    The prefill program determines the prompt length and the decode program the batch size.
+
+    Args:
+        num_generated: Output tokens. The decode speed is the middle token's.
+        num_groups: Data-parallel groups on the board.
+        constants: None: the board's fitted constants.
     """
     assert (prefill.phase, decode.phase) == (PREFILL, DECODE)
     attended = _attended(prefill, decode, num_generated)
@@ -79,7 +88,7 @@ def predict(
 def _error_bars(
     prefill: DeviceProgram, decode: DeviceProgram, num_groups: int
 ) -> tuple[float, float] | tuple[None, None]:
-    """The widest of the kinds of run that this is."""
+    """Return the decode and prefill error bars: the maximum over the run's categories."""
     products = (each.weight for each in decode.instructions if isinstance(each, Matmul))
     num_weights = sum(weight.rows * weight.columns for weight in products)
     if num_weights * decode.mesh.num_chips < SMALLEST_FITTED:
@@ -102,9 +111,10 @@ def explain_time(
     num_generated: int | None = None,
     constants: Constants | None = None,
 ) -> list[Table]:
-    """Tables of where a prompt and a decode step go, and what the step's formats cost.
+    """Return tables with instruction times for a decode step and a prompt, and with format costs.
 
-    ``num_generated``: None for as many as the caches have room for.
+    Args:
+        num_generated: Output tokens. None: the cache capacity.
     """
     room = max(1, decode.context - prefill.length)
     attended = _attended(prefill, decode, room if num_generated is None else num_generated)
@@ -119,5 +129,5 @@ def explain_time(
 
 
 def _attended(prefill: DeviceProgram, decode: DeviceProgram, num_generated: int) -> int:
-    """Positions of the step in the middle, at most what the caches have room for."""
+    """Return the middle decode step's context positions, limited by the cache capacity."""
     return min(decode.context, prefill.length + (num_generated + 1) // 2)

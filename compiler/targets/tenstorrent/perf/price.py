@@ -1,6 +1,6 @@
-"""The time of every instruction of a program, from its work and the constants.
+"""Time for every instruction in a program, from its work and the constants.
 
-What an instruction moves and computes is perf_work's, at what rate perf_constants'.
+``work.py`` has the work and ``constants.py`` has the rates.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BOUND_ONCE = "once"
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """``seconds`` of one instruction, and what most of them are spent on: its ``bound``."""
+    """Time for one instruction in seconds, and its bottleneck (``bound``)."""
 
     instruction: TtInstruction | None
     work: InstructionCost | None
@@ -58,10 +58,13 @@ class Priced:
 def price(
     program: DeviceProgram, constants: Constants | None = None, *, attended: int | None = None
 ) -> tuple[Priced, ...]:
-    """Every instruction, and last what a step costs once (``instruction`` None).
+    """Return the time for every instruction and, last, a step's constant time.
 
-    ``attended``: positions that a decode step attends to, its own included; None: as many as the
-    caches have room for. ``constants``: None for the fitted ones of the board.
+    The last entry has ``instruction`` None.
+
+    Args:
+        constants: None: the board's fitted constants.
+        attended: Context positions in a decode step, with its own. None: the cache capacity.
     """
     is_decode = program.phase == DECODE
     work = program_work(program, attended=attended)
@@ -84,7 +87,7 @@ def is_blackhole(program: DeviceProgram) -> bool:
 def seconds_by_work(
     program: DeviceProgram, constants: Constants | None = None
 ) -> Callable[[InstructionCost], tuple[float, str]]:
-    """Return the function from work to seconds and their bound, for the board of a program."""
+    """Return a function from work to seconds and bottleneck, for a program's board."""
     is_decode = program.phase == DECODE
     if constants is not None or not is_blackhole(program):
         return partial(work_seconds, constants=constants or FITTED, is_decode=is_decode)
@@ -102,19 +105,19 @@ def seconds_by_work(
 def step_seconds(
     program: DeviceProgram, constants: Constants | None = None, *, attended: int | None = None
 ) -> float:
-    """The seconds of a whole step: the sum of `price`."""
+    """Return a step's time in seconds: the sum over `price`."""
     return sum(line.seconds for line in price(program, constants, attended=attended))
 
 
 def once_seconds(constants: Constants, *, is_decode: bool) -> float:
-    """What a step costs whatever is in it."""
+    """Return a step's constant time in seconds."""
     return constants.step_seconds if is_decode else constants.prefill_seconds
 
 
 def work_seconds(
     work: InstructionCost, constants: Constants, *, is_decode: bool
 ) -> tuple[float, str]:
-    """Seconds, and what they are spent on most."""
+    """Return an instruction's time in seconds, and its bottleneck."""
     if work.kind == COLLECTIVE:
         step = constants.ring_seconds if is_decode else constants.prefill_ring_seconds
         if work.is_two_axes and is_decode:
@@ -157,7 +160,9 @@ def _attention(
 
 
 def _parts(start: float, moved: float, computed: float) -> tuple[float, str]:
-    """Moving and computing overlap; a start does not."""
+    """Return the total time and the bottleneck. Transfers overlap computation, but not the
+    start.
+    """
     busy = max(moved, computed)
     if start > busy:
         return start + busy, BOUND_START

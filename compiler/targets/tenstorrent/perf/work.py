@@ -1,7 +1,7 @@
-"""What each instruction of a program moves and computes on one chip: counts, no seconds.
+"""Work for an instruction on one chip: operations and bytes, not seconds.
 
-Knows the boards' geometry (banks, grid, tiles, ring steps) and how the vendor's kernels share work
-over it; rates and latencies are in perf_constants.
+Depends on the boards' geometry (banks, grid, tiles, ring steps) and on how the vendor's kernels
+distribute work. ``constants.py`` has rates and latencies.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from tilewright.compiler.targets.tenstorrent.program.placement import GRID
 
 NUM_CORES = GRID * GRID
 MAX_CORES_PER_HEAD = 16
-"""Cores that ttnn's decode attention gives one key/value head of one user at most."""
+"""Maximum number of cores for one user's key/value head in ttnn's decode attention."""
 
 _STARTS: Mapping[type[TtInstruction], int] = {Route: 5, CausalConv: 2, TtDeltaRule: 3}
-"""Operators that an instruction takes in the vendor's demos."""
+"""Number of operators that the vendor's demos run for an instruction."""
 _HEAD_NORM_STARTS = 3
-"""A norm of heads in a decode step, with its two changes of layout."""
+"""Operators for a norm over heads in decode, with its two layout changes."""
 
 MATMUL, ATTENTION, SMALL, COLLECTIVE = "matmul", "attention", "small", "collective"
 FUSED_GATHER_CHIPS = 8
@@ -50,17 +50,26 @@ FUSED_GATHER_CHIPS = 8
 
 @dataclass(frozen=True, slots=True)
 class InstructionCost:
-    """One instruction's work on a chip.
+    """Work for one instruction on one chip.
 
-    ``kind``: which formula prices it. ``products``: tile products (32 x 32 x 32) of the busiest
-    core, each of ``phases`` passes; ``is_one_row``: one row of tiles, whose product the readers of
-    the DRAM banks make. ``softmax_tiles``: score tiles of the busiest core. ``bytes_read``: from
-    DRAM, weights and caches; ``activation_bytes``: operands and results, in L1 or (``is_spread``)
-    interleaved in DRAM. ``ring_steps``: sums passed on from chip to chip; ``hops``: plain
-    forwarding; ``link_bytes`` leave the chip over each link; ``is_two_axes``: the mesh has two.
-    ``head_tiles``: score tiles of the busiest core if a head has a single core. ``starts``:
-    operators that the instruction takes. ``banks``: DRAM banks of a one-row product.
-    ``flops`` count real multiplications and additions. ``format``: of the weight or the cache.
+    Attributes:
+        kind: Cost formula: ``matmul``, ``attention``, ``small`` or ``collective``.
+        phases: Fidelity phases for a tile product.
+        products: Tile products (32 x 32 x 32) on the busiest core.
+        softmax_tiles: Score tiles on the busiest core.
+        bytes_read: Bytes read from DRAM, for weights and caches.
+        activation_bytes: Bytes for operands and results.
+        ring_steps: Steps that pass partial sums to the next chip.
+        hops: Steps without a sum.
+        is_two_axes: The mesh has two axes.
+        link_bytes: Bytes sent over each link.
+        flops: Multiplications and additions, without padding.
+        is_one_row: The matmul has one row of tiles. The readers of the DRAM banks compute it.
+        is_spread: Activations are interleaved in DRAM. False: they are in L1.
+        format: Format of the weight or the cache.
+        starts: Operators that run.
+        head_tiles: Score tiles on the busiest core if one core computes a head.
+        banks: DRAM banks for a matmul with one row of tiles.
     """
 
     kind: str
@@ -88,14 +97,17 @@ class InstructionCost:
 def program_work(
     program: DeviceProgram, *, attended: int | None = None
 ) -> tuple[InstructionCost, ...]:
-    """The work of every instruction, in order.
+    """Return the work for every instruction, in order.
 
-    ``attended``: positions that a decode step attends to; None: all that the caches have room for.
-    A prompt attends to itself alone.
+    Args:
+        attended: Context positions in a decode step. None: the cache capacity. Ignored in prefill,
+            because a prompt attends to itself only.
     """
     attended = program.context if attended is None else attended
     producers: dict[int, TtInstruction] = {}
-    known: dict[int, InstructionCost] = {}  # an instruction may stand in a program several times
+    known: dict[
+        int, InstructionCost
+    ] = {}  # a program may contain the same instruction several times
     for instruction in program.instructions:
         if id(instruction) not in known:
             producers[id(instruction.out)] = instruction
@@ -125,7 +137,7 @@ def _work(
     if isinstance(instruction, TtDeltaRule):
         bytes_read = 2 * instruction.memory.num_bytes
     if isinstance(instruction, RmsNorm) and instruction.x.over:
-        hops = program.mesh.size(instruction.x.over) // 2  # sums of squares, a tile from each chip
+        hops = program.mesh.size(instruction.x.over) // 2  # sums of squares, a tile from every chip
     if isinstance(instruction, TtEmbedding):
         bytes_read = instruction.out.num_bytes
     return InstructionCost(
@@ -143,7 +155,7 @@ def _work(
 def hit_experts(num_experts: int, num_rows: int, top_k: int, num_chips: int) -> float:
     """Return the expected number of selected experts on the busiest chip.
 
-    Rows select experts at random. The excess over the mean is that of independent chips.
+    Rows select experts at random. The excess over the mean assumes independent chips.
     """
     mean = expected_experts(num_experts, num_rows, top_k) / num_chips
     if num_chips == 1:
@@ -197,8 +209,10 @@ def _matmul(matmul: Matmul) -> InstructionCost:
 
 
 def _attention(attention: TtAttention, program: DeviceProgram, attended: int) -> InstructionCost:
-    """Decode: the positions of a head over a few cores. Prefill: rows of queries over the grid,
-    a row of the grid's cores sharing what they read of the keys.
+    """Return the work for attention.
+
+    In decode, a few cores share a head's positions. In prefill, the grid shares the query rows, and
+    the cores in a grid row read the keys once.
     """
     depth = -(-attention.head_dim // TILE)
     if program.phase == DECODE:
@@ -239,11 +253,13 @@ def _collective(
     program: DeviceProgram,
     producer: TtInstruction | None,
 ) -> InstructionCost:
-    """Over a ring of chips: a sum takes a step for every other chip, each waiting for the one
-    before; a gather goes both ways round at once, half of it and half the ring each.
+    """Return the work for a collective on a ring.
 
-    The vendor's attention output product on eight chips gathers its input inside the product and
-    needs no sum after it, where the columns of a chip are whole rows of the grid.
+    A sum takes one sequential step for every other chip. A gather sends half the data in both
+    directions at the same time, over half the ring.
+
+    The vendor's attention output matmul on eight chips gathers its input inside the matmul. It
+    needs no sum afterwards if a chip's columns are whole grid rows.
     """
     count = program.mesh.size(collective.axis)
     is_gather = isinstance(collective, AllGather) or _is_fused(collective, program, producer)
@@ -273,7 +289,7 @@ def _is_fused(
 
 
 def _operand_bytes(instruction: TtInstruction) -> int:
-    """Activations that come in and go out, in whole tiles."""
+    """Return the activation bytes read and written, in whole tiles."""
     names = ("x", "y", "gate", "up", "k", "v")
     values = [getattr(instruction, name, None) for name in names]
     inner = sum(value.num_bytes for value in values if isinstance(value, TtValue))

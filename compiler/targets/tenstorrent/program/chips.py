@@ -1,4 +1,4 @@
-"""Values and weights as the chips of a mesh hold them: one tensor where chips hold the same."""
+"""Values and weights on the chips of a mesh. Chips with equal data share a tensor."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tilewright.compiler.mesh import COLUMNS, ROWS, Mesh
 from tilewright.compiler.targets.tenstorrent.program.instructions import TtValue, TtWeight
 
 Chip = tuple[int, int]
-"""Row and column in the mesh; 0 along an axis whose chips hold the same."""
+"""Row and column in the mesh. The index is 0 along an axis without sharding."""
 
 
 class PerChip:
-    """One value as it lies on all chips: the part that each of them has."""
+    """The shards of a value, by chip."""
 
     def __init__(self, mesh: Mesh, axes: str) -> None:
-        """``axes``: the mesh axes (``r``, ``c``) along which chips hold different parts."""
+        """Create an empty value. ``axes`` are the mesh axes (``r``, ``c``) that shard it."""
         self._rows = mesh.rows if ROWS in axes else 1
         self._columns = mesh.columns if COLUMNS in axes else 1
         self._parts: dict[Chip, Tensor] = {}
 
     def chips(self) -> Iterator[Chip]:
-        """Name the chips, by row and column, whose parts differ."""
+        """Yield one chip for every distinct shard, by row and column."""
         return ((r, c) for r in range(self._rows) for c in range(self._columns))
 
     def __getitem__(self, chip: Chip) -> Tensor:
@@ -36,29 +36,33 @@ class PerChip:
         self._parts[chip] = part
 
     def parts(self) -> dict[Chip, Tensor]:
-        """Every different part, by the first chip that has it."""
+        """Return every distinct shard, by its first chip."""
         return self._parts
 
 
 def axes_of(operand: TtValue | TtWeight) -> str:
-    """The mesh axes along which chips hold different parts of it."""
+    """Return the mesh axes that shard an operand."""
     if isinstance(operand, TtWeight):
         return operand.in_over + operand.out_over + operand.expert_over
     return operand.over + operand.partial
 
 
 def along(mesh: Mesh, axis: str, chip: Chip) -> list[Chip]:
-    """The chips of a chip's line along a mesh axis, in order."""
+    """Return the chips on the line through ``chip`` along a mesh axis, in order."""
     if axis == ROWS:
         return [(row, chip[1]) for row in range(mesh.rows)]
     return [(chip[0], column) for column in range(mesh.columns)]
 
 
 def load_weight(weight: TtWeight, mesh: Mesh, get: Callable[[str], Tensor]) -> PerChip:
-    """A weight as the host packs it for each chip: bfloat16, exact in the weight's format (a
-    rotation's frequencies: float32).
+    """Return a weight as the host packs it for the chips.
 
-    ``[in, out]`` with blocks along out; tables and vectors as they are.
+    The shards are bfloat16 with values exact in the weight's format. Rotary frequencies are
+    float32. The layout is ``[in, out]`` with blocks along out. Tables and vectors keep their
+    layout.
+
+    Args:
+        get: Returns a tensor from the checkpoint by name.
     """
     dense = load_dense(weight.recipe, get)
     if dense.ndim == 3 and not weight.num_experts:
@@ -80,10 +84,10 @@ def load_weight(weight: TtWeight, mesh: Mesh, get: Callable[[str], Tensor]) -> P
 
 
 def check_part(weight: TtWeight, name: str, part: Tensor) -> Tensor:
-    """A chip's share as :func:`load_weight` makes it.
+    """Return a stored shard after a check of its shape and type.
 
     Raises:
-        ValueError: for another shape or type.
+        ValueError: The shape or type differs from the result of :func:`load_weight`.
     """
     is_vector = len(weight.recipe.shape) == 1
     shape: tuple[int, ...] = (weight.rows, weight.columns)

@@ -1,7 +1,7 @@
-"""A typed program of device instructions: what one step is on a mesh of chips.
+"""A typed program: the device instructions for a step on a mesh.
 
-Every chip of a mesh runs the same instructions on its own part of each value. Four readers take
-it from here: the emulator, the ttnn emitter, the memory plan and the performance model.
+Every chip runs the same instructions on its own shard of every value. The emulator, the ttnn
+emitter, the memory plan and the performance model read this program.
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Where a value lies on a chip: interleaved over banks, or cut over ``cores`` (L1) or banks
-    (DRAM) by columns (width) or rows (height).
+    """A value's place in chip memory.
+
+    Attributes:
+        buffer: ``dram`` or ``l1``.
+        layout: ``interleaved`` over all banks, ``width_sharded`` (by columns) or ``height_sharded``
+            (by rows).
+        cores: Shard count. L1 has one shard a core and DRAM has one shard a bank. 0: interleaved.
     """
 
     buffer: str = DRAM
@@ -44,11 +49,14 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class TtValue:
-    """What a chip holds of one tensor: ``rows`` and ``columns`` are those of one chip.
+    """A tensor in a step: its shape and format on one chip.
 
-    ``placement``: how its columns, axis 1, lie on the mesh, and over which of its axes (``r``,
-    ``c``) the values must still be added, if any. Token ids and positions have format ``int32`` and
-    are not tiled.
+    Token ids and positions have the format ``int32`` and are not tiled.
+
+    Attributes:
+        rows, columns: Shape on one chip.
+        placement: Mesh axis that shards the columns (axis 1), and the mesh axis (``r`` or ``c``)
+            over which partial sums remain to be added.
     """
 
     name: str
@@ -60,38 +68,40 @@ class TtValue:
 
     @property
     def over(self) -> str:
-        """The mesh axis whose chips hold different columns; empty: every chip holds the same."""
+        """The mesh axis that shards the columns. Empty: every chip has all columns."""
         return self.placement.over(1)
 
     @property
     def split(self) -> Split | None:
-        """How the columns are dealt over that axis; None where every chip has all of them."""
+        """The columns of every chip. None: every chip has all columns."""
         return self.placement.split(1)
 
     @property
     def partial(self) -> str:
-        """The mesh axis over which the values must still be added, if any."""
+        """The mesh axis over which partial sums remain to be added. Empty: none."""
         return self.placement.partial
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Rows and columns of 32 x 32 tiles."""
+        """Number of 32 x 32 tiles along rows and columns."""
         return -(-self.rows // TILE), -(-self.columns // TILE)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes on one chip, in whole tiles."""
+        """Size on one chip in bytes. Partial tiles count as whole tiles."""
         return tile_bytes(self.format) * self.tiles[0] * self.tiles[1]
 
 
 @dataclass(frozen=True, slots=True)
 class TtWeight:
-    """A tensor of the checkpoint as a chip holds it: ``[in, out]`` = ``rows`` x ``columns``.
+    """A checkpoint tensor in a chip's layout: ``[in, out]``.
 
-    ``placement``: how its axes, ``in`` (0) and ``out`` (1), lie on the mesh. Vectors
-    (norms, biases) have one row. ``num_experts``: matrices on a chip, 0 for a plain weight. Experts
-    are axis 2 of the placement. ``transposed``: the recipe's ``[out, in]`` becomes ``[in, out]``,
-    blocks along out; tables and vectors are kept as they are.
+    Attributes:
+        rows, columns: ``in`` and ``out`` on one chip. Norms and biases have one row.
+        placement: Mesh axes that shard ``in`` (axis 0), ``out`` (axis 1) and the experts (axis 2).
+        transposed: True: the recipe's ``[out, in]`` is stored as ``[in, out]``, with blocks along
+            out. False for tables and vectors, which keep their layout.
+        num_experts: Expert matrices on one chip. 0: a plain weight.
     """
 
     name: str
@@ -106,37 +116,37 @@ class TtWeight:
 
     @property
     def expert_over(self) -> str:
-        """The mesh axis of its experts, if any."""
+        """The mesh axis that shards the experts. Empty: none."""
         return self.placement.over(EXPERTS)
 
     @property
     def expert_split(self) -> Split | None:
-        """The experts of every chip."""
+        """The experts of every chip. None: every chip has all experts."""
         return self.placement.split(EXPERTS)
 
     @property
     def in_over(self) -> str:
-        """The mesh axis over which its rows are dealt, if any."""
+        """The mesh axis that shards the rows. Empty: none."""
         return self.placement.over(0)
 
     @property
     def in_split(self) -> Split | None:
-        """How the rows of the weight are dealt over the mesh."""
+        """The rows of every chip. None: every chip has all rows."""
         return self.placement.split(0)
 
     @property
     def out_over(self) -> str:
-        """The mesh axis over which its columns are dealt, if any."""
+        """The mesh axis that shards the columns. Empty: none."""
         return self.placement.over(1)
 
     @property
     def out_split(self) -> Split | None:
-        """How the columns of the weight are dealt over the mesh."""
+        """The columns of every chip. None: every chip has all columns."""
         return self.placement.split(1)
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Rows and columns of 32 x 32 tiles, those added to fill the banks included."""
+        """Number of 32 x 32 tiles along rows and columns, with padding for the DRAM banks."""
         columns = -(-self.columns // TILE)
         if self.memory.layout == WIDTH_SHARDED:
             columns = -(-columns // self.memory.cores) * self.memory.cores
@@ -144,17 +154,23 @@ class TtWeight:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes on one chip, in whole tiles."""
+        """Size on one chip in bytes. Partial tiles count as whole tiles."""
         return tile_bytes(self.format) * self.tiles[0] * self.tiles[1] * max(1, self.num_experts)
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Keys or values of a layer: pages of ``page`` positions, ``num_heads`` on a chip."""
+    """Pages with the keys or the values for a layer.
+
+    Attributes:
+        kind: ``k`` or ``v``.
+        num_heads: Key/value heads on one chip.
+        page: Positions in a page.
+    """
 
     name: str
     state: StateSpec
-    kind: str  # k or v
+    kind: str
     num_heads: int
     head_dim: int
     format: str
@@ -164,25 +180,29 @@ class Cache:
 
     @property
     def over(self) -> str:
-        """The mesh axis over which its heads are dealt, if any."""
+        """The mesh axis that shards the heads. Empty: every chip has all heads."""
         return self.placement.over(1)
 
     @property
     def split(self) -> Split | None:
-        """How the columns of its heads are dealt."""
+        """The columns of every chip: its heads. None: every chip has all heads."""
         return self.placement.split(1)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pages on one chip."""
+        """Size of all pages on one chip in bytes."""
         tiles = self.num_pages * self.num_heads * (self.page // TILE) * -(-self.head_dim // TILE)
         return tile_bytes(self.format) * tiles
 
 
 @dataclass(frozen=True, slots=True)
 class TtSequenceState:
-    """State of fixed size a sequence, in fp32: ``shape`` is that of a chip. ``over``: the mesh axis
-    whose chips have different channels or heads.
+    """State with a fixed size for every sequence, in fp32.
+
+    Attributes:
+        shape: Shape of one slot on one chip.
+        num_slots: Maximum number of sequences.
+        over: The mesh axis that shards the channels or heads. Empty: none.
     """
 
     name: str
@@ -193,13 +213,13 @@ class TtSequenceState:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots on one chip."""
+        """Size of all slots on one chip in bytes."""
         return 4 * self.num_slots * math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeConfig:
-    """What ttnn calls a compute kernel configuration; ``name`` is the fidelity's."""
+    """A fidelity by name, called a compute kernel configuration in ttnn."""
 
     name: str
 
@@ -227,7 +247,13 @@ def class_name(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TtInstruction:
-    """``out`` is what it makes. ``fqn``, ``layer``: whose it is; layer None outside the layers."""
+    """An instruction in a program.
+
+    Attributes:
+        out: The result.
+        fqn: Module name in the model.
+        layer: Layer index. None outside the layers.
+    """
 
     out: TtValue
     fqn: str
@@ -236,7 +262,7 @@ class TtInstruction:
 
 @dataclass(frozen=True, slots=True)
 class TtEmbedding(TtInstruction):
-    """Rows of a table by token: ``tokens`` int32, the table row-major in DRAM."""
+    """Table lookup by token. ``tokens`` is int32 and ``table`` is row-major in DRAM."""
 
     tokens: TtValue
     table: TtWeight
@@ -244,11 +270,15 @@ class TtEmbedding(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm(TtInstruction):
-    """Over the columns of ``x``, ``width`` of which are real.
+    """RMS norm over the columns of ``x``.
 
-    Where ``x`` is dealt over a mesh axis, the sums of squares are gathered over it first (``x``'s
-    ``over`` tells): the vendor's distributed norm. ``num_heads`` > 0: each head of a chip has its
-    own norm, over ``width`` columns.
+    If ``x`` is sharded over a mesh axis, the chips exchange their sums of squares first (the
+    vendor's distributed norm).
+
+    Attributes:
+        width: Columns in the mean, without padding.
+        num_heads: Heads on one chip, each with its own norm over ``width`` columns. 0: one norm
+            over all columns.
     """
 
     x: TtValue
@@ -261,10 +291,12 @@ class RmsNorm(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class Matmul(TtInstruction):
-    """``x @ weight``, plus a bias.
+    """``x @ weight``, with an optional bias.
 
-    ``k_block``: tiles of K the kernel reads and adds at a time. ``cores``: that share the work.
-    ``group``: the tensor group, ``ff1_3`` and so on.
+    Attributes:
+        k_block: K tiles in a block. The kernel adds a block at a time.
+        cores: Cores that share the work.
+        group: The weight's tensor group, for example ``ff1_3``.
     """
 
     x: TtValue
@@ -278,7 +310,7 @@ class Matmul(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class CreateHeads(TtInstruction):
-    """Q, K and V of one product's columns, head by head; ``out`` is Q, then ``k`` and ``v``."""
+    """Separation from a merged Q, K and V result into heads. ``out`` is Q."""
 
     x: TtValue
     k: TtValue
@@ -290,7 +322,7 @@ class CreateHeads(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class Rotate(TtInstruction):
-    """Rotary embedding of ``x``, ``num_heads`` heads, at ``positions``."""
+    """Rotary embedding for the ``num_heads`` heads in ``x`` at ``positions``."""
 
     x: TtValue
     positions: TtValue
@@ -303,7 +335,10 @@ class Rotate(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class UpdateCache(TtInstruction):
-    """``x``'s rows go to the cache's pages: a prompt's at once (fill), or one a user."""
+    """Write from ``x`` to the pages of a cache.
+
+    Prefill writes all rows for one user. Decode writes one row for every user.
+    """
 
     x: TtValue
     cache: Cache
@@ -312,10 +347,12 @@ class UpdateCache(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class TtAttention(TtInstruction):
-    """Causal attention over the cache, by chunks of ``k_chunk`` positions, softmax going along.
+    """Causal attention over the cache with an online softmax over chunks of ``k_chunk`` positions.
 
-    ``context``: positions attended to, the step's own included. ``sinks``: a logit of each head in
-    the softmax, without a value.
+    Attributes:
+        window: Sliding window in positions. 0: no window.
+        context: Cache capacity in positions, with this step's positions.
+        sinks: Logits ``[num_heads]`` that enter the softmax without a value.
     """
 
     q: TtValue
@@ -335,7 +372,7 @@ class TtAttention(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class ConcatHeads(TtInstruction):
-    """Heads side by side again: ``[rows, num_heads * head_dim]``."""
+    """Concatenation of the heads: ``[rows, num_heads * head_dim]``."""
 
     x: TtValue
     num_heads: int
@@ -344,7 +381,7 @@ class ConcatHeads(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class TtSwiGLU(TtInstruction):
-    """The elementwise ``silu(gate) * up`` of two values."""
+    """Elementwise ``silu(gate) * up``."""
 
     gate: TtValue
     up: TtValue
@@ -352,9 +389,9 @@ class TtSwiGLU(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class Gated(TtInstruction):
-    """The elementwise ``activation(gate) * x``; ``activation``: ``gelu_tanh`` or ``sigmoid``.
+    """Elementwise ``activation(gate) * x``. ``activation`` is ``gelu_tanh`` or ``sigmoid``.
 
-    A gate of one column counts for all columns of ``x``.
+    A gate with a single column applies to all columns of ``x``.
     """
 
     gate: TtValue
@@ -364,7 +401,7 @@ class Gated(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class Scale(TtInstruction):
-    """``x`` times a number, which the device holds in bfloat16."""
+    """``x`` times ``factor``. The device rounds ``factor`` to bfloat16."""
 
     x: TtValue
     factor: float
@@ -372,16 +409,19 @@ class Scale(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class Tanh(TtInstruction):
-    """The hyperbolic tangent of each element."""
+    """The hyperbolic tangent of every element."""
 
     x: TtValue
 
 
 @dataclass(frozen=True, slots=True)
 class Route(TtInstruction):
-    """The ``top_k`` experts of each row of router logits: ``out`` has weights, ``experts`` indices.
+    """Expert selection: the ``top_k`` experts for every row of router logits.
 
-    ``renormalize``: weights are a softmax over the selected logits, else over all.
+    ``out`` has the weights and ``experts`` has the indices.
+
+    Attributes:
+        renormalize: True: softmax over the selected logits. False: softmax over all logits.
     """
 
     x: TtValue
@@ -392,11 +432,14 @@ class Route(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatmul(TtInstruction):
-    """Products with the experts of each row, side by side: ``[rows, top_k * columns]``.
+    """Matmuls with the experts selected by every row: ``[rows, top_k * columns]``.
 
-    ``x`` has a row for all experts of a token, or (``is_expanded``) columns for each. With
-    ``weights`` the products are weighted and summed. K is a single block. A chip has whole
-    experts; a product with an expert of another chip is zero.
+    A chip has whole experts. The result for an expert on another chip is zero. K is a single block.
+
+    Attributes:
+        weights: Weights ``[rows, top_k]`` for a sum over the experts. None: no sum.
+        is_expanded: ``x`` has different columns for each selected expert. False: all experts read
+            the same row.
     """
 
     x: TtValue
@@ -413,7 +456,7 @@ class ExpertMatmul(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class CausalConv(TtInstruction):
-    """SiLU of a convolution along the sequence, each channel by itself, with its ``window``."""
+    """SiLU of a depthwise causal convolution along the sequence. ``window`` is its state."""
 
     x: TtValue
     weight: TtWeight
@@ -423,7 +466,9 @@ class CausalConv(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class TtDeltaRule(TtInstruction):
-    """The gated delta rule: heads of queries, keys and values in ``x``; gates ``a`` and ``b``."""
+    """The gated delta rule. ``x`` has the queries, keys and values. ``a`` and ``b`` are the
+    gates.
+    """
 
     x: TtValue
     a: TtValue
@@ -439,7 +484,7 @@ class TtDeltaRule(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class Add(TtInstruction):
-    """The sum of a value and the residual stream."""
+    """The sum of ``x`` and ``y``, which is the residual stream."""
 
     x: TtValue
     y: TtValue
@@ -447,14 +492,14 @@ class Add(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class SelectRows(TtInstruction):
-    """Take the rows that want logits."""
+    """The rows with logits."""
 
     x: TtValue
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter(TtInstruction):
-    """Partial sums over a mesh axis are added, each chip keeping its share of the columns."""
+    """Partial values added over a mesh axis. Each chip stores its shard of the columns."""
 
     x: TtValue
     axis: str
@@ -462,7 +507,7 @@ class ReduceScatter(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class AllGather(TtInstruction):
-    """Each chip gets the columns of all along a mesh axis."""
+    """The columns from all chips along a mesh axis, on every chip."""
 
     x: TtValue
     axis: str
@@ -470,7 +515,7 @@ class AllGather(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class TtAllReduce(TtInstruction):
-    """Partial sums over a mesh axis are added, each chip keeping all columns."""
+    """Partial values added over a mesh axis. Each chip stores all columns."""
 
     x: TtValue
     axis: str
@@ -478,10 +523,14 @@ class TtAllReduce(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class DeviceProgram:
-    """One step of ``batch`` users with ``length`` tokens each, ``context`` positions behind the
-    last one included; ``phase`` is ``prefill`` or ``decode``.
+    """One step with ``batch`` users and ``length`` tokens for every user.
 
-    ``inputs``: tokens, positions. ``device``: the row of the device table.
+    Attributes:
+        device: Name in the device table.
+        phase: ``prefill`` or ``decode``.
+        context: Cache capacity for every user in positions.
+        vocab_size: Logits without padding.
+        inputs: Tokens and positions.
     """
 
     device: str
@@ -496,17 +545,17 @@ class DeviceProgram:
 
     @property
     def weights(self) -> tuple[TtWeight, ...]:
-        """Every weight once, in the order of use."""
+        """Return every weight once, in first-use order."""
         return self._operands(TtWeight)
 
     @property
     def caches(self) -> tuple[Cache, ...]:
-        """Every cache once, keys before values, layer by layer."""
+        """Return every cache once, in layer order. Keys precede values."""
         return self._operands(Cache)
 
     @property
     def states(self) -> tuple[TtSequenceState, ...]:
-        """Every state of fixed size once."""
+        """Return every fixed-size state once."""
         return self._operands(TtSequenceState)
 
     def _operands(self, kind: type[T]) -> tuple[T, ...]:
@@ -520,7 +569,7 @@ class DeviceProgram:
 
 
 def tile_bytes(format_name: str) -> int:
-    """Bytes of a 32 x 32 tile in a format the boards have; ``int32`` besides."""
+    """Return the bytes in a 32 x 32 tile for a board format or ``int32``."""
     if format_name == "int32":
         return 4 * TILE * TILE
     format_ = get_format(format_name)

@@ -1,4 +1,4 @@
-"""What a program needs of a chip's DRAM and of a core's L1, before anything is loaded."""
+"""Memory plan for a program: a chip's DRAM and a core's L1. Loading happens later."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ from tilewright.errors import CompileError
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on one chip: DRAM for weights, caches and the widest step's values; ``l1_bytes``: on
-    the fullest core, in the instruction named ``fullest``.
+    """Memory usage on one chip in bytes.
+
+    Attributes:
+        weight_bytes, cache_bytes: Size in DRAM.
+        value_bytes: DRAM size for the largest instruction's values.
+        l1_bytes: Maximum usage on a core's L1.
+        fullest: Instruction with the maximum L1 usage.
     """
 
     weight_bytes: int
@@ -36,7 +41,7 @@ class MemoryPlan:
 
 
 def plan_memory(program: DeviceProgram) -> MemoryPlan:
-    """Plan the memory that one program takes on a chip."""
+    """Return the memory that one program uses on a chip."""
     l1_bytes, fullest = 0, ""
     value_bytes = 0
     for instruction in program.instructions:
@@ -64,10 +69,10 @@ def plan_memory(program: DeviceProgram) -> MemoryPlan:
 
 
 def check_memory(program: DeviceProgram) -> MemoryPlan:
-    """The usage, if the board has room for it.
+    """Return a program's memory usage after a check against the board's DRAM and L1.
 
     Raises:
-        CompileError: with the bytes needed, and what would fit.
+        CompileError: Names the required bytes and changes that would fit.
     """
     usage, device = plan_memory(program), get_device(program.device)
     assert device.dram_bytes is not None and device.l1_bytes is not None
@@ -75,7 +80,7 @@ def check_memory(program: DeviceProgram) -> MemoryPlan:
         raise CompileError(
             f"{usage.dram_bytes / 1e9:.2f} GB a chip of {device.name} ("
             f"{usage.weight_bytes / 1e9:.2f} of weights, {usage.cache_bytes / 1e9:.2f} of caches "
-            f"of {program.batch} x {program.context} positions) of "
+            f"for {program.batch} x {program.context} positions) of "
             f"{device.dram_bytes / 1e9:.2f}, exceeded by "
             f"{usage.dram_bytes - device.dram_bytes} bytes; allowed: "
             f"{_what_fits(program, usage, device.dram_bytes)}"
@@ -89,7 +94,7 @@ def check_memory(program: DeviceProgram) -> MemoryPlan:
 
 
 def _what_fits(program: DeviceProgram, usage: MemoryPlan, limit: int) -> str:
-    """What the user may change, with figures."""
+    """Return changes that would fit, with sizes."""
     changes = []
     of_bf16 = sum(w.num_bytes for w in program.weights if w.format == "bf16" and w.transposed)
     if of_bf16:
@@ -113,8 +118,9 @@ def _what_fits(program: DeviceProgram, usage: MemoryPlan, limit: int) -> str:
 
 
 def bytes_on_a_core(value: TtValue) -> int:
-    """The bytes on a core of a value cut over cores; interleaved values lie a tile at a time on
-    all.
+    """Return a value's bytes on a core.
+
+    Interleaved values distribute their tiles over all cores.
     """
     rows, columns = value.tiles
     cores = value.memory.cores or 64

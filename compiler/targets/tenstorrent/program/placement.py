@@ -1,7 +1,7 @@
-"""Which formats a board has, where values lie, and in what blocks its kernels walk over K.
+"""Board formats, memory layouts and kernel block sizes along K.
 
-Block sizes follow what the vendor's demos choose; they decide the bits of a sum as well as its
-time, since partial sums are packed between blocks.
+Block sizes follow the vendor's demos. They change the bits of a sum and its time because partial
+sums are packed between blocks.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
 from tilewright.errors import CompileError, allowed
 
 PAGE = 32
-"""Positions of a page of the cache."""
+"""Positions in a cache page."""
 
 PROMPT_CHUNK = 2048
-"""Tokens of a prompt that run at a time, at most."""
+"""Maximum number of prompt tokens in one step."""
 
 WEIGHT_FORMATS = ("bf16", "bfp8", "bfp4")
 CACHE_FORMATS = ("bf16", "bfp8", "bfp4")
 ACTIVATION_FORMATS = ("bf16", "bfp8", "bfp4")
 
 GRID = 8
-"""Worker cores along each side of a chip that kernels use, on Blackhole's larger grid too."""
+"""Worker cores along each side of a chip. Kernels do not use Blackhole's larger grid."""
 
 _MAX_CORES = GRID * GRID
 _MAX_K_BLOCK = {"decode": 8, "prefill": 4}
 
 _MAX_CHUNK = 256
 
-# Tiles of N on one core above which more cores are taken.
+# Maximum N tiles on one core before more cores are used.
 _MAX_TILES_A_CORE = 64
 
-# Bytes of a core's L1 for blocks of weights: half of it.
+# Maximum bytes for weight blocks in a core's L1: half its size.
 _WEIGHT_ROOM = 700_000
 
 
 def check_weight_format(fqn: str, format_: str | None) -> None:
-    """Refuse a weight format that ttnn's products do not take.
+    """Raise an error if ttnn matmuls do not support a weight format.
 
     Raises:
-        CompileError: naming the module and the formats there are.
+        CompileError: Names the module and the supported formats.
     """
     if format_ not in WEIGHT_FORMATS:
         raise CompileError(
@@ -60,13 +60,13 @@ def check_weight_format(fqn: str, format_: str | None) -> None:
 
 
 def check_cache_format(name: str, format_: str) -> None:
-    """Refuse a format of keys and values that a board has not; see :func:`check_weight_format`."""
+    """Raise an error if boards do not support a cache format; see :func:`check_weight_format`."""
     if format_ not in CACHE_FORMATS:
         raise CompileError(f"{name}: {format_}; on Tenstorrent boards {allowed(CACHE_FORMATS)}")
 
 
 def check_activation_format(fqn: str, format_: str) -> str:
-    """Refuse a format of operators' results that a board has not, as for weights."""
+    """Return the format of a result, or raise an error if boards do not support it."""
     if format_ not in ACTIVATION_FORMATS:
         raise CompileError(
             f"{fqn}: activations in {format_}; on Tenstorrent boards {allowed(ACTIVATION_FORMATS)}"
@@ -75,35 +75,36 @@ def check_activation_format(fqn: str, format_: str) -> str:
 
 
 def activation_memory(columns: int, phase: str) -> Memory:
-    """A step's rows of one user each lie in L1, cut by columns; a prompt's lie in DRAM."""
+    """Return the memory for activations: width-sharded L1 in decode, interleaved DRAM in
+    prefill.
+    """
     if phase != DECODE:
         return Memory()
     return Memory(L1, WIDTH_SHARDED, shard_cores(-(-columns // TILE)))
 
 
 def heads_memory(batch: int, phase: str) -> Memory:
-    """Heads of a decode step: a core has those of one user."""
+    """Return the memory for attention heads. In decode, a core has all heads for one user."""
     return Memory(L1, HEIGHT_SHARDED, batch) if phase == DECODE else Memory()
 
 
 def weight_memory(num_banks: int) -> Memory:
-    """Columns over the DRAM banks, each of which the nearest cores read."""
+    """Return the memory for a matmul weight: columns sharded over the DRAM banks."""
     return Memory(DRAM, WIDTH_SHARDED, num_banks)
 
 
 def shard_cores(num_tiles: int) -> int:
-    """The most cores, in a rectangle of the grid, that divide so many tiles."""
+    """Return the largest number of cores that forms a rectangle and divides ``num_tiles``."""
     fitting = [count for count in range(1, _MAX_CORES + 1) if num_tiles % count == 0]
     return max(count for count in fitting if _is_rectangle(count))
 
 
 def matmul_blocks(x: TtValue, weight: TtWeight, phase: str) -> tuple[int, int]:
-    """Cores that share a product, and the tiles of K in a block.
+    """Return a matmul's core count, and its K tiles in a block.
 
-    One row of tiles is cut over cores that divide both K and N, or K alone where N is wide (the
-    head); a block divides a core's share of K. A prompt's product takes the whole grid. A block is
-    no longer than leaves room on a core for the weights of three of one row (a bank's share of N)
-    or of two of a prompt's.
+    For one row of tiles, the core count divides K and N. If N is too wide (the LM head), the count
+    divides K only. A block divides a core's K tiles. For more rows, the matmul uses the whole grid.
+    L1 must have capacity for three weight blocks with one row and for two with more.
     """
     k_tiles, n_tiles = x.tiles[1], -(-weight.columns // TILE)
     if x.tiles[0] == 1:
@@ -118,8 +119,9 @@ def matmul_blocks(x: TtValue, weight: TtWeight, phase: str) -> tuple[int, int]:
 
 
 def key_chunk(context: int) -> int:
-    """Positions of the cache that attention reads at a time: the largest power of two, at most
-    256, that its pages have.
+    """Return the cache positions in an attention chunk.
+
+    The result is the largest power of two within the pages, at most 256.
     """
     room = -(-context // PAGE) * PAGE
     return min(_MAX_CHUNK, 1 << (room.bit_length() - 1))

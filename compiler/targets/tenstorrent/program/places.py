@@ -1,8 +1,8 @@
-"""Where every value and weight of a graph lies on a mesh of chips, before anything is lowered.
+"""Placement on a mesh for all values and weights in a graph, before lowering.
 
-Products are dealt in pairs, as in `passes.sharding.shard`, but over padded shares of
-equal size, for all chips run one program; on a mesh of two axes the residual stream is dealt as
-well, and every product over both.
+A block's two matmuls are sharded as a pair, as in `passes.sharding.shard`. Shards are padded to
+equal sizes because all chips run one program. A mesh with two axes shards the residual stream also,
+and every matmul over both axes.
 """
 
 from __future__ import annotations
@@ -34,33 +34,40 @@ from tilewright.errors import CompileError
 
 aten = torch.ops.aten
 
-# Tiles of a value on a core above which a share is padded to a multiple of 32 tiles.
+# If a core has more tiles of a value, its shard is padded to a multiple of 32 tiles.
 _MAX_TILES = 300
 
 IN, OUT = 0, 1
-"""Axes of a weight as chips hold it; a value's columns are its axis ``OUT``."""
+"""Weight axes on a chip. A value's columns are axis ``OUT``."""
 
 
 def max_tiles_a_core(columns: int) -> int:
-    """Return the tiles on a core of a value of one row of tiles."""
+    """Return the tiles on a core for a value with up to 32 rows."""
     tiles = -(-columns // TILE)
     return tiles // shard_cores(tiles)
 
 
 def columns_dealt(over: str, split: Split | None) -> Placement:
-    """Columns that lie so; whole without an axis."""
+    """Return the placement for columns sharded over a mesh axis, or `WHOLE` without an axis."""
     return Placement((Dealt(OUT, over, split),)) if over and split is not None else WHOLE
 
 
 class Places:
-    """The places of a graph's values, as nodes make them and as others read them, and of weights.
+    """Placements for the values and the weights in a graph.
 
-    A product whose inputs are dealt makes partial values; the exchange that others read behind it
-    is the lowering's.
+    A matmul with sharded inputs makes partial sums. Lowering appends the collective that adds them.
+
+    Attributes:
+        made: Placement of each node's result, possibly with partial sums.
+        weights: Placement by weight node and state node. Absent: whole.
     """
 
     def __init__(self, graph_module: GraphModule, mesh: Mesh) -> None:
-        """Raises CompileError for heads the mesh cannot split."""
+        """Assign all placements.
+
+        Raises:
+            CompileError: The mesh cannot split the heads.
+        """
         self.mesh = mesh
         self.made: dict[Node, Placement] = {}
         self.weights: dict[Node, Placement] = {}
@@ -70,58 +77,60 @@ class Places:
                 self.made[node] = WHOLE if rule is None else rule(self, node)
 
     def read(self, argument: Any) -> Placement:
-        """Where a value lies for those that read it: sums are added, and logits gathered."""
+        """Return a value's placement for its readers, after sums are added and logits gathered."""
         node = as_node(argument)
         if info(node).tensor_group == "lm_head":
             return WHOLE
         return Placement(self.made[node].dealt)
 
     def over(self, axis: str, size: int) -> Placement:
-        """``size`` columns over a mesh axis; whole where it has one chip."""
+        """Return the placement for ``size`` columns over a mesh axis. `WHOLE` if the axis has one
+        chip.
+        """
         count = self.mesh.size(axis)
         if count == 1:
             return WHOLE
         split = deal(size, count)
-        if max_tiles_a_core(split.size) > _MAX_TILES:  # its cores are too busy: pad the share
+        if max_tiles_a_core(split.size) > _MAX_TILES:  # a larger unit lets the shard use more cores
             split = deal(size, count, unit=TILE * TILE)
         return columns_dealt(axis, split)
 
 
 def deal_heads(mesh: Mesh, args: ops.RopeAttentionArguments) -> tuple[HeadSplit, int]:
-    """How an attention's heads are dealt over the mesh's rows; and their size."""
+    """Return how the mesh's rows split the attention heads, and the head size."""
     _, num_kv_heads, head_dim = state_of(args).shape
     return split_heads(args.num_heads, num_kv_heads, mesh.rows), head_dim
 
 
 def state_of(args: ops.RopeAttentionArguments) -> StateSpec:
-    """What an attention's cache is."""
+    """Return an attention's cache specification."""
     state = info(as_node(args.kv_cache)).state
     assert state is not None
     return state
 
 
 def as_node(argument: Any) -> Node:
-    """An argument of a node that is one itself."""
+    """Return a node's argument, which must be a node."""
     assert isinstance(argument, Node)
     return argument
 
 
 def recipe_of(argument: Any) -> WeightRecipe:
-    """How the weight that a node stands for is loaded."""
+    """Return the recipe for the weight that a node represents."""
     found = info(as_node(argument)).recipe
     assert found is not None, f"{argument} is no weight"
     return found
 
 
 def _embedding(places: Places, node: Node) -> Placement:
-    """Every chip looks up its own columns of the stream."""
+    """Shard the columns: every chip looks up its own residual-stream columns."""
     table = as_node(node.args[1])
     places.weights[table] = found = places.over(COLUMNS, recipe_of(table).shape[1])
     return found
 
 
 def _like(places: Places, node: Node) -> Placement:
-    """Place a value as what it reads first; a norm's weight lies as its columns do."""
+    """Return the first operand's placement. A norm's weight gets the same placement."""
     found = places.read(node.args[0])
     if node.target is ops.rms_norm.overload and node.meta["val"].ndim == 2:
         places.weights[as_node(node.args[1])] = found
@@ -129,14 +138,16 @@ def _like(places: Places, node: Node) -> Placement:
 
 
 def _gate(places: Places, node: Node) -> Placement:
-    """Place a product of a value and its gate, either of which comes first."""
+    """Return the wider operand's placement. A gate may be the first or the second operand."""
     operands = [each for each in node.args if isinstance(each, Node)]
     return places.read(max(operands, key=lambda each: each.meta["val"].shape[-1]))
 
 
 def _linear(places: Places, node: Node) -> Placement:
-    """The first product of a block over its outputs, the second over its inputs and, where the
-    stream is dealt, its outputs.
+    """Place a matmul and its weight.
+
+    The first matmul in a block is sharded over outputs. The second matmul is sharded over inputs.
+    If the residual stream is sharded, the second matmul is also sharded over outputs.
     """
     weight = as_node(node.args[1])
     inputs = places.read(node.args[0]).along(OUT)
@@ -161,10 +172,10 @@ def _linear(places: Places, node: Node) -> Placement:
 
 
 def _merged_heads(places: Places, attend: Node) -> Placement:
-    """The outputs of the product that an attention reads: Q, K and V head by head.
+    """Return the placement for merged Q, K and V outputs, by heads.
 
     Raises:
-        CompileError: for products that were not merged, or heads the mesh cannot split.
+        CompileError: Q, K and V are not merged, or the mesh cannot split the heads.
     """
     args = ops.RopeAttentionArguments.of(attend.args)
     if args.key is not None:
@@ -186,7 +197,7 @@ def _merged_heads(places: Places, attend: Node) -> Placement:
 
 
 def _attention(places: Places, node: Node) -> Placement:
-    """Query heads, as the product's are, and the cache's heads with them."""
+    """Shard the query heads as the preceding matmul, and the cache by the same heads."""
     if places.mesh.rows == 1:
         return WHOLE
     args = ops.RopeAttentionArguments.of(node.args)
@@ -214,4 +225,4 @@ _RULES: Mapping[Any, Callable[[Places, Node], Placement]] = {
     ops.gated_delta_rule_step.overload: mixer_places.assign_delta_rule,
     ops.expert_linear.overload: mixer_places.assign_experts,
 }
-"""How each operator's result lies."""
+"""Placement rule by operator."""

@@ -1,6 +1,6 @@
-"""How ttnn's product kernels cut their work, and the bytes of a core's L1 that takes.
+"""Block sizes for ttnn's matmul kernels and their L1 usage in bytes.
 
-The sums of circular buffers are those ttnn 0.81's allocator reports. Knows no text.
+Circular buffers have the sizes reported by the ttnn 0.81 allocator.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import Matmul,
 from tilewright.compiler.targets.tenstorrent.program.placement import GRID
 
 L1_BYTES = 1_499_136
-"""A core's whole L1; ttnn refuses what goes beyond."""
+"""A core's L1 size. ttnn refuses a larger allocation."""
 
 RESERVED_BYTES = 105_824
-"""Of it, what the firmware and the kernels' own code take."""
+"""L1 bytes for the firmware and the kernel code."""
 
 
-# Values of a step that still lie in L1, and the gaps between them: buffers must end below the
-# lowest. 288,256 bytes were seen with a head of 76,032 columns.
+# Live values in L1 during a step, and the gaps between them. Buffers must end below the lowest
+# value. The largest observed size is 288,256 bytes, for an LM head with 76,032 columns.
 _SCATTERED = 300_000
 
 
 @dataclass(frozen=True, slots=True)
 class StepBlocks:
-    """A product of one tile of rows, its weight read from the DRAM banks.
+    """Blocks for a matmul with one row of tiles, which reads its weight from the DRAM banks.
 
-    ``cores`` share K and N. ``num_pieces``: products that the columns are cut into.
+    Attributes:
+        cores: Cores for K and N.
+        k_block: K tiles in a block.
+        num_pieces: Matmuls that share the columns.
     """
 
     cores: int
@@ -38,8 +41,11 @@ class StepBlocks:
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """A product of many rows on the whole grid; a core does ``rows`` x ``columns`` tiles, and
-    ``out_rows`` of those rows at a time.
+    """Blocks for a matmul with more rows on the whole grid.
+
+    Attributes:
+        k_block: K tiles in a block. rows, columns: Output tiles for a core.
+        out_rows: Tile rows computed at a time.
     """
 
     k_block: int
@@ -49,14 +55,16 @@ class PromptBlocks:
 
 
 def step_blocks(matmul: Matmul) -> StepBlocks:
-    """The cut of a product of one tile of rows."""
+    """Return the blocks for a matmul with one row of tiles."""
     k_tiles, cores = matmul.x.tiles[1], matmul.cores
     assert k_tiles % (cores * matmul.k_block) == 0, "a block divides a core's share of K"
     return StepBlocks(cores, matmul.k_block, _num_pieces(matmul))
 
 
 def prompt_blocks(matmul: Matmul) -> PromptBlocks:
-    """The cut of a product of more rows: as many at a time as fit."""
+    """Return the blocks for a matmul with more rows. ``out_rows`` is the largest number that fits
+    L1.
+    """
     m_tiles, n_tiles = matmul.out.tiles
     rows, columns = -(-m_tiles // GRID), -(-n_tiles // GRID)
     fitting = [
@@ -68,7 +76,7 @@ def prompt_blocks(matmul: Matmul) -> PromptBlocks:
 
 
 def product_bytes(matmul: Matmul) -> int:
-    """Bytes of a core's L1 that a product takes, without what is reserved."""
+    """Return a matmul's L1 usage on a core in bytes, without the reserved bytes."""
     if matmul.out.tiles[0] == 1:
         pieces = _num_pieces(matmul)
         return _step_bytes(matmul, -(-_n_tiles(matmul) // pieces)) - RESERVED_BYTES
@@ -81,7 +89,7 @@ def _n_tiles(matmul: Matmul) -> int:
 
 
 def _num_pieces(matmul: Matmul) -> int:
-    """The fewest equal pieces of the columns that leave room."""
+    """Return the smallest number of equal column ranges that fit L1."""
     n_tiles = _n_tiles(matmul)
 
     def fits(pieces: int) -> bool:
@@ -91,7 +99,7 @@ def _num_pieces(matmul: Matmul) -> int:
 
 
 def _step_bytes(matmul: Matmul, n_tiles: int) -> int:
-    """Buffers of the cores that read a bank's share of N, and the shards of both operands."""
+    """Return the total buffer size, with both operands' shards and the reserved bytes."""
     x_tile, out_tile = tile_bytes(matmul.x.format), tile_bytes(matmul.out.format)
     a_bank = -(-n_tiles // matmul.weight.memory.cores)
     weights = 3 * matmul.k_block * a_bank * tile_bytes(matmul.weight.format)
@@ -102,7 +110,9 @@ def _step_bytes(matmul: Matmul, n_tiles: int) -> int:
 
 
 def _prompt_bytes(matmul: Matmul, out_rows: int, columns: int) -> int:
-    """Two blocks of each operand, the sums and the result of ``out_rows`` rows of tiles."""
+    """Return the size of two blocks for both operands, and for the sums and results in
+    ``out_rows``.
+    """
     rows = -(-matmul.out.tiles[0] // GRID)
     blocks = 2 * matmul.k_block * rows * tile_bytes(matmul.x.format)
     blocks += 2 * matmul.k_block * columns * tile_bytes(matmul.weight.format)
