@@ -1,4 +1,4 @@
-"""A plan on a device as an `Executable`: buckets of captured steps over the tables of slots."""
+"""`CudaExecutable`: a program on a GPU with captured steps and device tables of slots."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ from tilewright.compiler.targets.program.instructions import KernelProgram
 from tilewright.distributed.peers import SetupCollectives
 
 _NUM_ENDS = 16
-"""End tokens of a slot that the device looks for; the host looks for the others."""
+"""Maximum number of end tokens for a slot in device tables. The host checks further end tokens."""
 
 
 class CudaExecutable(Executable):
-    """A compiled model on one GPU: one plan for prompts and decode steps.
+    """A compiled model on one GPU, with one program for prefill and decode.
 
-    Tokens are chosen on the device, except where penalties, bias or log probabilities are asked
-    for: these the host works out, which waits for the logits.
+    The device selects tokens. The host selects tokens for requests with penalties, logit bias or
+    log probabilities, after a wait for the logits.
     """
 
     def __init__(
@@ -82,7 +82,12 @@ class CudaExecutable(Executable):
         num_pages: int | None = None,
         copies: Kinds = NO_COPIES,
     ) -> None:
-        """``num_pages``: that sequences share, None: whole contexts; ``copies``: held once more."""
+        """Allocate the caches and tables.
+
+        Args:
+            num_pages: Shared cache pages. None: enough for all contexts at full length.
+            copies: Dequantized weight copies.
+        """
         self.contract, self.vocab_size = contract, plan.vocab_size
         rows = decode_rows(options)
         num_pages = num_pages or options.max_batch * pages_of(options.max_context)
@@ -98,9 +103,15 @@ class CudaExecutable(Executable):
         is_free = not (exact or options.is_strict or options.parallel.wire)
         prompt_wire = PROMPT_WIRE if is_free else None
         self._steps = Steps(
-            plan, weights, self._state, max_rows=rows[-1], exact=exact, prompt_wire=prompt_wire,
-            strict_rows=self.capabilities.max_invariant_rows, copies=copies,
-        )  # fmt: skip
+            plan,
+            weights,
+            self._state,
+            max_rows=rows[-1],
+            exact=exact,
+            prompt_wire=prompt_wire,
+            strict_rows=self.capabilities.max_invariant_rows,
+            copies=copies,
+        )
         self.notes = self._steps.copies.said(options.copies)
         if prompt_wire and options.parallel.tensor > 1:
             self.notes += (f"sums of prompts, and of rows beside them, travel in {prompt_wire}",)
@@ -142,7 +153,7 @@ class CudaExecutable(Executable):
         self.unite(group)
 
     def unite(self, group: RankGroup) -> None:
-        """Make this executable's steps those of a rank of ``group``, before the first of them."""
+        """Set the rank group. Call it before the first step."""
         self._steps.group = self._answers.group = group
 
     @property
@@ -176,8 +187,9 @@ class CudaExecutable(Executable):
         return StepOutput(tuple(parts), is_mixed=bool(riding) and len(batches) == 1 and not alone)
 
     def _rides(self, step: Step) -> bool:
-        """Whether the rows that decode take part in a batch of pieces of prompts: where all of
-        these might end in a pass that is captured.
+        """Return whether decode rows join a mixed batch.
+
+        They join if a captured size fits the rows and the device selects all tokens.
         """
         limits = self.capabilities
         if step.drafts or not (limits.passes and step.decode):
@@ -215,7 +227,7 @@ class CudaExecutable(Executable):
         self._state.reset()
 
     def _apply(self, edits: Sequence[StateUpdate]) -> None:
-        """All edits in their order; those of tables and pages go to the device together."""
+        """Apply all state updates in order. Tables and pages are sent to the device together."""
         if any(not isinstance(edit, AssignPages | CloseSlot) for edit in edits):
             self._leave()
         opened: dict[Slot, SamplingParams] = {}
@@ -238,7 +250,7 @@ class CudaExecutable(Executable):
         self._device_slots.open(opened)
 
     def _move(self, edit: StateUpdate) -> None:
-        """Copies of state, within the device or to the host and back."""
+        """Copy state within the device, to the host or back."""
         if isinstance(edit, CopyState):
             self._state.copy(edit.source, edit.target, edit.num_positions)
             self._slot_states[edit.target].length = edit.num_positions
@@ -258,7 +270,7 @@ class CudaExecutable(Executable):
         )
 
     def _leave(self) -> None:
-        """What the bucket that ran last holds of its slots goes back to the table."""
+        """Write the previous bucket's tokens and lengths back to the tables."""
         if self._captured_slots is not None:
             self._captured_slots.settle(self._slot_states)
             self._device_slots.give_back(
@@ -267,7 +279,7 @@ class CudaExecutable(Executable):
             self._captured_slots = None
 
     def _force(self, step: Step) -> None:
-        """Forced tokens into the table, where any are."""
+        """Write forced tokens into the table."""
         if not step.forced:
             return
         self._leave()
@@ -276,7 +288,7 @@ class CudaExecutable(Executable):
             self._slot_states[slot].force(token)
 
     def _decode(self, slots: tuple[Slot, ...], step: Step) -> SamplerOutput:
-        """One token of each of up to as many slots as a bucket has rows."""
+        """Decode one token for every slot. The slots must fit a bucket."""
         if self._captured_slots is None or self._captured_slots.slots is not slots:
             self._leave()
             self._captured_slots = self._fill_slots(slots)
@@ -295,7 +307,7 @@ class CudaExecutable(Executable):
         return self._answers.chosen(slots, logits, bucket.choice, step)
 
     def _fill_slots(self, slots: tuple[Slot, ...]) -> CapturedSlots:
-        """Slots take the rows of the smallest bucket."""
+        """Assign slots to the rows of the smallest bucket."""
         bucket = self._buckets.decode(len(slots))
         lengths = np.array([self._slot_states[slot].length for slot in slots], dtype=np.int64)
         at = bucket.admit(self._device_slots, slots, lengths)
@@ -304,7 +316,9 @@ class CudaExecutable(Executable):
         return CapturedSlots(slots, bucket, at, drawing_of(chosen), is_late, lengths)
 
     def _check(self, chunk: PrefillChunk) -> SlotState:
-        """Who sits where a piece of a prompt belongs; no bucket holds its token any more."""
+        """Check the pages of a chunk and return its slot state. No bucket has its token
+        afterwards.
+        """
         if self._captured_slots is not None and chunk.slot in self._captured_slots.slots:
             self._leave()
         slot_state = self._slot_states[chunk.slot]
@@ -313,7 +327,7 @@ class CudaExecutable(Executable):
         return slot_state
 
     def _prompt(self, chunk: PrefillChunk, step: Step) -> SamplerOutput | None:
-        """A piece of a prompt; None where nothing is wanted of it."""
+        """Run a prefill chunk. Return None if the chunk has no output."""
         slot_state = self._check(chunk)
         parts, found = cut(chunk, self.capabilities.marks), None
         assert len(parts) == 1 or not chunk.echoes, "a chunk that echoes is in one piece"
@@ -331,7 +345,9 @@ class CudaExecutable(Executable):
         return found
 
     def _run_prompt(self, chunk: PrefillChunk, step: Step) -> SamplerOutput | None:
-        """Captured where it is short, and at most its last token wants logits."""
+        """Run a chunk part. Use a CUDA graph if the part is short and has logits for the last token
+        at most.
+        """
         chosen = [self._slot_states[slot].sampling for slot in (chunk.slot, *chunk.also)]
         is_late = self._answers.is_late((chunk.slot, *chunk.also), step)
         drawing = None if is_late else drawing_of(chosen)
@@ -386,9 +402,9 @@ class CudaExecutable(Executable):
 
     @torch.no_grad()
     def chosen_experts(self, slots: Sequence[Slot], tokens: Sequence[int]) -> list[int]:
-        """Read a token on each slot and count, layer by layer, the different experts chosen.
+        """Read a token on each slot and count the distinct selected experts by layer.
 
-        For measurements: it is not captured, and chooses no tokens.
+        For measurements: no graph is used and no token is selected.
         """
         self._drafts.settle()
         self._leave()
@@ -411,8 +427,8 @@ class CudaExecutable(Executable):
         for name in ("_joined", "_drafts", "_buckets", "_steps", "_state", "_weights"):
             vars(self).pop(name, None)  # it may be closed twice
         if self.device.type == "cuda":
-            gc.collect()  # a captured step and what it runs hold each other
+            gc.collect()  # captured steps and their functions reference each other
         if group is not None:
-            group.close()  # behind its graphs, which hold what it frees
+            group.close()  # the graphs, which use the group's memory, are freed first
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

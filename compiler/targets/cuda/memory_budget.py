@@ -26,16 +26,14 @@ from tilewright.distributed.world import place_of
 from tilewright.errors import CompileError
 
 _WORKSPACE = 2 << 30
-"""Bytes left to the library, to captured graphs and to the context."""
+"""Bytes reserved for libraries, captured graphs and the CUDA context."""
 _FEW_ROWS = 64
 _CELL, _CELL_OF_MIXERS = 256, 1024
-"""Tokens of a prompt that are worth reading the weights for; experts need more of them."""
+"""Smallest useful prefill chunk in tokens. Plans with experts need larger chunks."""
 _JOINED, _JOINED_OF_MIXERS = 8, 4
-"""Pieces of prompts of a batch: faster than one after another, with bits of their own; each has
-room for its marks where there are any.
-"""
+"""Maximum number of prefill chunks in a mixed batch. Chunks have separate snapshot positions."""
 _LEAST_PROMPT = 1024
-"""Tokens of a prompt that a step has room for, whatever is asked: a cell of any model."""
+"""Minimum prefill capacity of a step in tokens, at least the smallest useful chunk of any model."""
 _MAX_SNAPSHOTS = 512
 _SHARE_OF_SNAPSHOTS = 8
 _SHARE_OF_MORE = 4
@@ -48,11 +46,13 @@ _GB = 1e9
 
 
 def open_device(options: CompileOptions | None = None) -> torch.device:
-    """Find the current GPU, or the one that was named or is a rank's own, which becomes the current
-    one; the CPU where Triton's interpreter is asked for.
+    """Return the selected GPU and make it current.
+
+    This is the current GPU, a named GPU or the GPU of the rank. With Triton's interpreter, return
+    the CPU.
 
     Raises:
-        CompileError: where there is neither, or a rank has no GPU.
+        CompileError: There is no usable GPU, or a rank has no GPU.
     """
     if torch.cuda.is_available():
         if options is not None and (options.parallel.tensor > 1 or options.parallel.devices):
@@ -67,7 +67,7 @@ def open_device(options: CompileOptions | None = None) -> torch.device:
 
 
 def _device_of_rank(options: CompileOptions) -> int:
-    """The rank's of the devices that were named, else as many as it is on its machine."""
+    """Return the named device of a rank, or the device at its index on the machine."""
     devices, count = options.parallel.devices, torch.cuda.device_count()
     place = place_of()
     index = devices[options.rank] if devices else 0 if place is None else place.local_rank
@@ -81,17 +81,17 @@ def _device_of_rank(options: CompileOptions) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """What there is room for: pages of the pool, and weights held once more."""
+    """Memory capacity: pages of the pool, and dequantized weight copies."""
 
     num_pages: int
     copies: Kinds
 
 
 def check_room(plan: KernelProgram, options: CompileOptions, device: torch.device) -> MemoryBudget:
-    """Refuse, before anything is loaded, what cannot fit into the GPU's free memory.
+    """Check free GPU memory before loading, and return the capacity.
 
     Raises:
-        CompileError: with the bytes needed and the largest context or batch that would fit.
+        CompileError: Names the required bytes and the largest context or batch that would fit.
     """
     free = free_bytes(options, device)
     copies = copies_in(plan, options, free)
@@ -103,8 +103,10 @@ def check_room(plan: KernelProgram, options: CompileOptions, device: torch.devic
 
 
 def copies_in(plan: KernelProgram, options: CompileOptions, free: int) -> Kinds:
-    """Which weights are held once more with so many free bytes: as ``options.copies`` has it; where
-    not all have room, e4m3 codes alone, which gain most for their bytes.
+    """Return the dequantized weight copies for ``free`` bytes.
+
+    ``options.copies`` selects them. With ``auto``, all copies are made if they fit, else e4m3
+    copies, which gain most for their size, else none.
     """
     kinds = kinds_for(options)
     if options.copies != "auto":
@@ -118,8 +120,10 @@ def copies_in(plan: KernelProgram, options: CompileOptions, free: int) -> Kinds:
 
 
 def _has_room_for(size: int, plan: KernelProgram, options: CompileOptions, room: int) -> bool:
-    """Whether something more leaves every context its room, or pages three quarters of theirs, and
-    room for a whole context.
+    """Return whether an optional allocation fits.
+
+    It fits if all contexts at full length still fit. With shared pages, it also fits if the pages
+    keep three quarters of their memory and at least one full context.
     """
     if size + state_bytes(plan, options) <= room:
         return True
@@ -133,9 +137,10 @@ def _has_room_for(size: int, plan: KernelProgram, options: CompileOptions, room:
 def with_passes_that_fit(
     plan: KernelProgram, options: CompileOptions, device: torch.device
 ) -> CompileOptions:
-    """The options with the largest pass that several prompts share beside which there is room: a
-    smaller one rather than none, and beside copies of weights that are asked for. Ranks, whose room
-    may differ, share the least of theirs.
+    """Return the options with the largest mixed-batch size that fits memory.
+
+    A smaller size is used if necessary. Requested weight copies take precedence. Ranks, whose free
+    memory may differ, agree on the minimum.
     """
     if most_shared(plan, options) <= USUAL_OF_MIXERS:
         return options
@@ -199,7 +204,7 @@ def num_draft_states(plan: KernelProgram, options: CompileOptions) -> int:
 
 
 def marks_each(plan: KernelProgram) -> int:
-    """Positions inside of a piece of a prompt at which its state can be kept as it passes."""
+    """Return the maximum number of snapshot positions inside a chunk."""
     return MOST_MARKS if plan.sequence_states else 0
 
 
@@ -209,8 +214,9 @@ def shares_passes_on(device: torch.device) -> bool:
 
 
 def _passes(plan: KernelProgram, options: CompileOptions) -> Passes:
-    """Those that are captured where pieces and rows share any; of more than the usual tokens where
-    several prompts can fill them.
+    """Return the sizes of mixed batches to capture.
+
+    Sizes above the usual maximum are included if several prompts can fill them.
     """
     rows, several = decode_buckets(options.max_batch), 0
     if options.max_batch > 1 and not options.is_strict:
@@ -227,7 +233,7 @@ def most_shared(plan: KernelProgram, options: CompileOptions) -> int:
 
 
 def most_pieces(plan: KernelProgram, options: CompileOptions) -> int:
-    """Pieces of prompts that share a pass where any do."""
+    """Return the maximum number of prefill chunks in a mixed batch."""
     if options.compute != "fast":
         return 1
     is_usual = has_mixers(plan) and most_shared(plan, options) <= USUAL_OF_MIXERS
@@ -235,13 +241,15 @@ def most_pieces(plan: KernelProgram, options: CompileOptions) -> int:
 
 
 def num_marks(plan: KernelProgram, options: CompileOptions) -> int:
-    """Marks of all pieces of a pass: places for state that is no sequence's."""
+    """Return the number of snapshot buffers for all chunks in a mixed batch."""
     return marks_each(plan) * most_pieces(plan, options)
 
 
 def free_bytes(options: CompileOptions, device: torch.device) -> int:
-    """Bytes that this process may still take: what is free, and no more than its fraction of the
-    whole, whatever other processes hold; of a CPU, which stands for a GPU in tests, any number.
+    """Return how much memory this process may still allocate, in bytes.
+
+    The limit is the free memory and, if set, the process's fraction of the total. The CPU, used for
+    tests, has no limit.
     """
     if device.type != "cuda":
         return 1 << 62
@@ -252,11 +260,13 @@ def free_bytes(options: CompileOptions, device: torch.device) -> int:
 
 
 def shared_pages(plan: KernelProgram, options: CompileOptions, free: int, copies: int = 0) -> int:
-    """Pages for which there is room beside weights, ``copies`` bytes of some of them, work and what
-    each sequence keeps besides.
+    """Return the number of pages that fit.
+
+    Args:
+        copies: Bytes of dequantized weight copies.
 
     Raises:
-        CompileError: where they would not hold one whole context.
+        CompileError: The pages cannot store one full context.
     """
     check_fits(plan, replace(options, max_batch=1), free, copies)
     room = free - weight_bytes(plan) - copies - work_bytes(plan, options)
@@ -271,8 +281,10 @@ def shared_pages(plan: KernelProgram, options: CompileOptions, free: int, copies
 
 
 def _left_to_pages(plan: KernelProgram, options: CompileOptions, room: int) -> int:
-    """Of so many bytes, what is left when each sequence has its own state, and snapshots theirs: an
-    eighth, or half of what every context leaves, where further pages find no prefix without.
+    """Return the bytes for pages after per-sequence state and snapshots.
+
+    Snapshots get at least an eighth. If all contexts fit, they get half of the excess, because more
+    pages would find no prefix without snapshots.
     """
     each = sequence_bytes(plan.sequence_states)
     left = room - options.max_batch * each
@@ -281,12 +293,16 @@ def _left_to_pages(plan: KernelProgram, options: CompileOptions, room: int) -> i
 
 
 def _page_bytes(plan: KernelProgram, options: CompileOptions) -> int:
-    """Bytes of a page of all states together."""
+    """Return the bytes of a page over all layers."""
     return sum(page_bytes(each, _kind(each.format, options)) for each in plan.states)
 
 
 def check_fits(plan: KernelProgram, options: CompileOptions, free: int, copies: int = 0) -> None:
-    """:func:`check_room` for a number of free bytes, and of bytes of weights held once more."""
+    """Check that a program fits ``free`` bytes; see :func:`check_room`.
+
+    Args:
+        copies: Bytes of dequantized weight copies.
+    """
     sizes = {
         "of weights": weight_bytes(plan),
         "of weights held once more": copies,
@@ -306,7 +322,9 @@ def check_fits(plan: KernelProgram, options: CompileOptions, free: int, copies: 
 
 
 def _what_fits(plan: KernelProgram, options: CompileOptions, free: int) -> str:
-    """Whole pages of the same sequences, or fewer sequences of the same length."""
+    """Return the largest context at this batch size, and the largest batch at this context, that
+    fit.
+    """
     left = free - weight_bytes(plan) - work_bytes(plan, options)
     left -= options.max_batch * sequence_bytes(plan.sequence_states)
     a_page = _page_bytes(plan, options)
@@ -336,7 +354,7 @@ def weight_bytes(plan: KernelProgram) -> int:
 
 
 def state_bytes(plan: KernelProgram, options: CompileOptions) -> int:
-    """Bytes of the page pool, every sequence at full length, and of what else each keeps."""
+    """Return the bytes of all pages and per-sequence state at full length."""
     num_pages = options.max_batch * pages_of(options.max_context)
     return num_pages * _page_bytes(plan, options) + options.max_batch * sequence_bytes(
         plan.sequence_states
@@ -344,8 +362,9 @@ def state_bytes(plan: KernelProgram, options: CompileOptions) -> int:
 
 
 def num_snapshots(plan: KernelProgram, options: CompileOptions, free: int) -> int:
-    """Snapshots of a sequence's own state that there is room for in so many free bytes, beside
-    what steps need: at most ``_MAX_SNAPSHOTS``, none where sequences have no such state.
+    """Return the number of snapshots that fit ``free`` bytes, with the working memory of steps.
+
+    At most ``_MAX_SNAPSHOTS``. 0: sequences have no state of fixed size.
     """
     each = sequence_bytes(plan.sequence_states)
     room = free - work_bytes(plan, options)
@@ -353,13 +372,14 @@ def num_snapshots(plan: KernelProgram, options: CompileOptions, free: int) -> in
 
 
 def most_prompt_tokens(options: CompileOptions) -> int:
-    """Tokens of prompts that a step is given at most: a longer one comes in pieces."""
+    """Return the maximum prefill tokens in a step. Longer prompts run in chunks."""
     return max(options.max_step_tokens, _LEAST_PROMPT)
 
 
 def work_bytes(plan: KernelProgram, options: CompileOptions) -> int:
-    """Bytes of a prompt's intermediate values, a dequantised weight, and what libraries take; those
-    of the largest prompt or pass that is captured once more, for graphs have memory of their own.
+    """Return the bytes for intermediate values, a dequantized weight and libraries.
+
+    The largest captured prompt or mixed batch counts twice because graphs have separate memory.
     """
     tokens = min(options.max_context, most_prompt_tokens(options))
     sizes = prompt_buckets(plan, options.parallel.tensor)
@@ -373,7 +393,7 @@ def work_bytes(plan: KernelProgram, options: CompileOptions) -> int:
 
 
 def _pass_bytes(plan: KernelProgram, options: CompileOptions, tokens: int) -> int:
-    """Bytes that a pass of so many tokens of prompts takes while it runs."""
+    """Return the working memory in bytes of a forward with ``tokens`` prefill tokens."""
     exact = options.compute == "exact"
     size = 4 if exact else 2
     buffers = sum((size if each.role == OPERAND else 4) * each.width for each in plan.buffers[:-1])
@@ -385,8 +405,9 @@ def _pass_bytes(plan: KernelProgram, options: CompileOptions, tokens: int) -> in
 
 
 def _decode_bytes(plan: KernelProgram, options: CompileOptions) -> int:
-    """Bytes of a decode step's own values beyond those of the few rows that the workspace holds:
-    logits above all, with what choosing from them takes.
+    """Return the bytes of a decode step's values in excess of ``_WORKSPACE``.
+
+    Logits and their selection dominate.
     """
     rows = decode_rows(options)[-1]
     width = plan.vocab_size + sum(each.width for each in plan.buffers)

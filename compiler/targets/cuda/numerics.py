@@ -1,6 +1,4 @@
-"""What the kernels make of formats and fidelities: the cuda numeric contract, and how weights and
-caches are held for it.
-"""
+"""The CUDA target's numeric contract, and the storage formats for weights and caches."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from tilewright.compiler.targets.interface.base import Holding
 from tilewright.errors import CompileError, allowed
 
 BLOCK_KINDS = tuple(TILE_BYTES)
-"""Formats that kernels read in blocks."""
+"""Block formats that kernels read directly."""
 
 _EXACT_IN_BF16 = ("bf16", "bfp8", "bfp4", "bfp2")
 CACHE_KINDS = ("bf16", "bfp8")
@@ -39,10 +37,10 @@ _LOFI = (
 
 
 def held_kind(recipe: WeightRecipe, group: str | None) -> str:
-    """How a product's weight is held: its own blocks, or bfloat16 values (exact).
+    """Return the storage format of a matmul weight: its own block format, or bfloat16 (exact).
 
     Raises:
-        CompileError: for a format whose values bfloat16 cannot hold.
+        CompileError: bfloat16 cannot represent the format's values.
     """
     assert recipe.format is not None
     if recipe.format not in _EXACT_IN_BF16:
@@ -55,18 +53,22 @@ def held_kind(recipe: WeightRecipe, group: str | None) -> str:
 
 
 def cache_kind(format_name: str, *, exact: bool) -> str:
-    """How keys and values are kept: as asked where a kernel does, else bfloat16; fp32 if exact."""
+    """Return the storage format of a KV cache: the requested format if supported, else bfloat16.
+
+    fp32 if ``exact``.
+    """
     if exact:
         return "fp32"
     return format_name if format_name in CACHE_KINDS else "bf16"
 
 
 def holding(recipe: WeightRecipe, group: str | None) -> Holding:
-    """Bytes of a weight as `packing` lays it out, each expert's for itself; what is of no tensor
-    group (norms, biases, constants) is float32.
+    """Return how `packing` stores a weight, with separate tiles for each expert.
+
+    Tensors without a group (norms, biases, constants) are float32.
 
     Raises:
-        CompileError: for a format whose values bfloat16 cannot hold.
+        CompileError: bfloat16 cannot represent the format's values.
     """
     if group is None:
         return Holding("float32", 4 * math.prod(recipe.shape))
@@ -75,7 +77,7 @@ def holding(recipe: WeightRecipe, group: str | None) -> Holding:
 
 
 def tiles(kind: str, sizes: tuple[int, int, int]) -> Holding:
-    """Whole tiles of so many weights ``[rows, columns]`` of one kind, each for itself."""
+    """Return the storage of ``count`` separate weights ``[rows, columns]`` in whole tiles."""
     count, num_rows, num_columns = sizes
     num_tiles = count * -(-num_rows // TILE_ROWS) * -(-num_columns // TILE_COLUMNS)
     if kind == "bf16":
@@ -84,16 +86,19 @@ def tiles(kind: str, sizes: tuple[int, int, int]) -> Holding:
 
 
 def format_values(dense: Tensor, recipe: WeightRecipe) -> Tensor:
-    """The values that the recipe's format has for a dense weight, or some experts', float32."""
+    """Return a dense weight, or some experts, rounded to the recipe's format, as float32."""
     assert recipe.format is not None
     axis = -1 if recipe.block_axis == "in" or dense.dim() == 1 else -2
     return get_format(recipe.format).round_trip(dense, axis=axis)
 
 
 def meanings(*, exact: bool, fp8: bool = False, bfp8_pages: bool = False) -> Meanings:
-    """Make the target's answers to the numeric contract; ``exact`` is ``--compute exact``, ``fp8``:
-    lofi products of bfp4 weights take e4m3 operands where there are rows enough; ``bfp8_pages``:
-    some layers' caches are bfp8.
+    """Return how the target implements each part of a precision configuration.
+
+    Args:
+        exact: ``--compute exact``.
+        fp8: lofi matmuls of bfp4 weights use e4m3 operands for a sufficient number of rows.
+        bfp8_pages: Some layers have bfp8 caches.
     """
 
     def weight(name: str, axis: str) -> Meaning:

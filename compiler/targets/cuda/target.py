@@ -1,7 +1,7 @@
-"""NVIDIA GPUs: fused kernels over paged caches, a decode step in one CUDA graph.
+"""NVIDIA GPU target: fused kernels over paged caches, with one CUDA graph for a decode step.
 
-Tests run the same kernels on a CPU, in Triton's interpreter, which tests/targets/interpreter.py
-mends.
+Tests run the same kernels on a CPU in Triton's interpreter, with the fixes in
+tests/targets/interpreter.py.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class CudaTarget(Target):
-    """Fusions after what the kernels do in one launch."""
+    """The CUDA target. Its fusions match the kernels."""
 
     name = "cuda"
     emits = ("program", "engine")
@@ -85,10 +85,10 @@ class CudaTarget(Target):
         )
 
     def settled(self, options: CompileOptions) -> Parallel:
-        """See `Target`; sums over ranks travel as fp32, or as bf16.
+        """See `Target`. Sums over ranks are sent as fp32 or bf16.
 
         Raises:
-            CompileError: for a wire that its kernels do not send.
+            CompileError: The kernels do not support the message format.
         """
         from tilewright.compiler.targets.cuda.collectives.exchange import WIRES
 
@@ -115,11 +115,17 @@ class CudaTarget(Target):
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> Holding:
-        """Whole tiles of 16 rows x 128 columns, in blocks or in bfloat16."""
+        """Return the storage of a weight: whole tiles of 16 rows x 128 columns, in blocks or
+        bfloat16.
+        """
         return holding(recipe, facts.tensor_group)
 
     def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
-        """Keys and values as asked where a kernel reads them so, and float32 of each sequence."""
+        """Return the storage of a state.
+
+        Keys and values have the requested format if a kernel supports it. Per-sequence state is
+        float32.
+        """
         if spec.kind == PER_TOKEN:
             kind = cache_kind(spec.format, exact=compute == "exact")
             return super().state_holding(replace(spec, format=kind), compute=compute)
@@ -139,7 +145,7 @@ class CudaTarget(Target):
         write_weights(make_plan(graph_module), get_weight, folder, progress)
 
     def emit(self, kind: str, emission: Emission) -> None:
-        """Write ``engine``: a Python file that runs the model with torch and Triton alone."""
+        """Write ``engine``: a Python file that runs the model with torch and Triton only."""
         self.check_emits(kind)
         assert kind == "engine"
         from tilewright.compiler.targets.cuda.engine_generator.emit import emit_engine
@@ -167,7 +173,7 @@ class CudaTarget(Target):
         options: CompileOptions,
         progress: Progress,
     ) -> Executable:
-        """Convert every tensor on the device, without writing it to a folder first."""
+        """Convert all tensors on the device, without a directory."""
         from tilewright.compiler.targets.cuda.weights.stream import load_weights
 
         return _place(
@@ -184,8 +190,9 @@ def _place(
     options: CompileOptions,
     contract: Callable[[GraphModule, CompileOptions], NumericContract],
 ) -> Executable:
-    """The executable of a graph on this machine's GPU, once there is room for it, and the contract
-    of what there is room for.
+    """Return the executable of a graph on this machine's GPU, with its contract.
+
+    The batch size, mixed-batch sizes and weight copies are reduced to fit memory.
     """
     from tilewright.compiler.targets.cuda.batch_size import with_batch_that_fits
     from tilewright.compiler.targets.cuda.executable import CudaExecutable
@@ -202,7 +209,7 @@ def _place(
 
     check_environment()
     plan = make_plan(graph_module)
-    wanted_by(plan)  # an unsupported format, before a missing GPU
+    wanted_by(plan)  # report an unsupported format before a missing GPU
     if can_promise(plan, options):
         withhold_workspace()
     device = open_device(options)

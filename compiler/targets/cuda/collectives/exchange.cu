@@ -1,18 +1,18 @@
-// Exchanges between GPUs: sums of all ranks with the residual and the norm behind them, the likeliest
-// token of rows whose logits are dealt, whole values side by side. exchange.cuh has the protocol.
+// Collectives between GPUs. These are sums over ranks with residual and norm, the likeliest token
+// from sharded logits, and gathers. exchange.cuh describes the protocol.
 
 #include "exchange.cuh"
 
 struct Reduce {
   Group group;
-  const void *x;          // [rows, x_stride] fp32 or bf16: this rank's part
+  const void *x;  // [rows, x_stride] fp32 or bf16: this rank's values
   const float *residual;  // [rows, sum_stride]; 0: none
   const float *norm;      // [width]; 0: none
-  float *sum;             // [rows, sum_stride]; 0: not kept
-  void *out;              // [rows, out_stride] bf16 or fp32, normed where there is a norm; 0: none
+  float *sum;  // [rows, sum_stride]; 0: not stored
+  void *out;  // [rows, out_stride] bf16 or fp32, after the norm if present; 0: none
   int num_rows, width;
   int x_stride, sum_stride;
-  int out_stride, is_bf16;  // the latter of out
+  int out_stride, is_bf16;  // is_bf16: type of out
   float eps;
   int padding;
 };
@@ -30,7 +30,8 @@ __device__ __forceinline__ int cluster_block() {
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
-// What travels in 16 bytes. A word that would be EMPTY (-0.0, or bf16 -0.0 above +0.0) goes as +0.0.
+// Encodings of a 16-byte message word. A word equal to EMPTY (-0.0, or bf16 -0.0 above +0.0) is
+// sent as +0.0.
 struct Fp32 {
   static constexpr int N = 4;
   static __device__ __forceinline__ uint4 pack(const float (&v)[4]) {
@@ -75,7 +76,8 @@ template <int N> __device__ __forceinline__ void store(u16 *to, const float (&v)
     *(uint2 *)(to + i) = make_uint2(pack2(v[i], v[i + 1]), pack2(v[i + 2], v[i + 3]));
 }
 
-// The sum of ranks first .. first + RANKS - 1, pairs first; `num` words of a thread, own ones known.
+// Sum over ranks first .. first + RANKS - 1 in a binary tree, for a thread's `num` words. `own` has
+// this rank's words.
 template <class Wire, int UNITS, int RANKS> struct Tree {
   static __device__ __forceinline__ void sum(const Side &side, float (&v)[UNITS][Wire::N], int first,
                                              const uint4 (&own)[UNITS], u64 at, u64 each, int num) {
@@ -102,11 +104,11 @@ template <class Wire, int UNITS> struct Tree<Wire, UNITS, 1> {
   }
 };
 
-// The sum over a row of each thread's part; the order depends on the launch's shape alone. `again`:
-// another row comes behind it.
+// Return the sum over all threads' values in a row. The order depends on the launch configuration
+// only. Set `again` if a row follows.
 __device__ __forceinline__ float sum_of_row(float v, int num_blocks, bool again) {
   __shared__ float sums[32], total;
-  __syncwarp();  // lanes come from polling one by one
+  __syncwarp();  // polling diverges the lanes
 #pragma unroll
   for (int offset = 16; offset; offset >>= 1) v += __shfl_xor_sync(~0u, v, offset);
   if (!(threadIdx.x & 31)) sums[threadIdx.x >> 5] = v;
@@ -120,14 +122,14 @@ __device__ __forceinline__ float sum_of_row(float v, int num_blocks, bool again)
     cluster_barrier();
     v = 0.0f;
     for (int i = 0; i < num_blocks; ++i) v += read_of_rank(shared_address(&total), i);
-    cluster_barrier();  // nobody's total goes before all have read it
+    cluster_barrier();  // all blocks must read a total before its block changes it
   } else if (again) {
-    __syncthreads();  // nor the sums of a row before those of the next
+    __syncthreads();  // the next row must not change the sums too early
   }
   return v;
 }
 
-// A thread's words of rows: `num` of them, `step` columns apart from `first` on.
+// A thread's words in a row: `num` words from column `first`, `step` columns apart.
 template <class Wire, class In, int UNITS> struct Rows {
   static constexpr int N = Wire::N;
   const Reduce &p;
@@ -148,7 +150,7 @@ template <class Wire, class In, int UNITS> struct Rows {
   __device__ __forceinline__ u64 place(int row) const {
     return ((u64)row * (p.width / N) + first / N) * 16;
   }
-  // This rank's part of a row, as it is sent.
+  // This rank's values in a row, encoded as a message.
   __device__ __forceinline__ void read(uint4 (&own)[UNITS], int row) const {
     float v[UNITS][N] = {};
 #pragma unroll
@@ -172,7 +174,7 @@ template <class Wire, class In, int UNITS> struct Rows {
       if (u < num && p.residual)
         load(residual[u], p.residual + (size_t)row * p.sum_stride + first + u * step);
   }
-  // The others' parts, and what is made of the sum.
+  // Add the peers' values and write the results for the row.
   template <int RANKS>
   __device__ __forceinline__ void finish(const Side &side, const uint4 (&own)[UNITS],
                                          const float (&residual)[UNITS][N], int row,
@@ -204,7 +206,7 @@ template <class Wire, class In, int UNITS> struct Rows {
   }
 };
 
-// A block, or a cluster of them, a row at a time: all its rows are sent before any is waited for.
+// A block or a cluster computes a row at a time. All rows are sent before the first poll.
 template <class Wire, class In, int UNITS, int RANKS>
 __device__ __forceinline__ void reduce(const Reduce &p) {
   release_dependents();
@@ -238,7 +240,7 @@ __device__ __forceinline__ void reduce(const Reduce &p) {
 
 struct Best {
   Group group;
-  const long long *keys;  // [rows, keys_stride]: of chunks of this rank's columns
+  const long long *keys;  // [rows, keys_stride]: for ranges of this rank's columns
   const long long *ends;  // [rows, ends_stride]
   long long *tokens;      // [rows]
   long long *positions;   // [rows]; 0: none
@@ -250,15 +252,15 @@ struct Best {
 
 __device__ __forceinline__ long long larger(long long a, long long b) { return a > b ? a : b; }
 
-// A warp a row. A key has the order of a logit above and what a token lacks to 2^32 - 1 below, and
-// neither is EMPTY: choose.py makes them.
+// A warp computes a row. The upper half of a key orders logits, and the lower half is 2^32 - 1
+// minus the token. Neither half equals EMPTY; argmax.py makes the keys.
 extern "C" __global__ void __launch_bounds__(256) choose_best(const __grid_constant__ Best p) {
   release_dependents();
   Side side(p.group);
   const int row = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
   const bool is_row = row < p.num_rows;
   wait_for_inputs();
-  long long best = -0x7F900000ll * (1ll << 32) + 0xFFFFFFFFll;  // below every logit's
+  long long best = -0x7F900000ll * (1ll << 32) + 0xFFFFFFFFll;  // below the key of any logit
   if (is_row)
     for (int i = lane; i < p.num_keys; i += 32)
       best = larger(best, p.keys[(size_t)row * p.keys_stride + i]);
@@ -293,10 +295,11 @@ extern "C" __global__ void __launch_bounds__(256) choose_best(const __grid_const
 
 struct Deliver {
   Group group;
-  const uint4 *x;  // words of 16 bytes that this rank sends
-  uint4 *out;      // [count, num_words]: a rank's at its place
-  int num_words;   // of every sender
-  int senders, receivers, padding;  // bits of ranks; any other pair exchanges one word of zeros
+  const uint4 *x;  // this rank's words of 16 bytes
+  uint4 *out;  // [count, num_words], by sender
+  int num_words;  // for every sender
+  // bit masks of ranks; every pair without data exchanges a word of zeros
+  int senders, receivers, padding;
 };
 
 extern "C" __global__ void __launch_bounds__(512) deliver(const __grid_constant__ Deliver p) {
@@ -332,14 +335,14 @@ extern "C" __global__ void __launch_bounds__(512) deliver(const __grid_constant_
   }
 }
 
-// Behind the last exchange of a step; never before its own write are its dependents released.
+// Runs after the last collective in a step. It must write before its dependents are released.
 extern "C" __global__ void advance(u32 *state, int count) {
   wait_for_inputs();
   state[BASE] = (state[BASE] + count) % WRAP;
   __threadfence();
 }
 
-// One word to and fro between ranks 0 and 1, so many times.
+// Send a word `turns` times between ranks 0 and 1 and back.
 extern "C" __global__ void ping(const __grid_constant__ Group group, int turns) {
   wait_for_inputs();
   Side side(group);

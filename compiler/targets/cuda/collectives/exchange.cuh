@@ -1,15 +1,15 @@
-// One rank's side of exchanges between the GPUs of a host: stores into the others' memory, and reads
-// of its own until everything is there. No flags, no barriers, nothing assumed of the order of
-// stores.
+// Protocol of collectives between the GPUs in a host. A rank stores into its peers' memory and
+// polls its own memory for data. There are no flags and no barriers, and the order of stores is
+// irrelevant.
 //
-// Every rank has three slots in turn, and in each a part for every sender. EMPTY means "not here
-// yet", and no sender sends that word. Exchange e uses slot e % 3 and fills slot e - 1 with EMPTY
-// again: a peer writes there at e + 2, for which it needs our part of e + 1, sent after e has ended.
-// So in every exchange every rank sends something to every other.
+// Every rank has three slots, used in turn. A slot has a part for every sender. The word EMPTY
+// means missing data, and senders never send it. Collective e uses slot e % 3 and fills slot e - 1
+// with EMPTY. A peer writes there again at e + 2. To reach e + 2, the peer needs our part of e + 1,
+// which we send after e ends. Therefore every rank sends data to every peer in every collective.
 //
-// The number of an exchange is a base in device memory plus its place within the step. The kernel
-// that advances the base never releases its dependents early: whoever is launched behind it may
-// read the base before its own wait.
+// The number of a collective is a base in device memory plus its index in the step. The kernel that
+// advances the base must not release its dependents early: the next kernel may read the base before
+// its own wait.
 #pragma once
 
 #include "primitives.cuh"
@@ -18,22 +18,25 @@ typedef unsigned long long u64;
 
 constexpr u32 EMPTY = 0x80000000u;  // -0.0
 constexpr int SLOTS = 3;
-constexpr u32 WRAP = 3u << 28;          // a multiple of the slots
+constexpr u32 WRAP = 3u << 28;  // a multiple of SLOTS
 constexpr int POLLS_BETWEEN_LOOKS = 64;  // a power of two
-enum { BASE, WORDS, LIMIT = 4, STOPPED };  // of a group's state; WORDS is one of each slot
-enum { FAILED, BY_RANK, FOR_PEER, AT_INDEX };  // of its report
+// offsets in the group's state; WORDS has an entry for each slot
+enum { BASE, WORDS, LIMIT = 4, STOPPED };
+enum { FAILED, BY_RANK, FOR_PEER, AT_INDEX };  // offsets in the group's report
 
 struct Group {
-  unsigned long long peers[8];  // where each rank's slots begin, as this rank reaches them
-  u32 *state;             // BASE; WORDS of 16 bytes a sender used in each slot; LIMIT in 1,024 ns;
+  unsigned long long peers[8];  // addresses of the ranks' slots in this process
+  // BASE; WORDS: used words of 16 bytes, by slot; LIMIT: timeout in units of 1,024 ns; STOPPED:
+  // ends all polling
+  u32 *state;
                           // STOPPED ends all polling
-  u32 *report;            // in host memory, which nobody polls: thousands of threads would
-  u64 part_bytes;         // of a sender in a slot
+  u32 *report;  // In host memory. Kernels must not poll it: thousands of threads would.
+  u64 part_bytes;  // maximum message size in a slot
   int rank, count;
-  int index, padding;     // place of the exchange within the step
+  int index, padding;  // index in the step
 };
 
-// The rank so many places behind ours in the ring: no two begin with the same one.
+// Return the peer at distance `places` in the ring. Ranks start with different peers.
 __device__ __forceinline__ int behind(const Group &group, int places) {
   const int rank = group.rank + places;
   return rank < group.count ? rank : rank - group.count;
@@ -65,8 +68,8 @@ __device__ __forceinline__ u64 now() {
   return t;
 }
 
-// Of a thread that has polled in vain: when it began to (0: now), or 0 where it is to poll no longer.
-// Past the limit the report says who waited for whom, and ends all later polls too.
+// Check for a timeout in a polling thread. `began`: start time, 0 at the first call. Return the
+// start time, or 0 to end polling. A timeout is reported and ends all later polling.
 __device__ __noinline__ u64 look(const Group &group, int peer, u64 began) {
   volatile u32 *state = group.state, *report = group.report;
   if (state[STOPPED]) return 0;
@@ -82,7 +85,7 @@ __device__ __noinline__ u64 look(const Group &group, int peer, u64 began) {
   return 0;
 }
 
-// An exchange under way, seen by one thread.
+// A thread's view of a collective.
 struct Side {
   const Group &group;
   int slot;
@@ -90,12 +93,13 @@ struct Side {
   __device__ __forceinline__ explicit Side(const Group &g)
       : group(g), slot((read_past4(g.state + BASE) + g.index) % SLOTS) {}
 
-  // Where a sender's part of this exchange lies in the memory of the rank that reads it.
+  // Return the address of a sender's part in the reader's memory.
   __device__ __forceinline__ u64 part(int reader, int sender) const {
     return group.peers[reader] + (u64)(slot * group.count + sender) * group.part_bytes;
   }
 
-  // Fill the slot of the exchange before, so many threads together; remember how far this one goes.
+  // Fill the previous slot with EMPTY, using `num_threads` threads. Record the size of this
+  // message.
   __device__ __forceinline__ void arm(u32 num_words, u32 thread, u32 num_threads) const {
     const int last = (slot + SLOTS - 1) % SLOTS;
     const u32 used = read_past4(group.state + WORDS + last);
@@ -109,7 +113,7 @@ struct Side {
     }
   }
 
-  // The words of a peer, `each` bytes apart; all of them once they are here, or the poll was ended.
+  // Read `num` words of a peer, `each` bytes apart. Return when all are present or polling ends.
   template <int N, class Word>
   __device__ __forceinline__ void take(Word (&words)[N], u64 from, u64 each, int num,
                                        int peer) const {

@@ -1,7 +1,7 @@
-"""exchange.cu on the device: sums over ranks, the best key of dealt logits, values side by side.
+"""Launcher for ``exchange.cu``: collectives between GPUs whose memories reach each other.
 
-A rank's side of a group whose memories reach each other (`..peers`). Counts the exchanges of a
-step, and knows nothing of what is exchanged.
+Implements sums over ranks, the largest key in sharded logits, and gathers. Counts the collectives
+in a step. Excludes the meaning of the data.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ from tilewright.distributed.parallel import MOST_GPUS
 MOST_RANKS = MOST_GPUS
 SLOTS = 3
 EMPTY = 0x80000000
-"""The word that stands where nothing has come yet, in all of the memory that peers write to."""
+"""The word for missing data. All memory written by peers contains this word initially."""
 
 WIRES = ("fp32", "bf16")
 PROMPT_WIRE = "bf16"
-"""In which sums of prompts travel where none is named: they are long, and bytes are their time."""
+"""Default message format for sums in prefill. These messages are long, and their size sets the
+time.
+"""
 MOST_BLOCKS = 132
-"""That poll at a time: all of them have a place, so none waits for one that has not begun."""
+"""Maximum number of polling blocks. All must be resident: a polling block must not wait for a block
+that has not started.
+"""
 
-_ELEMENTS = {"fp32": 4, "bf16": 8}  # in the 16 bytes that a thread sends at a time
+_ELEMENTS = {"fp32": 4, "bf16": 8}  # elements in the 16 bytes sent by a thread at a time
 _UNITS = {("fp32", "fp32"): (1, 2, 4), ("bf16", "fp32"): (1, 2), ("bf16", "bf16"): (1, 2)}
 _MOST_THREADS = {("fp32", 4): 512, ("bf16", 1): 512, ("bf16", 2): 512}
 _LIMIT, _STOPPED = 4, 5
@@ -109,9 +113,14 @@ SOURCE = nvrtc.KernelSource(
 
 @dataclass(frozen=True, slots=True)
 class AllReduceConfig:
-    """How a row of a sum lies on the device: threads a block, words of 16 bytes a thread, blocks
-    that share the row. It says in what order a norm's squares are added, so it never depends on
-    how many rows there are.
+    """Launch configuration for a row of a sum.
+
+    The configuration sets the addition order in a norm. It must not depend on the row count.
+
+    Attributes:
+        num_threads: Threads in a block.
+        units: 16-byte words for each thread.
+        num_blocks: Blocks that share a row.
     """
 
     num_threads: int
@@ -121,7 +130,7 @@ class AllReduceConfig:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Who gave up waiting: the rank, for whom, and at which exchange of its step."""
+    """A timeout: ``rank`` waited for ``peer`` at collective ``index`` of its step."""
 
     rank: int
     peer: int
@@ -129,8 +138,17 @@ class Failure:
 
 
 def shape_for(width: int, wire: str) -> AllReduceConfig:
-    """The shape of rows with a norm: one block where it has room for them, which was measured
-    faster than several with a barrier between them.
+    """Return the launch configuration for rows with a norm.
+
+    A single block is faster than several blocks with a barrier, so the result has the fewest
+    blocks.
+
+    Args:
+        width: Columns.
+        wire: Message format, an entry of ``WIRES``.
+
+    Raises:
+        ValueError: A row is wider than a cluster supports.
     """
     words = width // _ELEMENTS[wire]
     units = max(_UNITS[wire, "fp32"]) if wire == "fp32" or words > 512 else 1
@@ -142,8 +160,10 @@ def shape_for(width: int, wire: str) -> AllReduceConfig:
 
 
 class PeerAllReduce:
-    """A rank's side of the exchanges of a group. All ranks call the same methods in the same order
-    with the same sizes; every method can be captured in a CUDA graph; all run on one stream.
+    """A rank's side of the collectives in a group.
+
+    All ranks must call the same methods in the same order with the same sizes, on one stream. CUDA
+    graphs can capture every method.
     """
 
     def __init__(
@@ -156,9 +176,14 @@ class PeerAllReduce:
         most_blocks: int = MOST_BLOCKS,
         kept: object = None,
     ) -> None:
-        """``addresses``: where each rank's memory begins as this process reaches it, ``SLOTS``
-        times ``len(addresses)`` times ``part_bytes`` long, full of ``EMPTY`` before any exchange;
-        ``most_blocks``: that wait at a time; ``kept``: what is to live as long.
+        """Connect to the memory of all ranks.
+
+        Args:
+            addresses: The ranks' memory addresses in this process. Each memory has ``SLOTS`` times
+                ``len(addresses)`` times ``part_bytes`` bytes and contains ``EMPTY`` only.
+            part_bytes: Maximum message size in bytes, divisible by 16.
+            most_blocks: Maximum number of polling blocks.
+            kept: An object that must live as long as this instance, for example the memory.
         """
         self._kept, self._most_blocks = kept, most_blocks
         assert 1 <= len(addresses) <= MOST_RANKS and part_bytes % 16 == 0
@@ -167,28 +192,33 @@ class PeerAllReduce:
         self._state = torch.zeros(8, dtype=torch.int32, device=device)
         self._report = torch.zeros(8, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._group = _RankAddresses(
-            (ctypes.c_uint64 * MOST_RANKS)(*addresses), self._state.data_ptr(),
-            self._report.data_ptr(), part_bytes, rank, self.count,
-        )  # fmt: skip
+            (ctypes.c_uint64 * MOST_RANKS)(*addresses),
+            self._state.data_ptr(),
+            self._report.data_ptr(),
+            part_bytes,
+            rank,
+            self.count,
+        )
         self._index = 0
         self._stream: int | None = None
         self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.set_limit(10.0)
 
     def set_limit(self, seconds: float) -> None:
-        """How long a kernel waits for a peer before it gives up and stops all waiting."""
+        """Set the timeout in seconds. After it, a kernel reports a failure and all polling ends."""
         self._state[_LIMIT] = min(2**31 - 1, math.ceil(seconds * 1e9 / 1024))
 
     def failure(self) -> Failure | None:
-        """What a kernel reported when it gave up; None where none did. Reads host memory alone."""
+        """Return the failure reported by a kernel, or None. Reads host memory only."""
         if not self._report[_FAILED]:
             return None
         rank, peer, index = (int(self._report[i]) for i in (_BY_RANK, _FOR_PEER, _AT_INDEX))
         return Failure(rank, peer, index)
 
     def stop(self) -> None:
-        """End all waiting of this rank's kernels, now and later: what they give means nothing. From
-        any thread, and without waiting: nothing is allocated. A device that is lost waits no more.
+        """End all current and later polling in this rank's kernels. Their results become invalid.
+
+        Callable from any thread. Does not wait or allocate. A lost device is ignored.
         """
         with contextlib.suppress(RuntimeError), torch.cuda.stream(self._aside):
             self._state[_STOPPED : _STOPPED + 1].fill_(1)
@@ -196,8 +226,14 @@ class PeerAllReduce:
     def all_reduce(
         self, out: Tensor, x: Tensor, *, wire: str, num_threads: int = 256, units: int = 1
     ) -> None:
-        """``out`` is the sum of all ranks' ``x``, of equal shapes: fp32 or bfloat16, ``x`` the
-        latter for a wire of ``bf16`` alone. Of contiguous ones any shape; else ``[R, W]``.
+        """Write the sum over all ranks' ``x`` to ``out``.
+
+        Args:
+            out: fp32 or bfloat16, in the same shape as ``x``.
+            x: fp32, or bfloat16 if ``wire`` is ``bf16``. If ``x`` or ``out`` is not contiguous, the
+                shape must be ``[R, W]``.
+            wire: Message format from ``WIRES``.
+            num_threads, units: Launch configuration; see `AllReduceConfig`.
         """
         assert out.shape == x.shape
         if x.is_contiguous() and out.is_contiguous():
@@ -212,10 +248,14 @@ class PeerAllReduce:
         for part, rows in self._parts(x, wire):
             to = out[part]
             arguments = _Reduce(
-                x=rows.data_ptr(), out=to.data_ptr(), num_rows=len(rows), width=x.shape[1],
-                x_stride=rows.stride(0), out_stride=out.stride(0),
+                x=rows.data_ptr(),
+                out=to.data_ptr(),
+                num_rows=len(rows),
+                width=x.shape[1],
+                x_stride=rows.stride(0),
+                out_stride=out.stride(0),
                 is_bf16=out.dtype == torch.bfloat16,
-            )  # fmt: skip
+            )
             self._reduce(arguments, wire, rows.dtype, shape)
 
     def all_reduce_add(
@@ -229,8 +269,13 @@ class PeerAllReduce:
         eps: float = 0.0,
         shape: AllReduceConfig | None = None,
     ) -> None:
-        """Add all ranks' ``x [R, W]`` to ``stream [R, W]``, both fp32; where there is ``norm [W]``,
-        ``out [R, W]`` (bfloat16 or fp32) is the stream's RMSNorm, each row's in one order.
+        """Add all ranks' ``x [R, W]`` to ``stream [R, W]``, both fp32.
+
+        Args:
+            wire: Message format from ``WIRES``.
+            out: RMSNorm of the new stream, ``[R, W]`` bfloat16 or fp32. Requires ``norm``.
+            norm: Norm weights ``[W]``. None: no norm.
+            shape: Launch configuration. None: `shape_for`. It sets the addition order in the norm.
         """
         width = x.shape[1]
         assert stream.shape == x.shape and x.dtype == stream.dtype == torch.float32
@@ -238,9 +283,15 @@ class PeerAllReduce:
         for part, rows in self._parts(x, wire):
             to = stream[part]
             arguments = _Reduce(
-                x=rows.data_ptr(), residual=to.data_ptr(), sum=to.data_ptr(), num_rows=len(rows),
-                width=width, x_stride=rows.stride(0), sum_stride=stream.stride(0), eps=eps,
-            )  # fmt: skip
+                x=rows.data_ptr(),
+                residual=to.data_ptr(),
+                sum=to.data_ptr(),
+                num_rows=len(rows),
+                width=width,
+                x_stride=rows.stride(0),
+                sum_stride=stream.stride(0),
+                eps=eps,
+            )
             if out is not None and norm is not None:
                 assert out.shape == x.shape and norm.shape == (width,) and out.stride(1) == 1
                 arguments.norm, arguments.out = norm.data_ptr(), out[part].data_ptr()
@@ -258,36 +309,58 @@ class PeerAllReduce:
         first_column: int,
         positions: Tensor | None = None,
     ) -> None:
-        """What :func:`.choose.choose` writes, of logits whose columns are dealt over the ranks:
-        ``keys [B, N]`` are those of chunks of this rank's columns, which begin at ``first_column``.
+        """Select the likeliest tokens from logits whose columns are sharded over ranks.
+
+        Writes the same outputs as :func:`.argmax.choose`.
+
+        Args:
+            keys: Maximum keys ``[B, N]`` over column ranges on this rank.
+            first_column: Index of this rank's first column.
         """
         num_rows = len(tokens)
         arguments = _Best(
-            keys=keys.data_ptr(), ends=end_tokens.data_ptr(), tokens=tokens.data_ptr(),
-            positions=0 if positions is None else positions.data_ptr(), why=why.data_ptr(),
-            num_rows=num_rows, num_keys=keys.shape[1], keys_stride=keys.stride(0),
-            num_ends=end_tokens.shape[1], ends_stride=end_tokens.stride(0), first=first_column,
-        )  # fmt: skip
+            keys=keys.data_ptr(),
+            ends=end_tokens.data_ptr(),
+            tokens=tokens.data_ptr(),
+            positions=0 if positions is None else positions.data_ptr(),
+            why=why.data_ptr(),
+            num_rows=num_rows,
+            num_keys=keys.shape[1],
+            keys_stride=keys.stride(0),
+            num_ends=end_tokens.shape[1],
+            ends_stride=end_tokens.stride(0),
+            first=first_column,
+        )
         assert 8 * num_rows <= self.part_bytes
         self._launch("choose_best", arguments, math.ceil(num_rows / 8), 256)
 
     def deliver(self, out: Tensor, x: Tensor, *, senders: int, receivers: int) -> None:
-        """``out [n, ...]``, of the ranks whose bits are in ``receivers``, gets the ``x`` of each
-        rank whose bit is in ``senders``. Whole words of 16 bytes, as many of every rank; a word of
-        four bytes that is -0.0 in fp32 arrives as +0.0.
+        """Copy ``x`` from each rank in ``senders`` to ``out [n, ...]`` on each rank in
+        ``receivers``.
+
+        The size is divisible by 16 bytes and equal on all ranks. A four-byte word that equals fp32
+        -0.0 arrives as +0.0.
+
+        Args:
+            senders, receivers: Rank bit masks.
         """
         num_bytes = x.numel() * x.element_size()
         assert x.is_contiguous() and out.is_contiguous() and num_bytes % 16 == 0
         assert num_bytes <= self.part_bytes and out.numel() == self.count * x.numel()
         words = num_bytes // 16
         arguments = _Deliver(
-            x=x.data_ptr(), out=out.data_ptr(), num_words=words, senders=senders,
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            num_words=words,
+            senders=senders,
             receivers=receivers,
-        )  # fmt: skip
+        )
         self._launch("deliver", arguments, min(self._most_blocks, math.ceil(words / 512)), 512)
 
     def end_step(self) -> None:
-        """Behind the last exchange of a step, on every rank."""
+        """Advance the counter after the last collective of a step. Every rank must call this
+        method.
+        """
         if not self._index:
             return
         arguments = _Advance(self._state.data_ptr(), self._index)
@@ -296,15 +369,18 @@ class PeerAllReduce:
         self._index = 0
 
     def ping(self, turns: int) -> None:
-        """A word between the first two ranks, so many times to and fro; outside any step, with a
-        host's barrier before and behind it.
+        """Send a word ``turns`` times between the first two ranks and back.
+
+        Call it between steps. The host must synchronize all ranks before and after.
         """
         arguments = _Ping(self._group, turns)
         at = nvrtc.Launch((1, 1, 1), 1)
         nvrtc.launch(SOURCE, "ping", at=at, arguments=arguments, spread=True)
 
     def _check_stream(self) -> None:
-        """On two streams at a time, two exchanges of one number would wait for each other."""
+        """Check that all collectives use one stream. Concurrent collectives with one number would
+        deadlock.
+        """
         if self._state.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
         stream = torch.cuda.current_stream().cuda_stream
@@ -312,9 +388,7 @@ class PeerAllReduce:
         self._stream = stream
 
     def _parts(self, x: Tensor, wire: str) -> Iterator[tuple[slice, Tensor]]:
-        """So many rows of ``x`` at a time as a slot holds, and the values that the kernels read as
-        this rank's.
-        """
+        """Yield row ranges of ``x`` that fit a slot, and this rank's values for the kernels."""
         assert x.shape[1] % _ELEMENTS[wire] == 0 and x.stride(1) == 1, x.shape
         most = self.part_bytes // (x.shape[1] // _ELEMENTS[wire] * 16)
         for first in range(0, len(x), most):
@@ -343,6 +417,8 @@ class PeerAllReduce:
 
 
 def _piece(size: int, most: int, unit: int) -> int:
-    """The largest divisor of ``size`` up to ``most`` that is a multiple of ``unit``."""
+    """Return the largest divisor of ``size`` that is a multiple of ``unit`` and at most
+    ``most``.
+    """
     assert size % unit == 0, f"{size} is no multiple of {unit}"
     return next(n for n in range(min(most, size) // unit * unit, 0, -unit) if size % n == 0)

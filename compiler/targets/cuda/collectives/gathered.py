@@ -1,7 +1,7 @@
-"""Exchanges of ranks that do not reach each other's memory: a library gathers what all of them
-send, and each adds it itself, by the very kernels that peers use. So both give the same bits.
+"""Collectives for ranks that cannot access their peers' memory.
 
-Knows nothing of the library but that it gathers.
+A library gathers the messages of all ranks. Each rank adds them with the kernels for peer memory,
+so both methods give the same bits. Uses only the library's all-gather.
 """
 
 from __future__ import annotations
@@ -21,31 +21,36 @@ from tilewright.compiler.targets.cuda.collectives.exchange import (
 )
 
 _LEAST = (-0x7F900000 << 32) + 0xFFFFFFFF
-"""Below every key of a logit, as in exchange.cu."""
+"""A value below all logit keys, as in exchange.cu."""
 
 
 class Gathering(Protocol):
-    """What a library does for ``rank`` of ``count``. ``has_ended``: it gathers nothing any more."""
+    """A communication library, as seen by ``rank`` of ``count``.
+
+    Attributes:
+        has_ended: The library was stopped and gathers no more data.
+    """
 
     rank: int
     count: int
     has_ended: bool
 
     def all_gather(self, parts: Tensor) -> None:
-        """Fill ``parts [count, ...]`` (contiguous) from all ranks, each of which has its own part
-        at its place; in the order of the current stream, and capturable.
+        """Fill ``parts [count, ...]`` (contiguous) with the parts of all ranks.
+
+        Each rank provides ``parts[rank]``. Runs on the current stream. CUDA graphs can capture it.
         """
 
 
 class GatheredExchange(PeerAllReduce):
-    """A `PeerAllReduce` whose kernels run as rank 0 of a group whose ranks have sent everything.
+    """A `PeerAllReduce` over a communication library.
 
-    The values of the other ranks lie where the kernels would await them, and what they send goes
-    aside. So nothing waits, and the slot of the protocol is always the first.
+    Kernels run as rank 0 of a group whose messages are all present in slot 0. They never wait.
+    Their own messages go to unused memory.
     """
 
     def __init__(self, gathering: Gathering, *, part_bytes: int, device: torch.device) -> None:
-        """``part_bytes``: of one rank at a time."""
+        """Allocate the buffers. ``part_bytes`` is the maximum message size of a rank."""
         self._gathering, self._num_folds = gathering, 0
         count = gathering.count
         while count > MOST_RANKS:
@@ -58,7 +63,7 @@ class GatheredExchange(PeerAllReduce):
         self.rank, self.count = gathering.rank, gathering.count
 
     def failure(self) -> Failure | None:
-        """See `PeerAllReduce`; after the library's end nothing that was gathered means anything."""
+        """See `PeerAllReduce`. After the library has ended, all gathered data is invalid."""
         if self._gathering.has_ended:
             return Failure(self.rank, self.rank, 0)
         return super().failure()
@@ -101,7 +106,7 @@ class GatheredExchange(PeerAllReduce):
                     words[rank].copy_(own if rank == self.rank else parts[rank])
 
     def end_step(self) -> None:
-        """See `PeerAllReduce`; there is nothing to count."""
+        """See `PeerAllReduce`. This class has no counter."""
 
     def _parts(self, x: Tensor, wire: str) -> Iterator[tuple[slice, Tensor]]:
         kind = torch.float32 if wire == "fp32" else torch.bfloat16
@@ -111,20 +116,23 @@ class GatheredExchange(PeerAllReduce):
             yield part, self._gathered(parts, torch.add)
 
     def _sent(self, x: Tensor, wire: str) -> tuple[Tensor, str]:
-        """What is sent, and how: parts that are folded are fp32, rounded as the wire does."""
+        """Return the message and its format. Folded messages are fp32, rounded to the message
+        format.
+        """
         if wire == "fp32" or not self._num_folds:
             return x, wire
         return x.bfloat16().float(), "fp32"
 
     def _room(self, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
-        """Where all ranks' parts of a shape lie: ``[n, *shape]``."""
+        """Return a buffer ``[n, *shape]`` for the messages of all ranks."""
         num_bytes = self.count * math.prod(shape) * kind.itemsize
         assert num_bytes <= self.count * self.part_bytes
         return self._memory.view(-1)[:num_bytes].view(kind).view(self.count, *shape)
 
     def _gathered(self, parts: Tensor, join: Callable[..., Any]) -> Tensor:
-        """Have all ranks' parts, neighbours joined until the kernels know as many; the first of
-        them, behind which they find the others.
+        """Gather all messages and join neighbors until the kernels support their number.
+
+        Return the first message. Kernels find the next messages after it in memory.
         """
         self._gathering.all_gather(parts)
         for _ in range(self._num_folds):
@@ -140,7 +148,7 @@ class GatheredExchange(PeerAllReduce):
 
 
 def _put(to: Tensor, x: Tensor) -> None:
-    """``x`` as kernels send it, in the type of ``to``: no word is EMPTY."""
+    """Copy ``x`` to ``to`` as kernels send it: no word equals EMPTY."""
     if to.dtype == torch.float32:
         torch.add(x, 0.0, out=to)  # -0.0 becomes +0.0
         return

@@ -1,7 +1,6 @@
-"""A rank's place among the others of a group: how they exchange, and what ends a step whose logits
-are dealt over ranks.
+"""A group of ranks: collective backend, timeouts, and token selection from sharded logits.
 
-Rank 0 alone draws and answers; the likeliest token is found by all at once, by keys.
+Only rank 0 samples and returns results. All ranks find the likeliest token together.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ if TYPE_CHECKING:
     from tilewright.distributed.peers import SetupCollectives as Met
 
 WARMUP_SECONDS = 120.0
-"""How long ranks wait for each other at least until a first step was captured, and while others
-are.
-"""
+"""Minimum timeout in seconds until a first step is captured, and during captures on peers."""
 
 _NOTE = (
     "ranks exchange through NCCL ({}): a sum takes some 16 us, not 2.3 (two H200s), and a rank "
@@ -36,15 +33,18 @@ _ROOT = 0
 
 
 class CollectiveBackend(Protocol):
-    """What an exchange goes through."""
+    """A collective backend."""
 
     def close(self) -> None:
-        """Free it; no rank may begin another step."""
+        """Free the backend. No rank may start another step."""
 
 
 class RankGroup:
-    """All ranks call its methods in the same order. ``sizes``: the columns of the logits that each
-    rank has; none where every rank has them all. ``notes``: what people are told of it.
+    """A rank's view of its group. All ranks must call its methods in the same order.
+
+    Attributes:
+        sizes: Logit columns of each rank. Empty: every rank has all columns.
+        notes: Messages for the user.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class RankGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that draws and answers."""
+        """Whether this is the rank that samples and returns results."""
         return self.rank == _ROOT
 
     @contextlib.contextmanager
     def patiently(self) -> Iterator[None]:
-        """Let ranks wait longer for each other while kernels are compiled and captured."""
+        """Extend the timeout during compilation and capture of kernels."""
         self._patience += 1
         self.exchange.set_limit(max(self.limit_s, WARMUP_SECONDS))
         try:
@@ -78,10 +78,10 @@ class RankGroup:
                 self.exchange.set_limit(self.limit_s)
 
     def check(self) -> None:
-        """Raise what a kernel of this rank reported.
+        """Raise an error if a kernel of this rank reported a timeout.
 
         Raises:
-            ExchangeError: naming the rank that it waited for in vain.
+            ExchangeError: Names the missing rank.
         """
         failure = self.exchange.failure()
         if failure is not None:
@@ -98,8 +98,9 @@ class RankGroup:
         scratch: Tensor,
         positions: Tensor | None,
     ) -> None:
-        """:func:`.kernels.choose.choose` from the first ``width`` columns of all ranks' ``logits``,
-        of which ``[B, V]`` are this one's.
+        """Select the likeliest tokens from the first ``width`` logits of all ranks.
+
+        See :func:`.argmax.choose`. ``logits [B, V]`` has this rank's columns.
         """
         if not self.sizes:
             logits = logits[:, :width]
@@ -108,14 +109,18 @@ class RankGroup:
             own = max(0, min(width - self.first, logits.shape[1]))
             keys = best_keys(scratch, logits[:, :own])
             self.exchange.choose_best(
-                tokens, why, keys, end_tokens=end_tokens, first_column=self.first,
+                tokens,
+                why,
+                keys,
+                end_tokens=end_tokens,
+                first_column=self.first,
                 positions=positions,
-            )  # fmt: skip
+            )
         self.exchange.end_step()
 
     def whole(self, logits: Tensor) -> Tensor:
-        """On rank 0 the logits ``[R, sum of sizes]`` of all ranks' columns; on the others what lies
-        in their place.
+        """Gather the logits ``[R, sum of sizes]`` on rank 0. The result is undefined on
+        followers.
         """
         if not self.sizes:
             return logits
@@ -136,7 +141,7 @@ class RankGroup:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def share(self, tokens: Tensor, why: Tensor | None = None) -> None:
-        """Rank 0's ``tokens [R]`` (int64), and ``why [R]`` (uint8), become those of all ranks."""
+        """Broadcast ``tokens [R]`` (int64) and ``why [R]`` (uint8) from rank 0."""
         words = torch.zeros(len(tokens), 4, dtype=torch.int32, device=tokens.device)
         words[:, 0] = tokens
         if why is not None:
@@ -150,19 +155,20 @@ class RankGroup:
                 why.copy_(found[_ROOT, :, 1])
 
     def close(self) -> None:
-        """Free what ranks exchange through; no rank may begin another step, and no graph has it."""
+        """Free the backend. No rank may start another step, and no graph may use it."""
         if self._way is not None:
             self._way.close()
 
 
 def alone(rank: int, count: int, sizes: tuple[int, ...], device: torch.device) -> RankGroup:
-    """A rank whose own values stand in for those of all others: every kernel runs at its real
-    shape, and only the way between GPUs is missing. What it computes means nothing.
+    """Return a group in which this rank's own values replace those of all peers.
+
+    Every kernel runs at its real shape, without GPU links. Results are meaningless.
     """
     words = SLOTS * count * _PART_BYTES // 4
     memory = torch.full((words,), EMPTY - 2**32, dtype=torch.int32, device=device)
     own = memory.data_ptr()
-    # what is meant for a rank lands where that rank's own part is awaited
+    # The address for a peer is the place of this rank's own awaited message.
     addresses = [own + (each - rank) * _PART_BYTES for each in range(count)]
     exchange = PeerAllReduce(addresses, rank, part_bytes=_PART_BYTES, device=device, kept=memory)
     return RankGroup(exchange, sizes)
@@ -171,13 +177,13 @@ def alone(rank: int, count: int, sizes: tuple[int, ...], device: torch.device) -
 def meet(
     met: Met, sizes: tuple[int, ...], device: torch.device, *, asked: str | None = None
 ) -> RankGroup:
-    """Let this rank's GPU and those of the others exchange; all ranks call it.
+    """Connect this rank's GPU to those of its peers. All ranks must call it.
 
     Args:
-        asked: one of `EXCHANGES`; None: through each other's memory where GPUs reach it.
+        asked: An entry of `EXCHANGES`. None: peer memory if GPUs can access it, else NCCL.
 
     Raises:
-        CompileError: where they do not exchange so.
+        CompileError: The ranks cannot communicate by the selected method.
     """
     from tilewright.compiler.targets.cuda.collectives.peer_memory import UnreachedError
 

@@ -1,8 +1,7 @@
-"""NCCL, for ranks whose GPUs do not reach each other's memory: every rank's bytes go to all.
+"""NCCL all-gather, for ranks that cannot access their peers' memory.
 
-It is called by itself, and not through torch.distributed: its id then travels over the ranks' own
-channel, which knows who they are; and no thread of a library watches captured steps, or ends the
-process. Knows nothing of what is gathered.
+The library is called directly instead of through torch.distributed. The ranks' authenticated
+channel transfers its id, and no library thread watches captured steps or exits the process.
 """
 
 from __future__ import annotations
@@ -43,19 +42,21 @@ class Nccl:
     """A rank's communicator.
 
     Attributes:
-        has_ended: whether it was aborted; what it gathered since means nothing.
+        has_ended: The communicator was aborted. Later results are invalid.
     """
 
     def __init__(
         self, rank: int, device: torch.device, swap: Swap, *, check: Callable[[], None]
     ) -> None:
-        """All ranks call it together, each with its own ``rank`` and ``device``; ``check`` raises
-        where one of them has failed meanwhile.
+        """Connect to all ranks, which must call it together.
+
+        Args:
+            swap: Exchanges bytes between all ranks.
+            check: Raises an error if a rank has failed.
 
         Raises:
-            CompileError: where there is no NCCL, it might use the switches of NVLink, or does not
-                reach the others.
-            RankError: where others do not come.
+            CompileError: NCCL is missing, might use NVLink multicast, or cannot reach the peers.
+            RankError: A rank does not connect in time.
         """
         check_no_multicast()
         self._library = _load()
@@ -69,18 +70,19 @@ class Nccl:
         self._communicator = self._meet(_Id.from_buffer_copy(found[0]), check)
 
     def warm_up(self) -> None:
-        """Gather once, which opens what captured steps use."""
+        """Gather once, to open the connections for captured steps."""
         self.all_gather(torch.zeros(self.count, 16, dtype=torch.uint8, device=self.device))
         torch.cuda.synchronize(self.device)
         if self.has_ended:
             raise RankError("the group has ended")
 
     def all_gather(self, parts: Tensor) -> None:
-        """Fill ``parts [n, ...]`` (contiguous) from all ranks, each of which has its own part at
-        its place; in the order of the current stream, and capturable.
+        """Fill ``parts [n, ...]`` (contiguous) with the parts of all ranks.
+
+        Every rank provides ``parts[rank]``. Runs on the current stream and inside CUDA graphs.
 
         Raises:
-            ExchangeError: where NCCL refuses, or was aborted.
+            ExchangeError: NCCL failed or was aborted.
         """
         assert len(parts) == self.count and parts.is_contiguous()
         if self.has_ended:
@@ -90,15 +92,21 @@ class Nccl:
         num_bytes = own.numel() * own.element_size()
         try:
             self._call(
-                "ncclAllGather", own.data_ptr(), parts.data_ptr(), num_bytes, _BYTES,
-                self._communicator, stream,
-            )  # fmt: skip
+                "ncclAllGather",
+                own.data_ptr(),
+                parts.data_ptr(),
+                num_bytes,
+                _BYTES,
+                self._communicator,
+                stream,
+            )
         except _RefusedError as error:
             raise ExchangeError(f"failed in an exchange by NCCL ({error})", self.rank) from None
 
     def abort(self) -> None:
-        """End all that waits, now and later; from any thread, and without waiting: NCCL comes back
-        only once no captured graph has the communicator.
+        """End all current and later communication. Callable from any thread, without waiting.
+
+        NCCL returns only after all captured graphs have released the communicator.
         """
         if self._ending is None:
             self.has_ended = True
@@ -109,7 +117,7 @@ class Nccl:
             self._ending.start()
 
     def close(self) -> None:
-        """Free the communicator, which no graph may have any more, behind what is under way."""
+        """Free the communicator after pending work. Graphs must not use the communicator."""
         if self._ending is None:
             with torch.cuda.device(self.device):
                 done = torch.cuda.Event()
@@ -122,8 +130,8 @@ class Nccl:
         self._ending.join(PATIENCE_SECONDS)
 
     def _meet(self, number: _Id, check: Callable[[], None]) -> ctypes.c_void_p:
-        """The communicator of all ranks with this number; NCCL waits for them without a limit, so
-        a thread of its own does.
+        """Return the communicator for an id. A separate thread calls NCCL, which waits without a
+        timeout.
         """
         found, refused = ctypes.c_void_p(), list[_RefusedError]()
 
@@ -158,12 +166,12 @@ class Nccl:
 
 
 class _RefusedError(Exception):
-    """What NCCL says of a call that it refuses."""
+    """NCCL's message for a failed call."""
 
 
 def _load() -> ctypes.CDLL:
     try:
-        library = ctypes.CDLL(_LIBRARY)  # that torch has loaded
+        library = ctypes.CDLL(_LIBRARY)  # loaded by torch
     except OSError:
         raise CompileError(
             f"NCCL is not found ({_LIBRARY}); allowed: a build of torch that has it, or GPUs that "

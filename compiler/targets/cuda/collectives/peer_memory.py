@@ -1,7 +1,7 @@
-"""Memory that the GPUs of a host reach in each other: one allocation a rank, outside torch's pool.
+"""Memory that GPUs on a host share: an allocation for every rank, outside torch's pool.
 
-Captured graphs hold its addresses, so it is freed only when the group ends. Knows nothing of what
-is written there.
+Captured graphs contain its addresses, and the allocation lives until the group closes. Excludes the
+contents.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tilewright.distributed.world import NO_MULTICAST
 from tilewright.errors import CompileError, allowed
 
 Swap = Callable[[bytes], list[bytes]]
-"""Hands every rank's bytes to all, in rank order; comes back when all have called it."""
+"""Exchange bytes between all ranks. Returns the bytes by rank, after a call on every rank."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _HANDLE_BYTES = 64
@@ -29,14 +29,14 @@ _PATTERN = 0x5EED0000
 
 
 class UnreachedError(CompileError):
-    """GPUs of a group do not reach each other's memory; every rank raises it alike."""
+    """GPUs in a group cannot access their peers' memory. All ranks raise the same error."""
 
 
 def check_no_multicast() -> None:
-    """Refuse to open a library for several GPUs that might use the switches of NVLink.
+    """Raise an error if a communication library might use NVLink multicast.
 
     Raises:
-        CompileError: where the environment lets it use the switches of NVLink.
+        CompileError: An environment variable in ``NO_MULTICAST`` has a different value.
     """
     for name, value in NO_MULTICAST.items():
         if os.environ.get(name) != value:
@@ -47,10 +47,10 @@ def check_no_multicast() -> None:
 
 
 def check_access(devices: Sequence[int]) -> None:
-    """Refuse GPUs of this machine that do not reach each other's memory.
+    """Raise an error if GPUs of this machine cannot access their peers' memory.
 
     Raises:
-        CompileError: naming the first two.
+        CompileError: Names the first pair.
     """
     from cuda.bindings import driver
 
@@ -66,11 +66,12 @@ def check_access(devices: Sequence[int]) -> None:
 
 
 def check_reached(device: torch.device, swap: Swap) -> None:
-    """Refuse ranks whose GPUs do not reach each other's memory, before any of it is taken; all
-    ranks call it together.
+    """Raise an error if the ranks' GPUs cannot access their peers' memory.
+
+    Runs before any allocation. All ranks must call this function together.
 
     Raises:
-        UnreachedError: naming the first two.
+        UnreachedError: Names the first pair.
     """
     visible = {_uuid(each): each for each in range(torch.cuda.device_count())}
     own = (_machine(), _uuid(torch.cuda.current_device() if device.index is None else device.index))
@@ -80,8 +81,11 @@ def check_reached(device: torch.device, swap: Swap) -> None:
 
 
 def _why_unreached(machine: str, found: Sequence[tuple[str, str]], visible: dict[str, int]) -> str:
-    """Why the GPUs ``found`` of all ranks, each with its machine, do not reach each other as this
-    process sees them; nothing where they do.
+    """Return the reason why GPUs cannot access their peers' memory. Empty: they can.
+
+    Args:
+        found: Machine and GPU by rank.
+        visible: Device index by GPU, in this process.
     """
     for rank, (other, uuid) in enumerate(found):
         if other != machine:
@@ -96,7 +100,7 @@ def _why_unreached(machine: str, found: Sequence[tuple[str, str]], visible: dict
 
 
 def _agree(swap: Swap, problem: str) -> None:
-    """Raise, on all ranks, what the first of them that has one calls a problem."""
+    """Raise the first problem reported by a rank, on all ranks."""
     for said in swap(problem.encode()):
         if said:
             raise UnreachedError(said.decode())
@@ -107,7 +111,7 @@ def _uuid(index: int) -> str:
 
 
 def _machine() -> str:
-    """What processes of one machine have alike, in containers too."""
+    """Return an id that all processes on a machine share, also in containers."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -115,21 +119,22 @@ def _machine() -> str:
 
 
 class PeerMemory:
-    """A rank's memory, and that of the others as this process reaches it.
+    """A rank's memory, and its peers' memory as mapped in this process.
 
     Attributes:
-        addresses: where each rank's begins, by rank.
-        num_bytes: of each of them.
+        addresses: Start address of every rank's memory, by rank.
+        num_bytes: Size of a rank's memory in bytes.
     """
 
     def __init__(
         self, rank: int, num_bytes: int, device: torch.device, swap: Swap, *, fill: int
     ) -> None:
-        """All ranks call it together, each with its own ``rank`` and ``device``. The memory is full
-        of the 32-bit word ``fill`` when it returns, on every rank.
+        """Allocate and map the memory. All ranks must call this constructor together.
+
+        On return, every rank's memory contains the 32-bit word ``fill`` only.
 
         Raises:
-            UnreachedError: where memory of another rank cannot be opened, or is not what it wrote.
+            UnreachedError: A peer's memory cannot be mapped, or its contents are wrong.
         """
         from cuda.bindings import driver
 
@@ -137,7 +142,7 @@ class PeerMemory:
         self.rank, self.num_bytes, self._swap = rank, num_bytes, swap
         self._device, self._opened = device, list[int]()
         with torch.cuda.device(device):
-            torch.zeros(1, device=device)  # makes the context
+            torch.zeros(1, device=device)  # creates the context
             self._own: int | None = int(check(driver.cuMemAlloc(num_bytes)))
             check(driver.cuMemsetD32(self._own, fill, num_bytes // 4))
             torch.cuda.synchronize(device)
@@ -174,7 +179,7 @@ class PeerMemory:
         return address
 
     def _check(self, fill: int) -> None:
-        """A word of every rank's in the memory of every other, read there."""
+        """Write a word from every rank to every peer, and read the peers' words."""
         for rank, address in enumerate(self.addresses):
             _write(address + 4 * self.rank, _word(self.rank, rank))
         self._swap(b"")
@@ -189,7 +194,7 @@ class PeerMemory:
         _agree(self._swap, problem)
 
     def close(self) -> None:
-        """Free the memory; no rank may begin an exchange any more."""
+        """Free the memory. No rank may start another collective."""
         from cuda.bindings import driver
 
         if self._own is None:

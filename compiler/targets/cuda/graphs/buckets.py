@@ -1,4 +1,4 @@
-"""The captured steps of an executable: which takes so many rows, made when first asked for."""
+"""Captured steps of an executable, by number of rows. A bucket is captured at its first use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tilewright.compiler.targets.program.instructions import KernelProgram
 def prepared_rows_of(plan: KernelProgram, options: CompileOptions) -> int | None:
     """Return the maximum rows of the decode steps to capture before the first request.
 
-    None: all. Ranks capture together, and passes of mixers are captured by size.
+    None: all. Ranks capture together, and plans with mixers capture by size.
     """
     if options.least_batch is None or options.parallel.tensor > 1 or has_mixers(plan):
         return None
@@ -36,8 +36,8 @@ def prepared_rows_of(plan: KernelProgram, options: CompileOptions) -> int | None
 
 
 class Buckets:
-    """Decode steps of ``rows``, prompts of ``tokens``, up to ``most_pieces`` of several in one of
-    ``passes``, by how many tokens are chosen: ascending sizes, padding included.
+    """Captured decode steps, prompts and mixed batches, with ascending sizes. Sizes include
+    padding.
 
     ``table`` and ``num_choosable`` say how wide the choices are that go with them. What ranks agree
     on when they meet is asked for when it is captured.
@@ -75,8 +75,9 @@ class Buckets:
         self._later: deque[Callable[[], object]] = deque()
 
     def cut(self, slots: tuple[Slot, ...]) -> tuple[tuple[Slot, ...], ...]:
-        """Split decode rows by the largest bucket. One bucket is enough: return the same tuple,
-        which the next step compares by identity.
+        """Split decode rows by the largest bucket.
+
+        If all rows fit a bucket, return the same tuple: the next step compares it by identity.
         """
         most = self.rows[-1]
         if len(slots) <= most:
@@ -84,7 +85,7 @@ class Buckets:
         return tuple(slots[first : first + most] for first in range(0, len(slots), most))
 
     def decode(self, num_rows: int) -> DecodeBucket:
-        """The smallest bucket for so many rows."""
+        """Return the smallest bucket for ``num_rows``."""
         size = next(size for size in self.rows if size >= num_rows)
         if size not in self.decodes:
             how = self._num_choosable(), self._table.num_ends, self._pool
@@ -101,7 +102,7 @@ class Buckets:
         return self._drafts[bucket.num_rows]
 
     def prompt(self, num_tokens: int) -> PromptBucket:
-        """The smallest bucket for so many tokens of a prompt."""
+        """Return the smallest bucket for ``num_tokens`` of a prompt."""
         size = next(size for size in self.tokens if size >= num_tokens)
         if size not in self.prompts:
             how = size, self._num_choosable(), self._pool
@@ -109,9 +110,12 @@ class Buckets:
         return self.prompts[size]
 
     def batch(self, num_tokens: int, num_choices: int) -> tuple[BatchBucket, int] | None:
-        """The smallest bucket for pieces of so many tokens, of which so many tokens are chosen with
-        those of rows that ride along, and its captured number of tokens; None where none is so
-        large.
+        """Return the smallest mixed-batch bucket and its captured token count. None: no bucket
+        fits.
+
+        Args:
+            num_tokens: Prefill tokens.
+            num_choices: Sampled rows: decode rows and prompts that end.
         """
         for width, _ in self._passes():
             if width >= num_choices:
@@ -129,9 +133,10 @@ class Buckets:
         return self.batches[width]
 
     def prepare(self, longest: int, *, runs_long: bool) -> None:
-        """Capture all that steps may run, prompts of up to ``longest`` tokens among them, in every
-        bucket, while no slot is in use; ``runs_long``: prompts that are too long to be captured run
-        once, so that their kernels are there.
+        """Capture all buckets for prompts with up to ``longest`` tokens. All slots must be free.
+
+        Args:
+            runs_long: Run prompts without a bucket once, so that their kernels are compiled.
         """
         found: list[tuple[int, Callable[[], BatchBucket | PromptBucket]]] = []
         most_rows = self._prepared_rows
@@ -142,7 +147,7 @@ class Buckets:
             if less < longest:
                 found.append((size, partial(self.prompt, size)))
         for _, make in sorted(found, key=itemgetter(0), reverse=True):
-            make().prepare()  # the largest first: the others run in its memory
+            make().prepare()  # The largest bucket comes first. Smaller buckets run in its memory.
         for size in self.rows:
             if most_rows is None or size <= most_rows:
                 self._prepare_decode(size)
@@ -174,14 +179,14 @@ class Buckets:
             self.drafts(size).prepare(self._max_drafts)
 
     def _prepare_batch(self, width: int, sizes: Sequence[int]) -> None:
-        """Capture the largest pass, and leave the rest of them for the next calls."""
+        """Capture the largest size of a mixed batch. Defer its smaller sizes to later calls."""
         bucket = self._batch(width)
         bucket.prepare_pass(sizes[-1])
         rest = [partial(bucket.prepare_pass, size) for size in reversed(sizes[:-1])]
         self._later.extendleft([bucket.prepare_choices, *reversed(rest)])
 
     def _prepare_masks(self) -> None:
-        """Run what takes tokens out of logits, so that its kernel is there."""
+        """Run the kernel that masks logits, to compile it."""
         device, width = self._steps.device, self._num_choosable()
         logits, row = torch.zeros(1, width), torch.zeros(1, dtype=torch.int64)
         words = torch.zeros(1, num_words(width), dtype=torch.int32)

@@ -1,5 +1,6 @@
-"""Decode steps and short prompts as CUDA graphs, each for a bucket of rows; on a CPU, run as they
-stand. Tokens and positions go from one decode step to the next on the device.
+"""CUDA graphs of decode steps and short prompts, by bucket size. A CPU runs them without graphs.
+
+Tokens and positions remain on the device between decode steps.
 """
 
 from __future__ import annotations
@@ -35,28 +36,30 @@ from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
 from tilewright.compiler.targets.program.instructions import AttentionOp, KernelProgram
 
 _PROMPTS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048)
-"""The sizes of prompts that are captured: hundreds of launches keep the host busy longer than the
+"""Captured prompt sizes. Without a graph, launches take longer than these prompts run on the
 GPU.
 """
 _BETWEEN = (384, 640, 896, 1280, 1792)
-"""More sizes of plans without mixers, whose time is their tokens'. With mixers a capture has a
-thousand launches, and experts are read whatever there is of padding.
+"""Additional sizes for plans without mixers, whose time is proportional to tokens. With mixers, a
+capture has a thousand launches, and padding is free because all experts are read.
 """
 _LEAST_LONG = 512
 _LAYER_SECONDS, _RATE = 1.4e-3, 0.7e15
-"""What the host takes to launch a layer of a prompt kernel by kernel (37 to 54 ms for 32 of them),
-and operations a second of large products, on an H200.
+"""Host time in seconds to launch a layer, and operations per second of large matmuls, on an
+H200.
 """
 MAX_DECODE_ROWS = 256
 """Maximum number of rows of a decode step. More rows take further steps."""
 _SPARE = 1 << 30
-"""Bytes that a capture may take beyond what its run did."""
+"""Maximum memory of a capture in bytes, in excess of the preceding run's memory."""
 
 
 def prompt_buckets(plan: KernelProgram, num_ranks: int = 1) -> tuple[int, ...]:
-    """Tokens of the prompts that are captured, padding included: without mixers up to where the GPU
-    takes longer than the host, so that padding would cost more than launches. Several ranks, whose
-    parts may differ and who capture all in one order, have none of these longer ones.
+    """Return the prompt sizes to capture in tokens, padding included.
+
+    Without mixers, sizes end at the length for which the GPU takes longer than the host: more
+    padding would cost more than launches. Several ranks, whose shards may differ, omit these larger
+    sizes because they capture in the same order.
     """
     if has_mixers(plan):
         return _PROMPTS
@@ -69,8 +72,12 @@ def prompt_buckets(plan: KernelProgram, num_ranks: int = 1) -> tuple[int, ...]:
 
 
 def decode_buckets(max_batch: int, most: int | None = None) -> tuple[int, ...]:
-    """Rows of the decode steps that are captured, padding included: powers of two up to ``most``
-    (None: :data:`MAX_DECODE_ROWS`), the last of them enough for ``max_batch`` where one is.
+    """Return the decode sizes to capture in rows, padding included.
+
+    Sizes are powers of two up to ``most``. The largest size fits ``max_batch`` if possible.
+
+    Args:
+        most: Maximum size. None: :data:`MAX_DECODE_ROWS`.
     """
     most = most or MAX_DECODE_ROWS
     sizes = (1 << power for power in range(most.bit_length()))
@@ -79,14 +86,14 @@ def decode_buckets(max_batch: int, most: int | None = None) -> tuple[int, ...]:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which everything is captured: the library's workspace of a stream is kept."""
+    """Return the stream for all captures. cuBLAS keeps a workspace for each stream."""
     return torch.cuda.Stream(device)
 
 
 class CapturedGraph:
-    """A function of no arguments: run once as it stands, then captured, then replayed.
+    """A function without arguments: run once, captured, then replayed.
 
-    The first run compiles kernels and allocates what the library wants; it must be harmless.
+    The first run compiles kernels and allocates workspaces. It must have no side effects.
     """
 
     def __init__(
@@ -96,7 +103,12 @@ class CapturedGraph:
         pool: Any,
         group: RankGroup | None = None,
     ) -> None:
-        """``group``: whose ranks all capture the same now, and may be late."""
+        """Run and capture the function.
+
+        Args:
+            pool: Memory pool of the graphs.
+            group: Ranks that capture the same function. Their timeout is extended.
+        """
         self._run = run
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type != "cuda":
@@ -110,13 +122,13 @@ class CapturedGraph:
         run()
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        # What the run took stays cached for the next one, where the graph has room beside it:
-        # `torch.cuda.graph` gives it back each time.
+        # Keep the run's cached memory for the next run if the graph fits without it.
+        # `torch.cuda.graph` would free this memory at every capture.
         taken = torch.cuda.max_memory_allocated(device) - before
         if torch.cuda.mem_get_info(device)[0] < taken + _SPARE:
             torch.cuda.empty_cache()
         was_collecting = gc.isenabled()
-        gc.disable()  # another executable's graphs must not be taken apart meanwhile
+        gc.disable()  # the collector must not free other graphs during the capture
         try:
             with torch.cuda.stream(_stream(device)):
                 graph.capture_begin(pool=pool)
@@ -137,9 +149,10 @@ class CapturedGraph:
 
 
 class Bucket:
-    """A captured pass whose logits a choice reads: first of the likeliest, then, where rows draw,
-    of those that each kind of :class:`Drawing` takes, captured apart; so is the likeliest's choice
-    from logits that masks have changed since.
+    """A captured forward and the token selection from its logits.
+
+    Greedy selection is part of the forward. Sampling is captured separately for each kind of
+    :class:`Drawing`. Greedy selection from masked logits is also separate.
     """
 
     def __init__(self, choice: SamplingBatch, device: torch.device, pool: Any) -> None:
@@ -150,7 +163,7 @@ class Bucket:
         self._again: CapturedGraph | None = None
 
     def choose_again(self, drawing: Drawing | None) -> None:
-        """Choose once more from the logits of the last pass, which masks have changed."""
+        """Select again from the logits of the previous forward, after masks have changed them."""
         self._capture_again()()
         if drawing is not None:
             self.draw(drawing)
@@ -161,7 +174,9 @@ class Bucket:
         return self._again
 
     def prepare_choices(self) -> None:
-        """Capture each choice from a pass's logits; of several ranks, none waits for masks."""
+        """Capture the separate selections. Multiple ranks do not support masks after the
+        forward.
+        """
         if self.choice.group is None:
             self._capture_again()
         for drawing in EVERY_DRAWING:
@@ -181,13 +196,14 @@ class Bucket:
         kept = [(each, each.clone()) for each in (self.choice.tokens, self.choice.why)]
         run = self.captured(lambda: self.choice.draw(self.logits, drawing))
         self._draws[drawing] = run
-        for place, values in kept:  # a draw begins at the likeliest
+        for place, values in kept:  # sampling starts from the greedy token
             place.copy_(values)
 
 
 class DecodeBucket(Bucket):
-    """One token of each of up to ``num_rows`` sequences; rows that are not used are padding. The
-    pages that the longest row has decide by which of the steps' reaches it runs.
+    """A decode step with up to ``num_rows`` sequences. Unused rows are padding.
+
+    There is a graph for each captured context length; the longest row selects it.
     """
 
     def __init__(self, steps: Steps, num_rows: int, width: int, num_ends: int, pool: Any) -> None:
@@ -199,11 +215,12 @@ class DecodeBucket(Bucket):
         )
         super().__init__(choice, steps.device, pool)
         self._steps = steps
-        self._passes: dict[int, CapturedGraph] = {}  # by reach
+        self._passes: dict[int, CapturedGraph] = {}  # by context length in pages
 
     def admit(self, table: SlotTable, slots: Sequence[Slot], positions: np.ndarray) -> Tensor:
-        """Up to B slots take the rows of this bucket, and read their tokens at ``positions``; the
-        rows ``[B]`` of the table that they have, padding's for the other rows.
+        """Assign slots to the rows of this bucket. The rows read their tokens at ``positions``.
+
+        Return the table entries ``[B]``. Unused rows have the padding entry.
         """
         assert self.rows.words is not None
         staged, count = np.zeros((3, self.num_rows), dtype=np.int64), len(slots)
@@ -217,14 +234,17 @@ class DecodeBucket(Bucket):
         return sent[0]
 
     def prepare(self) -> None:
-        """Capture all that a step may run; rows must not hold anybody yet."""
+        """Capture all graphs. No row may have a sequence."""
         for reach in self._steps.attention.reaches:
             self._capture(reach)
         self.prepare_choices()
 
     def run(self, longest: int, drawing: Drawing | None = None) -> None:
-        """Run a decode step, behind which the longest row has so many positions; its chosen tokens
-        are those of the next, one position on.
+        """Run a decode step. The selected tokens become the inputs of the next step, one position
+        later.
+
+        Args:
+            longest: Positions of the longest row after this step.
         """
         num_pages = -(-longest // PAGE)
         reach = next(each for each in self._steps.attention.reaches if each >= num_pages)
@@ -249,13 +269,19 @@ class DecodeBucket(Bucket):
 
 @dataclass(slots=True)
 class CapturedSlots:
-    """The slots in the rows of a bucket, in order, and their rows of the table, padding included.
+    """The slots in a bucket's rows, in order, between steps with the same slots.
 
-    ``drawing``: what their draws ask for; None where all are greedy. ``is_late``: some of them are
-    chosen for by the host. ``lengths [B]`` (int64): positions that they held at first.
-    ``num_steps``: steps since then; sittings know of them once :meth:`settle` has told them.
-    ``num_covered``: steps for which every slot is known to have pages. An unchanged step reads and
-    writes two integers.
+    An unchanged step reads and writes two integers only.
+
+    Attributes:
+        slots: Slots in row order.
+        at: Table entry by bucket row, padding included.
+        drawing: Sampling filters. None: all rows are greedy.
+        is_late: The host selects tokens for some rows.
+        lengths: Positions of each slot at the first step, int64 ``[B]``.
+        num_steps: Steps since then. :meth:`settle` writes them to the slot states.
+        num_covered: Steps for which every slot has pages.
+        longest: Maximum of ``lengths``.
     """
 
     slots: tuple[Slot, ...]
@@ -272,7 +298,7 @@ class CapturedSlots:
         self.longest = int(self.lengths.max())
 
     def advance(self, state: PagedState) -> int:
-        """Each slot has one position more, for which it must have a page; those of the longest."""
+        """Add a position to each slot and check its pages. Return the maximum length."""
         self.num_steps += 1
         if self.num_steps > self.num_covered:
             free = state.check_all(self.slots, self.lengths + self.num_steps)
@@ -280,7 +306,7 @@ class CapturedSlots:
         return self.longest + self.num_steps
 
     def settle(self, slot_states: Mapping[Slot, SlotState]) -> None:
-        """Tell those who still sit how many positions they hold."""
+        """Write the current lengths to the states of open slots."""
         lengths = (self.lengths + self.num_steps).tolist()
         for slot, length in zip(self.slots, lengths, strict=True):
             if (slot_state := slot_states.get(slot)) is not None:
@@ -288,10 +314,10 @@ class CapturedSlots:
 
 
 class PromptBucket(Bucket):
-    """Up to ``num_tokens`` tokens of one sequence, and the choice of the token behind them.
+    """A prefill of up to ``num_tokens`` tokens of one sequence, and selection of the next token.
 
-    All that differs between prompts lies in one piece of memory, which one copy writes: the rows,
-    that of the table, which of the rows is the last, and where its token will stand.
+    One buffer has all inputs that differ between prompts, so one copy writes them: the rows, the
+    table row, the index of the last row, and the position of the new token.
     """
 
     def __init__(
@@ -314,7 +340,7 @@ class PromptBucket(Bucket):
         self._passes: dict[bool, CapturedGraph] = {}
 
     def prepare(self) -> None:
-        """Capture all that a prompt may run; a step's rows must not be in it."""
+        """Capture all graphs. The bucket must not have rows of a step."""
         for first in (1, 0):
             self._capture(self._from_start(first))
         for drawing in EVERY_DRAWING:
@@ -323,7 +349,7 @@ class PromptBucket(Bucket):
     def run(
         self, chunk: PrefillChunk, drawing: Drawing | None = None, marks: Marks = NO_MARKS
     ) -> None:
-        """Run a piece with its marks; its next token is chosen as the table says for its slot."""
+        """Run a chunk and save its snapshots. Select its next token by the slot's table entry."""
         captured = self._capture(self._from_start(chunk.start))
         staged = np.zeros(4 * self.num_tokens + 3, dtype=np.int64)
         rows = staged[:-3].reshape(4, -1)
@@ -336,7 +362,7 @@ class PromptBucket(Bucket):
             self.draw(drawing)
 
     def _from_start(self, first: int) -> bool:
-        """Whether it attends in the way of prompts that begin at position 0."""
+        """Return whether a chunk uses the attention kernel for prompts from position 0."""
         return first == 0 and self._steps.attention.begins_otherwise(self.num_tokens)
 
     def _capture(self, from_start: bool) -> CapturedGraph:
@@ -352,6 +378,6 @@ class PromptBucket(Bucket):
         logits = self._steps.prefill(self.rows, logit_rows=self.last, from_start=from_start)
         assert logits is not None
         if not len(self.logits):
-            self.logits = torch.empty_like(logits)  # where both ways of attending leave them
+            self.logits = torch.empty_like(logits)  # both attention kernels write here
         self.logits.copy_(logits)
         self.choice.take_likeliest(self.logits)

@@ -1,5 +1,7 @@
-"""Pieces of several prompts, and rows that decode, as one captured pass over the weights: for a few
-numbers of tokens of both. Launched kernel by kernel, a pass takes the host longer than the device.
+"""CUDA graphs for mixed batches: prefill chunks from several prompts and decode rows in one
+forward.
+
+A few sizes have a graph. Without a graph, launches take longer than the forward.
 """
 
 from __future__ import annotations
@@ -20,29 +22,33 @@ from tilewright.compiler.targets.cuda.steps.run import Steps
 from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
 
 _TOTALS = (128, 256, 384, 512, 640, 896, 1024)
-"""Rows of whole passes, of whole tiles of the library's: of a few more its products take as long as
-of a tile more.
-"""
+"""Total rows in a forward: whole cuBLAS tiles. A few more rows take as long as another tile."""
 _WIDTHS = (16, 64, 128, 192)
 _LEAST = 64
 _WIDTHS_OF_MIXERS, _TOTALS_OF_MIXERS = (16, 64), (64, 256, 512, 1024, 2048)
-"""Of plans with mixers, whose passes are a thousand kernels each: tokens of prompts, beside any
-rows; the experts are read either way, and a pass of a few rows more takes no longer.
+"""Decode rows and prefill tokens for plans with mixers, whose forwards have a thousand kernels.
+Prefill tokens exclude decode rows: all experts are read in any case, so a few rows are free.
 """
 _MORE_OF_MIXERS = (4096, 8192)
-"""Beside the most rows alone, since what rows that are not there take is little of them."""
+"""Additional prefill sizes, for the largest number of decode rows only. Unused rows cost little
+here.
+"""
 USUAL_OF_MIXERS = _TOTALS_OF_MIXERS[-1]
-"""The largest pass of plans with mixers where larger ones cannot be filled or have no memory."""
+"""Maximum prefill tokens for plans with mixers, if larger sizes have no memory or cannot be
+filled.
+"""
 
 
 Passes = tuple[tuple[int, tuple[int, ...]], ...]
-"""As `Capabilities` has them: by rows, the numbers of tokens beside them."""
+"""Captured sizes as in `Capabilities`: maximum rows, and prefill tokens."""
 
 
 def passes_for(rows: Sequence[int], most_tokens: int, *, has_mixers: bool = False) -> Passes:
-    """The passes that are captured where decode steps are for ``rows`` and take up to so many
-    tokens of prompts: by how many rows ride along or pieces end, the tokens of prompts, padding
-    included.
+    """Return the sizes of mixed batches to capture, padding included.
+
+    Args:
+        rows: Sizes of decode steps.
+        most_tokens: Maximum prefill tokens in a step.
     """
     if has_mixers:
         widths = (*(each for each in _WIDTHS_OF_MIXERS if each < rows[-1]), rows[-1])
@@ -54,18 +60,20 @@ def passes_for(rows: Sequence[int], most_tokens: int, *, has_mixers: bool = Fals
 
 
 def _sizes(width: int) -> tuple[int, ...]:
-    """What is left of whole passes; a few rows more than those cost little."""
+    """Return prefill sizes that fill whole tiles with ``width`` decode rows."""
     taken = -(-width // _LEAST) * _LEAST if width > _WIDTHS[0] else 0
     return tuple(sorted({_LEAST, *(each - taken for each in _TOTALS if each - taken > _LEAST)}))
 
 
 class _MixedGraph:
-    """One captured number of tokens: what it reads, in one piece of memory, and its graph.
+    """A graph for one token count, with its inputs in one buffer.
 
-    ``rows``: of the pieces, and behind them of those that ride along; ``wanted``: whose logits are
-    chosen from; ``at`` and ``ends``: the table's row of each of these, and where its token will be;
-    ``starts``: the first row of each of up to ``most`` pieces, the last of which has the padding
-    behind it too, and those that there are not have no rows.
+    Attributes:
+        rows: Prefill tokens, then decode rows.
+        wanted: Rows with logits.
+        at, ends: For each row with logits: its table row and the position of the new token.
+        starts: First row by chunk, for up to ``most`` chunks. The last chunk includes the padding.
+            Absent chunks have no rows.
     """
 
     def __init__(self, num_tokens: int, width: int, most: int, device: torch.device) -> None:
@@ -82,7 +90,7 @@ class _MixedGraph:
 
     @property
     def riding(self) -> slice:
-        """The rows of the sequences that ride along with a prompt."""
+        """The decode rows."""
         return slice(self.num_tokens, self.num_tokens + self.width)
 
     def upload(
@@ -93,9 +101,14 @@ class _MixedGraph:
         none: int,
         marks: Marks,
     ) -> None:
-        """Pieces with their marks, and slots that ride along with the positions that they hold;
-        ``ends``: those that get a token, the riding ones first; ``none``: the table's row for
-        nobody.
+        """Write a step's inputs.
+
+        Args:
+            chunks: Prefill chunks.
+            held: Decode slots and their number of positions.
+            ends: Slots that get a token, with its position. Decode slots come first.
+            none: Table row for padding.
+            marks: Snapshot positions of the chunks.
         """
         staged = np.zeros(len(self._words), dtype=np.int64)
         words, each, starts = np.split(staged, np.cumsum(self._sizes)[:-1])
@@ -114,8 +127,9 @@ class _MixedGraph:
 
 
 class BatchBucket(Bucket):
-    """Up to ``width`` rows that ride along or pieces that end, beside any captured number of tokens
-    of up to ``most`` pieces of prompts; the choice of all of their tokens.
+    """CUDA graphs for mixed batches, by token count.
+
+    A batch has at most ``most`` prefill chunks and ``width`` sampled rows.
     """
 
     def __init__(
@@ -138,17 +152,17 @@ class BatchBucket(Bucket):
         self._at = torch.empty(0)
 
     def size_for(self, num_tokens: int) -> int | None:
-        """The smallest pass for so many tokens; None where there is none."""
+        """Return the smallest captured size for ``num_tokens``. None: no size fits."""
         return next((size for size in self._sizes if size >= num_tokens), None)
 
     def prepare(self) -> None:
-        """Capture all that passes may run: the largest first, in whose memory the others run."""
+        """Capture all sizes. The largest comes first; smaller sizes run in its memory."""
         for size in reversed(self._sizes):
             self.prepare_pass(size)
         self.prepare_choices()
 
     def prepare_pass(self, num_tokens: int) -> None:
-        """Capture the pass of a captured number of tokens."""
+        """Capture the forward for a captured number of tokens."""
         self._pass(num_tokens)
 
     def run(
@@ -160,8 +174,9 @@ class BatchBucket(Bucket):
         drawing: Drawing | None,
         marks: Marks = NO_MARKS,
     ) -> None:
-        """Run a pass of a captured number of tokens, as :meth:`_MixedGraph.upload` says. Each slot
-        of ``ends`` reads the token chosen for it next.
+        """Run a mixed batch with a captured number of tokens; see :meth:`_MixedGraph.upload`.
+
+        The next step of each slot in ``ends`` reads its selected token.
         """
         found = self._pass(num_tokens)
         found.upload(chunks, held, ends, self._table.padding, marks)
@@ -185,7 +200,7 @@ class BatchBucket(Bucket):
         return self._passes[num_tokens]
 
     def _run(self, made: _MixedGraph) -> None:
-        """Padding that rides along may read any token: it stands nowhere."""
+        """Run the forward. Padding rows may read any token, because they have no position."""
         held = self._table.tokens
         torch.index_select(held, 0, made.at, out=made.rows.tokens[made.riding])
         logits = self._steps.prefill(
@@ -196,7 +211,7 @@ class BatchBucket(Bucket):
             riding=made.riding,
         )
         assert logits is not None
-        self.logits = logits  # the same place for every number of tokens
+        self.logits = logits  # the same memory for all sizes
         self.choice.gather(self._table, made.at)
         self.choice.positions.copy_(made.ends)
         self.choice.take_likeliest(logits)

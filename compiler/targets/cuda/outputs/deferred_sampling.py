@@ -1,4 +1,4 @@
-"""Rows of a masked step, chosen on the device once it has the masks."""
+"""Deferred sampling: samples on the device after the grammar masks arrive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tilewright.compiler.targets.interface.token_masks import Allowed
 
 
 def needs_host(sampling: SamplingParams) -> bool:
-    """Whether a captured step cannot choose these tokens."""
+    """Return whether a captured step cannot select these tokens."""
     return sampling.changes_logits
 
 
@@ -35,7 +35,7 @@ def choice_of(
     width: int,
     group: RankGroup | None = None,
 ) -> SamplingBatch:
-    """How tokens that will stand at ``positions`` are chosen for slots, outside of a graph."""
+    """Return a sampling batch for tokens at ``positions``, outside of CUDA graphs."""
     device = table.device
     tokens = torch.zeros(len(slots), dtype=torch.int64, device=device)
     choice = make_choice(len(slots), width, table.num_ends, tokens, group=group)
@@ -53,7 +53,9 @@ def choose_now(
     sampling: Sequence[SamplingParams],
     group: RankGroup | None = None,
 ) -> SamplingBatch:
-    """:func:`choice_of`, of ``logits [R, V]``, which are for these slots."""
+    """Select tokens from ``logits [R, V]``, with one entry for each slot. Return the sampling
+    batch.
+    """
     choice = choice_of(table, slots, positions, width, group)
     choice.apply(logits, drawing_of(sampling))
     return choice
@@ -61,8 +63,15 @@ def choose_now(
 
 @dataclass(slots=True)
 class DeviceChoice:
-    """R slots whose tokens wait for masks. ``logits [R, V]``: what ``choice`` reads, of which masks
-    take tokens out; ``again`` queues it, and lets the slots hold what it chose.
+    """R slots with tokens that wait for masks.
+
+    Attributes:
+        slots: Slots in order.
+        logits: Logits ``[R, V]`` that ``choice`` reads. Masks exclude tokens here.
+        choice: The sampling batch.
+        again: Queues the selection and stores its tokens for the slots.
+        ends: End tokens for checks on the host.
+        reader: Waits for the tokens. None: the selection is not queued.
     """
 
     slots: tuple[Slot, ...]
@@ -74,7 +83,7 @@ class DeviceChoice:
     reader: Callable[[], Chosen] | None = None
 
     def choose(self, allowed: Allowed) -> None:
-        """Queue the choice."""
+        """Apply the masks and queue the selection."""
         self._forbid(allowed)
         self.again()
         count = len(self.slots)
@@ -82,7 +91,7 @@ class DeviceChoice:
         self.reader = self.readings.of(tokens, why, self.ends)
 
     def _forbid(self, allowed: Allowed) -> None:
-        """Send the bits of those slots that have a mask here; the other rows are not touched."""
+        """Send the masks of these slots. Other rows remain unchanged."""
         places = {slot: row for row, slot in enumerate(self.slots)}
         masks = [mask for mask, slot in enumerate(allowed.slots) if slot in places]
         if not masks:
@@ -94,6 +103,6 @@ class DeviceChoice:
         forbid(self.logits, *sent, width=self.choice.width)
 
     def read(self) -> Chosen:
-        """Wait for the tokens that were chosen, and why they end or go on."""
+        """Wait for the selected tokens and their finish reasons."""
         assert self.reader is not None, "the choice still waits for its masks"
         return self.reader()

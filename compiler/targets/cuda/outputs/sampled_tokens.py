@@ -1,7 +1,7 @@
-"""The tokens of a step's rows on their way to who scheduled it: those that the device chose, and
-those that are chosen late, by the host or once masks are there.
+"""Transfer of sampled tokens to the scheduler: tokens from the device and deferred tokens.
 
-Of several ranks, rank 0 answers; the others are told the tokens.
+The host selects deferred tokens, or the device does after masks arrive. Rank 0 returns tokens, and
+the followers receive them.
 """
 
 from __future__ import annotations
@@ -44,14 +44,17 @@ from tilewright.compiler.targets.interface.token_masks import Allowed
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """Slots of a follower whose tokens rank 0 chooses."""
+    """Slots on a follower whose tokens rank 0 selects."""
 
     slots: tuple[Slot, ...]
 
 
 class Answers:
-    """Makes the parts of steps. ``leave`` takes back what a bucket holds of its slots; ``width``
-    says how many tokens there are to choose from.
+    """Collects a step's outputs.
+
+    Args:
+        leave: Writes a bucket's tokens back to the tables.
+        width: Returns the number of selectable tokens.
     """
 
     def __init__(
@@ -73,45 +76,49 @@ class Answers:
 
     @property
     def follows(self) -> bool:
-        """Whether another rank answers."""
+        """Whether this rank is a follower."""
         return self.group is not None and not self.group.leads
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a step's choice is still waited for."""
+        """Whether a selection waits for masks."""
         return bool(self._waiting)
 
     @property
     def num_choosable(self) -> int:
-        """How many tokens there are to choose from."""
+        """Number of selectable tokens."""
         return self._width()
 
     def open(self, slot: Slot, end_tokens: Sequence[int]) -> None:
-        """A slot's end tokens, where the device has no room for all of them."""
+        """Store end tokens of a slot if the device tables have no capacity for them."""
         if len(end_tokens) > self._table.num_ends:
             self._ends[slot] = frozenset(end_tokens)
 
     def close(self, slot: Slot) -> None:
-        """Forget a slot, whose answer has ended."""
+        """Remove a finished slot."""
         self._ends.pop(slot, None)
 
     def forget(self) -> None:
-        """Forget all slots, and choices that are waited for."""
+        """Remove all slots and pending selections."""
         self._waiting.clear()
         self._ends.clear()
 
     def begin(self, num_passes: int) -> None:
-        """A step begins that makes so many passes: all leave their logits in the same place."""
+        """Start a step with ``num_passes`` forwards. All forwards write logits to the same
+        memory.
+        """
         assert not self._waiting, "the last step's choice is still waited for"
         self._is_one_pass = num_passes == 1
 
     def is_late(self, slots: Sequence[Slot], step: Step) -> bool:
-        """Whether tokens of these slots cannot be chosen by the step itself."""
+        """Return whether the step itself cannot select the tokens of these slots."""
         return step.masked or not self.may_be_captured(slots, step)
 
     def may_be_captured(self, slots: Sequence[Slot], step: Step) -> bool:
-        """Whether these slots may take part in a captured pass of several kinds of rows: the device
-        chooses for them, at once or, of one rank, once masks are there.
+        """Return whether these slots may join a captured mixed batch.
+
+        The device must select their tokens, immediately or after masks. Several ranks do not
+        support masks here.
         """
         if step.logprobs is not None or (step.masked and self.group is not None):
             return False
@@ -120,7 +127,7 @@ class Answers:
     def chosen(
         self, slots: tuple[Slot, ...], logits: Tensor, choice: SamplingBatch, step: Step
     ) -> SamplerOutput:
-        """What the device chose, on its way to the host."""
+        """Start the transfer of selected tokens to the host."""
         kept = None
         if step.want_logits:
             whole = self._whole(logits)
@@ -180,7 +187,7 @@ class Answers:
         return output, counts, tokens
 
     def pooled(self, parts: Sequence[Tensor], count: int) -> SamplerOutput:
-        """Return the states of a chunk of ``count`` tokens, from `pool_rows` of its parts."""
+        """Return the states for a chunk with ``count`` tokens, from its parts' `pool_rows`."""
         if self.follows:
             return _nothing(())
         total = torch.stack([each[0] for each in parts]).sum(0)
@@ -194,8 +201,9 @@ class Answers:
         step: Step,
         drawing: Drawing | None,
     ) -> SamplerOutput:
-        """What the device chooses again from the logits of a bucket's pass, once masks are there;
-        the slots hold it where they hold what the pass itself chooses.
+        """Return an output that waits for masks, then selects again from the logits of a bucket.
+
+        The slots store the new tokens in place of the forward's tokens.
         """
         logits = bucket.logits[: len(slots)]
         if not self._is_one_pass:
@@ -207,8 +215,13 @@ class Answers:
     def late(
         self, slots: tuple[Slot, ...], logits: Tensor, step: Step, echo: PrefillChunk | None = None
     ) -> SamplerOutput:
-        """The choice by the host, the tokens going back to the device before the next step; or by
-        the device, where masks are all that is late: they are made while this step runs.
+        """Return an output with deferred selection.
+
+        The host selects, and the tokens return to the device before the next step. If masks are the
+        only reason, the device selects: masks are computed during this step.
+
+        Args:
+            echo: A chunk with log probabilities for its prompt tokens.
         """
         logits = self._whole(logits)
         if self.follows:
@@ -230,7 +243,7 @@ class Answers:
         return SamplerOutput(slots, choice.read, (lambda: kept) if step.want_logits else None)
 
     def choose(self, allowed: Allowed) -> None:
-        """Make the choices that wait for masks; a follower is told them."""
+        """Make the pending selections with the masks. A follower receives the tokens."""
         for choice in self._waiting:
             self._finish(choice, allowed)
         self._waiting.clear()
@@ -244,7 +257,7 @@ class Answers:
         return _nothing(slots)
 
     def _masked(self, slots: tuple[Slot, ...], logits: Tensor, step: Step) -> SamplerOutput:
-        """The choice outside of a graph, from a copy that neither masks nor passes change."""
+        """Return an output with selection outside of graphs, from a private copy of the logits."""
         chosen_for = [self._slot_states[slot] for slot in slots]
         lengths = [each.length for each in chosen_for]
         choice = choice_of(self._table, slots, lengths, self._width())
@@ -298,7 +311,7 @@ class Answers:
         return {at: self._ends[slot] for at, slot in enumerate(slots) if slot in self._ends}
 
     def _checked(self, read: Callable[[], Chosen]) -> Callable[[], Chosen]:
-        """Tokens that mean nothing where a rank did not take its part are not given."""
+        """Add a check for failed ranks, which would make tokens invalid."""
         group = self.group
         if group is None:
             return read
@@ -312,7 +325,7 @@ class Answers:
 
 
 def _nothing(slots: tuple[Slot, ...]) -> SamplerOutput:
-    """A part that another rank answers for."""
+    """Return an output whose tokens are on another rank."""
 
     def read() -> Chosen:
         raise AssertionError("rank 0 answers")

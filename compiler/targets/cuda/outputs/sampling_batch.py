@@ -1,4 +1,4 @@
-"""How the tokens of a bucket's rows are chosen on the device, and what their draws ask for."""
+"""Token selection for the rows of a bucket on the device, with its sampling parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tilewright.compiler.targets.cuda.state.slot_table import Parameters, SlotTa
 
 
 class Drawing(NamedTuple):
-    """What some of the rows that draw ask for; each that nobody asks for is not launched."""
+    """Sampling filters in use. Unused filters are not launched."""
 
     has_top_k: bool
     has_top_p: bool
@@ -28,7 +28,7 @@ EVERY_DRAWING = tuple(Drawing(k, p) for k in (False, True) for p in (False, True
 
 
 def drawing_of(rows: Iterable[SamplingParams]) -> Drawing | None:
-    """What rows ask for of their draws; None where all of them are greedy."""
+    """Return the filters for the sampled rows. None: all rows are greedy."""
     drawn = [each for each in rows if not each.is_greedy]
     if not drawn:
         return None
@@ -37,11 +37,14 @@ def drawing_of(rows: Iterable[SamplingParams]) -> Drawing | None:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """How the tokens of B rows are chosen, and where they go: tensors that a graph reads.
+    """Token selection for B rows: tensors that a CUDA graph reads and writes.
 
-    All are ``[B]`` but ``parameters``, of B rows. ``tokens`` and ``why`` (see :class:`Chosen`) are
-    the results; ``positions``: where the chosen tokens will stand; ``width``: how many of a row's
-    first logits are chosen from. With a ``group`` the logits are this rank's columns of them.
+    Attributes:
+        tokens, why: Results ``[B]``; see :class:`Chosen`.
+        parameters: Sampling parameters for B rows.
+        positions: Positions ``[B]`` of the selected tokens.
+        width: Number of selectable logits, from the first.
+        group: With a group, the logits are this rank's columns.
     """
 
     tokens: Tensor
@@ -54,24 +57,34 @@ class SamplingBatch:
     group: RankGroup | None = None
 
     def gather(self, table: SlotTable, at: Tensor) -> None:
-        """The parameters of the slots in the rows ``at [B]`` of the table."""
+        """Copy the sampling parameters from the table entries ``at [B]``."""
         torch.index_select(table.parameters.words, 0, at, out=self.parameters.words)
 
     def take_likeliest(self, logits: Tensor, *, advancing: Tensor | None = None) -> None:
-        """Choose from ``logits [B, V]``; positions ``advancing [B]`` go on by one, but padding."""
+        """Select the likeliest tokens from ``logits [B, V]``.
+
+        Args:
+            advancing: Positions ``[B]`` to increment. Padding remains unchanged.
+        """
         ends = self.parameters.end_tokens
         to = self.tokens, self.why
         if self.group is not None:
             self.group.take_likeliest(
-                *to, logits, width=self.width, end_tokens=ends, scratch=self.keys,
+                *to,
+                logits,
+                width=self.width,
+                end_tokens=ends,
+                scratch=self.keys,
                 positions=advancing,
-            )  # fmt: skip
+            )
             return
         logits = logits[:, : self.width]
         choose(*to, logits, end_tokens=ends, scratch=self.keys, positions=advancing)
 
     def draw(self, logits: Tensor, drawing: Drawing) -> None:
-        """Replace the likeliest tokens, chosen from these logits before, in rows that draw."""
+        """Sample from the same logits after :meth:`take_likeliest`. Greedy rows keep their
+        tokens.
+        """
         if self.group is None:
             self._draw(logits, drawing)
             return
@@ -94,7 +107,7 @@ class SamplingBatch:
         )
 
     def apply(self, logits: Tensor, drawing: Drawing | None) -> None:
-        """Choose from ``logits [B, V]``, drawing where rows do."""
+        """Select from ``logits [B, V]``. Sample if ``drawing`` is not None."""
         self.take_likeliest(logits)
         if drawing is not None:
             self.draw(logits, drawing)
@@ -109,8 +122,12 @@ def make_choice(
     positions: Tensor | None = None,
     group: RankGroup | None = None,
 ) -> SamplingBatch:
-    """A choice of ``num_rows`` rows, greedy until told otherwise; it writes into ``tokens``, and
-    reads ``positions`` when it is made (default: its own).
+    """Return a greedy selection for ``num_rows`` rows, with results in ``tokens``.
+
+    Args:
+        width: Number of selectable logits.
+        num_ends: Maximum number of end tokens.
+        positions: Tensor for the positions. None: a new tensor.
     """
     device = tokens.device
     return SamplingBatch(

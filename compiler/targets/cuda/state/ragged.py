@@ -1,4 +1,4 @@
-"""Pieces of several prompts as the tokens of one batch. Knows no kernels."""
+"""Layout for several prefill chunks in a batch. Excludes kernels."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
 
 SHORT_BLOCK, LONG_BLOCK = 64, 128
-"""Tokens of one sequence that attention takes together."""
+"""Tokens in an attention block. All belong to the same sequence."""
 
 LONG_PIECE = 512
-"""Tokens of a piece, on average, from which on larger blocks waste little and read keys less."""
+"""Mean chunk length for long blocks, which read keys less often. Shorter chunks would waste
+rows.
+"""
 
 _ALIGNED = 16
-"""Rows of a whole piece of memory: kernels are compiled for how their arguments are aligned."""
+"""Row count alignment. Kernels are compiled for the alignment of their arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """T rows of one batch: each piece in whole blocks of ``block`` rows, padding behind it.
+    """T rows of a batch. Chunks use whole blocks of ``block`` rows, with padding at the end.
 
-    ``starts [P + 1]`` (int64): the first row of each, and that behind them all. ``last [R]``
-    (int64): those that want logits: rows that ride along, then of the pieces that choose a token,
-    in their order. ``riding``: behind all pieces, rows of sequences that decode, one each, whose
-    tokens are not there yet.
+    Attributes:
+        rows: Tokens, positions and slots of the rows.
+        starts: Start index by chunk, then the end of all chunks, int64 ``[P + 1]``.
+        last: Rows with logits, int64 ``[R]``: decode rows, then the last rows of finished prompts.
+        riding: Decode rows after all chunks. Their tokens are on the device.
     """
 
     rows: TokenBatch
@@ -42,19 +45,21 @@ class Ragged:
     riding: slice
 
     def take_tokens(self, held: Tensor) -> None:
-        """Rows that ride along read what their slots hold, of ``held [S]`` on the device."""
+        """Copy the decode rows' tokens from ``held [S]``, the device table."""
         among = self.riding
         torch.index_select(held, 0, self.rows.slots[among], out=self.rows.tokens[among])
 
 
 def num_tokens_of(chunks: Sequence[PrefillChunk]) -> int:
-    """Rows that pieces take in a captured pass: whole short blocks each."""
+    """Return the number of rows for chunks in a captured forward: whole short blocks."""
     return sum(-(-len(chunk.tokens) // SHORT_BLOCK) * SHORT_BLOCK for chunk in chunks)
 
 
 def can_join(chunk: PrefillChunk, marks: int = 0, most_rows: int = sys.maxsize) -> bool:
-    """Whether a piece may be one of several: nothing is wanted of it but its last token's choice,
-    and its state behind it and at up to so many marks; and it has up to so many rows.
+    """Return whether a chunk may join a mixed batch.
+
+    Its output must be at most its last token and its snapshots, at up to ``marks`` positions. It
+    must have at most ``most_rows`` rows.
     """
     is_plain = not (chunk.echoes or chunk.pools) and not chunk.also and len(cut(chunk, marks)) == 1
     return is_plain and num_tokens_of((chunk,)) <= most_rows
@@ -68,9 +73,13 @@ def split(
     most_rows: int = sys.maxsize,
     beside: bool = False,
 ) -> tuple[list[list[PrefillChunk]], list[PrefillChunk]]:
-    """Batches of up to ``most`` pieces with up to so many ``marks`` each, and so many rows of all,
-    and those pieces that are run each for itself: all where there is one, but ``beside`` rows that
-    ride along.
+    """Split chunks into batches, and chunks to run separately.
+
+    Args:
+        most: Maximum chunks in a batch.
+        marks: Maximum snapshot positions inside a chunk.
+        most_rows: Maximum rows in a batch.
+        beside: Decode rows join, so that a single chunk makes a batch.
     """
     batches: list[list[PrefillChunk]] = []
     if not (beside or (most > 1 and len(chunks) > 1)):
@@ -95,7 +104,7 @@ def join(
     positions: Sequence[int] = (),
     marks: Marks = NO_MARKS,
 ) -> Ragged:
-    """Lay pieces out one behind the other, and behind them rows of ``slots`` at ``positions``."""
+    """Lay out chunks in sequence, followed by decode rows of ``slots`` at ``positions``."""
     mean = sum(len(chunk.tokens) for chunk in chunks) / len(chunks)
     block = LONG_BLOCK if mean >= LONG_PIECE else SHORT_BLOCK
     first = sum(-(-len(chunk.tokens) // block) * block for chunk in chunks)
@@ -115,8 +124,9 @@ def join(
 def lay_out(
     staged: np.ndarray, chunks: Sequence[PrefillChunk], block: int, marks: Marks = NO_MARKS
 ) -> tuple[slice, ...]:
-    """Write the tokens, positions, slots and marks of pieces into the first rows of ``staged
-    [4, N]``, each piece into whole blocks of its own, of rows that are padding; the rows of each.
+    """Write tokens, positions, slots and snapshot positions of chunks to ``staged [4, N]``.
+
+    Every chunk starts at a new block. Return the rows by chunk.
     """
     pieces, first = [], 0
     for chunk in chunks:
@@ -135,7 +145,7 @@ def lay_out(
 def one(
     chunk: PrefillChunk, device: torch.device, marks: Marks = NO_MARKS
 ) -> tuple[TokenBatch, Tensor | None]:
-    """The rows of a single piece, without padding, and those of them that want logits."""
+    """Return the rows of a single chunk without padding, and the rows with logits."""
     count = len(chunk.tokens)
     staged = np.zeros((4, -(-count // _ALIGNED) * _ALIGNED), dtype=np.int64)
     staged[3] = -1

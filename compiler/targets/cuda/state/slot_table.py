@@ -1,8 +1,7 @@
-"""The device's table of slots: what each reads next, and how its tokens are chosen.
+"""Device tables of slots: the next input token and the sampling parameters.
 
-A decode bucket gathers the rows of its slots when they change, and gives their tokens back when it
-is left; between, they stay in the bucket and no row of the table is touched. Where a slot stands is
-the host's to know: it goes on by counts that need no token to be read.
+A decode bucket gathers its slots' entries after a change and writes tokens back at its end. Steps
+between do not access the table. The host computes lengths without reading tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +20,16 @@ _TEMPERATURE, _TOP_P, _TOP_K, _SEED, _MIN_P, _NUM_NUMBERS = range(6)
 
 
 class Parameters:
-    """How the tokens of R rows are chosen, greedily until told otherwise.
+    """Sampling parameters for R rows. Initially greedy.
 
-    ``words [R, 5 + E]`` (int64) holds them all, so that one copy writes or gathers them; the others
-    are its columns: ``temperature [R]`` float64 (values of float32), ``top_p`` and ``min_p [R]``
-    float64, ``top_k`` and ``seeds [R]`` int64, ``end_tokens [R, E]`` int64, padded with -1.
+    All parameters are columns of ``words``, so one copy writes or gathers them.
+
+    Attributes:
+        words: int64 ``[R, 5 + E]``.
+        temperature: float64 ``[R]`` with float32 values.
+        top_p, min_p: float64 ``[R]``.
+        top_k, seeds: int64 ``[R]``.
+        end_tokens: int64 ``[R, E]``, padded with -1.
     """
 
     def __init__(self, num_rows: int, num_ends: int, device: torch.device) -> None:
@@ -42,9 +46,11 @@ class Parameters:
 
 
 class SlotTable:
-    """A row a slot, and one more that padding reads and writes.
+    """Tables with an entry for each slot and a last entry for padding.
 
-    ``tokens [S + 1]`` (int64): what each reads next; ``parameters``: of S + 1 rows.
+    Attributes:
+        tokens: Next input token, int64 ``[S + 1]``.
+        parameters: Sampling parameters for S + 1 entries.
     """
 
     def __init__(self, num_slots: int, num_ends: int, device: torch.device) -> None:
@@ -53,18 +59,17 @@ class SlotTable:
         self.tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.parameters = Parameters(num_slots + 1, num_ends, device)
         self._rows = torch.arange(num_slots + 1, device=device)
-        self._words = self.parameters.words.cpu().numpy().copy()  # nobody else writes them
+        self._words = self.parameters.words.cpu().numpy().copy()  # this object is the only writer
 
     @property
     def num_ends(self) -> int:
-        """The number of end tokens that a slot has room for."""
+        """Maximum number of end tokens for a slot."""
         return self.parameters.end_tokens.shape[1]
 
     def open(self, opened: Mapping[Slot, SamplingParams]) -> None:
-        """Write how tokens are chosen for slots that begin; end tokens as far as there is room.
+        """Write the sampling parameters of new slots, with as many end tokens as fit.
 
-        One copy writes them all, with the rows between them as they are; none does where all are
-        there already.
+        One copy writes the range that contains all slots. Unchanged parameters need no copy.
         """
         if not opened:
             return
@@ -85,35 +90,35 @@ class SlotTable:
             held[:] = words
 
     def index(self, slots: Sequence[Slot], size: int | None = None) -> Tensor:
-        """Row numbers of slots on the device, int64; padded to ``size`` with the row of padding."""
+        """Return the slots as int64 on the device, padded to ``size`` with the padding entry."""
         if len(slots) == 1 and (size or 1) == 1:
-            return self._rows[slots[0] : slots[0] + 1]  # it is there
+            return self._rows[slots[0] : slots[0] + 1]  # the index is on the device already
         wanted = [*slots, *[self.padding] * ((size or len(slots)) - len(slots))]
         return send(np.array(wanted, dtype=np.int64), self.device)
 
     def hold(self, slot: Slot, token: Tensor) -> None:
-        """A slot reads ``token [1]``, which is on the device, next."""
+        """Set a slot's next input to ``token [1]``, a device tensor."""
         self.tokens[slot : slot + 1].copy_(token)
 
     def put(self, slots: Sequence[Slot], tokens: Sequence[int]) -> None:
-        """Note the tokens that slots read in their next step, where the host knows them."""
+        """Set the next input tokens of slots from the host."""
         both = send(np.array([slots, tokens], dtype=np.int64), self.device)
         self.tokens.index_copy_(0, *both)
 
     def agreed(self, lengths: Mapping[Slot, int]) -> bytes:
-        """Slots, where they stand and what each reads next: all ranks have them alike."""
+        """Return slots, lengths and next tokens as bytes. They must be equal on all ranks."""
         tokens = self.tokens.tolist()
         return repr(sorted((int(s), length, tokens[s]) for s, length in lengths.items())).encode()
 
     def give_back(self, at: Tensor, tokens: Tensor) -> None:
-        """Take the tokens of a bucket's rows back; what padding read is of no account."""
+        """Write the tokens of a bucket's rows back. The padding entry may have any token."""
         self.tokens.index_copy_(0, at, tokens)
 
 
 def send(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
-    """Values of the host behind all that is queued on the device, without waiting for it.
+    """Copy host values to the device after all queued work, without a wait.
 
-    They may be changed as soon as this returns.
+    The caller may change the values after the call.
     """
     if device.type != "cuda":
         return torch.tensor(values) if isinstance(values, np.ndarray) else values
@@ -121,7 +126,7 @@ def send(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
 
 
 def send_into(place: Tensor, values: np.ndarray) -> None:
-    """What :func:`send` does, into memory that is there."""
+    """Copy host values to an existing tensor; see :func:`send`."""
     if place.device.type != "cuda":
         place.copy_(torch.from_numpy(values))
     else:
@@ -129,8 +134,8 @@ def send_into(place: Tensor, values: np.ndarray) -> None:
 
 
 class _Staging:
-    """Pinned memory that what is sent goes through, in turn: halves, each used again once its last
-    copies are done.
+    """Pinned memory for copies to the device. It has two halves in turn, reused after their copies
+    end.
     """
 
     _HALF = 1 << 21
@@ -139,17 +144,15 @@ class _Staging:
         self._device, self._turn, self._used = device, 0, 0
         is_gpu = device.type == "cuda"
         memory = torch.empty(2 * self._HALF, dtype=torch.uint8, pin_memory=is_gpu)
-        self._bytes = memory.numpy()  # pinned as well: that goes by the address
+        self._bytes = memory.numpy()  # torch detects pinned memory by its address
         self._left: list[torch.cuda.Event | None] = [None, None]
 
     def send(self, values: Tensor | np.ndarray) -> Tensor:
-        """A copy on the device."""
+        """Return a copy on the device."""
         return self.staged(values).to(self._device, non_blocking=True)
 
     def staged(self, values: Tensor | np.ndarray) -> Tensor:
-        """A copy of up to a half of the memory in pinned memory, which has to be sent at once; one
-        of larger values is in fresh memory.
-        """
+        """Return a copy in pinned memory, to send immediately. Large values get new memory."""
         given = values.numpy() if isinstance(values, Tensor) else values
         if given.nbytes > self._HALF:
             return torch.from_numpy(np.ascontiguousarray(given)).pin_memory()
@@ -162,7 +165,7 @@ class _Staging:
         return torch.from_numpy(kept)
 
     def _enter_other(self) -> None:
-        """Leave a half for the other, whose last copies must be done."""
+        """Change to the other half and wait for its previous copies."""
         self._left[self._turn] = left = torch.cuda.Event()
         left.record()
         self._turn, self._used = 1 - self._turn, 0
@@ -172,5 +175,5 @@ class _Staging:
 
 @functools.cache
 def _staging(device: torch.device) -> _Staging:
-    """The memory that is staged through for a device, by all executables of a process."""
+    """Return the staging memory of a device, shared by all executables of a process."""
     return _Staging(device)

@@ -1,4 +1,4 @@
-"""The state of all slots on the device: pages and their tables, state per sequence, snapshots."""
+"""Device state of all slots: pages, page tables, per-sequence state and snapshots."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tilewright.compiler.targets.interface.step import (
 
 
 def sequence_bytes(specs: Sequence[StateSpec]) -> int:
-    """Bytes of what one sequence keeps whatever its length, float32."""
+    """Return the size of one sequence's fixed-size state in bytes (float32)."""
     return 4 * sum(each.num_elements(1) for each in specs)
 
 
 class PagedState:
-    """A pool of pages with a table of each slot's, and what each slot keeps whatever its length.
+    """A page pool with a page table for each slot, and fixed-size state for each slot.
 
     ``pages``: the caches by layer. ``tables [S, M]`` int32: the pages of every slot. ``sequences``:
     float32 ``[S + num_marks, ...]`` by layer, rewritten by every step; a sequence's counts from its
@@ -78,12 +78,13 @@ class PagedState:
         self.num_draft_states = num_draft_states
         self._sequence_bytes = sequence_bytes(sequence_specs)
         self._held: dict[Slot, list[int]] = {}
-        self._room = np.zeros(options.max_batch, dtype=np.int64)  # positions in a slot's pages
+        # capacity of a slot's pages in positions
+        self._room = np.zeros(options.max_batch, dtype=np.int64)
         self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
         self._places: dict[HostPlace, list[Tensor]] = {}
 
     def note(self, edit: AssignPages) -> None:
-        """Keep in mind which pages a slot has; :meth:`deal` writes them."""
+        """Record the pages of a slot. :meth:`deal` writes them to the device."""
         held = self._held.setdefault(edit.slot, [])
         assert edit.first <= len(held), f"slot {edit.slot} has no page before {edit.first}"
         held[edit.first :] = edit.ids
@@ -92,9 +93,11 @@ class PagedState:
         self._room[edit.slot] = PAGE * len(held)
 
     def deal(self, edits: Sequence[AssignPages]) -> None:
-        """Write pages into slots' tables, in one go; of two for one place the last counts."""
+        """Write page assignments to the page tables in one copy. Later assignments take
+        precedence.
+        """
         width = self.tables.shape[1]
-        if len(edits) == 1:  # a single copy, and nothing else
+        if len(edits) == 1:  # a single copy is enough
             (edit,) = edits
             first = edit.slot * width + edit.first
             places = self._flat_tables[first : first + len(edit.ids)]
@@ -113,14 +116,15 @@ class PagedState:
         self._flat_tables.index_copy_(0, places, ids.view(torch.int32)[: len(pages)])
 
     def check(self, slot: Slot, end: int) -> None:
-        """Positions before ``end`` are in pages of the slot's own: what the table names behind them
-        may be another's by now.
+        """Check that a slot's pages contain all positions before ``end``.
+
+        Table entries after its pages are stale and may name pages of other slots.
         """
         room = int(self._room[slot])
         assert end <= room or not self.pages, f"slot {slot} has pages up to {room}, not {end}"
 
     def check_all(self, slots: Sequence[Slot], ends: np.ndarray) -> int:
-        """:meth:`check`, of several slots; the positions that each of them has left at least."""
+        """Apply :meth:`check` to several slots. Return the minimum number of free positions."""
         if not self.pages:
             return sys.maxsize
         free = int((self._room[list(slots)] - ends).min(initial=sys.maxsize))
@@ -130,13 +134,13 @@ class PagedState:
         return free
 
     def clear(self, slot: Slot) -> None:
-        """A slot has no pages any more; what is queued on the device still comes first."""
+        """Remove a slot's pages. Queued device work may still use them."""
         self._held.pop(slot, None)
         self._room[slot] = 0
 
     @torch.no_grad()
     def copy(self, source: Slot, target: Slot, num_positions: int) -> None:
-        """The page that the first positions of a slot end in, and its own state, to another's."""
+        """Copy a sequence's partial last page and fixed-size state to another slot."""
         if num_positions % PAGE:
             at = num_positions // PAGE
             old, new = self._held[source][at], self._held[target][at]
@@ -149,7 +153,7 @@ class PagedState:
         _copy_all(self._own(source), self._own(slot))
 
     def save(self, slot: Slot, snapshot: Snapshot, position: int) -> None:
-        """Keep what a slot has of state per sequence, as it is at ``position``."""
+        """Save a slot's fixed-size state at ``position`` as a snapshot."""
         if snapshot not in self._snapshots:
             kept = [torch.empty_like(state[0]) for state in self.sequences.values()]
         else:
@@ -158,33 +162,35 @@ class PagedState:
         self._snapshots[snapshot] = position, kept
 
     def marks(self, chunks: Sequence[PrefillChunk]) -> Marks:
-        """Where the pass of these pieces is to keep their states inside of them."""
+        """Return the snapshot positions inside these chunks, with the index of each state
+        buffer.
+        """
         found = marks_of(chunks, self._first_mark)
         assert len(found) <= self.num_marks, f"{len(found)} marks in one pass"
         return found
 
     def keep(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Take the snapshots of pieces whose pass has run with :meth:`marks`."""
+        """Save the snapshots of chunks after their forward with :meth:`marks`."""
         marks = self.marks(chunks)
         for chunk in chunks:
             for at, snapshot in chunk.saves:
                 self.save(marks.get((chunk.slot, at), chunk.slot), snapshot, at)
 
     def load(self, slot: Slot, snapshot: Snapshot) -> int:
-        """Put a snapshot into a slot; returns the position it was saved at."""
+        """Load a snapshot into a slot. Return its position."""
         position, kept = self._snapshots[snapshot]
         _copy_all(kept, self._own(slot))
         return position
 
     def put_out(self, slot: Slot, place: HostPlace, num_positions: int) -> None:
-        """Copy the pages of a slot's first positions, and its own state, to host memory."""
+        """Copy the pages of a slot's first positions, and its fixed-size state, to host memory."""
         ids = self._ids(self._held[slot][: pages_of(num_positions)])
         kept = [_to_host(each.index_select(0, ids)) for each in self._pools()]
         kept += [_to_host(state) for state in self._own(slot)]
         self._places[place] = kept
 
     def take_back(self, place: HostPlace, slot: Slot, num_positions: int) -> None:
-        """Copy what :meth:`put_out` kept into the pages and the state of a slot, and forget it."""
+        """Copy the state from :meth:`put_out` back to a slot and free the host memory."""
         kept = iter(self._places.pop(place))
         ids = self._ids(self._held[slot][: pages_of(num_positions)])
         for pool in self._pools():
@@ -193,22 +199,22 @@ class PagedState:
             state.copy_(next(kept), non_blocking=True)
 
     def drop(self, place: HostPlace) -> None:
-        """Free the host memory in which :meth:`put_out` kept a slot's state."""
+        """Free host memory from :meth:`put_out`."""
         del self._places[place]
 
     def reset(self) -> None:
-        """Forget whose the pages are, and all that was kept."""
+        """Remove all page assignments, snapshots and host copies."""
         self._held.clear()
         self._room.fill(0)
         self._snapshots.clear()
         self._places.clear()
 
     def _own(self, slot: int) -> list[Tensor]:
-        """What a slot keeps whatever its length, by layer."""
+        """Return a slot's fixed-size state by layer."""
         return [state[slot] for state in self.sequences.values()]
 
     def _pools(self) -> list[Tensor]:
-        """Tensors with a row a page: values and exponents of every layer."""
+        """Return the tensors indexed by page: values and exponents of every layer."""
         both = [(each.values, each.exponents) for each in self.pages.values()]
         return [each for pair in both for each in pair if each is not None]
 
@@ -216,25 +222,25 @@ class PagedState:
         return send(np.array(pages, dtype=np.int64), self.device)
 
     def num_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
-        """Bytes of the pages of so many positions, and of what their sequences keep besides."""
+        """Return the bytes of pages for ``num_positions``, and of fixed-size states."""
         a_page = sum(page_bytes(each, self._kinds[each.name]) for each in self._specs)
         return pages_of(num_positions) * a_page + num_sequences * self._sequence_bytes
 
     def num_bytes_held(self) -> int:
-        """Bytes on the device of what slots and snapshots hold now; a page that several share
-        counts once.
-        """
+        """Return the device bytes in use by slots and snapshots. Shared pages count once."""
         pages = {page for held in self._held.values() for page in held}
         return self.num_bytes(PAGE * len(pages), len(self._held) + len(self._snapshots))
 
 
 def _copy_all(sources: list[Tensor], targets: list[Tensor]) -> None:
-    """Copy tensors into others of their shapes, in a launch or two: of 35B-A3B they are 60."""
+    """Copy tensors to tensors of the same shapes in a few launches. Large models have dozens of
+    tensors.
+    """
     if sources:
         torch._foreach_copy_(targets, sources)
 
 
 def _to_host(values: Tensor) -> Tensor:
-    """A copy in host memory, pinned where there is a GPU, behind what is queued there."""
+    """Return a copy in host memory, pinned with a GPU, after all queued work."""
     kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     return kept.copy_(values, non_blocking=True)
