@@ -103,15 +103,9 @@ class CudaExecutable(Executable):
         is_free = not (exact or options.is_strict or options.parallel.wire)
         prompt_wire = PROMPT_WIRE if is_free else None
         self._steps = Steps(
-            plan,
-            weights,
-            self._state,
-            max_rows=rows[-1],
-            exact=exact,
-            prompt_wire=prompt_wire,
-            strict_rows=self.capabilities.max_invariant_rows,
-            copies=copies,
-        )
+            plan, weights, self._state, max_rows=rows[-1], exact=exact, prompt_wire=prompt_wire,
+            strict_rows=self.capabilities.max_invariant_rows, copies=copies,
+        )  # fmt: skip
         self.notes = self._steps.copies.said(options.copies)
         if prompt_wire and options.parallel.tensor > 1:
             self.notes += (f"sums of prompts, and of rows beside them, travel in {prompt_wire}",)
