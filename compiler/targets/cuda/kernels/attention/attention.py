@@ -1,7 +1,7 @@
-"""attention.cu on the device: decode attention of bf16 and bfp8 pages at the usual head sizes.
+"""Launcher for ``attention.cu``: decode attention over bf16 and bfp8 pages at common head sizes.
 
-Knows how a launch is made of a share, and nothing of where its operands come from.
-Legend: B rows, H query heads, G key/value heads, D head size, S slots, M pages of a slot.
+Makes a launch from a KV split. Excludes the source of the operands. Shape letters: B rows, H query
+heads, G key/value heads, D head size, S slots, M pages of a slot.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from tilewright.compiler.targets.cuda.state.pages import KVPages
 
 HEAD_DIMS = (64, 96, 128, 256)
 MAX_GROUP_HEADS = 16
-"""Query heads of a key/value head, at most."""
+"""Maximum number of query heads for a key/value head."""
 
 MOST_FEW_HEADS = 8
-"""Query heads of a key/value head, at most, of few rows that clusters of sixteen blocks take."""
+"""Maximum number of query heads for a key/value head in the kernel with clusters of sixteen
+blocks.
+"""
 
 _WARPS = 4
 _TEAMS = 8
 
 
 class _AttentionParams(ctypes.Structure):
-    """`Attend` of attention.cu."""
+    """Mirror of `Attend` in attention.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("qkv", "out", "positions", "slots", "tables")),
@@ -93,14 +95,18 @@ def attend_decode(
     early: bool = False,
     share: SplitKV | Spread | None = None,
 ) -> None:
-    """What :func:`targets.cuda.kernels.attention_decode.attend_decode` does, with the same
-    arguments, where `.table.why_no_cpp` has no objection; ``out`` is bf16, its rows 8-byte aligned.
-    Products over bfp8 are of float16, where blocks 2^20 times smaller than others nearby are 0.
-    A :class:`Spread` that there is no room for becomes a :class:`SplitKV`, of which bits are equal.
+    """Run decode attention with the arguments of :func:`.decode_triton.attend_decode`.
+
+    `.table.why_no_cpp` names unsupported operands. ``out`` must be bf16 with rows aligned to 8
+    bytes. Matmuls over bfp8 use float16: a block 2^20 times smaller than its neighbors becomes 0.
+
+    Args:
+        share: The KV split. A :class:`Spread` that does not fit the GPU becomes a :class:`SplitKV`
+            with the same bits. None: `choose_share`.
     """
     num_rows, heads = qkv.shape[0], num_heads // pages.num_kv_heads
     if share is None or (isinstance(share, Spread) and not _fits(share, pages, num_rows, heads)):
-        # A spread of one group is of rows that reach no more pages, whatever their table has.
+        # One group implies a short context, regardless of the table's width.
         num_pages = SHORT_PAGES if share and share.num_groups == 1 else block_tables.shape[1]
         share = choose_share(num_rows, pages.num_kv_heads, num_pages, pages.head_dim)
     _check_operands(pages, qkv, out, (positions, slots, block_tables), inv_freq)
@@ -153,7 +159,7 @@ def _rotation(inv_freq: torch.Tensor, interleaved: bool) -> dict[str, int]:
 def _launch(
     pages: KVPages, arguments: _AttentionParams, num_rows: int, share: SplitKV | Spread
 ) -> None:
-    """The kernel of these pages and so many heads, its splits shared out so."""
+    """Launch the kernel for the page format, head count and KV split."""
     if isinstance(share, Spread):
         at = _spread_launch(share, pages, num_rows)
         nvrtc.launch(SOURCE, _few_name(pages), at=at, arguments=arguments)
@@ -193,7 +199,7 @@ def _spread_launch(share: Spread, pages: KVPages, num_rows: int) -> nvrtc.Launch
 
 
 def _fits(share: Spread, pages: KVPages, num_rows: int, group_heads: int) -> bool:
-    """Whether the kernel has so many heads, and the GPU works all rows at once."""
+    """Return whether the kernel supports the heads and all clusters are resident at once."""
     if group_heads > MOST_FEW_HEADS or pages.head_dim not in FEW_PAGES:
         return False
     at = _spread_launch(share, pages, 1)
@@ -208,7 +214,7 @@ def _check_operands(
     where: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     inv_freq: torch.Tensor,
 ) -> None:
-    """What the kernel takes for granted; ``where``: positions, slots and tables."""
+    """Check the kernel's assumptions. ``where`` has positions, slots and tables."""
     positions, slots, block_tables = where
     assert positions.dtype == slots.dtype == torch.int64
     assert pages.values.is_contiguous() and block_tables.is_contiguous() and qkv.is_contiguous()
@@ -220,7 +226,9 @@ def _check_operands(
 
 
 def _few_bytes(head_dim: int, num_splits: int) -> int:
-    """`FewShared` of attention_few.cuh, with some to spare; behind it what the cluster sends."""
+    """Return the size of `FewShared` in attention_few.cuh with the cluster's messages, rounded
+    up.
+    """
     parts = num_parts(head_dim)
     token = 12 * head_dim + 8 * (2 * head_dim + 64) + 48 * parts
     traded = 512 * (_TEAMS * parts if parts > 1 else 1)
@@ -229,8 +237,9 @@ def _few_bytes(head_dim: int, num_splits: int) -> int:
 
 
 def _shared_bytes(head_dim: int, group_heads: int, num_splits: int) -> int:
-    """`Shared` of attention.cu, with some to spare, and behind it the scores that two warps trade
-    and the sums of warps, of a turn's heads, and of splits.
+    """Return the size of `Shared` in attention.cu, rounded up, with the buffers after it.
+
+    The buffers are the scores that two warps exchange and the sums of warps and splits.
     """
     eights, parts = 1 if group_heads <= 8 else 2, num_parts(head_dim)
     queries = eights * 8 * (2 * head_dim + 64)

@@ -1,8 +1,8 @@
-"""Attention of one new token a sequence over the paged cache, rotation and cache write inside.
+"""Decode attention over the paged cache, with rotation and the cache write.
 
-A row's result depends on its position and its table's width, never on the other rows: its pages
-are cut into the same splits at any batch size, and are combined in their order.
-Legend: B rows, H query heads, G key/value heads, D head size, S slots, M pages of a slot.
+A row's result depends on its position and table width only: the splits of its pages do not depend
+on the batch size and are combined in order. Shape letters: B rows, H query heads, G key/value
+heads, D head size, S slots, M pages of a slot.
 """
 
 from __future__ import annotations
@@ -34,21 +34,23 @@ from tilewright.compiler.targets.cuda.tuning import tuning
 
 _TUNING = tuning()["attention"]["decode_triton"]
 MAX_SPLITS: int = _TUNING["max_splits"]
-"""Parts that the pages of a sequence are cut into, at most."""
+"""Maximum number of splits for a sequence."""
 
 PROGRAMS: int = _TUNING["programs"]
-"""Programs of a launch, about: two for each of 132 multiprocessors, which their registers allow.
-Where there are more splits, a program walks over several.
+"""Approximate number of programs in a launch: two for each of 132 multiprocessors, as registers
+allow. With more splits, a program walks over several.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeScratch:
-    """Where the splits of one launch leave what its last program combines.
+    """Buffers in which the splits of a launch store their results for the last program.
 
-    ``partial`` fp32 ``[rows, H, splits, D]`` flat: sums of values by their weights; ``peaks`` and
-    ``totals`` fp32 ``[rows, H, splits]`` flat: the largest score, base 2, and the sum of weights;
-    ``arrived`` int32 ``[rows, H]`` flat: zeros between launches.
+    Attributes:
+        partial: Weighted sums of values, fp32 ``[rows, H, splits, D]`` flat.
+        peaks: Largest scores in base 2, fp32 ``[rows, H, splits]`` flat.
+        totals: Sums of weights, fp32 ``[rows, H, splits]`` flat.
+        arrived: Counters, int32 ``[rows, H]`` flat. Zero between launches.
     """
 
     partial: torch.Tensor
@@ -60,9 +62,9 @@ class DecodeScratch:
 def decode_scratch(
     max_rows: int, num_heads: int, head_dim: int, num_pages: int, device: torch.device
 ) -> DecodeScratch:
-    """Allocate scratch for up to ``max_rows`` rows and tables of up to ``num_pages`` a slot.
+    """Allocate buffers for up to ``max_rows`` rows and ``num_pages`` pages in a table.
 
-    Launches that follow each other on a stream may share it.
+    Consecutive launches on a stream may share them.
     """
     rows = max_rows * num_heads
     splits = rows * min(MAX_SPLITS, num_pages)
@@ -76,8 +78,8 @@ def decode_scratch(
 
 @triton.jit
 def _heads(token, first, count, partner, R: tl.constexpr, D: tl.constexpr):
-    """fp32 ``[R, E]`` of a token's heads from ``first``, and of the channels they are rotated with;
-    zeros from head ``count`` on.
+    """Load ``count`` heads of a token from ``first``, and their partner channels, as fp32 ``[R,
+    E]``.
     """
     r = tl.arange(0, R)[:, None]
     d = tl.arange(0, partner.shape[0])[None, :]
@@ -90,7 +92,9 @@ def _heads(token, first, count, partner, R: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _plan(position, num_splits, WINDOW: tl.constexpr, L: tl.constexpr):
-    """First page and end of the pages in sight, pages a split, splits in use: none of padding."""
+    """Return first page, end page, pages in a split, and number of splits. Padding has no
+    splits.
+    """
     last = tl.maximum(position, 0)
     first = last * 0
     if WINDOW > 0:
@@ -103,10 +107,21 @@ def _plan(position, num_splits, WINDOW: tl.constexpr, L: tl.constexpr):
 
 @triton.jit
 def _page_tiles(
-    values, exponents, table, page, position, g, wanted, WINDOW: tl.constexpr,
-    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, L: tl.constexpr, BFP8: tl.constexpr,
-):  # fmt: skip
-    """Keys and values of a sequence's page ``page`` as they lie in memory, if it is ``wanted``."""
+    values,
+    exponents,
+    table,
+    page,
+    position,
+    g,
+    wanted,
+    WINDOW: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    L: tl.constexpr,
+    BFP8: tl.constexpr,
+):
+    """Load a page's keys and values without decoding, if it is ``wanted``."""
     number = tl.load(table + page, mask=wanted, other=0).to(tl.int64)
     at = page * L + tl.arange(0, L)
     valid = (at < position) & wanted
@@ -120,10 +135,20 @@ def _page_tiles(
 
 @triton.jit
 def _add_page(
-    peak, total, acc, q, k, v, page, position, scale,
-    WINDOW: tl.constexpr, L: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """The running softmax (base 2) of ``q [R, E]`` with one page's positions added."""
+    peak,
+    total,
+    acc,
+    q,
+    k,
+    v,
+    page,
+    position,
+    scale,
+    WINDOW: tl.constexpr,
+    L: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Add a page's positions to the online softmax (base 2) of ``q [R, E]``."""
     at = page * L + tl.arange(0, L)
     valid = at < position
     if WINDOW > 0:
@@ -140,9 +165,10 @@ def _add_page(
 
 @triton.jit
 def _combine(partial, peaks, totals, at, used, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr):
-    """``[R, E]``: the splits' outputs of R heads, in order; ``at [R]`` is each head's first split.
+    """Return the combined splits ``[R, E]`` of R heads, in order.
 
-    The loads pass the first-level cache by: other programs wrote what they read.
+    ``at [R]`` is the first split of each head. Loads bypass the L1 cache because peer programs
+    wrote the data.
     """
     CHUNK: tl.constexpr = max(1, 8192 // (R * E))
     d = tl.arange(0, E)[None, None, :]
@@ -168,13 +194,28 @@ def _combine(partial, peaks, totals, at, used, R: tl.constexpr, D: tl.constexpr,
 
 @triton.jit
 def _enter(
-    values, exponents, row, stores, scale, cos, sin, q, q_other, k, k_other, v,
-    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, L: tl.constexpr, BFP8: tl.constexpr,
-):  # fmt: skip
-    """Rotate the new token, and store it in row ``row [1]`` of the pages where it ``stores [1]``.
+    values,
+    exponents,
+    row,
+    stores,
+    scale,
+    cos,
+    sin,
+    q,
+    q_other,
+    k,
+    k_other,
+    v,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    L: tl.constexpr,
+    BFP8: tl.constexpr,
+):
+    """Rotate the new token and store it in page row ``row [1]`` if it ``stores [1]``.
 
-    Returns q ``[R, E]`` in the type of the products, its scores with the token's own key, and the
-    token's value, both of these as the cache holds them.
+    Return q ``[R, E]`` in the matmul type, the scores with the token's own key, and its value. Key
+    and value have the cache's precision.
     """
     k = k * cos[None, :] + k_other * sin[None, :]
     k = store_rows(values, exponents, k, row, stores, 1, D, E, BFP8)
@@ -191,8 +232,10 @@ def _attend_splits(
     WINDOW: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, BFP8: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """This program's splits, the first of whose pages is at hand: each page is asked for while the
-    one before it is worked on. The new token belongs to the last split, and starts its softmax.
+    """Compute this program's splits. The caller has loaded the first page.
+
+    Each page is loaded during the work on its predecessor. The new token starts the softmax of the
+    last split.
     """
     stride = tl.num_programs(2)
     r = tl.arange(0, R)
@@ -207,9 +250,20 @@ def _attend_splits(
         for page in range(start, stop):
             following = tl.where(page + 1 < stop, page + 1, start + stride * each)
             k_next, k_shared_next, v_next, v_shared_next = _page_tiles(
-                values, exponents, table, following, position, g, following < end,
-                WINDOW, G, D, E, L, BFP8,
-            )  # fmt: skip
+                values,
+                exponents,
+                table,
+                following,
+                position,
+                g,
+                following < end,
+                WINDOW,
+                G,
+                D,
+                E,
+                L,
+                BFP8,
+            )
             keys = tile_values(k, k_shared, L, E, BFP8, CHAINED)
             vals = tile_values(v, v_shared, L, E, BFP8, CHAINED)
             peak, total, acc = _add_page(
@@ -227,11 +281,21 @@ def _attend_splits(
 
 @triton.jit
 def _finish(
-    out, partial, peaks, totals, arrived, first_split, num_splits, used,
-    REPEAT: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
-    """The last program of a row's head to arrive combines what all of them left in scratch."""
-    # All of this program's stores come before its arrival is counted.
+    out,
+    partial,
+    peaks,
+    totals,
+    arrived,
+    first_split,
+    num_splits,
+    used,
+    REPEAT: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+):
+    """Combine the splits of a head in the last program to arrive."""
+    # All stores of this program must precede its arrival.
     tl.debug_barrier()
     before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
     if before == tl.minimum(used, tl.num_programs(2)) - 1:
@@ -247,7 +311,7 @@ def _finish(
 def _new_token(
     token, g, partner, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr
 ):
-    """The heads of ``g`` and its key, each with what it is rotated with, and its value."""
+    """Load the heads of ``g`` and its key with their partner channels, and its value."""
     q, q_other = _heads(token, g * (H // G), H // G, partner, ROWS, D)
     k, k_other = _heads(token, H + g, 1, partner, 1, D)
     v, _ = _heads(token, H + G + g, 1, partner, 1, D)
@@ -262,7 +326,9 @@ def _attend_decode_kernel(
     HALF: tl.constexpr, L: tl.constexpr, WINDOW: tl.constexpr, INTERLEAVED: tl.constexpr,
     BFP8: tl.constexpr, EARLY: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, g, z): the H / G heads of g in row b, over the splits z, z + Z, ... of Z."""
+    """Program (b, g, z) computes the H / G heads of g in row b, for the splits z, z + Z, ... of
+    Z.
+    """
     release_dependents(CHAINED)
     REPEAT: tl.constexpr = H // G
     ROWS: tl.constexpr = 16 if R < 16 else R
@@ -275,9 +341,20 @@ def _attend_decode_kernel(
     table = tables + tl.load(slots + b) * table_width
     first, end, each, used = _plan(position, num_splits, WINDOW, L)
     k, k_shared, v, v_shared = _page_tiles(
-        values, exponents, table, first + z * each, position, g, z < used,
-        WINDOW, G, D, E, L, BFP8,
-    )  # fmt: skip
+        values,
+        exponents,
+        table,
+        first + z * each,
+        position,
+        g,
+        z < used,
+        WINDOW,
+        G,
+        D,
+        E,
+        L,
+        BFP8,
+    )
     newest = tl.load(table + tl.maximum(position, 0) // L).to(tl.int64)
     row = tl.full([1], 0, tl.int64) + (newest * 2 * G + g) * L + position % L
     stores = tl.full([1], (used - 1 - z) % tl.num_programs(2), tl.int32) == 0
@@ -320,18 +397,19 @@ def attend_decode(
     scratch: DecodeScratch,
     early: bool = False,
 ) -> None:
-    """Rotate ``qkv [B, (H + 2 G) D]``, store its keys and values, attend into ``out [B, H D]``;
-    rows of both may be further apart than they are long.
+    """Rotate ``qkv``, store its keys and values, and attend to the cache.
 
-    One token a row at ``positions [B]``, of the sequence in ``slots [B]`` (both int64; no two rows
-    of one slot), whose pages are ``block_tables [S, M]`` int32; the other arguments are those of
-    :func:`ops.attention.rope_attention_step`. In bf16 with fp32 sums and softmax, or in
-    fp32 with fp32 pages. A row at a negative position is padding: it stores nothing, and gets
-    zeros.
+    The arithmetic is bf16 with fp32 sums and softmax, or fp32 with fp32 pages. A row at a negative
+    position is padding: it is not stored and its output is zeros. See
+    :func:`ops.attention.rope_attention_step` for the remaining arguments.
 
-    ``early``: positions, slots, tables and the pages of earlier positions were written before the
-    first kernel of the chain this one is in, as in a captured step; they are then read while the
-    kernel before this one still runs.
+    Args:
+        qkv: ``[B, (H + 2 G) D]`` with any row stride.
+        out: ``[B, H D]`` with any row stride.
+        positions, slots: int64 ``[B]``. Slots must be distinct.
+        block_tables: Page tables, int32 ``[S, M]``.
+        early: Positions, slots, tables and earlier pages were written before the first kernel of
+            this chain, as in a captured step. They are read before the previous kernel ends.
     """
     num_rows, num_pages = qkv.shape[0], block_tables.shape[1]
     num_kv_heads, head_dim = pages.num_kv_heads, pages.head_dim
@@ -342,7 +420,7 @@ def attend_decode(
     assert scratch.peaks.numel() >= num_rows * num_heads * num_splits
     programs = max(1, PROGRAMS // (num_rows * num_kv_heads))
     programs = min(num_splits, 1 << programs.bit_length() - 1)
-    # Two pages' tiles are in registers at a time.
+    # The tiles of two pages are in registers at a time.
     num_warps = 4 if head_dim <= 128 and pages.values.dtype != torch.float32 else 8
     _attend_decode_kernel[(num_rows, num_kv_heads, programs)](
         qkv, out, positions, slots, inv_freq,

@@ -1,6 +1,6 @@
-"""What the kernels over the paged cache share: rotation, rounding to a page, reading a page.
+"""Triton functions for the paged cache: rotation, rounding to a page, and page reads.
 
-Legend: R rows of a tile, L positions of a page, D head size, E its block (a power of two).
+Shape letters: R rows in a tile, L positions in a page, D head size, E its block (a power of two).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tilewright.compiler.targets.cuda.state.pages import KVPages
 
 
 def page_arguments(pages: KVPages, block_tables: torch.Tensor) -> dict[str, Any]:
-    """The arguments by which a kernel that takes pages knows them.
+    """Return the page arguments of a kernel.
 
-    ``values`` and ``exponents`` (the values again where there are none), ``tables``, the width of
-    a table, and the constants ``G``, ``D``, ``E`` and ``BFP8``.
+    These are ``values`` and ``exponents`` (the values again if absent), ``tables``, the table
+    width, and the constants ``G``, ``D``, ``E`` and ``BFP8``.
     """
     assert pages.values.is_contiguous() and block_tables.is_contiguous()
     assert block_tables.dtype == torch.int32, block_tables.dtype
@@ -39,9 +39,9 @@ def page_arguments(pages: KVPages, block_tables: torch.Tensor) -> dict[str, Any]
 
 @triton.jit
 def cos_sin(angle):
-    """Cosine and sine of an fp32 angle, within 1e-7 for angles to 2 ** 30.
+    """Return cosine and sine of an fp32 angle, within 1e-7 for angles up to 2 ** 30.
 
-    The reduction to an eighth of a turn is in fp64, so there is no slow path for large angles.
+    The reduction to an eighth of a turn is in fp64, without a slow path for large angles.
     """
     wide = angle.to(tl.float64)
     quarter = tl.floor(wide * 0.6366197723675814 + 0.5)
@@ -63,8 +63,10 @@ def cos_sin(angle):
 
 @triton.jit
 def channel_partners(HALF: tl.constexpr, E: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """``[E]`` of each channel: its frequency's index, the channel it is rotated with, and whether
-    it is the second of the pair. Channels from 2 HALF on are not rotated and partner themselves.
+    """Return for the channels ``[E]``: frequency index, partner channel, and whether it is the
+    second.
+
+    Channels from 2 HALF are not rotated. Their partners are the channels themselves.
     """
     d = tl.arange(0, E)
     if INTERLEAVED:
@@ -80,17 +82,18 @@ def channel_partners(HALF: tl.constexpr, E: tl.constexpr, INTERLEAVED: tl.conste
 
 @triton.jit
 def turn_of(position, frequencies, second):
-    """Cosine and signed sine ``[E]`` at a position; frequency 0 leaves a channel as it is."""
+    """Return cosine and signed sine ``[E]`` at a position. Frequency 0 preserves a channel."""
     cos, sin = cos_sin(position.to(tl.float32) * frequencies)
     return cos, tl.where(second, sin, -sin)
 
 
 @triton.jit
 def round_blocks(x, R: tl.constexpr, E: tl.constexpr):
-    """fp32 ``[R, E]`` as bfp8: int32 mantissas ``[R, E / 16, 16]``, exponents ``[R, E / 16, 1]``.
+    """Round fp32 ``[R, E]`` to bfp8.
 
-    The rounding of formats: the block's largest exponent, bits that the alignment shifts
-    out lost, then to nearest even; saturates at 127; denormals are 0.
+    Return int32 mantissas ``[R, E / 16, 16]`` and exponents ``[R, E / 16, 1]``. The rounding equals
+    that of the format: values are aligned to the block's largest exponent by truncation, then
+    rounded to nearest even with a maximum of 127. Denormals become 0.
     """
     bits = tl.reshape(x, [R, E // 16, 16]).to(tl.int32, bitcast=True)
     own = (bits >> 23) & 0xFF
@@ -104,7 +107,7 @@ def round_blocks(x, R: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def exact_values(mantissas, shared):
-    """fp32 of int32 mantissas and exponents; 0 where the value would be denormal."""
+    """Return int32 mantissas and exponents as fp32. Denormal results become 0."""
     bits = mantissas.to(tl.float32).to(tl.int32, bitcast=True)
     offset = shared - 133
     is_zero = (mantissas == 0) | (((bits >> 23) & 0xFF) + offset < 1)
@@ -113,11 +116,22 @@ def exact_values(mantissas, shared):
 
 @triton.jit
 def store_rows(
-    values, exponents, x, rows, keep,
-    R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BFP8: tl.constexpr,
-):  # fmt: skip
-    """Write fp32 ``x [R, E]`` (0 from channel D on) to the pages' rows ``rows [R]`` int64 where
-    ``keep [R]``; return it in fp32 as the cache holds it.
+    values,
+    exponents,
+    x,
+    rows,
+    keep,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BFP8: tl.constexpr,
+):
+    """Write ``x`` to page rows and return the stored values in fp32.
+
+    Args:
+        x: fp32 ``[R, E]``, 0 from channel D.
+        rows: Page rows, int64 ``[R]``.
+        keep: Mask ``[R]`` for the stores.
     """
     d = tl.arange(0, E)
     BLOCKS: tl.constexpr = (D + 15) // 16
@@ -139,11 +153,19 @@ def store_rows(
 
 @triton.jit
 def load_tile(
-    values, exponents, row, valid,
-    L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BFP8: tl.constexpr,
-):  # fmt: skip
-    """A page's rows from ``row`` as they lie in memory, zeros where not ``valid [L]``, to be given
-    to :func:`tile_values`: values ``[L, E]``, or mantissas ``[L, E / 16, 16]`` and exponents.
+    values,
+    exponents,
+    row,
+    valid,
+    L: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BFP8: tl.constexpr,
+):
+    """Load a page's rows from ``row``. Rows that are not ``valid [L]`` are zeros.
+
+    :func:`tile_values` decodes the result: values ``[L, E]``, or mantissas ``[L, E / 16, 16]`` and
+    exponents.
     """
     position = tl.arange(0, L)
     if BFP8:
@@ -167,13 +189,16 @@ def load_tile(
 def tile_values(
     tile, shared, L: tl.constexpr, E: tl.constexpr, BFP8: tl.constexpr, CHAINED: tl.constexpr
 ):
-    """``[L, E]`` of what :func:`load_tile` read: the pages' type, or bf16 of bfp8, exact but for
-    blocks of exponent under 7 (values under 2 ** -119), which a GPU reads as 0.
+    """Decode the result of :func:`load_tile` to ``[L, E]`` in the pages' type, or bf16 for bfp8.
+
+    The result is exact, except that a GPU reads blocks with an exponent below 7 (values below 2 **
+    -119) as 0.
     """
     if BFP8:
         shared = shared.to(tl.int32)
         if CHAINED:
-            # One conversion and one product of bf16; the interpreter knows no such arithmetic.
+            # One conversion and one bf16 multiplication. The interpreter does not support this
+            # arithmetic.
             power = (tl.maximum(shared - 6, 0) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
             held = tile.to(tl.bfloat16) * power
         else:
@@ -184,8 +209,10 @@ def tile_values(
 
 @triton.jit
 def product(a, b, sums, CHAINED: tl.constexpr):
-    """``sums + a @ b`` in fp32; bf16 factors are widened for Triton's interpreter, which takes them
-    for bits, and exact either way.
+    """Return ``sums + a @ b`` in fp32.
+
+    For Triton's interpreter, which would read bf16 operands as bits, operands are widened. Both
+    methods are exact.
     """
     if not CHAINED:
         a, b = a.to(tl.float32), b.to(tl.float32)

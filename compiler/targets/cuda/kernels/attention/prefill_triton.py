@@ -1,6 +1,7 @@
-"""Attention of one sequence's new tokens over its pages, which hold their keys and values already.
+"""Prefill attention: new tokens of one sequence attend to its pages, which have their keys and
+values.
 
-Legend: T tokens, H query heads, G key/value heads, D head size, S slots, M pages of a slot.
+Shape letters: T tokens, H query heads, G key/value heads, D head size, S slots, M pages of a slot.
 """
 
 from __future__ import annotations
@@ -26,33 +27,35 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
 from tilewright.compiler.targets.cuda.state.pages import PAGE, KVPages
 from tilewright.compiler.targets.cuda.tuning import tuning
 
-# A score that no real one is below; finite, so that a row that has seen nothing yet is no NaN.
+# A score below all real scores. It is finite, so that rows without visible keys give no NaN.
 HIDDEN = tl.constexpr(-1.0e30)
-# Pages with hidden keys and pages without would be fused differently, and round differently.
+# Use the same fusion for masked and unmasked pages: separate loops would round differently.
 _FUSES = False
 
 _TUNING = tuning()["attention"]["prefill"]
-_FEW_TOKENS: int = _TUNING["few_tokens"]  # of a prompt that more, smaller programs take
+_FEW_TOKENS: int = _TUNING["few_tokens"]  # maximum prompt length for more, smaller programs
 
 SPLITS: int = _TUNING["splits"]
-"""Programs that share a block's context where there is room for what they leave."""
+"""Programs that share a block's context if scratch is available."""
 
 SPLIT_TOKENS: int = _TUNING["split_tokens"]
-"""Tokens of a launch that there is such room for: of more, blocks are enough for the device."""
+"""Maximum tokens of a launch with splits. Longer launches fill the device without splits."""
 
 SPLIT_PAGES: int = _TUNING["split_pages"]
-"""Pages of context that one program walks through before others take a part."""
+"""Minimum context in pages for a split."""
 
 _SPLIT_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillScratch:
-    """Where programs that share a block's context leave what the last of them combines.
+    """Buffers in which programs that share a context store results for the last program.
 
-    ``partial`` fp32 ``[blocks, H, splits, 64, D]`` flat: sums of values by their weights; ``peaks``
-    and ``totals`` fp32, without D: the largest score, base 2, and the sum of weights; ``arrived``
-    int32 ``[blocks, H]`` flat: zeros between launches.
+    Attributes:
+        partial: Weighted sums of values, fp32 ``[blocks, H, splits, 64, D]`` flat.
+        peaks: Largest scores in base 2, fp32 ``[blocks, H, splits, 64]`` flat.
+        totals: Sums of weights, fp32 ``[blocks, H, splits, 64]`` flat.
+        arrived: Counters, int32 ``[blocks, H]`` flat. Zero between launches.
     """
 
     partial: torch.Tensor
@@ -62,7 +65,7 @@ class PrefillScratch:
 
     @classmethod
     def empty(cls, num_heads: int, head_dim: int, device: torch.device) -> PrefillScratch:
-        """Room for launches of up to `SPLIT_TOKENS` tokens, which share it one after another."""
+        """Allocate buffers for consecutive launches with up to `SPLIT_TOKENS` tokens."""
         blocks = SPLIT_TOKENS // _SPLIT_ROWS * num_heads
         rows = blocks * SPLITS * _SPLIT_ROWS
         return cls(
@@ -75,15 +78,33 @@ class PrefillScratch:
 
 @triton.jit
 def _add_pages(
-    peak, total, acc, q, position, first, stop, newest, oldest,
-    values, exponents, table, g, scale, MASKED: tl.constexpr, WINDOW: tl.constexpr,
-    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, L: tl.constexpr, BFP8: tl.constexpr,
+    peak,
+    total,
+    acc,
+    q,
+    position,
+    first,
+    stop,
+    newest,
+    oldest,
+    values,
+    exponents,
+    table,
+    g,
+    scale,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    L: tl.constexpr,
+    BFP8: tl.constexpr,
     CHAINED: tl.constexpr,
-):  # fmt: skip
-    """The running softmax (base 2) of ``q [R, E]`` with the pages ``first .. stop`` added.
+):
+    """Add the pages ``first .. stop`` to the online softmax (base 2) of ``q [R, E]``.
 
-    ``MASKED``: keys after a row's position or before its window are hidden, and none before
-    ``oldest`` or after ``newest`` are read.
+    ``MASKED``: hide keys after a row's position or before its window. Keys before ``oldest`` or
+    after ``newest`` are not read.
     """
     for page in range(first, stop):
         number = tl.load(table + page).to(tl.int64)
@@ -114,16 +135,34 @@ def _add_pages(
 
 @triton.jit
 def _attend_pages(
-    rows, position, first, stop, lowest, newest, oldest, values, exponents, table, g, scale,
-    WINDOW: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, BFP8: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """The running softmax of ``rows [R, E]`` at positions ``lowest .. newest`` with the pages
-    ``first .. stop``, of which there may be none.
+    rows,
+    position,
+    first,
+    stop,
+    lowest,
+    newest,
+    oldest,
+    values,
+    exponents,
+    table,
+    g,
+    scale,
+    WINDOW: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    R: tl.constexpr,
+    L: tl.constexpr,
+    BFP8: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Return the online softmax of ``rows [R, E]`` over the pages ``first .. stop``.
+
+    The rows have positions ``lowest .. newest``. The page range may be empty.
     """
     peak, total = tl.full([R], HIDDEN, tl.float32), tl.zeros([R], tl.float32)
     acc = tl.zeros([R, E], tl.float32)
-    # Pages first .. begin and full .. stop have keys that some row does not see.
+    # Pages first .. begin and full .. stop have keys hidden from some row.
     begin = first
     full = tl.minimum(tl.maximum((lowest + 1) // L, first), stop)
     if WINDOW > 0:
@@ -145,11 +184,24 @@ def _attend_pages(
 
 @triton.jit
 def _share(
-    peak, total, acc, used, partial, peaks, totals, arrived, place,
-    R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Leave a split's part of block ``place``; whether it is the last of them, which has all,
-    added up in their order."""
+    peak,
+    total,
+    acc,
+    used,
+    partial,
+    peaks,
+    totals,
+    arrived,
+    place,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Store a split of block ``place``. In the last split to arrive, combine all splits in order.
+
+    Return total, sums, and whether this split is the last.
+    """
     split = tl.program_id(2)
     r, d = tl.arange(0, R), tl.arange(0, E)[None, :]
     first = place.to(tl.int64) * SPLITS
@@ -157,7 +209,7 @@ def _share(
     tl.store(peaks + at, peak)
     tl.store(totals + at, total)
     tl.store(partial + at[:, None] * D + d, acc, mask=d < D)
-    # All of this program's stores come before its arrival is counted.
+    # All stores of this program must precede its arrival.
     tl.debug_barrier()
     is_last = tl.atomic_add(arrived + place, 1, sem="acq_rel", scope="gpu") == used - 1
     if is_last:
@@ -176,15 +228,17 @@ def _share(
     return total, acc, is_last
 
 
-@triton.jit(do_not_specialize=["num_tokens"])  # else some lengths are compiled when they come
+# specialization would compile some lengths at their first use
+@triton.jit(do_not_specialize=["num_tokens"])
 def _attend_prefill_kernel(
     q, out, positions, slots, num_tokens, out_stride, scale, partial, peaks, totals, arrived,
     values, exponents, tables, table_width, SPLITS: tl.constexpr, SPLIT_PAGES: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, WINDOW: tl.constexpr, BFP8: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, h, s): R tokens of a sequence and head h, the last of them in program 0, and part
-    s of their context where it is long.
+    """Program (i, h, s) computes R tokens, head h and part s of the context.
+
+    Program 0 has the last tokens, which take longest.
     """
     release_dependents(CHAINED)
     h = tl.program_id(1)
@@ -200,7 +254,8 @@ def _attend_prefill_kernel(
     work: tl.constexpr = tl.bfloat16 if BFP8 else values.dtype.element_ty
     rows = tl.load(q + here, mask=inside & (position >= 0)[:, None], other=0.0).to(work)
     newest = tl.max(position, 0)
-    # Positions are consecutive: the block's first one, and what its windows reach back to.
+    # Positions are consecutive: the first position of the block, and the oldest position of its
+    # windows.
     lowest = tl.load(positions + block.to(tl.int64) * R).to(tl.int32)
     oldest = tl.maximum(lowest - WINDOW + 1, 0) if WINDOW > 0 else 0
     used, is_last = tl.full([], 1, tl.int32), tl.program_id(2) == 0
@@ -217,9 +272,20 @@ def _attend_prefill_kernel(
     if SPLITS > 1:  # noqa: SIM102 (a constant, and a branch)
         if (used > 1) & (tl.program_id(2) < used):
             total, acc, is_last = _share(
-                peak, total, acc, used, partial, peaks, totals, arrived, block * H + h,
-                R, D, E, SPLITS,
-            )  # fmt: skip
+                peak,
+                total,
+                acc,
+                used,
+                partial,
+                peaks,
+                totals,
+                arrived,
+                block * H + h,
+                R,
+                D,
+                E,
+                SPLITS,
+            )
     seen, total = (position >= 0)[:, None], total[:, None]
     result = tl.where(seen, acc / tl.where(seen, total, 1.0), 0.0)
     out += token[:, None] * out_stride + h * D + d
@@ -239,15 +305,22 @@ def attend_prefill(
     block: int = 0,
     scratch: PrefillScratch | None = None,
 ) -> None:
-    """Attend causally from rotated ``q [T, H, D]`` to the pages, into ``out [T, H D]``.
+    """Attend causally from rotated queries to the pages.
 
-    The tokens of a block of rows, ``block`` (64 or 128) of them, or without it all, are of one
-    sequence, that of their ``slots [T]`` int64, at consecutive ``positions [T]`` int64, whose
-    keys and values the pages of ``block_tables [S, M]`` int32 hold already. Negative positions,
-    at the end of a block only, are padding and get zeros. In bf16 with fp32 sums and softmax, or in
-    fp32 with fp32 pages. ``scratch``: of so many heads; few tokens then share long contexts out
-    between programs, where no window cuts them. ``scale`` and ``window`` as in
-    :func:`ops.attention.attention_step`.
+    The pages contain the keys and values of the new tokens. The arithmetic is bf16 with fp32 sums
+    and softmax, or fp32 with fp32 pages. See :func:`ops.attention.attention_step` for ``scale`` and
+    ``window``.
+
+    Args:
+        q: Rotated queries ``[T, H, D]``.
+        out: ``[T, H D]``.
+        positions: int64 ``[T]``, consecutive in a block. Negative positions at the end of a block
+            are padding with zero outputs.
+        slots: int64 ``[T]``, equal in a block.
+        block_tables: Page tables, int32 ``[S, M]``.
+        block: Rows in a block: 64 or 128. 0: all tokens belong to one sequence.
+        scratch: Buffers for splits of long contexts. None: no splits. Sliding windows have no
+            splits.
     """
     num_tokens, num_heads, head_dim = q.shape
     assert q.is_contiguous() and out.stride(1) == 1 and pages.head_dim == head_dim
@@ -269,7 +342,7 @@ def attend_prefill(
 
 
 def _tile(num_tokens: int, head_dim: int, is_fp32: bool) -> tuple[int, int, int]:
-    """Tokens a program takes, its warps, and the pages in flight."""
+    """Return the tokens in a program, its warps, and its pipeline stages."""
     if is_fp32:
         tile = _TUNING["tiles"]["fp32"]
     else:

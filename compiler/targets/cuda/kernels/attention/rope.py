@@ -1,6 +1,6 @@
-"""Rotary embedding of a prompt's queries and keys, and its keys and values into the pages.
+"""Rotary embedding for a prompt's queries and keys, and the write to the cache pages.
 
-Legend: T tokens, H query heads, G key/value heads, D head size, S slots, M pages of a slot.
+Shape letters: T tokens, H query heads, G key/value heads, D head size, S slots, M pages of a slot.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from tilewright.compiler.targets.cuda.state.pages import PAGE, KVPages
 from tilewright.compiler.targets.cuda.tuning import tuning
 
 HEADS = 8
-"""Heads of a tile, of which a program has one, or all of a token's."""
+"""Heads in a tile. A program computes a tile, or all tiles of a token."""
 
 FEW_TOKENS: int = tuning()["attention"]["rope_few_tokens"]
-"""Of more tokens a program has all heads of one, whose angles are made once: 2,048 are faster so,
-fewer were not measured. With these prompts attend through the library, too, so that one run of a
-long prompt has each kernel made that others need.
+"""Maximum prompt length with a program for each tile.
+
+In longer prompts, a program computes all heads of a token and its angles once. These prompts also
+use a library for attention, so one run of a long prompt compiles all kernels that long prompts
+need.
 """
 
 
@@ -41,14 +43,16 @@ def _rotate_tile(
     L: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, BFP8: tl.constexpr,
     COPIES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of a token, padding where its position is negative. ``cos`` and ``sin`` are there
-    where a program has the ``WHOLE`` of it, else they are made here, of ``frequencies``.
+    """Rotate and store some heads of a token. A negative position is padding.
+
+    With ``WHOLE``, the caller provides ``cos`` and ``sin``. Otherwise they are computed from
+    ``frequencies``.
     """
     Q_TILES: tl.constexpr = (H + HEADS - 1) // HEADS
     KV_TILES: tl.constexpr = (G + HEADS - 1) // HEADS
     d = tl.arange(0, E)
     _, partner, second = channel_partners(HALF, E, INTERLEAVED)
-    # First of the row's heads, and how many there are of this kind: queries, keys, values.
+    # First head and number of heads by kind: queries, keys, values.
     kind = tl.where(tile < Q_TILES, 0, tl.where(tile < Q_TILES + KV_TILES, 1, 2))
     base = tl.where(kind == 0, 0, tl.where(kind == 1, H, H + G))
     limit = tl.where(kind == 0, H, G)
@@ -83,13 +87,34 @@ def _rotate_tile(
 
 @triton.jit
 def _rotate_and_store_kernel(
-    qkv, q_out, k_out, v_out, positions, slots, inv_freq, qkv_stride,
-    values, exponents, tables, table_width,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
-    L: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, BFP8: tl.constexpr,
-    COPIES: tl.constexpr, WHOLE: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """Program (t, i): the i-th heads of token t, or, ``WHOLE``, program (t, 0): all of them."""
+    qkv,
+    q_out,
+    k_out,
+    v_out,
+    positions,
+    slots,
+    inv_freq,
+    qkv_stride,
+    values,
+    exponents,
+    tables,
+    table_width,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    HALF: tl.constexpr,
+    L: tl.constexpr,
+    HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BFP8: tl.constexpr,
+    COPIES: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Program (t, i) computes tile i of token t. With ``WHOLE``, program (t, 0) computes all
+    tiles.
+    """
     release_dependents(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, E)
@@ -127,15 +152,18 @@ def rotate_and_store(
     num_heads: int,
     interleaved: bool = False,
 ) -> None:
-    """Rotate the queries of ``qkv [T, (H + 2 G) D]`` into ``q_out [T, H, D]``, and store its
-    rotated keys and its values in the pages, rounded to them. Rows of ``qkv`` may be further apart
-    than they are long.
+    """Rotate the queries and keys of a prompt, and store its keys and values in the pages.
 
-    ``positions [T]`` and ``slots [T]`` int64, ``block_tables [S, M]`` int32 page numbers,
-    ``inv_freq [R]`` fp32: the first 2 R channels turn, as pairs (i, i + R), or as neighbours when
-    ``interleaved``. ``k_out`` and ``v_out [T, G, D]``, both or none and of one type, get what the
-    pages hold. A token at a negative position is padding: nothing of it is stored, and its rows of
-    the outputs are zeros.
+    Tokens at negative positions are padding: they are not stored, and their outputs are zeros.
+
+    Args:
+        qkv: ``[T, (H + 2 G) D]`` with any row stride.
+        q_out: Rotated queries ``[T, H, D]``.
+        k_out, v_out: Copies ``[T, G, D]`` of the stored keys and values, both or none, in one type.
+        positions, slots: int64 ``[T]``.
+        block_tables: Page tables, int32 ``[S, M]``.
+        inv_freq: fp32 ``[R]``. The first 2 R channels are rotated.
+        interleaved: Pairs are neighbors. False: pairs are (i, i + R).
     """
     assert qkv.stride(1) == 1 and q_out.is_contiguous() and (k_out is None) == (v_out is None)
     assert inv_freq.dtype == torch.float32 and 2 * inv_freq.shape[0] <= pages.head_dim

@@ -1,5 +1,6 @@
-"""How a launch of attention.cu shares out a row's pages between blocks: pure numbers, as they were
-measured on an H200, without a device.
+"""KV splits: cache pages are distributed to the blocks in an attention.cu launch.
+
+Pure arithmetic without a device. The constants were tuned on an H200.
 """
 
 from __future__ import annotations
@@ -11,74 +12,77 @@ from tilewright.compiler.targets.cuda.kernels.matmul.dense import FEW_TOKENS
 from tilewright.compiler.targets.cuda.tuning import tuning
 
 SHORT_PAGES = 32
-"""Pages in sight, up to which one group of splits takes a row."""
+"""Maximum context in pages for a single split group."""
 
 REACHES = (8, SHORT_PAGES)
-"""Pages that the rows of a step have at most, for which a launch over a longer table has no blocks
-but those that work. Others end at once, but have to be begun: 8 rows of Llama-3.1-8B at position
-230 of a table of 4,096 take 8.5 us with them and 4.5 without, on an H200.
+"""Context lengths in pages with a separate captured launch, which has no idle blocks.
+
+A launch over a longer table starts idle blocks for short contexts, and their start takes time.
 """
 
 MANY_BLOCKS = 768
-"""Blocks of a launch of one row over a long table, about, by which its groups are counted, with a
-block for each split.
+"""Approximate number of blocks for a single row over a long table, with a block for each split. It
+determines the number of groups.
 """
 
 ENOUGH_BLOCKS = 512
-"""Blocks from which on a launch has fewer blocks a group instead; half as many where a block has
-twice the threads, and half of either for four blocks a group. Rows are taken to have one group,
-whatever their table has room for.
+"""Number of blocks from which a launch uses fewer blocks for each group. Half as many if a block
+has twice the threads, and half again for four blocks in a group. Rows count as a single group.
 """
 
 ENOUGH_EIGHTS = 128
-"""The same of eight blocks a group over a long table, however many threads a block has: further
-groups may work beside them.
+"""The same limit for eight blocks in a group over a long table, for any number of threads. Further
+groups may run concurrently.
 """
 
 MOST_BLOCKS = 2048
-"""Blocks of a launch over a long table, about: beyond, blocks walk over several groups, most of
-which rows that are short do not have; of `WALKED_PAGES` pages at most.
+"""Approximate maximum number of blocks over a long table. Beyond it, blocks walk over several
+groups with at most `WALKED_PAGES` pages. Short rows have no work in most groups.
 """
 
 MOST_JOINED_BLOCKS = 3072
-"""The same where blocks are clusters. These were measured on an H200: at 230 positions of a table
-of 4,096 fewer blocks are faster, at 3,900 more.
+"""The same maximum for blocks in clusters. Short contexts favor fewer blocks and long contexts
+more.
 """
 
 WALKED_PAGES = 64
 
 MAX_GROUPS = 16
-"""Groups of splits that a row's pages are cut into, at most."""
+"""Maximum number of split groups for a row."""
 
 _TUNING = tuning()["attention"]["spread"]
 FEW_PAGES = {int(dim): range(*pages) for dim, pages in _TUNING["pages"].items()}
-"""Of a table, with which few rows are spread, by channels of a head, as measured on an H200. Up to
-eight pages, no split has more than one. Of 128 channels short rows lose what longer ones gain in
-tables of up to 20, and of more than 32; of 256, a row of more than 32 pages loses less than
-shorter ones gain.
+"""Table widths in pages that use a :class:`Spread` for few rows, by head size.
+
+Up to eight pages, a split has at most one page. The ranges balance the gain of long rows against
+the loss of short rows.
 """
 
 MOST_FEW_CLUSTERS: int = _TUNING["max_clusters"]
-"""Clusters of sixteen blocks that a GPU works at once, at most: two in each of its eight parts,
-half as many where a block has twice the threads.
+"""Maximum number of resident clusters with sixteen blocks, two for every eighth of a GPU. Half
+as many if a block has twice the threads.
 """
 
 MOST_SPLITS = 8
-"""Splits of a group, at most."""
+"""Maximum number of splits in a group."""
 
 CLUSTER_SPLITS = 32
-"""Splits of a cluster of sixteen blocks, where a row has several groups."""
+"""Splits for a cluster of sixteen blocks, if a row has several groups."""
 
 _WARP_CHANNELS = 128
-# Rows times key/value heads of more than 32 pages: of more, walking is faster.
+# Maximum rows times key/value heads above 32 pages. With more, walking is faster.
 _FEW_LONG: int = _TUNING["max_long_rows"]
 
 
 @dataclass(frozen=True, slots=True)
 class SplitKV:
-    """How a launch shares out the splits of a row: groups of up to eight splits, blocks of a group,
-    splits of a block, and of how many groups there are blocks, which walk over the others. The
-    bits of a row depend on the groups and on how many splits each has.
+    """KV split for a launch. The groups and their splits determine a row's bits.
+
+    Attributes:
+        num_groups: Groups, with up to eight splits.
+        num_joined: Blocks for a group.
+        each_block: Splits for a block.
+        num_begun: Groups with their own blocks, which walk over the remaining groups.
     """
 
     num_groups: int
@@ -88,19 +92,20 @@ class SplitKV:
 
     @property
     def group_splits(self) -> int:
-        """The splits of a group."""
+        """Splits in a group."""
         return self.num_joined * self.each_block
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The same of few rows: clusters of sixteen blocks take up to four pages of eight splits at
-    once, or of 32 splits one. A row has the bits of a :class:`SplitKV` of as many groups, of eight
-    splits each.
+    """KV split for few rows: a cluster has sixteen blocks.
+
+    A cluster computes eight splits with up to four pages, or 32 splits with a single page. The bits
+    equal the bits with a :class:`SplitKV` that has equal groups and eight splits in a group.
     """
 
     num_groups: int
-    num_clusters: int  # of a row and key/value head
+    num_clusters: int  # for a row and key/value head
 
     num_joined: ClassVar[int] = 16
     group_splits: ClassVar[int] = 8
@@ -114,10 +119,11 @@ def choose_share(
     *,
     same_bits: bool = True,
 ) -> SplitKV:
-    """Choose how a launch over tables of ``num_pages`` shares out its splits.
+    """Return the KV split for a launch over tables with ``num_pages``.
 
-    ``same_bits``: of a row however many rows there are. Else a group has as many splits as blocks,
-    and fewer sums are combined.
+    Args:
+        same_bits: A row's bits must not depend on the number of rows. False: a group has one split
+            for each block, so that fewer sums are combined.
     """
     num_groups = 1
     if num_pages > SHORT_PAGES:
@@ -134,26 +140,31 @@ def choose_share(
 
 
 def reaches_of(num_pages: int) -> tuple[int, ...]:
-    """The :data:`REACHES` of tables of ``num_pages``, and any row's."""
+    """Return the :data:`REACHES` below ``num_pages``, and ``num_pages``."""
     return (*(each for each in REACHES if each < num_pages), num_pages)
 
 
 def choose_spread(num_rows: int, num_kv_heads: int, num_pages: int, head_dim: int) -> Spread | None:
-    """Choose how few rows over tables of ``num_pages`` are spread; None where they are not."""
+    """Return the KV split for few rows over tables with ``num_pages``. None: use
+    :func:`choose_share`.
+    """
     if num_rows > FEW_TOKENS or num_pages not in FEW_PAGES.get(head_dim, ()):
         return None
     most = MOST_FEW_CLUSTERS // num_parts(head_dim)
     if num_rows * num_kv_heads > (most if num_pages <= CLUSTER_SPLITS else _FEW_LONG):
         return None
     num_groups = choose_share(num_rows, num_kv_heads, num_pages, same_bits=True).num_groups
-    assert num_groups == 1 or num_pages <= MOST_SPLITS * num_groups  # a page a split
+    assert num_groups == 1 or num_pages <= MOST_SPLITS * num_groups  # a split has at most one page
     return Spread(num_groups, 1 if num_groups == 1 else -(-num_pages // CLUSTER_SPLITS))
 
 
 def share_of_step(*sizes: int, strict: bool, spreads: bool = True) -> SplitKV | Spread:
-    """Choose for ``sizes``, which are :func:`choose_share`'s, as a step does, which keeps a row's
-    bits where these are promised (``strict``), and with few rows; of more, products of bfloat16
-    promise none either. ``spreads``: few rows of long tables may be a :class:`Spread`.
+    """Return the KV split for a step.
+
+    Args:
+        sizes: The sizes for :func:`choose_share`.
+        strict: The bits are batch-invariant. With few rows they always are.
+        spreads: Few rows with long tables may use a :class:`Spread`.
     """
     if spreads and (spread := choose_spread(*sizes)):
         return spread
@@ -163,8 +174,12 @@ def share_of_step(*sizes: int, strict: bool, spreads: bool = True) -> SplitKV | 
 def _choose_joined(
     num_blocks: int, splits: int, num_groups: int, enough: int, same_bits: bool
 ) -> int:
-    """Blocks of a group, of launches of so many with one a group. Of one group with eight splits,
-    four were measured slower than two where bits are the same.
+    """Return the number of blocks for a group.
+
+    Args:
+        num_blocks: Blocks of the launch with one for each group.
+
+    With a single group, eight splits and equal bits, two blocks are faster than four.
     """
     fours = enough // 2
     if num_groups == 1 and splits < MOST_SPLITS:
@@ -177,10 +192,10 @@ def _choose_joined(
 
 
 def _splits_of_one_group(num_pages: int) -> int:
-    """A power of two, as the blocks of a group are."""
+    """Return the split count, a power of two because block counts in a group are."""
     return next(count for count in (1, 2, 4, 8) if count == MOST_SPLITS or count >= num_pages)
 
 
 def num_parts(head_dim: int) -> int:
-    """Warps that share positions, each with a part of the channels."""
+    """Return the number of warps that share positions. Every warp has a part of the channels."""
     return -(-head_dim // _WARP_CHANNELS)

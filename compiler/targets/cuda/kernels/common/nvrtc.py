@@ -1,6 +1,6 @@
-"""CUDA C++ on the device: compiled once by NVRTC, kept by the hash of its source, launched.
+"""CUDA C++ kernels: compilation by NVRTC, cache by source hash, and launch.
 
-Knows nothing of what its kernels compute.
+Excludes the computation of the kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tilewright.errors import CompileError, one_line
 from tilewright.utils.files import cache_dir, replace_file
 
 MOST_SHARED = 227 * 1024
-"""Bytes of shared memory that a block may have, fixed and dynamic together."""
+"""Maximum shared memory of a block in bytes, static and dynamic."""
 
 
 _PLACE_OF = """
@@ -30,26 +30,33 @@ _PLACE_OF = """
 #define PLACE_OF(type, field) __builtin_offsetof(type, field)
 #endif
 """
-"""Where a field lies: NVRTC knows C's offsetof by neither of its names."""
+"""Offset of a field. NVRTC does not support C's offsetof."""
 
 
 _HEADERS = {each.name: each for each in Path(__file__).parents[1].rglob("*.cuh")}
-"""Headers of all operations by name: each name is one file's."""
+"""All headers by file name. Names are unique."""
 
 
 def header_path(path: Path, name: str) -> Path:
-    """Where a header lies that the file at ``path`` includes: beside it, or in another room."""
+    """Return the path of a header included by ``path``: in the same directory, or by its unique
+    name.
+    """
     beside = path.with_name(name)
     return beside if beside.is_file() else _HEADERS[name]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelSource:
-    """A file of kernels, by name; the headers beside the file, by name, that it includes, directly
-    or not; what its kernels are handed: structures of C++ by name, with their twins of ctypes.
-    ``beside``: another kernel's blocks are to fit beside its own, so multiprocessors are to have
-    all of their memory as shared memory, not just as much as these blocks need. ``large_clusters``:
-    names of those whose clusters have sixteen blocks.
+    """A CUDA C++ file.
+
+    Attributes:
+        path: The file.
+        names: Kernels.
+        headers: Names of all included headers, also indirect.
+        structures: C++ parameter structures by name, with their ctypes mirrors.
+        beside: Another kernel's blocks must fit concurrently, so multiprocessors use all of their
+            memory as shared memory.
+        large_clusters: Kernels with clusters of sixteen blocks.
     """
 
     path: Path
@@ -60,9 +67,9 @@ class KernelSource:
     large_clusters: tuple[str, ...] = ()
 
     def text(self) -> bytes:
-        """What is compiled: the file, and that its structures lie as ctypes lays out their twins.
+        """Return the text to compile: the file, and assertions on the layout of its structures.
 
-        A field that only one side has, or has elsewhere, does not compile.
+        A field that differs from its ctypes mirror fails to compile.
         """
         return self.path.read_bytes() + "".join(self._checks()).encode()
 
@@ -77,8 +84,14 @@ class KernelSource:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Blocks along x, y, z, threads of each, bytes of dynamic shared memory, and how many blocks
-    along x, y, z are placed together and reach each other's shared memory.
+    """Launch configuration.
+
+    Attributes:
+        blocks: Grid size along x, y and z.
+        num_threads: Threads in a block.
+        shared: Dynamic shared memory in bytes.
+        cluster: Cluster size in blocks along x, y and z. Blocks in a cluster access their peers'
+            shared memory.
     """
 
     blocks: tuple[int, int, int]
@@ -95,9 +108,11 @@ def launch(
     arguments: ctypes.Structure,
     spread: bool = False,
 ) -> None:
-    """Launch behind the current stream's last kernel, which may still be running.
+    """Launch a kernel on the current stream. It may start before the previous kernel ends (PDL).
 
-    ``spread``: each field is a parameter of its own; else the structure is the only one.
+    Args:
+        spread: Each field is a separate kernel parameter. False: the structure is the only
+            parameter.
     """
     from cuda.bindings import driver
 
@@ -116,7 +131,7 @@ def launch(
 
 @functools.cache
 def clusters_at_once(source: KernelSource, name: str, at: Launch, device: int) -> int:
-    """How many clusters of such a launch the device, the current one, works at once."""
+    """Return the maximum number of resident clusters on the current device."""
     from cuda.bindings import driver
 
     function = _functions(source, device)[name]
@@ -124,7 +139,7 @@ def clusters_at_once(source: KernelSource, name: str, at: Launch, device: int) -
 
 
 def _config(at: Launch, *attributes: Any) -> Any:
-    """What the driver is told of a launch but for its stream."""
+    """Return the driver's launch configuration without a stream."""
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()
@@ -147,7 +162,7 @@ def _is(what: str, value: int, name: str) -> str:
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """Return a device as the op tables see it."""
+    """Return a device's description for the op tables."""
     if device.type != "cuda":
         return INTERPRETER
     capability = torch.cuda.get_device_capability(device)
@@ -155,11 +170,11 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def why_not(device: torch.device, source: KernelSource) -> str:
-    """Why the source's kernels cannot run on a device; empty where they can.
+    """Return the reason why kernels cannot run on a device. Empty: they can.
 
     Raises:
-        CompileError: where NVRTC is there and does not compile them.
-        RuntimeError: where the device does not take them: it is asked again the next time.
+        CompileError: NVRTC does not compile the source.
+        RuntimeError: The device cannot load the kernels. The next call tries again.
     """
     reason = gpu_of(device).why_no_cpp
     if not reason:
@@ -171,32 +186,32 @@ def load(device: torch.device, *sources: KernelSource) -> None:
     """Compile sources and load them on a device. A CPU needs nothing.
 
     Raises:
-        CompileError: for a source that NVRTC does not compile.
-        RuntimeError: for an error of the device.
+        CompileError: NVRTC does not compile a source.
+        RuntimeError: The device reports an error.
     """
     for source in sources if device.type == "cuda" else ():
         _functions(source, device.index or 0)
 
 
 def _missing() -> str:
-    """What there is no NVRTC of; empty where there is one."""
+    """Return the reason why NVRTC is missing. Empty: NVRTC is available."""
     try:
         from cuda.bindings import nvrtc
 
         check(nvrtc.nvrtcVersion())
-    except (ImportError, RuntimeError) as error:  # the second where its library is not found
+    except (ImportError, RuntimeError) as error:  # runtimeError: the library is missing
         return one_line(error)
     return ""
 
 
 @functools.cache
 def _functions(source: KernelSource, device: int) -> dict[str, Any]:
-    """Every kernel of a source, loaded on the device."""
+    """Return all kernels of a source, loaded on the device."""
     from cuda.bindings import driver
 
     binary = _cubin(source, torch.cuda.get_device_capability(device))
-    with torch.cuda.device(device):  # the driver loads into the context of the current one
-        torch.zeros(1, device=f"cuda:{device}")  # makes the context
+    with torch.cuda.device(device):  # the driver loads into the current context
+        torch.zeros(1, device=f"cuda:{device}")  # creates the context
         module = check(driver.cuModuleLoadData(binary))
     fixed = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
     most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -207,7 +222,7 @@ def _functions(source: KernelSource, device: int) -> dict[str, Any]:
         check(driver.cuFuncSetAttribute(found[name], most, left))
         if source.beside:
             share = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-            check(driver.cuFuncSetAttribute(found[name], share, 100))  # of a hundred
+            check(driver.cuFuncSetAttribute(found[name], share, 100))  # percent
         if name in source.large_clusters:
             large = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
             check(driver.cuFuncSetAttribute(found[name], large, 1))
@@ -215,10 +230,10 @@ def _functions(source: KernelSource, device: int) -> dict[str, Any]:
 
 
 def _cubin(source: KernelSource, capability: tuple[int, int]) -> bytes:
-    """The machine code for a device of this capability, compiled if it is not in the cache.
+    """Return the machine code for a compute capability. Compile it if the cache does not have it.
 
     Raises:
-        CompileError: with the beginning of NVRTC's log.
+        CompileError: Contains the beginning of NVRTC's log.
     """
     from cuda.bindings import nvrtc
 
@@ -229,7 +244,7 @@ def _cubin(source: KernelSource, capability: tuple[int, int]) -> bytes:
     version = tuple(told[1:])  # major, minor
     options = [b"--std=c++17", b"--gpu-architecture=sm_%d%da" % capability]
     if version >= (13, 0):
-        options.append(b"--split-compile=0")  # by all cores; the machine code is the same
+        options.append(b"--split-compile=0")  # Uses all cores. The machine code is the same.
     key = hashlib.sha256(repr((text, names, headers, options, version)).encode()).hexdigest()[:32]
     kept = cache_dir() / "kernels" / f"{path.stem}-{key}.cubin"
     if kept.is_file():
@@ -247,15 +262,15 @@ def _cubin(source: KernelSource, capability: tuple[int, int]) -> bytes:
         kept.parent.mkdir(parents=True, exist_ok=True)
         replace_file(kept, binary)
     except OSError:
-        pass  # compiled again next time: seconds
+        pass  # the next process compiles again, which takes seconds
     return binary
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """The value of a driver or NVRTC call.
+    """Return the value of a driver or NVRTC call.
 
     Raises:
-        RuntimeError: with the error's name, where it failed.
+        RuntimeError: The call failed. Names the error.
     """
     error, *values = result
     if int(error) != 0:

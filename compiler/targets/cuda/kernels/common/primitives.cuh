@@ -1,4 +1,4 @@
-// PTX by name: copies, clusters, matrix units. It knows nothing of weights.
+// PTX instructions: copies, clusters and matrix units. Excludes weight formats.
 #pragma once
 
 typedef unsigned int u32;
@@ -21,8 +21,8 @@ __device__ __forceinline__ void copy16(u32 to, const void *from) {
 __device__ __forceinline__ void copy4(u32 to, const void *from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-// Read from the L2, past what the multiprocessor may hold of an earlier value: for what a kernel
-// reads before its wait, written by one that is known to have ended.
+// Read through the L2, bypassing stale lines in L1. Use this for reads before `wait_for_inputs`
+// when the writer has ended.
 __device__ __forceinline__ u32 read_past4(const void *from) {
   u32 v;
   asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
@@ -50,7 +50,7 @@ __device__ __forceinline__ u32 read4(u32 from) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from));
   return v;
 }
-// Four 8 x 8 matrices of bfloat16: lanes 8 i .. 8 i + 7 give the addresses of the rows of matrix i.
+// Load four 8 x 8 matrices in bfloat16. Lanes 8 i .. 8 i + 7 have the row addresses of matrix i.
 __device__ __forceinline__ void read_matrices(u32 (&v)[4], u32 from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(from));
@@ -65,7 +65,7 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
-// (v & mask) | bits in one instruction, which the compiler makes two of where both are constants.
+// (v & mask) | bits in one instruction. The compiler would emit two for constants.
 __device__ __forceinline__ u32 mask_or(u32 v, u32 mask, u32 bits) {
   u32 d;
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(v), "r"(mask), "r"(bits));
@@ -76,7 +76,7 @@ __device__ __forceinline__ u32 pack2(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
 }
-// A value that kernels hand each other: float32, and bfloat16 in generated engines (GENERATED).
+// Value passed between kernels: float32, or bfloat16 in generated engines (GENERATED).
 #ifdef GENERATED
 typedef u16 Value;
 __device__ __forceinline__ Value to_value(float v) { return (u16)pack2(v, 0.0f); }
@@ -92,7 +92,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u3
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// To the nearest TF32, halves away from zero; a product would cut it off.
+// Round to the nearest TF32, halves away from zero. The matrix unit would truncate.
 __device__ __forceinline__ float to_tf32(float v) {
   u32 d;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(d) : "f"(v));
@@ -111,13 +111,13 @@ __device__ __forceinline__ float read_of_rank(u32 address, int rank) {
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there));
   return value;
 }
-// Into the same place of the cluster's first block.
+// Store to the same address in the cluster's first block.
 __device__ __forceinline__ void put_in_first_block(short *place, short value) {
   u32 there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(shared_address(place)));
   asm volatile("st.shared::cluster.u16 [%0], %1;" ::"r"(there), "h"(value) : "memory");
 }
-// Set bits of a word of the cluster's first block.
+// Set bits in the first block's word.
 __device__ __forceinline__ void set_in_first_block(u32 *word, u32 bits) {
   u32 there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(shared_address(word)));

@@ -1,47 +1,47 @@
-// Tiles of a held weight (held.py): how a warp fetches, decodes and multiplies them, and what
-// becomes of a product.
+// Tiles of a packed weight (packed_weight.py): fetch, decoding, multiplication and epilogue.
 #pragma once
 
 #include "primitives.cuh"
 
-constexpr int BF16 = 0, BFP8 = 1, BFP4 = 2;          // how the weight is held
-constexpr int STORE = 0, ADD = 1, SWIGLU = 2;        // what becomes of y
+constexpr int BF16 = 0, BFP8 = 1, BFP4 = 2;  // storage formats
+constexpr int STORE = 0, ADD = 1, SWIGLU = 2;  // epilogues
 constexpr int SLICES = 8;
-constexpr int STEP = 128;                            // columns of a tile
+constexpr int STEP = 128;  // columns in a tile
 
 template <int F> constexpr int pieces = F == BF16 ? 8 : F == BFP8 ? 4 : 2;
 template <int F> constexpr int step_bytes = pieces<F> * 512 + (F == BF16 ? 0 : 128);
 template <int F> constexpr int tile_bytes = F == BF16 ? 16 * STEP * 2 : step_bytes<F>;  // in memory
-constexpr int X_PADDING = 8;  // elements a row of x in shared memory: eight rows in different banks
+// padding elements in a row of x: eight rows in different shared memory banks
+constexpr int X_PADDING = 8;
 
 struct Product {
   const u8 *weight;
-  const void *x;          // bf16 [M, x_stride], or fp32 [K] where norm is given (M = 1)
+  const void *x;  // bf16 [M, x_stride], or fp32 [K] with a norm (M = 1)
   const float *norm;      // [K], or null
   const float *bias;      // [N], or null
   void *out;              // fp32 [M, out_stride] (STORE, ADD), bf16 (SWIGLU: [M, N / 2])
   int num_tokens, num_rows, num_columns, num_tiles, num_steps, num_slices;
   int x_stride, out_stride, epilogue;
-  int places;             // of SWIGLU, where the next product's x is written: its tokens; else 0
-  int alone;              // the next kernel begins when this one has ended: see release_beside
+  int places;  // SWIGLU: tokens of the next matmul's x, 0 elsewhere
+  int alone;  // the next kernel starts after this kernel ends: see release_beside
   float eps;
-  float scale;            // of what is held: a power of two
+  float scale;  // scale of the stored values, a power of two
 };
 
-// A multiprocessor's first cache is what its shared memory leaves, and stays as it is while blocks
-// are there. So what reads much through it, a step of attention or of the delta rule, loses more by
-// blocks that begin beside these than it gains.
+// The L1 cache has the memory without shared memory, and its size is fixed while blocks are
+// resident. Attention and delta rule steps, which read mostly through L1, lose more than they gain
+// if they start during this kernel.
 __device__ __forceinline__ void release_beside(const Product &p) {
   if (!p.alone) release_dependents();
 }
 
 __device__ __forceinline__ u32 low_bits(const void *p) { return (u32)(size_t)p; }
 
-// A lane's way through the tiles that its warp fetches: row tiles of some steps each.
+// A lane's addresses of the tiles that its warp fetches: row tiles with some steps each.
 template <int F> struct Source {
   static constexpr int ADVANCE = F == BF16 ? STEP * 2 : step_bytes<F>;
-  const u8 *a, *b;   // bf16: rows g and g + 8; block formats: pieces and exponents
-  u32 to, to4;       // the lane's places in a tile of shared memory
+  const u8 *a, *b;  // bf16: rows g and g + 8; block formats: values and exponents
+  u32 to, to4;  // the lane's offsets in a shared memory tile
 
   __device__ __forceinline__ Source(const u8 *weight, int num_steps, int tile, int step, int lane) {
     if (F == BF16) {
@@ -49,7 +49,7 @@ template <int F> struct Source {
       const size_t stride = (size_t)num_steps * (STEP * 2);
       a = weight + ((size_t)tile * 16 + g) * stride + step * (STEP * 2) + t * 16;
       b = a + 8 * stride;
-      to = to4 = (g * 4 + (t ^ (g >> 1))) * 16;  // chunk t of eight rows: in eight banks
+      to = to4 = (g * 4 + (t ^ (g >> 1))) * 16;  // chunk t of eight rows, in eight banks
     } else {
       a = weight + ((size_t)tile * num_steps + step) * step_bytes<F> + lane * 16;
       b = a + pieces<F> * 512 - lane * 12;
@@ -76,7 +76,7 @@ template <int F> struct Source {
   }
 };
 
-// Where a lane reads a tile's weights and x in shared memory.
+// A lane's offsets of a tile's weights and of x in shared memory.
 template <int F> __device__ __forceinline__ u32 weight_offset(int lane) {
   const int row = lane & 7, matrix = lane >> 3;
   return F == BF16 ? (matrix & 1) * 512 + (row * 4 + ((matrix >> 1) ^ (row >> 1))) * 16 : lane * 16;
@@ -86,12 +86,12 @@ template <int F> __device__ __forceinline__ u32 x_offset(int lane, int row_bytes
                    : (lane >> 2) * row_bytes + (lane & 3) * 32;
 }
 
-// 2^e in both halves, e being byte `i` of the exponents: the one scale of both formats.
+// 2^e in both halves, for byte `i` of the exponents. Both formats use this scale.
 __device__ __forceinline__ u32 scale_of(u32 exponents, int i) {
   return __byte_perm(exponents, 0, 0x4440 | i) * 0x00800080u + 0x3F803F80u;
 }
-// Four rows-by-columns fragments of 16 columns a lane, for each half of a tile: see held.py. Codes
-// are subnormal bfloat16, or above 2^-122; the scale makes them exact.
+// Decode four A fragments of 16 columns for each half of a tile; see packed_weight.py. Codes are
+// subnormal bfloat16, or above 2^-122, and the scale makes them exact.
 __device__ __forceinline__ void decode_bfp8(u32 (&a)[8], const u32 (&w)[4], u32 scale) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void decode_bfp4(u32 (&a)[8], u32 w0, u32 w1, u32 sca
   }
 }
 
-// acc += R tiles x 128 columns of MT * 8 tokens, from a lane's places in shared memory.
+// acc += R tiles x 128 columns for MT * 8 tokens, from a lane's offsets in shared memory.
 template <int MT, int R>
 __device__ __forceinline__ void multiply_bf16(float (&acc)[R][MT][4], u32 weight, u32 weight_odd,
                                               u32 x, u32 x_row8) {
@@ -183,7 +183,7 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[R][MT][4], u32 weigh
   else multiply_blocks<F, MT, R>(acc, weight, weight4, x, x_row8);
 }
 
-// Two neighbouring values of a row: gate g and up g + 8 where they are paired.
+// Write two values of a tile: rows g and g + 8. With SWIGLU, they are gate and up.
 __device__ __forceinline__ void finish(const Product &p, int token, int tile, int g, float top,
                                        float low) {
   if (token >= p.num_tokens) return;
