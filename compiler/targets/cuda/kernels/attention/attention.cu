@@ -1,61 +1,62 @@
-// Attention of one new token a row over the paged cache, rotation and cache write inside.
+// Decode attention over the paged cache, with rotation and cache write. Every row has one new
+// token.
 //
-// A row's pages in sight are cut into splits of equal runs, up to eight splits make a group. A
-// block walks over neighbouring splits of one row and key/value head; the blocks of a group, a
-// cluster, share them out evenly; its first receives the splits' sums and combines them in order;
-// groups, where there are several, are combined in order by the last to arrive. A cluster may walk
-// over several groups: a long table costs short rows no blocks. A row's bits depend on how many
-// splits a group has, not on how many blocks share them; with one a block, fewer sums are combined.
+// A row's visible pages are cut into splits of equal length, and up to eight splits form a group. A
+// block walks over consecutive splits for a row and a key/value head. The blocks of a group form a
+// cluster and share its splits evenly. The first block of the cluster receives and combines the
+// sums in order. The last group to arrive combines several groups in order. A cluster may walk over
+// several groups, so short rows with a long table start no blocks for it. A row's bits depend on
+// the number of splits in a group, not on the number of blocks. With a split for each block, fewer
+// sums are combined.
 //
-// Four warps of a block take 16 positions each of every page. Of 256 channels eight warps do, two
-// of them the same positions and half the channels each, and leave their sums in two turns, half
-// of the heads each: what shared memory does not take is the first-level cache's, which pages come
-// through. Compiled by NVRTC.
+// Four warps of a block compute 16 positions each in every page. With 256 channels there are eight
+// warps: pairs share positions, with half the channels each. They store their sums in two turns,
+// with half the heads each, because the L1 cache for pages needs the remaining shared memory.
 
 #include "attention_pages.cuh"
-#ifndef GENERATED  // engines have pages of bfloat16 alone
+#ifndef GENERATED  // engines have bfloat16 pages only
 #include "attention_bfp8.cuh"
 #endif
 
-constexpr int PAGE = 64, WARPS = 4;  // WARPS: with positions of their own
-constexpr int MOST_SPLITS = 8;       // of a group
+constexpr int PAGE = 64, WARPS = 4;  // WARPS: warps with different positions
+constexpr int MOST_SPLITS = 8;  // in a group
 template <int D> constexpr int THREADS = WARPS * 32 * PARTS<D>;
-template <int D> constexpr int TURNS = PARTS<D>;  // in which warps leave their sums
+template <int D> constexpr int TURNS = PARTS<D>;  // turns in which warps store their sums
 
 struct Attend {
   const Value *qkv;          // [B, (H + 2 G) D]
   u16 *out;                  // bf16 [B, out_stride]
   const i64 *positions, *slots;
   const Page *tables;        // [S, table_width]
-  const Turn *inv_freq;      // [half], or of each position cosines [half] and sines
+  const Turn *inv_freq;  // [half], or cosines [half] and sines for each position
   u8 *values, *exponents;    // [P, 2, G, PAGE, D], [P, 2, G, PAGE, D / 16]
-  float *partial, *peaks, *totals;  // of groups: [B, G, groups, R, D], [B, G, groups, R]
-  u32 *arrived;              // [B, G], zeros between launches
+  float *partial, *peaks, *totals;  // group results: [B, G, groups, R, D], [B, G, groups, R]
+  u32 *arrived;  // [B, G], zeros between launches
   int table_width, out_stride, group_heads, num_kv_heads, half, window, interleaved, early;
-  int num_groups, num_joined;  // num_joined: blocks of a cluster, a power of two
-  int group_splits;          // at most; as many as a cluster has blocks, or a multiple
-  int short_pages;           // pages that one group takes alone
-  float scale;               // times log2(e)
+  int num_groups, num_joined;  // num_joined: blocks in a cluster, a power of two
+  int group_splits;  // maximum; a multiple of num_joined
+  int short_pages;  // maximum pages for a single group
+  float scale;  // multiplied by log2(e)
 };
 
-// The new token, rotated.
+// The rotated new token.
 template <int F, int D, int NH> struct Token {
   float cos[D], sin[D];
   u8 q[NH * 8 * Shape<F, D>::Q_ROW];
-  float q_units[PARTS<D>][NH * 8];  // of bfp8: what float16 q is to be multiplied by
-  u8 fresh[2][D * 2];        // its key and value as a row of a page
+  float q_units[PARTS<D>][NH * 8];  // bfp8: scales that undo the scaling of float16 q
+  u8 fresh[2][D * 2];  // its key and value in the layout of a page row
   u32 fresh_exponents[2][2 * PARTS<D>];
 };
 template <int F, int D, int NH> struct Shared : Token<F, D, NH> {
-  float2 warp_stats[PARTS<D>][WARPS][NH * 8];  // peak, total; of all parts alike
+  float2 warp_stats[PARTS<D>][WARPS][NH * 8];  // peak and total, equal for all parts
   float2 stats[MOST_SPLITS][NH * 8];
   unsigned long long received;       // mbarrier
   int is_last;
 };
-// Behind it lie, where there are parts, scores [2 by page, WARPS, PARTS, NH, 32] float4; and
+// The buffers after it: with several parts, scores [2 by page, WARPS, PARTS, NH, 32] float4; then
 // warp_sums [WARPS, R of a turn, D] and sums [splits of a group, R, D] fp32.
 
-// Cosines and sines of the channels.
+// Compute cosines and sines for the channels.
 template <int F, int D, int NH>
 __device__ __forceinline__ void turn(const Attend &p, Token<F, D, NH> &s, int position) {
   if ((int)threadIdx.x < D) {
@@ -75,9 +76,8 @@ __device__ __forceinline__ void turn(const Attend &p, Token<F, D, NH> &s, int po
     s.sin[c] = second ? turn.y : -turn.y;
   }
 }
-// Rotate the new token: q into `s.q`, and where the block `stores`, its key and value. `TEAMS`:
-// warps of a block, or pairs of warps with half the channels each; `meanwhile`: what is done while
-// the token is on its way.
+// Rotate the new token: store q in `s.q` and, if the block `stores`, key and value. `TEAMS`: warps
+// in a block, or pairs of warps with half the channels each. `meanwhile` runs during the loads.
 template <int F, int D, int NH, int TEAMS, class Meanwhile>
 __device__ __forceinline__ void enter(const Attend &p, Token<F, D, NH> &s, const Value *token,
                                       int num_heads, int g, bool stores, i64 row,
@@ -87,7 +87,7 @@ __device__ __forceinline__ void enter(const Attend &p, Token<F, D, NH> &s, const
   const int lane = threadIdx.x & 31, part = (threadIdx.x >> 5) % PARTS<D>;
   const int warp = (threadIdx.x >> 5) / PARTS<D>, c = part * C + (lane < C / 4 ? lane * 4 : 0);
   const int num_rows = num_heads + (stores ? 2 : 0);
-  int partner = c;  // of halves
+  int partner = c;  // for pairs in halves
   if (!p.interleaved && c < 2 * p.half) partner = c < p.half ? c + p.half : c - p.half;
   float4 own[ROUNDS], other[ROUNDS];
 #pragma unroll
@@ -99,7 +99,7 @@ __device__ __forceinline__ void enter(const Attend &p, Token<F, D, NH> &s, const
     other[i] = read_floats(token + head * D + partner);
   }
   meanwhile();
-  __syncthreads();  // cos and sin are there
+  __syncthreads();  // cos and sin are complete
   const float4 cos = *(const float4 *)(s.cos + c), sin = *(const float4 *)(s.sin + c);
 #pragma unroll
   for (int i = 0; i < ROUNDS; ++i) {
@@ -129,9 +129,9 @@ __device__ __forceinline__ void enter(const Attend &p, Token<F, D, NH> &s, const
   __syncthreads();
 }
 
-// A row's pages in sight are those from `seen` to before `end`, in splits of `each`.
+// A row's visible pages, [seen, end), in splits of `each` pages.
 struct Cut {
-  int newest, seen, end, each, used;  // the new token's page; `used`: splits of the row
+  int newest, seen, end, each, used;  // newest: page of the new token; used: splits of the row
 };
 __device__ __forceinline__ Cut cut_of(const Attend &p, int position) {
   Cut cut;
@@ -140,7 +140,7 @@ __device__ __forceinline__ Cut cut_of(const Attend &p, int position) {
   cut.end = cut.newest + 1;
   const int num_pages = cut.end - cut.seen;
   const int num_splits = p.group_splits * (num_pages <= p.short_pages ? 1 : p.num_groups);
-  cut.each = num_splits == 1 ? num_pages : 1;  // without dividing
+  cut.each = num_splits == 1 ? num_pages : 1;  // avoids a division
   cut.used = num_splits == 1 ? 1 : num_pages;
   if (num_splits > 1 && num_pages > num_splits) {
     cut.each = (num_pages + num_splits - 1) / num_splits;
@@ -149,11 +149,11 @@ __device__ __forceinline__ Cut cut_of(const Attend &p, int position) {
   if (position < 0) cut.used = 0;
   return cut;
 }
-// Which of them a block reads: [first, stop).
+// The pages [first, stop) of a block.
 struct Plan : Cut {
   int first, stop;
-  int split, last_split;  // this block's splits
-  int group, in_group;    // the group's end, in splits
+  int split, last_split;  // splits of this block
+  int group, in_group;  // in_group: end of the group in splits
 };
 __device__ __forceinline__ Plan plan_of(const Attend &p, int position, int group) {
   Plan plan;
@@ -176,15 +176,15 @@ __device__ __forceinline__ void finish(u16 *out, float4 acc, float total) {
                              pack2(acc.z * scale, acc.w * scale));
 }
 
-// Sums of up to COUNT splits or warps, in order: peaks and totals by `stats`, sums by `sums`.
-// `all`: the largest peak, and the total of their weights.
+// Add the sums of up to COUNT splits or warps in order. `stats` returns peak and total, and `sums`
+// returns the sum. `all`: the largest peak and the total weight.
 template <int COUNT, class Stats, class Sums>
 __device__ __forceinline__ float4 add_up(float2 &all, int count, Stats stats, Sums sums) {
   float2 own[COUNT];
   float4 parts[COUNT], acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   all = make_float2(nothing(), 0.0f);
 #pragma unroll
-  for (int j = 0; j < COUNT; ++j) {  // all at once; places beyond the last repeat it
+  for (int j = 0; j < COUNT; ++j) {  // load all at once; indices after the last repeat it
     const int there = min(j, count - 1);
     own[j] = stats(there);
     parts[j] = sums(there);
@@ -198,8 +198,8 @@ __device__ __forceinline__ float4 add_up(float2 &all, int count, Stats stats, Su
   }
   return acc;
 }
-// The splits' sums of a group, in order; out, or where there are several groups, into scratch.
-// Returns whether it is this block that combines the groups.
+// Combine the splits of a group in order, into `out` or, with several groups, into scratch. Return
+// whether this block combines the groups.
 template <int F, int D, int NH>
 __device__ __forceinline__ bool combine_splits(const Attend &p, Shared<F, D, NH> &s,
                                                const float *sums, const Plan &plan, int num_heads,
@@ -252,11 +252,11 @@ __device__ __forceinline__ void combine_groups(const Attend &p, int used, int nu
   }
 }
 
-template <int D> __device__ __forceinline__ int heads_of_a_turn(int num_heads) {  // at most
+template <int D> __device__ __forceinline__ int heads_of_a_turn(int num_heads) {  // maximum
   return (num_heads + TURNS<D> - 1) / TURNS<D>;
 }
-// A split's sums of the four warps, in order, into place `j` of the cluster's first block: of the
-// heads of a `turn`, `turn` and every TURNS-th behind it.
+// Combine a split's sums of four warps in order, and store them at index `j` in the cluster's first
+// block. The heads are `turn`, turn + TURNS, ...
 template <int F, int D, int NH>
 __device__ __forceinline__ void combine_warps(Shared<F, D, NH> &s, const float *warp_sums,
                                               float *sums, int j, int num_heads, bool is_first,
@@ -279,7 +279,8 @@ __device__ __forceinline__ void combine_warps(Shared<F, D, NH> &s, const float *
   }
 }
 
-// The part of a `group`, or ALONE all of a block; whether the row has splits in later groups.
+// Compute this block's part of a `group`. ALONE: the block has no further group. Return whether the
+// row has splits in later groups.
 template <int F, int D, int NH, bool ALONE>
 __device__ __forceinline__ bool attend(const Attend &p, int group) {
   using S = Shape<F, D>;
@@ -294,7 +295,7 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
   const int part = PARTS<D> == 1 ? 0 : (threadIdx.x >> 5) % PARTS<D>;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int first_channel = part * CHANNELS<D>;
-  // Groups come last: no block that works waits for those that rows of short contexts leave empty.
+  // Groups are the slowest index: working blocks do not wait for idle blocks of short contexts.
   const int b = blockIdx.y, kv_head = blockIdx.z % p.num_kv_heads;
   if (ALONE) group = blockIdx.z / p.num_kv_heads;
   const bool is_joined = p.num_joined > 1, is_first = blockIdx.x == 0;
@@ -317,7 +318,7 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
       *(uint2 *)(out + i * 4) = make_uint2(0, 0);
     return false;
   }
-  // Everything up to the wait was written long before: the pages of earlier positions.
+  // Earlier kernels wrote everything read before the wait: the pages of earlier positions.
   const u8 *table = (const u8 *)(p.tables + slot * p.table_width);
   const u32 page_rows = 2 * p.num_kv_heads * PAGE, to_values = p.num_kv_heads * PAGE;
   const int key_row = kv_head * PAGE + warp * 16 + g, value_row = to_values + key_row - g + 2 * t;
@@ -327,7 +328,7 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
                       plan.first + 1 < plan.stop);
   const bool stores = plan.last_split == plan.used;
   read<PAGE_BYTES / 4>((u32 *)&newest_number, table + (i64)plan.newest * PAGE_BYTES, stores);
-  // Rows of a lane that the page holds: below `position`, and inside the window.
+  // A lane's visible rows are below `position` and inside the window.
   const int oldest = p.window > 0 ? position - p.window : -1;
   Keys<F, D> keys{};
   Values<F, D> values{};
@@ -353,19 +354,19 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
   };
   ask_keys(plan.first);
   ask_values(plan.first);
-  // Bytes that no block's exponent fills, which are read with those that are.
+  // Bytes without a block exponent, which are read with the exponents.
   if (D % 128 && threadIdx.x < 4) s.fresh_exponents[threadIdx.x >> 1][threadIdx.x & 1] = 0;
   turn<F, D, NH>(p, s, position);
   const u8 *fresh_key = s.fresh[0] + first_channel * S::BYTES;
   const u8 *fresh_value = s.fresh[1] + first_channel * S::BYTES;
-  const int beyond = plan.in_group - plan.last_split;  // splits that others of the cluster send
+  const int beyond = plan.in_group - plan.last_split;  // splits that peers in the cluster send
   if (is_first && beyond > 0 && threadIdx.x == 0)
     expect_bytes(&s.received, beyond * num_heads * (D * 4 + 8));
   if (p.early) wait_for_inputs();
   const int width = (num_heads + 2) * p.num_kv_heads * D;
   enter<F, D, NH, WARPS>(p, s, p.qkv + (i64)b * width, num_heads, kv_head, stores,
                   FIRST_ROW(newest_number) + kv_head * PAGE + position % PAGE, [] {});
-  if (is_joined) cluster_wait();  // the first block is there to be sent to
+  if (is_joined) cluster_wait();  // the first block can receive
   int page = plan.first;
   for (int split = plan.split; split < plan.last_split; ++split) {
     Running<D, NH> run;
@@ -425,16 +426,16 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
   return more;
 }
 
-// A cluster's other groups. Apart from the first, which would keep what it works out in fewer
-// registers. A group that others follow has all its splits, a multiple of the cluster's blocks: so
-// each has some, and none ends before the others.
+// Compute the remaining groups of a cluster. This function is separate to leave registers to the
+// first group. A group with successors has all splits, a multiple of the cluster's blocks, so every
+// block has work and none ends early.
 template <int F, int D, int NH> __device__ __noinline__ void walk_on(const Attend &p) {
   extern __shared__ __align__(128) u8 memory[];
   Shared<F, D, NH> &s = *(Shared<F, D, NH> *)memory;
   const int num_begun = gridDim.z / p.num_kv_heads;
   for (int group = blockIdx.z / p.num_kv_heads + num_begun; group < p.num_groups;
        group += num_begun) {
-    __syncthreads();  // nobody reads what the last part left
+    __syncthreads();  // all reads of the previous group are complete
     if (p.num_joined > 1 && blockIdx.x == 0 && threadIdx.x == 0) close_barrier(&s.received);
     if (!attend<F, D, NH, false>(p, group)) return;
   }
@@ -446,8 +447,8 @@ template <int F, int D, int NH> __device__ __forceinline__ void walk(const Atten
   if (attend<F, D, NH, false>(p, group) && group + num_begun < p.num_groups) walk_on<F, D, NH>(p);
 }
 
-// A kernel that can walk calls, which needs a stack, and a row alone takes 0.3 us longer in it: so
-// there are two.
+// A walking kernel makes calls and needs a stack, which slows single rows. Therefore there are two
+// kernels.
 #define KERNEL(kind, F, D, NH, parameter, body)                                                    \
   extern "C" __global__ void __launch_bounds__(THREADS<D>, (NH == 1 ? 4 : 2) / PARTS<D>)           \
   kind##_##D##_##NH(parameter Attend p) { body; }

@@ -1,15 +1,16 @@
-// What attention takes of pages of bfp8: they become float16, and so do queries and weights.
+// bfp8 pages in attention: keys, values, queries and weights become float16.
 //
-// Mantissas are multiplied by what a block's power of two is of the largest one, which is 2^5 here
-// and follows in float32. That is the largest of a warp's 16 positions, for values also of its
-// positions before in this split. A block whose power is 2^20 times smaller, or less, becomes 0.
+// A mantissa is multiplied by its block's scale relative to the largest scale, which is 2^5 here
+// and enters later in float32. The largest scale is the maximum over a warp's 16 positions and, for
+// values, over its earlier positions in the split. A block with a scale 2^20 times smaller becomes
+// 0.
 #pragma once
 
 #include "attention_pages.cuh"
 
-constexpr int LARGEST = 15 + 5;  // as the exponent of a float16
+constexpr int LARGEST = 15 + 5;  // as a float16 exponent
 
-// Of pairs of float16.
+// Operations on pairs of float16.
 __device__ __forceinline__ u32 half_multiply2(u32 a, u32 b) {
   u32 d;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -20,7 +21,7 @@ __device__ __forceinline__ u32 half_fma2(u32 a, u32 b, u32 c) {
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
-// Of both halves: the larger one, and a sum or 0 where that is negative.
+// Operations on both halves: maximum, and sum with a minimum of 0.
 __device__ __forceinline__ u32 max2(u32 a, u32 b) {
   u32 d;
   asm("max.u16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -39,14 +40,14 @@ __device__ __forceinline__ u32 mask_flip(u32 v, u32 mask, u32 bits) {
   return d;
 }
 
-// Powers of two of the exponents in the low bytes of both halves, and -1152 times them.
+// Powers of two for the exponents in the low bytes of both halves, and their product with `-1152`.
 struct Powers {
   u32 powers, below;
   __device__ __forceinline__ Powers() {}
   __device__ __forceinline__ Powers(u32 exponents, u32 shift)
       : powers(add_above_zero2(exponents, shift) << 10),
         below(half_multiply2(powers, 0xE480E480u)) {}
-  // 0x6400 + (m ^ 128) is the float16 1152 + m of a mantissa m.
+  // For a mantissa m, `0x6400 + (m ^ 128)` is the float16 value `1152 + m`.
   __device__ __forceinline__ u32 widen(u32 magic) const { return half_fma2(magic, powers, below); }
 };
 
@@ -99,8 +100,8 @@ template <> struct Form<BFP8> {
       if ((lane & 3) == 0) fresh_exponents[lane >> 2] = exponents[lane >> 2] = (u8)shared;
     }
   }
-  // Make the largest of a query's channels, four a lane, lie in [2^14, 2^15), or below that where
-  // it is under 2^-112; returns what to multiply by to undo it. Called by whole warps.
+  // Scale a query so that its largest channel is in [2^14, 2^15), or smaller if it is below 2^-112.
+  // A lane has four channels. Return the factor that undoes the scaling. Call it with whole warps.
   static __device__ __forceinline__ float scale_query(float4 &x) {
     const float peak = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
     const int exponent = __reduce_max_sync(~0u, __float_as_uint(peak)) >> 23;
@@ -109,7 +110,7 @@ template <> struct Form<BFP8> {
     x = make_float4(x.x * by, x.y * by, x.z * by, x.w * by);
     return __int_as_float((254 - field) << 23);
   }
-  // The largest exponent of a warp's. Lanes that hold the same rows take a word of these each.
+  // Return a warp's largest exponent. Lanes with the same rows read different words.
   template <int ROWS>
   static __device__ __forceinline__ int largest_exponent(const u32 (&exponents)[ROWS][2],
                                                          int place) {
@@ -121,28 +122,28 @@ template <> struct Form<BFP8> {
 #pragma unroll
       for (int i = 0; i < ROWS; i += 2 * step)
         if (place & 2 * step) words[i] = words[i + step];
-    const u32 all = max2(words[0], words[0] << 8);  // of halves, whose upper bytes decide
+    const u32 all = max2(words[0], words[0] << 8);  // max2 compares halves by their upper bytes
     return __reduce_max_sync(~0u, max(all >> 24, all >> 8 & 0xFF));
   }
-  // Words of a slice's exponents of a lane's four rows, from lanes that hold a word each of all
-  // exponents, of row g / 2 of theirs; returns the largest of all.
+  // Distribute a slice's exponent words for four rows in a lane. Before the call, a lane has a word
+  // with all exponents for row g / 2. Return the largest exponent.
   static __device__ __forceinline__ int share_exponents(u32 (&exponents)[4][2], u32 word,
                                                         int slice, int t) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       exponents[i][0] = __shfl_sync(~0u, word, (2 * i + (slice >> 1)) * 4 + t) >> (slice & 1) * 16;
-    const u32 all = max2(word, word << 8);  // of halves, whose upper bytes decide
+    const u32 all = max2(word, word << 8);  // max2 compares halves by their upper bytes
     return __reduce_max_sync(~0u, max(all >> 24, all >> 8 & 0xFF));
   }
-  // What to add to exponents in both halves of a word.
+  // Return the offset for exponents in both halves of a word.
   static __device__ __forceinline__ u32 shift_of(int largest) {
     return (u32)((LARGEST - largest) & 0xFFFF) * 0x10001u;
   }
-  // float32 2^(e - 133) of the largest exponent, over 2^5; 0 where it is under 12.
+  // Return float32 2^(e - 133) for the largest exponent, divided by 2^5. 0 if e is below 12.
   static __device__ __forceinline__ float unit_of(int largest) {
     return __int_as_float(max(largest + 127 - 133 - (LARGEST - 15), 0) << 23);
   }
-  // See `key_piece`: of its two words, and a word of exponents.
+  // See `key_piece`. `words` has its two words, and `exponents` has a word.
   static __device__ __forceinline__ void widen_key(u32 (&out)[4], const u32 *words, u32 exponents,
                                                    int i, int t, u32 shift) {
     const u32 place = 0x4040 + (2 * (i & 1) + (t >> 1)) * 0x0101;

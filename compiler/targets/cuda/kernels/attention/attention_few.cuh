@@ -1,34 +1,39 @@
-// Attention of few rows: sixteen blocks take up to 32 pages of a row and key/value head at once,
-// with the bits of attention.cu's blocks, which go from page to page.
+// Decode attention for few rows: sixteen blocks compute up to 32 pages of a row and key/value head
+// at once. The bits equal those of attention.cu, whose blocks walk from page to page.
 //
-// A block has eight teams: warps, or of 256 channels pairs of them with half the channels each. Of
-// a row that one group takes, two blocks have a split of up to four pages, and a team the keys of
-// one page's 16 positions. Its weights go to the four teams of these positions, and each of those
-// takes a quarter of the channels of all pages' values: so sums fade from page to page as if one
-// warp had gone there. Of longer rows, whose splits are a page each, a team has keys and values of
-// 16 positions, and a cluster four groups. Sums go straight to the block of the cluster that
-// combines their channels. Included by attention.cu behind what both need.
+// A block has eight teams. A team is a warp or, with 256 channels, a pair of warps with half the
+// channels each.
+//
+// Short rows have a single group. Two blocks share a split with up to four pages. A team computes
+// the keys for 16 positions in a page and passes the weights to the four teams with these
+// positions. A team then adds a quarter of the channels for the values of all pages. Sums fade from
+// page to page as if one warp had walked there.
+//
+// Long rows have splits with a page each. A team computes keys and values for 16 positions, and a
+// cluster computes four groups. Sums go directly to the block that combines their channels.
+// attention.cu includes this file after the common code.
 #pragma once
 
 #include "attention_tiles.cuh"
 
-constexpr int JOINED = 16, TEAMS = 8;  // blocks of a cluster, teams of a block
-constexpr int CLUSTER_SPLITS = 32;     // of longer rows
+constexpr int JOINED = 16, TEAMS = 8;  // blocks in a cluster and teams in a block
+constexpr int CLUSTER_SPLITS = 32;  // for long rows
 template <int D> constexpr int FEW_THREADS = TEAMS * PARTS<D> * 32;
-template <int D> constexpr int OWN = D / JOINED;        // channels that a block combines
-template <int D> constexpr int ITEMS = 8 * OWN<D> / 4;  // float4 of these, of eight heads
+template <int D> constexpr int OWN = D / JOINED;  // channels that a block combines
+// float4 values of eight heads in these channels
+template <int D> constexpr int ITEMS = 8 * OWN<D> / 4;
 
 template <int F, int D> struct FewShared : Token<F, D, 1> {
-  float4 traded[PARTS<D> == 1 ? 1 : TEAMS][PARTS<D>][32];  // scores of half the channels
-  float2 peaks[TEAMS][4];      // of a team's page, for two heads each
-  float4 weights[TEAMS][32];   // as B fragments, and a lane's total for two heads
-  float4 fades[TEAMS][4];      // what sums so far lose for two heads, and peaks so far
+  float4 traded[PARTS<D> == 1 ? 1 : TEAMS][PARTS<D>][32];  // scores for half the channels
+  float2 peaks[TEAMS][4];  // peaks of a team's page, two heads in an element
+  float4 weights[TEAMS][32];  // b fragments, and a lane's totals for two heads
+  float4 fades[TEAMS][4];  // factors for the sums so far, and peaks so far, for two heads
   float2 stats[CLUSTER_SPLITS][8];
   unsigned long long received;  // mbarrier
   int is_last;
 };
-// Behind it lies what the cluster sends this block, for each warp of each split: float4 [4], peak
-// and total of eight heads; and behind all of these float4 [ITEMS], sums of the block's channels.
+// The buffers after it, by split and warp: float4 [4], peak and total of eight heads. Then float4
+// [ITEMS], sums of the block's channels.
 
 template <int F, int D> struct Few {
   using S = Shape<F, D>;
@@ -57,7 +62,7 @@ template <int F, int D> struct Few {
     return number;
   }
   __device__ __forceinline__ bool is_seen(int at) const { return at < position && at > oldest; }
-  // Which of a lane's four rows of values, 2 t + {0, 1, 8, 9}, a page holds.
+  // Return the mask of visible rows among a lane's four value rows, 2 t + {0, 1, 8, 9}.
   __device__ __forceinline__ u32 seen_values(int page, int warp) const {
     const int at = page * PAGE + warp * 16 + 2 * t;
     u32 seen = 0;
@@ -65,7 +70,7 @@ template <int F, int D> struct Few {
     for (int i = 0; i < 4; ++i) seen |= (u32)is_seen(at + (i & 1) + (i >> 1) * 8) << i;
     return seen;
   }
-  // The page that the new token is in, of those of which a warp has its positions.
+  // Return the page of the new token if the warp has its positions, else -1.
   __device__ __forceinline__ int fresh_page(int warp) const {
     return position / 16 % WARPS == warp ? cut.newest : -1;
   }
@@ -91,7 +96,7 @@ template <int F, int D> struct Few {
       read<1>(&exponents, p.exponents + (from + line) * S::BLOCKS + first_channel / 16 +
                               4 * (g & 1), seen >> of & 1);
   }
-  // Wait for the new token and rotate it; a block that `stores` it knows its page's number.
+  // Wait for the new token and rotate it. A block that `stores` the token knows its page.
   template <class Meanwhile>
   __device__ __forceinline__ void take_token(bool stores, Page newest, Meanwhile meanwhile) {
     turn<F, D, 1>(p, s, position);
@@ -107,7 +112,7 @@ template <int F, int D> struct Few {
     if (g == fresh) take_key<F, D>(keys, 0, key, exponents, t);
     if (g + 8 == fresh) take_key<F, D>(keys, 1, key, exponents, t);
   }
-  // Of a slice of C channels from `channel` on, or of all that a team has.
+  // Read C channels from `channel`: a slice, or all channels of a team.
   template <int C>
   __device__ __forceinline__ void take_fresh_value(Values<F, C> &values, int channel) const {
     const int fresh = position % 16;
@@ -134,8 +139,8 @@ template <int F, int D> struct Few {
     mask<1>(scores, peaks, p.scale, at <= position && at > oldest,
             at + 8 <= position && at + 8 > oldest);
   }
-  // A page's weights, for the teams that take its values; peaks of the `before` pages that come
-  // before it are there.
+  // Store a page's weights for the teams with its values. The peaks of `before` preceding pages are
+  // complete.
   __device__ __forceinline__ void leave_weights(const float (&scores)[1][4],
                                                 const float (&peaks)[1][2], int before) {
     Running<SLICE, 1> run;
@@ -157,7 +162,7 @@ template <int F, int D> struct Few {
     if (g == 0)
       s.fades[team][t] = make_float4(fade[0][0], fade[0][1], run.peak[0][0], run.peak[0][1]);
   }
-  // What a page adds to the sums of a slice; `of`: the team that has left its weights.
+  // Add a page to the sums of a slice. `of`: the team that stored the weights.
   __device__ __forceinline__ void add_page(Running<SLICE, 1> &run, const ValueTiles<F> &tiles,
                                            int largest, int of) const {
     const float4 left = s.weights[of][lane], fades = s.fades[of][t];
@@ -174,8 +179,8 @@ template <int F, int D> struct Few {
         },
         largest, weights, fade);
   }
-  // Sums of a team from `channel` on to the blocks that combine them, and where it `tells`, peaks
-  // and totals to all. `unit`: the warp, of all splits' ones; R: channels, or heads' channels.
+  // Send a team's sums from `channel` to the blocks that combine them and, if it `tells`, peaks and
+  // totals to all blocks. `unit`: warp index over all splits. R: channels, or channels of heads.
   template <int R>
   __device__ __forceinline__ void send_sums(const Running<R, 1> &run, int unit, int channel,
                                             bool tells) const {
@@ -217,13 +222,13 @@ template <int F, int D> struct Few {
   __device__ __forceinline__ u16 *heads_out() const {
     return p.out + (i64)blockIdx.y * p.out_stride + kv_head * p.group_heads * D;
   }
-  // That the cluster sends sums of so many splits.
+  // Expect the sums of `num_splits` splits from the cluster.
   __device__ __forceinline__ void expect(int num_splits) const {
     if (threadIdx.x == 0)
       expect_bytes(&s.received, num_splits * WARPS * (64 + p.group_heads * OWN<D> * 4));
   }
-  // Combine this block's channels of splits, which groups from `group` on have; out, or where the
-  // row has other groups, too, into scratch.
+  // Combine this block's channels over splits, for groups from `group`. Write `out` or, with
+  // several groups, scratch.
   __device__ __forceinline__ void combine(int num_splits, int group, bool is_whole) const {
     constexpr int N = OWN<D> / 4;
     wait_bytes(&s.received);
@@ -262,7 +267,7 @@ template <int F, int D> struct Few {
       if (blockIdx.x == 0 && i % N == 0) p.peaks[at] = all.x, p.totals[at] = all.y;
     }
   }
-  // A row of one group.
+  // Compute a row with a single group.
   __device__ __forceinline__ void attend_short() {
     const int split = blockIdx.x >> 1;
     const int slice = team >> 1, warp = (blockIdx.x & 1) * 2 + (team & 1);
@@ -281,7 +286,7 @@ template <int F, int D> struct Few {
       ValueTiles<F> values[MOST_PAGES];
       Keys<F, D> keys_read{};
       Values<F, SLICE> values_read[MOST_PAGES]{};
-      u32 exponents[MOST_PAGES]{}, largest = 0;  // of each page so far, a byte
+      u32 exponents[MOST_PAGES]{}, largest = 0;  // a byte for each page
       if (page < stop) ask_keys(keys_read, own, page, warp);
 #pragma unroll
       for (int i = 0; i < MOST_PAGES; ++i)
@@ -330,7 +335,7 @@ template <int F, int D> struct Few {
           }
           add_page(run, values[i], largest >> 8 * i & 0xFF, 2 * i + (team & 1));
         }
-      cluster_wait();  // all blocks are there to be sent to
+      cluster_wait();  // all blocks can receive
       send_sums(run, split * WARPS + warp, channel, slice == 0 && part == 0);
     } else {
       if (p.early) wait_for_inputs();
@@ -339,7 +344,7 @@ template <int F, int D> struct Few {
     combine(cut.used, 0, true);
   }
 
-  // A row of several groups, whose splits are a page each.
+  // Compute a row with several groups and a page for each split.
   __device__ __forceinline__ void attend_long(int cluster) {
     const int first = cluster * CLUSTER_SPLITS, num_splits = min(cut.used - first, CLUSTER_SPLITS);
     const int rank = blockIdx.x, split = 2 * rank + (team >> 2), warp = team & 3;
@@ -370,7 +375,7 @@ template <int F, int D> struct Few {
       weigh<F, D, 1>(weights, fade, run, scores, peaks);
       add_values<F, D, 1>(run, values, weights, fade, g);
     }
-    cluster_wait();  // all blocks are there to be sent to
+    cluster_wait();  // all blocks can receive
     if (works) send_sums(run, split * WARPS + warp, first_channel, part == 0);
     combine(num_splits, first / MOST_SPLITS, false);
     const int num_clusters = (cut.used + CLUSTER_SPLITS - 1) / CLUSTER_SPLITS;
@@ -415,8 +420,8 @@ template <int F, int D> __device__ __forceinline__ void attend_few(const Attend 
     few.attend_long(cluster);
 }
 
-// A cluster waits for sixteen multiprocessors that have room at the same time: so many registers
-// leave some for a small kernel's blocks beside 512 threads, and beside twice 256.
+// A cluster starts when sixteen multiprocessors have capacity at once. This register limit leaves
+// registers for a small concurrent kernel, next to 512 threads or twice 256.
 #define FEW(name, F, D)                                                                            \
   extern "C" __global__ void __maxnreg__(D == 128 ? 120 : 112)                                     \
   attend_few_##name##_##D(const Attend p) { attend_few<F, D>(p); }

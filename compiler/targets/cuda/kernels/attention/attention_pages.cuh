@@ -1,14 +1,15 @@
-// A warp's part of attention: 16 positions of a page, whose keys and values its lanes hold in
-// registers as A fragments of mma.m16n8k16 with channels permuted. Scores are K q^T [16 positions,
-// 8 heads], sums are V^T P^T [16 channels, 8 heads]. Of 256 channels two warps of the same
-// positions take one half each and add up their scores. Legend: lane = 4 g + t; NH eights of heads.
+// A warp's share of attention: 16 positions in a page. Lanes have keys and values in registers as A
+// fragments for mma.m16n8k16, with permuted channels. Scores are K q^T [16 positions, 8 heads].
+// Sums are V^T P^T [16 channels, 8 heads]. With 256 channels, two warps have the same positions and
+// half the channels each, and add their scores. Legend: lane = 4 g + t; NH is the number of heads
+// in eights.
 
 #pragma once
 
 #include "attention_primitives.cuh"
 
-// A page is named by its number, or in generated engines by its first element's place behind
-// `values`; these have a table of cosines and sines in place of frequencies.
+// A page is an index or, in generated engines, the offset in `values` of its first element. Engines
+// have a table with cosines and sines instead of frequencies.
 #ifdef GENERATED
 typedef i64 Page;
 #define PAGE_BYTES 8
@@ -21,8 +22,8 @@ typedef float Turn;
 #define FIRST_ROW(page) (i64)(page) * page_rows
 #endif
 
-constexpr int BF16 = 0, BFP8 = 1;  // how the pages are held
-// What products take; of bfp8, and what else it needs: attention_bfp8.cuh.
+constexpr int BF16 = 0, BFP8 = 1;  // page formats
+// Operands of matrix multiplications. attention_bfp8.cuh has the version for bfp8.
 template <int F> struct Form {
   static __device__ __forceinline__ u32 pack(float low, float high) { return pack2(low, high); }
   static __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0,
@@ -31,27 +32,27 @@ template <int F> struct Form {
   }
 };
 
-template <int D> constexpr int CHANNELS = D > 128 ? D / 2 : D;  // of a warp
-template <int D> constexpr int PARTS = D / CHANNELS<D>;         // warps that share positions
+template <int D> constexpr int CHANNELS = D > 128 ? D / 2 : D;  // channels in a warp
+template <int D> constexpr int PARTS = D / CHANNELS<D>;  // warps that share positions
 
-// Rows are whole, pieces are of a warp's channels.
+// Rows have all channels. A vector (`piece`) is within a warp's channels.
 template <int F, int D> struct Shape {
   static constexpr int BYTES = F == BF16 ? 2 : 1, ROW = D * BYTES, BLOCKS = D / 16;
-  static constexpr int K_PIECES = CHANNELS<D> / 32, K_WORDS = 2 * BYTES;  // 8 channels a piece
-  static constexpr int V_WIDTH = D % 64 ? 4 : 8;                // channels a piece
+  static constexpr int K_PIECES = CHANNELS<D> / 32, K_WORDS = 2 * BYTES;  // a vector has 8 channels
+  static constexpr int V_WIDTH = D % 64 ? 4 : 8;  // channels in a vector
   static constexpr int V_PIECES = CHANNELS<D> / 8 / V_WIDTH, V_WORDS = V_WIDTH * BYTES / 4;
-  static constexpr int Q_ROW = D * 2 + (D == 96 ? 0 : 64);      // eight lanes in different banks
+  static constexpr int Q_ROW = D * 2 + (D == 96 ? 0 : 64);  // eight lanes in different banks
 };
 
-// The peak of no positions, and what to subtract in its place.
+// Peak without positions, and its substitute in subtractions.
 __device__ __forceinline__ float nothing() { return __int_as_float(0xFF800000); }
 __device__ __forceinline__ float finite(float peak) { return peak == nothing() ? 0.0f : peak; }
 
-// What a lane holds of a page: of keys rows g and g + 8 of its warp's, piece i from channel
-// 32 i + 8 t; of values rows 2 t + {0, 1, 8, 9}, piece i from channel (8 i + g) V_WIDTH; and all
-// exponents of these rows. Channels count from the first of its warp's, as the pointers below do.
-// Of positions out of sight exponents are 0, and keys and values what was there before: their
-// weights are 0.
+// A lane's part of a page. Keys: rows g and g + 8 in the warp, where vector i starts at channel
+// `32 i + 8 t`. Values: rows `2 t + {0, 1, 8, 9}`, where vector i starts at channel
+// `(8 i + g) V_WIDTH`. All exponents for these rows are included. Channels count from the warp's
+// first channel, also in the pointers below. Hidden positions have exponents 0 and stale keys and
+// values, with weights 0.
 template <int F, int D> struct Keys {
   u32 words[2][CHANNELS<D> * Shape<F, D>::BYTES / 16], exponents[2][2];
 };
@@ -74,7 +75,7 @@ __device__ __forceinline__ void read_keys(Keys<F, D> &k, const u8 *values, const
     Form<F>::template read_exponents<D>(k.exponents[1], exponents + 8 * S::BLOCKS, wanted8);
   }
 }
-// `wanted`: bit i for the i-th of a lane's rows. Of a slice of C channels exponents are not read.
+// `wanted`: bit i selects row i in a lane. A slice of C channels has no exponents.
 template <int F, int D, int C = D>
 __device__ __forceinline__ void read_values(Values<F, C> &v, const u8 *values, const u8 *exponents,
                                             u32 wanted) {
@@ -92,8 +93,8 @@ __device__ __forceinline__ void read_values(Values<F, C> &v, const u8 *values, c
       Form<F>::template read_exponents<D>(v.exponents[row], exponents + line * S::BLOCKS, here);
   }
 }
-// Four channels of a new key or value, rounded as the cache holds them, into the page and `fresh`.
-// Called by whole warps; only lanes below C / 4 have channels.
+// Store four channels of a new key or value, in the cache's precision, in the page and in `fresh`.
+// Call it with whole warps. Only lanes below C / 4 have channels.
 template <int F, int C>
 __device__ __forceinline__ void store_fresh(float4 x, int lane, u8 *fresh, u8 *fresh_exponents,
                                             u8 *row, u8 *exponents) {
@@ -106,7 +107,7 @@ __device__ __forceinline__ void store_fresh(float4 x, int lane, u8 *fresh, u8 *f
     *(uint2 *)(row + lane * 8) = words;
   }
 }
-// The same lane's parts of the new token's row, which lies in shared memory as a page holds it.
+// Take this lane's part of the new token's row. In shared memory, the row has the layout of a page.
 template <int F, int D>
 __device__ __forceinline__ void take_key(Keys<F, D> &k, int row, const u8 *fresh,
                                          const u32 *exponents, int t) {
@@ -128,7 +129,7 @@ __device__ __forceinline__ void take_value(Values<F, D> &v, int row, const u8 *f
   if (F == BFP8) v.exponents[row][0] = exponents[0], v.exponents[row][1] = exponents[1];
 }
 
-// Piece i of a key's row as four pairs of channels.
+// Return vector i of a key row as four pairs of channels.
 template <int F, int D>
 __device__ __forceinline__ void key_piece(u32 (&out)[4], const Keys<F, D> &k, int row, int i,
                                           int t, u32 shift) {
@@ -140,7 +141,7 @@ __device__ __forceinline__ void key_piece(u32 (&out)[4], const Keys<F, D> &k, in
     for (int j = 0; j < 4; ++j) out[j] = words[j];
   }
 }
-// A lane's values as pairs of its rows 2 `pair` and 2 `pair` + 1, of its channel i.
+// A lane's values in channel i as pairs: rows 2 `pair` and 2 `pair` + 1.
 template <int F, int D> struct Pairs {
   const Values<F, D> &v;
   __device__ __forceinline__ Pairs(const Values<F, D> &v, int, int) : v(v) {}
@@ -150,9 +151,9 @@ template <int F, int D> struct Pairs {
   }
 };
 
-// The running softmax, base 2, of a warp over its positions. A lane has heads 8 h + 2 t + {0, 1}:
-// `sums` of its channels i: [h][i][{0, 1}] below HALF, [h][i - HALF][{2, 3}] from there on.
-// Of bfp8 sums are of float16 values: `largest` is the exponent that these are relative to.
+// Online softmax in base 2 for a warp's positions. A lane has heads 8 h + 2 t + {0, 1}. `sums` are
+// by channel: [h][i][{0, 1}] below HALF, then [h][i - HALF][{2, 3}]. For bfp8, sums are relative to
+// the exponent `largest`.
 template <int D, int NH> struct Running {
   static constexpr int HALF = CHANNELS<D> / 16;
   float peak[NH][2], total[NH][2], sums[NH][HALF][4];
@@ -170,13 +171,13 @@ template <int D, int NH> struct Running {
     }
   }
 };
-// The largest exponent of a warp's values, or keys; see `Form`.
+// Return the largest exponent of a warp's values or keys; see `Form`.
 template <int F, int ROWS>
 __device__ __forceinline__ int largest_of(const u32 (&exponents)[ROWS][2], int place) {
   if constexpr (F == BFP8) return Form<F>::largest_exponent(exponents, place);
   return 0;
 }
-// `piece`: gives piece i of a lane's row of keys, of float16 relative to the `largest` exponent.
+// Compute scores. `piece` returns vector i of a lane's key row, in float16 relative to `largest`.
 template <int F, int D, int NH, class Piece>
 __device__ __forceinline__ void score(float (&scores)[NH][4], Piece piece, int largest,
                                       const u8 *q, const float *q_units, int num_heads, int g,
@@ -224,9 +225,9 @@ __device__ __forceinline__ void score(float (&scores)[NH][4], const Keys<F, D> &
       scores, [&](u32 (&out)[4], int row, int i) { key_piece(out, k, row, i, t, shift); }, largest,
       q, q_units, num_heads, g, t);
 }
-// Scores of half the channels, left for the warp of the other half, to which `theirs` belongs; and
-// the sums of both. `own` and `theirs` [NH, 32]; a later page's must not be left there before these
-// are read, so pages alternate between two places.
+// Store scores over half the channels for the partner warp, then add the partner's scores. `own`
+// and `theirs` have `[NH, 32]`. Pages alternate between two buffers, because a later page must not
+// overwrite unread scores.
 template <int NH>
 __device__ __forceinline__ void leave_scores(const float (&scores)[NH][4], float4 *own, int lane) {
 #pragma unroll
@@ -244,7 +245,7 @@ __device__ __forceinline__ void take_scores(float (&scores)[NH][4], const float4
     scores[h][2] += other.z, scores[h][3] += other.w;
   }
 }
-// Scores are scaled, those out of sight nothing; `peaks`: the largest of a page.
+// Scale the scores and hide invisible positions. `peaks`: the largest scores in a page.
 template <int NH>
 __device__ __forceinline__ void mask(float (&scores)[NH][4], float (&peaks)[NH][2], float scale,
                                      bool valid, bool valid8) {
@@ -260,7 +261,7 @@ __device__ __forceinline__ void mask(float (&scores)[NH][4], float (&peaks)[NH][
         peaks[h][i] = fmaxf(peaks[h][i], __shfl_xor_sync(~0u, peaks[h][i], offset));
     }
 }
-// They become weights: `weights[h]` are P^T as B fragments; `fade`: what sums so far lose.
+// Convert scores to weights. `weights[h]` is P^T as B fragments. `fade`: factor for earlier sums.
 template <int F, int D, int NH>
 __device__ __forceinline__ void weigh(u32 (&weights)[NH][2], float (&fade)[NH][2],
                                       Running<D, NH> &run, const float (&scores)[NH][4],
@@ -282,8 +283,7 @@ __device__ __forceinline__ void weigh(u32 (&weights)[NH][2], float (&fade)[NH][2
     weights[h][1] = transpose(Form<F>::pack(w[2], w[3]));
   }
 }
-// The same, and what values add to them, whose `largest` exponent is that so far: `tile` gives one
-// of the A fragments of V^T.
+// Scale the sums and add the values with exponent `largest`. `tile` returns an A fragment of V^T.
 template <int F, int D, int NH, class Tile>
 __device__ __forceinline__ void add_tiles(Running<D, NH> &run, Tile tile, int largest,
                                           const u32 (&weights)[NH][2], float (&fade)[NH][2]) {
@@ -324,8 +324,8 @@ __device__ __forceinline__ void add_values(Running<D, NH> &run, const Values<F, 
   add_tiles<F, D, NH>(
       run, [&](u32 (&a)[4], int j) { tile_of(a, pairs, j); }, largest, weights, fade);
 }
-// A warp's sums into shared memory: `stats` [NH * 8], `sums` its channels of [heads, D]: all heads,
-// or of two turns the even ones and the odd ones.
+// Store a warp's sums in shared memory: `stats` [NH * 8] and its channels in `sums` [heads, D].
+// With two turns, the first has the even heads and the second the odd heads.
 template <int F, int D, int NH, int TURNS>
 __device__ __forceinline__ void leave(const Running<D, NH> &run, float2 *stats, float *sums,
                                       int num_heads, int g, int t, int turn) {
@@ -360,7 +360,7 @@ __device__ __forceinline__ void leave(const Running<D, NH> &run, float2 *stats, 
       }
     }
 }
-// acc = acc * 1 + weight * v, four channels.
+// acc += weight * v, for four channels.
 __device__ __forceinline__ void add(float4 &acc, float weight, float4 v) {
   acc.x += weight * v.x, acc.y += weight * v.y, acc.z += weight * v.z, acc.w += weight * v.w;
 }

@@ -1,5 +1,5 @@
-// PTX by name, of attention: barriers and stores between the blocks of a cluster, barriers between
-// some warps of a block, reads past the first-level cache. It knows nothing of pages.
+// PTX instructions for attention: barriers and stores within a cluster, barriers for some warps,
+// and reads that bypass L1. Excludes pages.
 #pragma once
 
 #include "primitives.cuh"
@@ -17,8 +17,8 @@ __device__ __forceinline__ void open_barrier(void *barrier) {
                    shared_address(barrier))
                : "memory");
 }
-// Ends what `open_barrier` began, so that it can begin anew: behind all that this block has read of
-// what others sent, who may send again once it has arrived at the cluster's barrier.
+// Invalidate a barrier so that it can be opened again. All reads of received data must be complete.
+// Peers may send again after this block arrives at the cluster barrier.
 __device__ __forceinline__ void close_barrier(void *barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];\nfence.acq_rel.cluster;" ::"r"(
                    shared_address(barrier))
@@ -43,7 +43,7 @@ __device__ __forceinline__ u32 in_block(const void *p, int block) {
       : "=r"(there) : "r"(shared_address(p)), "r"(block));
   return there;
 }
-// Four floats, or two, to the same place of a block of the cluster, counted by its barrier.
+// Send floats to the same address in a block of the cluster. The block's barrier counts the bytes.
 __device__ __forceinline__ void send(float4 *to, float4 v, void *barrier, int block = 0) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
                "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(in_block(to, block)), "f"(v.x), "f"(v.y),
@@ -54,11 +54,11 @@ __device__ __forceinline__ void send(float2 *to, float2 v, void *barrier, int bl
                ::"r"(in_block(to, block)), "f"(v.x), "f"(v.y), "r"(in_block(barrier, block))
                : "memory");
 }
-// A block's barrier `number`, below 15, of `threads` of it.
+// Wait at a block's barrier `number`, below 15, for `threads` threads.
 __device__ __forceinline__ void barrier_of(int number, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(number + 1), "r"(threads) : "memory");
 }
-// Past the first-level cache, over what `v` holds, which stays where nothing is wanted.
+// Read to `v`, bypassing L1. Without `wanted`, `v` keeps its value.
 template <int WORDS>
 __device__ __forceinline__ void read_over(u32 *v, const u8 *from, bool wanted) {
   if (WORDS == 4)
@@ -74,7 +74,7 @@ __device__ __forceinline__ void read_over(u32 *v, const u8 *from, bool wanted) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p ld.global.cg.u32 %0, [%1];\n}"
                  : "+r"(v[0]) : "l"(from), "r"((int)wanted) : "memory");
 }
-// The same, zeros where nothing is wanted.
+// Read to `v`, bypassing L1. Without `wanted`, `v` becomes 0.
 template <int WORDS> __device__ __forceinline__ void read(u32 *v, const u8 *from, bool wanted) {
 #pragma unroll
   for (int i = 0; i < WORDS; ++i) v[i] = 0;
@@ -98,7 +98,7 @@ __device__ __forceinline__ float4 read_floats(const float *from) {
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
   return v;
 }
-__device__ __forceinline__ float4 read_floats(const u16 *from) {  // of four bfloat16
+__device__ __forceinline__ float4 read_floats(const u16 *from) {  // four bfloat16
   u32 low, high;
   asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(low), "=r"(high) : "l"(from)
                : "memory");
@@ -115,7 +115,7 @@ __device__ __forceinline__ float read_float(const u16 *from) {
   asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(from) : "memory");
   return value_of(v);
 }
-// How many have come to `counter` before; all that this block wrote is seen by those after it.
+// Increment `counter` and return its previous value. Later arrivals see all writes of this block.
 __device__ __forceinline__ u32 count_arrival(u32 *counter) {
   u32 before;
   asm volatile("fence.acq_rel.gpu;\natom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n"
@@ -127,12 +127,12 @@ __device__ __forceinline__ float power_of_2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(x));
   return d;
 }
-__device__ __forceinline__ u32 transpose(u32 v) {  // of 8 x 8 values of 16 bits
+__device__ __forceinline__ u32 transpose(u32 v) {  // 8 x 8 values with 16 bits
   u32 d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(v));
   return d;
 }
-// Cosine and sine within 1e-7 for angles to 2^30: the reduction is in fp64.
+// Return cosine and sine within 1e-7 for angles up to 2^30. The reduction is in fp64.
 __device__ __forceinline__ float2 cos_sin(float angle) {
   const double wide = angle, quarter = floor(wide * 0.6366197723675814 + 0.5);
   const float r = (float)(wide - quarter * 1.5707963267948966), square = r * r;
