@@ -1,4 +1,4 @@
-"""RMSNorm of rows, or of the heads in them, one a program: float32 throughout, rounded once."""
+"""RMSNorm of rows, or of attention heads. float32 with a single rounding."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
 from tilewright.compiler.targets.cuda.tuning import tuning
 
 MAX_WIDTH = 16384
-"""Channels of a row: what one program keeps in registers."""
-# Of a decode step: programs enough with a head each.
+"""Maximum number of channels in a row. A program has them in registers."""
+# Maximum number of rows with a program for each head.
 _FEW_ROWS: int = tuning()["elementwise"]["heads_few_rows"]
 
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr, CHAINED: tl.constexpr):
-    """float32 ``x`` as ``DTYPE``, to nearest even: Triton's interpreter alone would truncate."""
+    """Round float32 ``x`` to ``DTYPE``, to nearest even. Triton's interpreter would
+    truncate.
+    """
     if not CHAINED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
@@ -32,9 +34,16 @@ def rounded(x, DTYPE: tl.constexpr, CHAINED: tl.constexpr):
 
 @triton.jit
 def _rms_norm_kernel(
-    out_ptr, x_ptr, weight_ptr, width, out_stride, x_stride, eps,
-    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    width,
+    out_stride,
+    x_stride,
+    eps,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -48,27 +57,48 @@ def _rms_norm_kernel(
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, *, eps: float) -> None:
-    """``x [T, K]`` float32, over its root mean square, times ``weight [K]`` float32.
+    """Write ``x`` divided by its root mean square, times ``weight``, to ``out``.
 
-    ``out [T, >= K]`` is bfloat16 or float32; its columns from K on are left alone. K is at most
-    ``MAX_WIDTH``. Rows of ``x`` and ``out`` may be further apart than they are long.
+    Args:
+        out: bfloat16 or float32 ``[T, >= K]`` with any row stride. Columns from K remain unchanged.
+        x: float32 ``[T, K]`` with any row stride. K is at most ``MAX_WIDTH``.
+        weight: float32 ``[K]``.
     """
     num_rows, width = x.shape
     assert width <= MAX_WIDTH and out.shape[0] == num_rows and out.shape[1] >= width
     assert x.stride(1) == 1 and out.stride(1) == 1 and weight.shape == (width,)
     block = block_of(width)
     _rms_norm_kernel[(num_rows,)](
-        out, x, weight, width, out.stride(0), x.stride(0), eps,
-        BLOCK=block, num_warps=min(16, max(1, block // 512)), **chained(x),
-    )  # fmt: skip
+        out,
+        x,
+        weight,
+        width,
+        out.stride(0),
+        x.stride(0),
+        eps,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
+        **chained(x),
+    )
 
 
 @triton.jit
 def _rms_norm_heads_kernel(
-    out_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, num_heads, out_stride, qkv_stride, eps,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    out_ptr,
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    num_heads,
+    out_stride,
+    qkv_stride,
+    eps,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
     CHAINED: tl.constexpr,
-):  # fmt: skip
+):
     release_dependents(CHAINED)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     channel = tl.arange(0, BLOCK)[None, :]
@@ -94,12 +124,14 @@ def rms_norm_heads(
     eps: float,
     alone: bool | None = None,
 ) -> None:
-    """Every head of q and of k in ``qkv [T, (H + 2 G) D]`` float32, with v as it is: to ``out`` of
-    the same shape, or in place.
+    """Normalize the q and k heads in ``qkv``, and copy v. ``out`` may be ``qkv``.
 
-    ``q_weight`` and ``k_weight [D]`` float32; H is ``num_heads``. Rows may be further apart than
-    they are long. ``alone``: whether a program takes one head, which may give its sum another
-    order; None: where there are few rows.
+    Args:
+        out, qkv: float32 ``[T, (H + 2 G) D]`` with any row stride.
+        q_weight, k_weight: float32 ``[D]``.
+        num_heads: Number of query heads H.
+        alone: Use a program for each head, which may change the order of additions. None: only for
+            few rows.
     """
     num_rows, width = qkv.shape
     (head_dim,) = q_weight.shape
@@ -112,7 +144,19 @@ def rms_norm_heads(
     alone = num_rows <= _FEW_ROWS if alone is None else alone
     together = 1 if alone else max(1, 1024 // block)
     _rms_norm_heads_kernel[(num_rows, triton.cdiv(heads, together))](
-        out, qkv, q_weight, k_weight, heads, out.stride(0), qkv.stride(0), eps,
-        H=num_heads, G=num_kv_heads, D=head_dim, BLOCK=block, HEADS=together,
-        num_warps=min(8, together), **chained(qkv),
-    )  # fmt: skip
+        out,
+        qkv,
+        q_weight,
+        k_weight,
+        heads,
+        out.stride(0),
+        qkv.stride(0),
+        eps,
+        H=num_heads,
+        G=num_kv_heads,
+        D=head_dim,
+        BLOCK=block,
+        HEADS=together,
+        num_warps=min(8, together),
+        **chained(qkv),
+    )

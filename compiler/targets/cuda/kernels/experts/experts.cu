@@ -1,16 +1,17 @@
-// Products of up to 64 tokens with their own experts. Every chosen expert's weight is read once for
-// up to 8 pairs of a token and its expert, a tile (route.cu). A pair's sum is made in the matrix
-// unit, over all of K in order, and a token's sum over its experts in the order of its choice: no
-// bit depends on who else is in the step. Compiled by NVRTC; held.py says how weights lie.
+// Matmuls for up to 64 tokens with their experts. A selected expert's weight is read once for
+// up to 8 token-expert pairs, a tile (route.cu). The matrix unit adds a pair's products over
+// all of K in order. A token's sum over its experts is in selection order. Bits do not
+// depend on the batch. packed_weight.py describes weight layouts.
 //
-// Legend: B tokens, K experts of a token, pair b K + k, N tiles.
+// Legend: B tokens, K experts for a token, pair b K + k, N tiles.
 
 #include "experts_walk.cuh"
 
-constexpr int WARPS = 8, SUM_WARPS = 9;  // eight experts of one token, and the one that all share
-constexpr int MOST_SUMS = 4;             // of a thread: 16 of each token, of up to 64
+constexpr int WARPS = 8, SUM_WARPS = 9;  // eight experts for a token, and the shared expert
+constexpr int MOST_SUMS = 4;  // in a thread: 16 of each token, for up to 64 tokens
 
-// A warp a row tile of a pair tile's expert, all over the device; tiles of the shared expert, last.
+// A warp computes a row tile of a pair tile's expert. Tiles are distributed over the device, with
+// the shared expert's last.
 template <int F, int DEPTH> __device__ __forceinline__ void expert_linear(const Experts &p) {
   extern __shared__ __align__(128) u8 memory[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -33,7 +34,7 @@ template <int F, int DEPTH> __device__ __forceinline__ void expert_linear(const 
   walk<F, DEPTH>(table, ring, unit, gridDim.x * WARPS, num_units, where, [] {}, finish);
 }
 
-// A thread's sums of a block, the j-th of a token in row `of` of the row tile.
+// Call `make` for a thread's sums in a block. Sum j is for a token and row `of` in the row tile.
 template <class Make> __device__ __forceinline__ void each_sum(const Experts &p, Make make) {
 #pragma unroll
   for (int j = 0; j < MOST_SUMS; ++j) {
@@ -44,8 +45,8 @@ template <class Make> __device__ __forceinline__ void each_sum(const Experts &p,
   }
 }
 
-// A block a row tile of all experts, a warp a pair tile or one of the shared expert; then the
-// tokens' sums.
+// A block computes a row tile for all experts, and a warp computes a pair tile or a tile of the
+// shared expert. Then the block adds the tokens' sums.
 template <int F, int DEPTH> __device__ __forceinline__ void expert_sum(const Experts &p) {
   extern __shared__ __align__(128) u8 memory[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -70,7 +71,7 @@ template <int F, int DEPTH> __device__ __forceinline__ void expert_sum(const Exp
   auto finish = [&](Place at, const float(&acc)[4]) {
     keep_product(table, at, products, num_pairs, g, t, acc);
   };
-  // What a thread's sums are added to is asked for long before it is wanted.
+  // Load the addends for a thread's sums long before their use.
   float before[MOST_SUMS], gates[MOST_SUMS], given[MOST_SUMS];
   auto wait = [&] {
     wait_for_inputs();

@@ -1,7 +1,7 @@
-"""experts.cu on the device: products of a decode step's tokens with their experts.
+"""Launcher for ``experts.cu``: decode matmuls with the experts that each token selects.
 
-Knows nothing of where its operands come from.
-Legend: B tokens, K experts of a token, C columns, O rows of an expert's weight.
+Excludes operand sources. Shape letters: B tokens, K experts for a token, C columns, O
+rows of an expert's weight.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ from tilewright.compiler.targets.cuda.weights.packed_weight import (
 )
 
 _DEPTHS = {kind: tuple(each) for kind, each in tuning()["experts"]["depths"].items()}
-"""Steps of 128 columns that a warp has in flight; the second where sums leave no room for more."""
+"""Steps of 128 columns that a warp has in flight. Sums use the last entry that fits shared
+memory.
+"""
 _X_BYTES = TILE_PAIRS * (TILE_COLUMNS + X_PADDING) * 2
 _WARPS, _SUM_WARPS = 8, 9
 
 
 class _WeightParams(ctypes.Structure):
-    """`Weight` of experts_walk.cuh."""
+    """Mirror for `Weight` in experts_walk.cuh."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -59,7 +61,7 @@ class _WeightParams(ctypes.Structure):
 
 
 class _ExpertsParams(ctypes.Structure):
-    """`Experts` of experts_walk.cuh."""
+    """Mirror for `Experts` in experts_walk.cuh."""
 
     _fields_ = (
         ("own", _WeightParams),
@@ -75,7 +77,7 @@ class _ExpertsParams(ctypes.Structure):
 
 
 class _FewExperts(ctypes.Structure):
-    """`FewExperts` of experts_few.cu."""
+    """Mirror for `FewExperts` in experts_few.cu."""
 
     _fields_ = (("of", _ExpertsParams), ("route", RouteArguments))
 
@@ -99,13 +101,13 @@ FEW = nvrtc.KernelSource(
 
 
 def why_not(device: torch.device) -> str:
-    """Why they cannot run on a device; empty where it can."""
+    """Return the reason why the kernels cannot run on a device. Empty: they can."""
     reasons = (nvrtc.why_not(device, source) for source in (native_route.SOURCE, PRODUCTS, FEW))
     return next(filter(None, reasons), "")
 
 
 def takes(held: HeldWeight, *, num_tokens: int, top_k: int, is_sum: bool) -> bool:
-    """Whether products with these experts run here, for so many tokens."""
+    """Return whether the kernels support these experts and this number of tokens."""
     if num_tokens > MAX_TOKENS or top_k > MAX_CHOSEN or held.num_experts > MAX_EXPERTS:
         return False
     if held.num_columns % TILE_COLUMNS:
@@ -115,13 +117,13 @@ def takes(held: HeldWeight, *, num_tokens: int, top_k: int, is_sum: bool) -> boo
 
 
 def takes_shared(shared: HeldWeight, held: HeldWeight) -> bool:
-    """Whether the weight of a shared expert can run along with that of the others."""
+    """Return whether the weight of a shared expert can run in the same launch."""
     is_alike = shared.kind == held.kind and shared.is_paired == held.is_paired
     return is_alike and shared.num_columns % TILE_COLUMNS == 0
 
 
 def _room(held: HeldWeight, num_tokens: int, top_k: int, *, is_sum: bool, depth: int) -> int:
-    """Bytes of shared memory of a block."""
+    """Return a block's shared memory in bytes."""
     num_pairs = num_tokens * top_k
     ring = (_SUM_WARPS if is_sum else _WARPS) * depth * (STEP_BYTES[held.kind] + _X_BYTES)
     products = (num_pairs + num_tokens) * TILE_ROWS * 4 + -(-num_pairs // 4) * 16
@@ -131,8 +133,12 @@ def _room(held: HeldWeight, num_tokens: int, top_k: int, *, is_sum: bool, depth:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The expert of all tokens: ``x [B, >= C]`` bfloat16 and its weight, alike to the others' (see
-    :func:`takes_shared`). ``out``: where its products go, of the others' type; of a sum None.
+    """The shared expert, which all tokens use.
+
+    Attributes:
+        x: Inputs, bfloat16 ``[B, >= C]``.
+        held: Packed weight in the experts' format; see :func:`takes_shared`.
+        out: Results, in the same type as the experts' results. None for a sum.
     """
 
     x: Tensor
@@ -152,13 +158,17 @@ def expert_linear(
     choice: TopKParams | None = None,
     few: int | None = None,
 ) -> None:
-    """What :func:`targets.cuda.kernels.expert_linear.expert_linear` does, for a decode
-    step: ``out [B, K O]`` bfloat16 with ``swiglu``, else float32; ``x`` bfloat16.
+    """Run the expert matmuls for a decode step; see :func:`.experts_triton.expert_linear`.
 
-    ``shared``: an expert of all tokens, in the same launch. ``tiles`` are read behind the kernel
-    before it, which may be what writes them; with ``choice`` they are not: see
-    :func:`.native_few_experts.takes_choice`. ``few``: steps in flight of experts_few.cu, 0:
-    experts.cu, None: what is faster. Bits are the same.
+    Args:
+        out: ``[B, K O]``, bfloat16 with ``swiglu``, else float32.
+        x: bfloat16.
+        tiles: Pairs by expert. The previous kernel may write them.
+        shared: A shared expert in the same launch.
+        choice: Select experts in this kernel and ignore ``tiles``; see
+            :func:`.experts_few.takes_choice`.
+        few: Steps in flight in experts_few.cu. 0: use experts.cu. None: the faster kernel. The bits
+            are the same.
     """
     num_rows, rest = divmod(out.shape[1], top_k)
     assert not rest and held.is_paired == swiglu and out.stride(1) == 1
@@ -189,14 +199,20 @@ def expert_sum(
     choice: TopKParams | None = None,
     few: int | None = None,
 ) -> None:
-    """``out [B, O]`` float32: the K products of each token with its experts' weights, times
-    ``weights [B, K]`` float32, summed.
+    """Run the expert matmuls of a decode step and add the weighted results of each token.
 
-    ``x [B, K C]`` or ``[B, C]`` bfloat16. ``shared``: what the expert of all tokens gives, ``[B,
-    O]`` float32, or that expert; times sigmoid of ``gate [B, 1]`` float32 it is added.
-    ``residual``: what ``out`` holds is added, too. Tiles, weights, ``choice`` and, of a few tokens,
-    what ``out`` holds and the gate are read at once: an :func:`expert_linear` of theirs lies
-    between what makes them and this. ``choice`` and ``few``: as there.
+    An :func:`expert_linear` must run between the kernels that write tiles, weights and ``choice``
+    and this kernel, which reads them before its wait. With few tokens, it also reads ``out`` and
+    ``gate`` early.
+
+    Args:
+        out: float32 ``[B, O]``.
+        x: bfloat16 ``[B, K C]`` or ``[B, C]``.
+        weights: Expert weights, float32 ``[B, K]``.
+        residual: Add to the values in ``out``.
+        gate: float32 ``[B, 1]``. The shared expert's result is multiplied by its sigmoid and added.
+        shared: The shared expert, or its result, float32 ``[B, O]``.
+        choice, few: See :func:`expert_linear`.
     """
     top_k = weights.shape[1]
     assert weights.is_contiguous() and weights.shape[0] == len(x) and not held.is_paired
@@ -246,7 +262,7 @@ def _share(arguments: _ExpertsParams, shared: Shared, held: HeldWeight, num_rows
 
 
 def _weight(held: HeldWeight, num_rows: int) -> _WeightParams:
-    """``num_rows``: those of its result; what is held may have a few more."""
+    """Return the parameters of a weight. ``num_rows`` excludes padding in the packed weight."""
     held_rows = held.num_rows // 2 if held.is_paired else held.num_rows
     assert held_rows - 8 < num_rows <= held_rows
     sizes = (held.num_row_tiles, held.num_column_tiles, num_rows)

@@ -1,6 +1,6 @@
 """The kernels of experts_few.cu: which there are, and the memory that their blocks take.
 
-Knows nothing of launches. Legend: T tokens, K experts of a token.
+Knows nothing of launches. Legend: T tokens, K experts for a token.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Products of tokens with their own experts' weights in Triton, each weight read once a tile of
-pairs, and the weighted sum of a token's products.
+"""Triton matmuls for tokens with their experts, and the weighted sum over a token's results.
 
-Weights are the rows of the matrix product and pairs its columns, in steps of one tile of 128
-columns of the weight, so that the arithmetic of a pair depends on no other one.
-Legend: T tokens, K experts of a token, C channels, O outputs.
+A pair tile reads a weight once. Weights are the rows of the matrix product and pairs are its
+columns. A step is a tile of 128 weight columns, so a pair's bits do not depend on the batch. Shape
+letters: T tokens, K experts for a token, C channels, O outputs.
 """
 
 from __future__ import annotations
@@ -35,20 +34,24 @@ from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, He
 
 _TUNING = tuning()["experts"]["triton"]
 FEW_PAIRS: int = _TUNING["few_pairs"]
-"""Pairs of a tile in decode steps: the least that tensor cores take well."""
+"""Pairs in a tile in decode: the minimum for efficient tensor cores."""
 MANY_PAIRS: int = _TUNING["many_pairs"]
-"""Pairs of a tile in prompts: measured faster on an H200 than fewer, however few an expert has."""
+"""Pairs in a tile in prefill. On an H200, smaller tiles are slower for any number of pairs."""
 MOST_PAIRS: int = _TUNING["most_pairs"]
-"""Pairs of a tile of bfloat16 weights where experts have :data:`MANY_PAIRS` or more each in the
-mean, padding included: faster from there on, as the L2 keeps up with programs of that size.
+"""Pairs in a tile for bfloat16 weights if experts have a mean of :data:`MANY_PAIRS` or more. The L2
+bandwidth suffices for these large programs.
 """
 _MAX_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """What a program takes: rows of the weight, and columns a step where the copy engine fetches
-    them (0: it does not, and steps are whole tiles); its warps and its steps in flight.
+    """Tile sizes of a program.
+
+    Attributes:
+        rows: Weight rows.
+        columns: Columns in a step with TMA. 0: no TMA, steps are whole tiles.
+        num_stages: Steps in flight.
     """
 
     rows: int
@@ -59,8 +62,8 @@ class Tiling:
 
 @triton.jit
 def _tile(tiles_ptr, num_tiles):
-    """A program's expert and its first pair and last, in the order of pairs."""
-    # All three at once: each would be a way to memory and back before a weight is asked for.
+    """Return a program's expert, its first pair and its end, in pair order."""
+    # Load all three at once, to pay the memory latency once.
     expert = tl.load(tiles_ptr + tl.program_id(1))
     first = tl.load(tiles_ptr + num_tiles + tl.program_id(1))
     last = tl.load(tiles_ptr + 2 * num_tiles + tl.program_id(1))
@@ -69,12 +72,25 @@ def _tile(tiles_ptr, num_tiles):
 
 @triton.jit
 def _store_pairs(
-    out_ptr, sums, token, choice, is_pair, first_row, num_rows, out_stride, out_each,
-    ROWS: tl.constexpr, PAIRS: tl.constexpr, SWIGLU: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """``sums [ROWS, PAIRS]`` of rows from ``first_row`` on, or what gate and up among them make."""
+    out_ptr,
+    sums,
+    token,
+    choice,
+    is_pair,
+    first_row,
+    num_rows,
+    out_stride,
+    out_each,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Store ``sums [ROWS, PAIRS]`` of the rows from ``first_row``, or the SwiGLU of their gate and
+    up.
+    """
     if SWIGLU:
-        # Row 16 p + 8 s + g to [p, g, pair, s]: gate and up of a place side by side.
+        # Permute row 16 p + 8 s + g to [p, g, pair, s]: gate and up become neighbors.
         sides = tl.permute(sums.reshape(ROWS // 16, 2, 8, PAIRS), (0, 2, 3, 1))
         gate, up = tl.split(sides)
         y = (gate * tl.sigmoid(gate) * up).reshape(ROWS // 2, PAIRS)
@@ -89,14 +105,33 @@ def _store_pairs(
 
 @triton.jit
 def _expert_linear_kernel(
-    out_ptr, x_ptr, data_ptr, words_ptr, order_ptr, tiles_ptr,
-    num_rows, num_columns, row_tiles, all_row_tiles, num_tiles, top_k,
-    out_stride, out_each, x_stride, x_each, scale,
-    KIND: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
-    SWIGLU: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """Program (i, n): rows i of the expert of tile n. An expert's rows begin a tile of their own;
-    those behind its last one are computed and not stored.
+    out_ptr,
+    x_ptr,
+    data_ptr,
+    words_ptr,
+    order_ptr,
+    tiles_ptr,
+    num_rows,
+    num_columns,
+    row_tiles,
+    all_row_tiles,
+    num_tiles,
+    top_k,
+    out_stride,
+    out_each,
+    x_stride,
+    x_each,
+    scale,
+    KIND: tl.constexpr,
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Program (i, n) computes rows i of the expert of tile n.
+
+    An expert's rows start a new tile. Rows after its last row are computed and not stored.
     """
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
@@ -125,14 +160,32 @@ def _expert_linear_kernel(
 
 @triton.jit
 def _expert_linear_large_kernel(
-    out_ptr, x_ptr, weights, order_ptr, tiles_ptr,
-    num_rows, num_columns, held_rows, num_tiles, top_k,
-    out_stride, out_each, x_stride, x_each, scale,
-    STEPS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
-    SWIGLU: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """`_expert_linear_kernel` of bfloat16 weights, which the copy engine fetches: programs large
-    enough that the L2 keeps up with them. The same sums in the same order.
+    out_ptr,
+    x_ptr,
+    weights,
+    order_ptr,
+    tiles_ptr,
+    num_rows,
+    num_columns,
+    held_rows,
+    num_tiles,
+    top_k,
+    out_stride,
+    out_each,
+    x_stride,
+    x_each,
+    scale,
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Compute `_expert_linear_kernel` for bfloat16 weights loaded by TMA, with the same order of
+    sums.
+
+    Programs are large enough for the L2 bandwidth.
     """
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
@@ -150,9 +203,20 @@ def _expert_linear_large_kernel(
             x = tl.load(x_rows + at + column, mask=at + column < num_columns, other=0.0)
             sums = product(weights.load([expert * held_rows + row, at]), x, sums, CHAINED)
         _store_pairs(
-            out_ptr, sums * scale, token, choice, place < last, row,
-            num_rows, out_stride, out_each, ROWS, PAIRS, SWIGLU, CHAINED,
-        )  # fmt: skip
+            out_ptr,
+            sums * scale,
+            token,
+            choice,
+            place < last,
+            row,
+            num_rows,
+            out_stride,
+            out_each,
+            ROWS,
+            PAIRS,
+            SWIGLU,
+            CHAINED,
+        )
 
 
 def expert_linear(
@@ -165,14 +229,17 @@ def expert_linear(
     swiglu: bool = False,
     tiling: Tiling | None = None,
 ) -> None:
-    """``out [T, K O]``: K products of each token with its experts' weights, float32 sums.
+    """Multiply each token with the weights of its K experts, with float32 sums.
 
-    ``x [T, >= C]``, one for all experts of a token, or ``[T, K C]``: bfloat16, or float32, which
-    makes it float32 arithmetic. ``held``: C columns, O rows an expert; with ``swiglu`` paired, and
-    what is written are O of silu(gate) * up: all but the rows (less than 8) that are padding.
-    ``out`` is float32 or bfloat16; nothing is written for tokens that are padding. Rows may be
-    further apart than they are long. ``tiling``: another than :func:`tiling_of` has, of the same
-    bits.
+    Padding tokens have no results.
+
+    Args:
+        out: float32 or bfloat16 ``[T, K O]`` with any row stride.
+        x: bfloat16 or float32, ``[T, >= C]`` for all experts or ``[T, K C]``. float32 selects
+            float32 arithmetic.
+        held: Packed weights with C columns and O rows for each expert. Up to 7 rows are padding.
+        swiglu: The weight has paired gate and up rows, and the result is silu(gate) * up.
+        tiling: Tile sizes. None: :func:`tiling_of`. The bits do not depend on them.
     """
     num_tokens, num_columns = x.shape[0], held.num_columns
     num_rows, rest = divmod(out.shape[1], top_k)
@@ -207,7 +274,7 @@ def expert_linear(
 
 
 def tiling_of(held: HeldWeight, tile_size: int, operand: torch.dtype) -> Tiling:
-    """How a product with tiles of so many pairs goes: as it was measured fast on an H200."""
+    """Return the tile sizes for a matmul, tuned on an H200."""
     if tile_size == FEW_PAIRS:
         name = "few"
     elif held.kind != "bf16":
@@ -221,10 +288,22 @@ def tiling_of(held: HeldWeight, tile_size: int, operand: torch.dtype) -> Tiling:
 
 @triton.jit
 def _sum_experts_kernel(
-    out_ptr, products_ptr, weights_ptr, experts_ptr, shared_ptr, gate_ptr,
-    width, out_stride, products_stride, shared_stride, gate_stride,
-    K: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    products_ptr,
+    weights_ptr,
+    experts_ptr,
+    shared_ptr,
+    gate_ptr,
+    width,
+    out_stride,
+    products_stride,
+    shared_stride,
+    gate_stride,
+    K: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     token = tl.program_id(0).to(tl.int64)
@@ -256,12 +335,16 @@ def sum_experts(
     residual: bool,
     shared: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """``out [T, C]``: the K products ``[T, K C]`` of each token times ``weights [T, K]``, summed;
-    all float32, but the products maybe bfloat16.
+    """Add the K results of each token times their weights.
 
-    ``experts [T, K]`` int32: below 0, the product is not there. ``shared``: ``[T, C]`` and its gate
-    ``[T, 1]``, of which ``shared * sigmoid(gate)`` is added; ``residual``: what ``out`` holds too.
-    Rows may be further apart than they are long.
+    Args:
+        out: float32 ``[T, C]`` with any row stride.
+        products: Results, float32 or bfloat16 ``[T, K C]``.
+        weights: float32 ``[T, K]``.
+        experts: int32 ``[T, K]``. Negative: the result is absent.
+        residual: Add to the values in ``out``.
+        shared: Result ``[T, C]`` and gate ``[T, 1]`` of the shared expert. Adds ``shared *
+            sigmoid(gate)``.
     """
     num_tokens, width = out.shape
     top_k = weights.shape[1]
@@ -271,8 +354,19 @@ def sum_experts(
     assert y is None or (y.shape == out.shape and y.stride(1) == 1)
     block = min(_MAX_BLOCK, block_of(width))
     _sum_experts_kernel[(num_tokens, triton.cdiv(width, block))](
-        out, products, weights, experts, y, gate,
-        width, out.stride(0), products.stride(0),
-        0 if y is None else y.stride(0), 0 if gate is None else gate.stride(0),
-        K=top_k, RESIDUAL=residual, BLOCK=block, **chained(out),
-    )  # fmt: skip
+        out,
+        products,
+        weights,
+        experts,
+        y,
+        gate,
+        width,
+        out.stride(0),
+        products.stride(0),
+        0 if y is None else y.stride(0),
+        0 if gate is None else gate.stride(0),
+        K=top_k,
+        RESIDUAL=residual,
+        BLOCK=block,
+        **chained(out),
+    )

@@ -1,7 +1,7 @@
 // The experts of up to 64 tokens, and the pairs of a token and its expert in tiles of up to 8 pairs
 // of one expert, those of several tokens sorted by expert and by token. Compiled by NVRTC.
 //
-// Legend: B tokens, E experts, K experts of a token, pair b K + k, N tiles in use at most.
+// Legend: B tokens, E experts, K experts for a token, pair b K + k, N tiles in use at most.
 
 #include "route_sort.cuh"
 

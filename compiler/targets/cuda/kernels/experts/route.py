@@ -1,7 +1,7 @@
-"""route.cu on the device: the experts of a decode step's tokens, and their pairs in tiles.
+"""Launcher for ``route.cu``: expert selection for a decode step, and pairs grouped in tiles.
 
-Knows nothing of where its operands come from.
-Legend: B tokens, E experts, K experts of a token, N tiles.
+Excludes operand sources. Shape letters: B tokens, E experts, K experts for a token, N
+tiles.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MAX_TOKENS = 64
 MAX_EXPERTS = 512
 MAX_CHOSEN = 32
 TILE_PAIRS = 8
-"""Pairs of a token and its expert that share a read of the expert's weight."""
+"""Token-expert pairs that share a read of the expert's weight."""
 
 _WARPS = 16
-_EACH = (4, 8, 16)  # logits of a lane
+_EACH = (4, 8, 16)  # logits in a lane
 
 
 class RouteArguments(ctypes.Structure):
-    """`Route` of route.cu."""
+    """Mirror for `Route` in route.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("logits", "positions", "weights", "experts")),
@@ -48,8 +48,11 @@ SOURCE = nvrtc.KernelSource(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Pairs of a step by expert: ``tiles [1 + N]`` int32, how many tiles there are, then the expert
-    of each; ``pairs [N, 8]`` int16, -1 where a tile has no more. Padding has no pairs.
+    """A step's pairs by expert. Padding has no pairs.
+
+    Attributes:
+        tiles: Tile count, then expert by tile, int32 ``[1 + N]``.
+        pairs: Pairs by tile, int16 ``[N, 8]``, padded with -1.
     """
 
     tiles: Tensor
@@ -57,7 +60,7 @@ class Tiles:
 
     @classmethod
     def empty(cls, num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Self:
-        """Room for so many pairs, however they fall."""
+        """Allocate tiles for any pair distribution."""
         count = most_tiles(num_tokens * top_k, num_experts, TILE_PAIRS)
         return cls(
             torch.empty(1 + count, dtype=torch.int32, device=device),
@@ -67,9 +70,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class TopKParams:
-    """What tokens' experts are chosen by, as :func:`route` has it: ``logits [B, E]`` and
-    ``positions [B]``.
-    """
+    """Inputs for expert selection; see :func:`route`."""
 
     logits: Tensor
     positions: Tensor
@@ -89,12 +90,15 @@ def route(
     first: int = 0,
     count: int | None = None,
 ) -> None:
-    """:data:`ops.router` of ``logits [B, E]`` float32 into ``weights [B, K]`` float32 and
-    ``experts [B, K]`` int32, 0 and -1 for tokens whose ``positions [B]`` int64 are negative; and
-    their pairs into ``tiles``.
+    """Select experts as :data:`ops.router`, and group their pairs in ``tiles``.
 
-    Rows of ``logits`` may be further apart than they are long. ``first`` and ``count``: this rank's
-    experts, which are counted from 0; others' are as padding's. None: all.
+    Args:
+        weights: float32 ``[B, K]``, 0 for padding.
+        experts: int32 ``[B, K]``, -1 for padding.
+        logits: float32 ``[B, E]`` with any row stride.
+        positions: int64 ``[B]``. Negative: padding.
+        first, count: This rank's experts, which are numbered from 0. Experts on peers are
+            treated as padding. None: all experts.
     """
     num_tokens, num_experts = logits.shape
     choice = TopKParams(logits, positions, renormalise, first, count)
@@ -112,7 +116,7 @@ def route(
 def arguments_into(
     choice: TopKParams, weights: Tensor, experts: Tensor, tiles: Tiles
 ) -> RouteArguments:
-    """What a kernel is told of a choice, and of where it goes."""
+    """Return the kernel arguments for a selection with its outputs."""
     num_tokens = len(choice.logits)
     arguments = arguments_of(choice, weights.shape[1])
     assert weights.shape == experts.shape == (num_tokens, arguments.top_k)
@@ -125,7 +129,7 @@ def arguments_into(
 
 
 def arguments_of(choice: TopKParams, top_k: int) -> RouteArguments:
-    """All that a kernel is told of a choice but where it goes."""
+    """Return the kernel arguments for a selection without its outputs."""
     (num_tokens, num_experts), count = choice.logits.shape, choice.count
     count = num_experts - choice.first if count is None else count
     assert 0 <= choice.first < choice.first + count <= num_experts <= MAX_EXPERTS

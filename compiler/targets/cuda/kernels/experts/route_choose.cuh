@@ -1,21 +1,21 @@
-// The likeliest experts of a token, by a warp: choice k in lane k.
+// Expert selection for a token by a warp. Selection k is in lane k.
 #pragma once
 
 #include "primitives.cuh"
 
 struct Route {
   const Value *logits;         // [B, logits_stride]
-  const long long *positions;  // [B]: negative for padding
+  const long long *positions;  // [B], negative for padding
   float *weights;              // [B, K]
-  int *experts;                // [B, K]: from `first` on; -1 for padding and other ranks'
-  int *tiles;                  // [1 + N]: how many there are, then the expert of each
-  short *pairs;                // [N, 8]: -1 where a tile has no more
+  int *experts;  // [B, K], numbered from `first`; -1 for padding and experts on peers
+  int *tiles;  // [1 + N]: tile count, then the expert of each tile
+  short *pairs;  // [N, 8], padded with -1
   int num_tokens, num_experts, top_k, logits_stride, renormalise;
-  int first, count;            // of the experts that this rank has; others' pairs are as padding's
+  int first, count;  // range of this rank's experts; pairs on peers are treated as padding
   __device__ __forceinline__ bool has(int expert) const { return (u32)expert < (u32)count; }
 };
 
-// A float as an integer that orders as it does; what is no number comes before all numbers.
+// Map a float to an integer in the same order. NaN precedes all numbers.
 __device__ __forceinline__ int order_of(float x) {
   const int bits = __float_as_int(x);
   if (x != x) return -0x7FFFFFFE;
@@ -23,8 +23,9 @@ __device__ __forceinline__ int order_of(float x) {
 }
 constexpr int TAKEN = -0x7FFFFFFF;
 
-// Softmax over a token's experts; the likeliest K, the first of equals: choice k in lane k.
-// WITHIN: a product's kernel asks, which may not have waited; `weight` is left unless WEIGHS.
+// Softmax over a token's experts and selection of the K likeliest. The first of equal logits wins,
+// and selection k is in lane k. WITHIN: the caller is a matmul kernel before its wait. Without
+// WEIGHS, `weight` is unchanged.
 template <int EACH, bool WITHIN = false, bool WEIGHS = true>
 __device__ __forceinline__ void choose(const Route &p, int token, int lane, float &weight,
                                        int &expert) {
@@ -74,7 +75,7 @@ __device__ __forceinline__ void choose(const Route &p, int token, int lane, floa
   weight /= total;
 }
 
-// One token's pairs: every one of this rank's is a tile. `weights` and `experts` may be null.
+// Select for a single token. Each pair of this rank is a tile. `weights` and `experts` may be null.
 template <int EACH, bool WITHIN, bool WEIGHS>
 __device__ __forceinline__ void choose_one(const Route &p, int lane, float *weights, int *experts,
                                            int *tiles, short *pairs) {

@@ -1,7 +1,8 @@
-"""The experts of tokens, and the pairs of a token and its expert in tiles of one expert each.
+"""Triton expert selection, and grouping of pairs in tiles with a single expert.
 
-Legend: T tokens, E experts, K experts of a token, P = T K pairs (token t's are t K .. t K + K - 1).
-Tokens at negative positions are padding and have no experts.
+A pair is a token and a selected expert: token t has the pairs t K .. t K + K - 1. Shape letters: T
+tokens, E experts, K experts for a token, P = T K pairs. Tokens at negative positions are padding
+without experts.
 """
 
 from __future__ import annotations
@@ -22,24 +23,28 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
 )
 
 _FEW_PAIRS = 64
-"""So many are sorted by one program: with more it takes longer than two kernels (512: 45 us)."""
-_STEP = tl.constexpr(16)  # pairs that one program compares all others with at a time
+"""Maximum pairs for sorting by a single program. With more, two kernels are faster."""
+_STEP = tl.constexpr(16)  # pairs that a program compares at a time
 _BLOCK = tl.constexpr(1024)
-_MOST_TOGETHER = 8192  # pairs that a program looks at together
+_MOST_TOGETHER = 8192  # pairs that a program loads at a time
 
 
 def most_tiles(num_pairs: int, num_experts: int, tile_size: int) -> int:
-    """Tiles that so many pairs have, however they fall."""
-    fewest = min(num_pairs, num_experts)  # experts with a tile that need not be full
+    """Return the maximum number of tiles for any pair distribution."""
+    fewest = min(num_pairs, num_experts)  # experts with a partial tile
     return fewest + (num_pairs - fewest) // tile_size
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Pairs of some tokens, sorted by expert: ``order [P]`` int32, padding left out.
+    """Pairs, sorted by expert, without padding.
 
-    ``tiles [3, N]`` int32: expert, first and last place in ``order`` (half-open) of up to
-    ``tile_size`` pairs; expert -1 where there are no more tiles. ``counts [2, E]``: scratch.
+    Attributes:
+        order: Sorted pairs, int32 ``[P]``.
+        tiles: Expert, first index and end index in ``order`` by tile, int32 ``[3, N]``. The expert
+            is -1 for unused tiles.
+        counts: Scratch ``[2, E]``.
+        tile_size: Maximum pairs in a tile.
     """
 
     order: Tensor
@@ -49,7 +54,7 @@ class Groups:
 
     @classmethod
     def empty(cls, num_pairs: int, num_experts: int, tile_size: int, device: torch.device) -> Self:
-        """Room for so many pairs, however they fall."""
+        """Allocate groups for any pair distribution."""
         num_tiles = most_tiles(num_pairs, num_experts, tile_size)
         order, tiles, counts = (
             torch.empty(size, dtype=torch.int32, device=device)
@@ -60,10 +65,22 @@ class Groups:
 
 @triton.jit
 def _route_kernel(
-    weights_ptr, experts_ptr, logits_ptr, positions_ptr, order_ptr, tiles_ptr,
-    num_experts, top_k, logits_stride, own_first, own_count,
-    E: tl.constexpr, K: tl.constexpr, RENORMALISE: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    weights_ptr,
+    experts_ptr,
+    logits_ptr,
+    positions_ptr,
+    order_ptr,
+    tiles_ptr,
+    num_experts,
+    top_k,
+    logits_stride,
+    own_first,
+    own_count,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     token = tl.program_id(0).to(tl.int64)
@@ -77,7 +94,7 @@ def _route_kernel(
     for index in range(top_k):
         best = tl.argmax(left, 0)
         weights = tl.where(choice == index, tl.max(left, 0), weights)
-        # Of numbers that are none, any one: but one that there is.
+        # With NaN logits any expert may be selected, but it must exist.
         chosen = tl.where(choice == index, tl.minimum(best, num_experts - 1), chosen)
         left = tl.where(expert == best, -1.0, left)
     if RENORMALISE:
@@ -88,7 +105,7 @@ def _route_kernel(
     there = choice < top_k
     tl.store(weights_ptr + token * top_k + choice, weights, mask=there)
     tl.store(experts_ptr + token * top_k + choice, chosen, mask=there)
-    if order_ptr is not None:  # of one token: a tile a pair
+    if order_ptr is not None:  # a single token has a tile for each pair
         tl.store(order_ptr + choice, choice, mask=there)
         tl.store(tiles_ptr + choice, chosen, mask=there)
         tl.store(tiles_ptr + top_k + choice, choice, mask=there)
@@ -106,12 +123,16 @@ def route(
     first: int = 0,
     count: int | None = None,
 ) -> None:
-    """:data:`ops.router` of ``logits [T, E]`` float32 into ``weights [T, K]`` float32 and
-    ``experts [T, K]`` int32, -1 for tokens whose ``positions [T]`` int64 are negative.
+    """Select experts as :data:`ops.router`.
 
-    Rows of ``logits`` may be further apart than they are long. ``groups``: of one token, whose
-    pairs are grouped as well. ``first`` and ``count``: this rank's experts, which are counted from
-    0; others are -1, too. None: all.
+    Args:
+        weights: float32 ``[T, K]``.
+        experts: int32 ``[T, K]``, -1 for padding.
+        logits: float32 ``[T, E]`` with any row stride.
+        positions: int64 ``[T]``. Negative: padding.
+        groups: Also group a single token's pairs.
+        first, count: This rank's experts, which are numbered from 0. Experts on peers
+            become -1. None: all experts.
     """
     num_tokens, num_experts = logits.shape
     top_k = weights.shape[1]
@@ -121,23 +142,36 @@ def route(
     assert 0 <= first < first + count <= num_experts
     assert groups is None or (num_tokens == 1 and groups.tiles.shape == (3, top_k))
     _route_kernel[(num_tokens,)](
-        weights, experts, logits, positions,
-        None if groups is None else groups.order, None if groups is None else groups.tiles,
-        num_experts, top_k, logits.stride(0), first, count,
-        E=block_of(num_experts), K=block_of(top_k, least=1), RENORMALISE=renormalise,
-        num_warps=min(8, max(1, num_experts // 128)), **chained(logits),
-    )  # fmt: skip
+        weights,
+        experts,
+        logits,
+        positions,
+        None if groups is None else groups.order,
+        None if groups is None else groups.tiles,
+        num_experts,
+        top_k,
+        logits.stride(0),
+        first,
+        count,
+        E=block_of(num_experts),
+        K=block_of(top_k, least=1),
+        RENORMALISE=renormalise,
+        num_warps=min(8, max(1, num_experts // 128)),
+        **chained(logits),
+    )
 
 
 @triton.jit
 def _store_tiles(
     tiles_ptr, counts, starts, num_tokens, num_tiles, E: tl.constexpr, TILE: tl.constexpr
 ):
-    """Each expert's pairs ``[starts, starts + counts)`` in tiles; the rest of the tiles empty."""
+    """Store the tiles of all experts, with pairs ``[starts, starts + counts)``. Clear unused
+    tiles.
+    """
     each = tl.arange(0, E)
     tiles = (counts + TILE - 1) // TILE
     firsts = tl.cumsum(tiles, 0) - tiles
-    for part in range((num_tokens + TILE - 1) // TILE):  # a token has an expert once at most
+    for part in range((num_tokens + TILE - 1) // TILE):  # a token selects an expert at most once
         at = tiles_ptr + firsts + part
         has = part < tiles
         tl.store(at, each, mask=has)
@@ -152,10 +186,18 @@ def _store_tiles(
 
 @triton.jit
 def _group_few_kernel(
-    order_ptr, tiles_ptr, experts_ptr, num_pairs, num_tokens, num_tiles,
-    P: tl.constexpr, E: tl.constexpr, TILE: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """A pair's place is the number of pairs before it, by expert, then by token."""
+    order_ptr,
+    tiles_ptr,
+    experts_ptr,
+    num_pairs,
+    num_tokens,
+    num_tiles,
+    P: tl.constexpr,
+    E: tl.constexpr,
+    TILE: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Sort pairs by expert, then by token. A pair's index is the number of smaller pairs."""
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     pair, each = tl.arange(0, P), tl.arange(0, E)
@@ -175,10 +217,15 @@ def _group_few_kernel(
 
 @triton.jit
 def _order_kernel(
-    order_ptr, counts_ptr, experts_ptr, num_pairs, num_experts,
-    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """Program e: its expert's pairs, behind those of the experts before it."""
+    order_ptr,
+    counts_ptr,
+    experts_ptr,
+    num_pairs,
+    num_experts,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Program e sorts the pairs of its expert after the pairs of smaller experts."""
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     expert = tl.program_id(0)
@@ -200,9 +247,15 @@ def _order_kernel(
 
 @triton.jit
 def _tiles_kernel(
-    tiles_ptr, counts_ptr, num_tokens, num_experts, num_tiles,
-    E: tl.constexpr, TILE: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    tiles_ptr,
+    counts_ptr,
+    num_tokens,
+    num_experts,
+    num_tiles,
+    E: tl.constexpr,
+    TILE: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     each = tl.arange(0, E)
@@ -221,12 +274,24 @@ def group(groups: Groups, experts: Tensor) -> None:
     sizes = {"E": block, "TILE": groups.tile_size, "num_warps": 8, **chained(experts)}
     if num_pairs <= _FEW_PAIRS:
         _group_few_kernel[(1,)](
-            groups.order, groups.tiles, experts, num_pairs, num_tokens, num_tiles,
-            P=block_of(num_pairs), **sizes,
-        )  # fmt: skip
+            groups.order,
+            groups.tiles,
+            experts,
+            num_pairs,
+            num_tokens,
+            num_tiles,
+            P=block_of(num_pairs),
+            **sizes,
+        )
         return
     _order_kernel[(num_experts,)](
-        groups.order, groups.counts, experts, num_pairs, num_experts,
-        BLOCK=min(_MOST_TOGETHER, block_of(num_pairs)), num_warps=8, **chained(experts),
-    )  # fmt: skip
+        groups.order,
+        groups.counts,
+        experts,
+        num_pairs,
+        num_experts,
+        BLOCK=min(_MOST_TOGETHER, block_of(num_pairs)),
+        num_warps=8,
+        **chained(experts),
+    )
     _tiles_kernel[(1,)](groups.tiles, groups.counts, num_tokens, num_experts, num_tiles, **sizes)

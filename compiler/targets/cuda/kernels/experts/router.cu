@@ -1,25 +1,25 @@
-// The router of 5 to 32 tokens in one launch: the logits of all experts, the likeliest of each token,
-// and their pairs in tiles. A product of so few rows is a wait for what comes before it, and so is
-// what chooses among its logits: together they wait once. Compiled by NVRTC. No bit is promised.
+// Router for 5 to 32 tokens in one launch: logits for all experts, expert selection, and pairs
+// grouped in tiles. Separate kernels would mostly wait for their predecessors; this kernel waits
+// once. The results are not batch-invariant.
 //
-// One cluster: each of its blocks has a slice of K for all rows of the weight, which it asks for
-// before the wait, and then all slices' sums for some of the tokens.
+// In the single cluster, a block computes a slice of K for all weight rows, loaded before the wait.
+// Then it adds the sums of all slices for some tokens.
 
 #include "dense.cuh"
 #include "route_sort.cuh"
 
 constexpr int BLOCKS = 8;
-constexpr int GROUPS = 5, THREADS = GROUPS * 128, ROWS = GROUPS * 64;  // of the weight, at most
-constexpr int MOST_STEPS = 4;    // chunks of K of a block
-constexpr int EACH = 8;          // logits of a lane
-constexpr int PITCH = ROWS + 4;  // of a token's sums: those of a warp's lanes in different banks
+constexpr int GROUPS = 5, THREADS = GROUPS * 128, ROWS = GROUPS * 64;  // maximum weight rows
+constexpr int MOST_STEPS = 4;  // k chunks in a block
+constexpr int EACH = 8;  // logits in a lane
+constexpr int PITCH = ROWS + 4;  // row stride of a token's sums: lanes in different banks
 
 struct alignas(64) Router {
-  TensorMap weight, x;  // [N, K] and [B, K], in boxes of 128 bytes of K
-  Route route;          // `logits`: where they are left, too
-  int num_rows;         // of the weight: those of experts first
-  int num_chunks;       // of 128 bytes of K
-  int unused[10];       // to a multiple of 64 bytes, which the host's twin has to say
+  TensorMap weight, x;  // [N, K] and [B, K], in boxes of 128 bytes along K
+  Route route;  // `logits` are also stored
+  int num_rows;  // weight rows; the experts' rows come first
+  int num_chunks;  // chunks of 128 bytes along K
+  int unused[10];  // pads to a multiple of 64 bytes for the host's mirror
 };
 
 template <int MT> __device__ __forceinline__ void router(const Router &p) {
@@ -43,7 +43,7 @@ template <int MT> __device__ __forceinline__ void router(const Router &p) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < num_steps; ++i) {
       arrive_for(shared_address(full + i), bytes);
-      for (int of = 0; of < groups; ++of)  // OFTEN as it was measured; ONCE was not
+      for (int of = 0; of < groups; ++of)  // tuned with OFTEN, not with ONCE
         copy_box(ring + i * bytes + of * W_BYTES, p.weight, (begins + i) * 64, of * 64,
                  shared_address(full + i), OFTEN);
     }
@@ -72,7 +72,7 @@ template <int MT> __device__ __forceinline__ void router(const Router &p) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(acc[m][i])::"memory");
   }
-  __syncthreads();  // all have read what their sums take the place of
+  __syncthreads();  // the sums overwrite operands, which must be read
   float *sums = (float *)memory;  // [MT * 8][PITCH]
   if (group < groups) {
     const int row = group * 64 + (threadIdx.x >> 5 & 3) * 16 + g;
@@ -84,7 +84,7 @@ template <int MT> __device__ __forceinline__ void router(const Router &p) {
   }
   cluster_barrier();
   const Route &route = p.route;
-  const int own = (route.num_tokens - rank + BLOCKS - 1) / BLOCKS;  // tokens rank, rank + 8 ..
+  const int own = (route.num_tokens - rank + BLOCKS - 1) / BLOCKS;  // tokens rank, rank + 8 
   const int quads = (p.num_rows + 3) / 4;
   for (int at = threadIdx.x; at < own * quads; at += THREADS) {
     const int i = at / quads, quad = at - i * quads, token = rank + i * BLOCKS;
@@ -105,7 +105,7 @@ template <int MT> __device__ __forceinline__ void router(const Router &p) {
   __syncthreads();
   for (int i = threadIdx.x >> 5; i < own; i += THREADS / 32)
     shared.choose_for<EACH>(route, logits[i], rank + i * BLOCKS, lane);
-  cluster_barrier();  // and nobody's sums go while another reads them
+  cluster_barrier();  // peers must read the sums before this block ends
   if (rank == 0) shared.sort(route);
 }
 

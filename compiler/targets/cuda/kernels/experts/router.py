@@ -1,7 +1,6 @@
-"""router.cu on the device: the logits of all experts for some tokens, and what route.cu makes of
-them, in one launch.
+"""Launcher for ``router.cu``: router logits and expert selection in one launch.
 
-Knows nothing of where its operands come from. Legend: B tokens, K experts of a token.
+Excludes operand sources. Shape letters: B tokens, K experts for a token.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 
 FEW_TOKENS = native_dense.FEW_TOKENS
-"""Tokens up to which a product has the same bits in all steps of so few, and is not made here."""
+"""Maximum tokens for batch-invariant matmuls, which this kernel does not support."""
 
 MAX_TOKENS: int = tuning()["experts"]["router_max_rows"]
-"""Tokens up to which one launch was measured faster on an H200 than two."""
+"""Maximum tokens for which one launch is faster than two."""
 
 MAX_EXPERTS = 256
 
@@ -36,11 +35,11 @@ _EIGHTS = (2, 4)
 _GROUPS, _MOST_STEPS = 5, 4
 _MOST_ROWS = _GROUPS * GROUP_ROWS
 _PITCH = _MOST_ROWS + 4
-_SLICES = 8  # of K, whose blocks are the cluster
+_SLICES = 8  # slices of K; their blocks are the cluster
 
 
 class _RouterParams(ctypes.Structure):
-    """`Router` of router.cu."""
+    """Mirror for `Router` in router.cu."""
 
     _fields_ = (
         *((name, native_dense.TensorMap) for name in ("weight", "x")),
@@ -66,13 +65,14 @@ SOURCE = nvrtc.KernelSource(
 
 
 def why_not(device: torch.device) -> str:
-    """Why router.cu cannot run on a device; empty where it can."""
+    """Return the reason why router.cu cannot run on a device. Empty: it can."""
     return nvrtc.why_not(device, SOURCE)
 
 
 def takes(held: HeldWeight, num_experts: int) -> bool:
-    """Whether a router's weight, with whatever rows lie behind those of its experts, is one that
-    the cluster holds.
+    """Return whether the cluster's shared memory fits a router's weight.
+
+    The weight may have more rows after those of the experts.
     """
     is_plain = held.kind == "bf16" and held.num_experts == 1 and not held.is_paired
     fits = held.num_rows <= _MOST_ROWS and _num_steps(held) <= _MOST_STEPS
@@ -80,7 +80,7 @@ def takes(held: HeldWeight, num_experts: int) -> bool:
 
 
 def _num_steps(held: HeldWeight) -> int:
-    """Chunks of a slice, at most."""
+    """Return the maximum number of chunks in a slice."""
     return -(-num_chunks(held.num_columns) // _SLICES)
 
 
@@ -98,9 +98,14 @@ def router(
     first: int = 0,
     count: int | None = None,
 ) -> None:
-    """``logits [B, N] = x held^T`` float32, of ``x [B, C]`` bfloat16 whose rows begin at multiples
-    of 16 bytes, and what :func:`.native_route.route` makes of the first ``num_experts`` of each
-    row.
+    """Compute ``logits = x held^T`` and select experts from the first ``num_experts`` logits.
+
+    Args:
+        logits: float32 ``[B, N]``.
+        x: bfloat16 ``[B, C]`` with rows aligned to 16 bytes.
+        held: The router's packed weight.
+
+    See :func:`.route.route` for the remaining arguments.
     """
     num_tokens = len(x)
     assert x.dtype == torch.bfloat16 and logits.shape == (num_tokens, held.num_rows)

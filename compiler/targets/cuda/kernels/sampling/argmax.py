@@ -1,4 +1,4 @@
-"""The likeliest next token of every row, in two kernels that can be captured in a CUDA graph."""
+"""Greedy token selection for all rows in two kernels. CUDA graphs can capture them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
 )
 from tilewright.compiler.targets.cuda.tuning import tuning
 
-_CHUNK: int = tuning()["sampling"]["argmax_chunk"]  # logits that one program looks at
+_CHUNK: int = tuning()["sampling"]["argmax_chunk"]  # logits for a program
 _LAST = tl.constexpr(0xFFFFFFFF)
 _NOTHING = tl.constexpr(-(2**63))
 _NAN = tl.constexpr(2**31 - 1)
@@ -24,17 +24,24 @@ _LEAST = tl.constexpr(-0x7F800001)  # minus infinity
 
 @triton.jit
 def _partial_kernel(
-    keys_ptr, logits_ptr, vocabulary, keys_stride, logits_stride,
-    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """The best key of a chunk. A key orders by logit, then by token, the lowest being the best."""
+    keys_ptr,
+    logits_ptr,
+    vocabulary,
+    keys_stride,
+    logits_stride,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Store the maximum key of a chunk. Keys order by logit, then by token: the lowest token
+    wins.
+    """
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocabulary
     logits = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=0.0)
-    # Integers in the order of the floats; the two zeros are equal, and NaN is above everything.
+    # Map floats to integers in the same order. Both zeros are equal, and NaN is above all numbers.
     bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(logits == logits, order, _NAN).to(tl.int64)
@@ -44,10 +51,19 @@ def _partial_kernel(
 
 @triton.jit
 def _final_kernel(
-    tokens_ptr, why_ptr, keys_ptr, ends_ptr, positions_ptr, num_keys, num_ends,
-    keys_stride, ends_stride,
-    BLOCK: tl.constexpr, ENDS: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    tokens_ptr,
+    why_ptr,
+    keys_ptr,
+    ends_ptr,
+    positions_ptr,
+    num_keys,
+    num_ends,
+    keys_stride,
+    ends_stride,
+    BLOCK: tl.constexpr,
+    ENDS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -66,14 +82,15 @@ def _final_kernel(
 
 
 def num_keys(vocabulary: int) -> int:
-    """Columns of the scratch that :func:`choose` needs for so many logits a row."""
+    """Return the number of scratch columns for :func:`choose` with ``vocabulary`` logits."""
     return triton.cdiv(vocabulary, _CHUNK)
 
 
 def best_keys(scratch: Tensor, logits: Tensor) -> Tensor:
-    """The best key of every chunk of ``logits [B, V]`` (float32): ``[B, num_keys(V)]`` of
-    ``scratch``, int64. A key orders by logit, then by token; what its lower 32 bits lack to
-    2^32 - 1 is the token.
+    """Return the maximum key of every chunk of ``logits [B, V]`` (float32).
+
+    Keys are int64 ``[B, num_keys(V)]`` in ``scratch``. They order by logit, then by token. The
+    lower 32 bits are 2^32 - 1 minus the token.
     """
     num_rows, vocabulary = logits.shape
     count = num_keys(vocabulary)
@@ -81,9 +98,15 @@ def best_keys(scratch: Tensor, logits: Tensor) -> Tensor:
     assert logits.stride(1) == scratch.stride(1) == 1
     if count:
         _partial_kernel[(num_rows, count)](
-            scratch, logits, vocabulary, scratch.stride(0), logits.stride(0),
-            BLOCK=_CHUNK, num_warps=8, **chained(logits),
-        )  # fmt: skip
+            scratch,
+            logits,
+            vocabulary,
+            scratch.stride(0),
+            logits.stride(0),
+            BLOCK=_CHUNK,
+            num_warps=8,
+            **chained(logits),
+        )
     return scratch[:num_rows, :count]
 
 
@@ -96,12 +119,16 @@ def choose(
     scratch: Tensor,
     positions: Tensor | None = None,
 ) -> None:
-    """The first of the largest of ``logits [B, V]`` (float32): ``tokens_out [B]``, int64.
+    """Select the largest logit of every row. The first of equal logits wins.
 
-    ``why [B]`` (uint8) is 1 where the token is among ``end_tokens [B, E]`` (int64, padded with -1),
-    and 2 where its logit is no number: NaN, which counts as the largest, or infinite.
-    ``scratch`` is int64 ``[>= B, >= num_keys(V)]``, overwritten. ``positions [B]`` (int64), where
-    given, go on by one, negative ones apart.
+    Args:
+        tokens_out: Results, int64 ``[B]``.
+        why: uint8 ``[B]``. 1: the token is in ``end_tokens``. 2: its logit is infinite or NaN,
+            which counts as the largest.
+        logits: float32 ``[B, V]``.
+        end_tokens: int64 ``[B, E]``, padded with -1.
+        scratch: int64 ``[>= B, >= num_keys(V)]``, overwritten.
+        positions: int64 ``[B]``, incremented unless negative. None: no positions.
     """
     num_rows = len(logits)
     assert tokens_out.shape == why.shape == (num_rows,) and end_tokens.shape[0] == num_rows
@@ -109,7 +136,16 @@ def choose(
     count = best_keys(scratch, logits).shape[1]
     num_ends = end_tokens.shape[1]
     _final_kernel[(num_rows,)](
-        tokens_out, why, scratch, end_tokens, positions,
-        count, num_ends, scratch.stride(0), end_tokens.stride(0),
-        BLOCK=block_of(count), ENDS=block_of(num_ends), **chained(logits),
-    )  # fmt: skip
+        tokens_out,
+        why,
+        scratch,
+        end_tokens,
+        positions,
+        count,
+        num_ends,
+        scratch.stride(0),
+        end_tokens.stride(0),
+        BLOCK=block_of(count),
+        ENDS=block_of(num_ends),
+        **chained(logits),
+    )

@@ -1,10 +1,9 @@
-"""Where the likeliest k of each row's tokens end, or its nucleus, without a sort.
+"""Search for a top-k or top-p cutoff without a sort.
 
-Tokens are ordered by a key, the bits of how far a scaled logit lies below the largest. The last key
-is found digit by digit, by counts or sums of ranges of keys: counts of 32; of sums, which cost
-more, 16 and then 8. Every sum is made in one order whatever the batch.
-
-Legend: B rows, V logits, C chunks of a row, N ranges.
+A token's key is its scaled distance below the largest logit, as a bit pattern. The search finds
+the last key digit by digit, from counts or weights over key ranges. Counts use 32 ranges. Weights,
+which cost more, use 16 and then 8. The addition order does not depend on the batch. Shape
+letters: B rows, V logits, C chunks in a row, N ranges.
 """
 
 from __future__ import annotations
@@ -25,14 +24,18 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
 )
 
 CHUNK = 2048
-"""Logits that one program looks at."""
+"""Logits for a program."""
 
 
 @dataclass(frozen=True, slots=True)
 class CutoffSearch:
-    """How the key is found by counts or sums: the first launch cuts at multiples of ``1 / parts``
-    into ``first`` ranges, each further one what it leaves, at most 2 ** 30 keys, into ``ranges``, a
-    power of two.
+    """Ranges in a search by counts or by weights.
+
+    Attributes:
+        first: Ranges in the first launch.
+        parts: The first launch cuts with step ``1 / parts``.
+        ranges: Ranges in later launches, a power of two. They cut the remaining keys, at most 2 **
+            30.
     """
 
     first: int
@@ -41,20 +44,21 @@ class CutoffSearch:
 
     @property
     def bits(self) -> int:
-        """Of a digit."""
+        """Bits in a digit."""
         return self.ranges.bit_length() - 1
 
     @property
     def num_launches(self) -> int:
-        """The first, and one for each digit of 30 bits."""
+        """Number of launches: the first, then a launch for every digit in 30 bits."""
         return 1 + -(-30 // self.bits)
 
 
 BY_COUNTS, BY_SUMS = CutoffSearch(32, 2, 32), CutoffSearch(16, 1, 8)
 _MOST_RANGES = tl.constexpr(32)
-END = tl.constexpr(0x7F800000)  # a key above all that are there
-_LEAST_SCALED = tl.constexpr(-745.1332)  # below it a weight is nothing in float64, too
-_TINY = tl.constexpr(-1.862645149230957e-09)  # 2 ** -29: above it several logits have one weight
+END = tl.constexpr(0x7F800000)  # above all keys of tokens
+_LEAST_SCALED = tl.constexpr(-745.1332)  # smaller weights are 0 in float64
+# -(2 ** -29); above it, several logits have equal weights
+_TINY = tl.constexpr(-1.862645149230957e-09)
 
 # Columns of `SearchScratch.keys` and of `SearchScratch.numbers`.
 LOW, HIGH, REST, FROM, UPTO, RANGE, BUSY = (tl.constexpr(at) for at in range(7))
@@ -63,9 +67,14 @@ HEAT, PEAK, RANDOM, SHARE, LEAST, BEFORE, GOAL, TOP_K = (tl.constexpr(at) for at
 
 @dataclass(frozen=True, slots=True)
 class SearchScratch:
-    """What the kernels keep of B rows: ``keys [B, 8]`` int32 and ``numbers [B, 8]`` float64, the
-    search of each row; ``counts [B, C, N]`` int32 and ``sums [B, C, N]`` float64 of ranges of keys;
-    ``arrived [B]`` int32, zero between launches; ``weights [B, C]`` float64, ``ties [B, C]`` int32.
+    """Buffers for B rows.
+
+    Attributes:
+        keys, numbers: Search state, int32 and float64 ``[B, 8]``.
+        counts, sums: Counts and weights by key range, int32 and float64 ``[B, C, N]``.
+        arrived: Counters, int32 ``[B]``. Zero between launches.
+        weights, ties: Weights and ties by chunk, float64 and int32 ``[B, C]``.
+        chunk: Logits for a program.
     """
 
     keys: Tensor
@@ -81,7 +90,7 @@ class SearchScratch:
     def empty(
         cls, num_rows: int, vocabulary: int, device: torch.device, *, chunk: int = CHUNK
     ) -> Self:
-        """Room for so many rows; ``chunk``: logits that one program looks at, a power of 2."""
+        """Allocate buffers. A program has ``chunk`` logits, a power of 2."""
         count = triton.cdiv(vocabulary, chunk)
         return cls(
             torch.empty(num_rows, 8, dtype=torch.int32, device=device),
@@ -97,14 +106,14 @@ class SearchScratch:
 
 @triton.jit
 def weigh(logits_ptr, at, inside, peak, heat, least, EXACT: tl.constexpr):
-    """Keys of logits, `END` where a token is not there, and their weights (0 unless EXACT)."""
+    """Return the keys of logits, `END` for excluded tokens, and their weights (0 unless EXACT)."""
     logits = tl.load(logits_ptr + at, mask=inside, other=float("-inf"))
     scaled = tl.div_rn(logits - peak, heat)
     there = inside & (scaled > _LEAST_SCALED)
     scaled = tl.where(there, scaled, 0.0)
     wide = scaled.to(tl.float64)
     below = tl.where(scaled > _TINY, (1.0 - (1.0 + wide)).to(tl.float32), -scaled)
-    below = tl.where(below == 0.0, 0.0, below)  # of one sign
+    below = tl.where(below == 0.0, 0.0, below)  # without a negative zero
     weights = tl.zeros_like(wide)
     if EXACT:
         weights = tl.where(there, tl.exp(wide), 0.0)
@@ -117,16 +126,25 @@ def weigh(logits_ptr, at, inside, peak, heat, least, EXACT: tl.constexpr):
 
 @triton.jit
 def weight_of(key):
-    """The weight of all tokens of a key."""
+    """Return the weight of all tokens with a key."""
     return tl.exp(-(key.to(tl.float32, bitcast=True).to(tl.float64)))
 
 
 @triton.jit
 def _measure(
-    row_ptr, numbers, at, inside, start, stop, shift,
-    SUMS: tl.constexpr, FIRST: tl.constexpr, RANGES: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """How many of some logits have keys in each range, and what they weigh (0 unless SUMS)."""
+    row_ptr,
+    numbers,
+    at,
+    inside,
+    start,
+    stop,
+    shift,
+    SUMS: tl.constexpr,
+    FIRST: tl.constexpr,
+    RANGES: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Return the number of keys in each range, and their weights (0 unless SUMS)."""
     peak, heat = tl.load(numbers + PEAK).to(tl.float32), tl.load(numbers + HEAT).to(tl.float32)
     least = tl.load(numbers + LEAST)
     key, weights = weigh(row_ptr, at, inside, peak, heat, least, EXACT=SUMS)
@@ -152,9 +170,9 @@ def _search_kernel(
     SUMS: tl.constexpr, FIRST: tl.constexpr, RANGES: tl.constexpr, PARTS: tl.constexpr,
     BITS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One more digit of the key at which a row's top-k ends, or with SUMS its nucleus.
+    """Find the next digit in a cutoff key, for top-k or, with SUMS, for top-p.
 
-    The last program of a row narrows the range down for the next launch.
+    The last program of a row narrows the range for the next launch.
     """
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
@@ -175,7 +193,7 @@ def _search_kernel(
         shift += (stop - start > (1 << bit)).to(tl.int32)
     own = (row * num_chunks + chunk) * _MOST_RANGES
     is_empty = stop < 0
-    if not FIRST:  # where none of the range before was, none is now
+    if not FIRST:  # an empty range remains empty in all later launches
         is_empty = tl.load(counts_ptr + own + tl.load(keys + RANGE)) == 0
     counts, sums = tl.zeros([RANGES], tl.int32), tl.zeros([RANGES], tl.float64)
     if not is_empty:
@@ -199,10 +217,14 @@ def _search_kernel(
 
 @triton.jit
 def _totals(
-    counts_ptr, sums_ptr, num_chunks,
-    SUMS: tl.constexpr, RANGES: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """Of all chunks of a row: counts of each range, and what is searched by, counts or sums."""
+    counts_ptr,
+    sums_ptr,
+    num_chunks,
+    SUMS: tl.constexpr,
+    RANGES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Return counts by range over all chunks, and the search sizes: counts or weights."""
     chunks = tl.arange(0, CHUNKS)
     every = chunks[:, None] * _MOST_RANGES + tl.arange(0, RANGES)[None, :]
     inside = chunks[:, None] < num_chunks
@@ -215,10 +237,21 @@ def _totals(
 
 @triton.jit
 def _narrow(
-    keys, numbers, counts, sizes, start, stop, shift,
-    SUMS: tl.constexpr, FIRST: tl.constexpr, RANGES: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Go on with the last range that begins below the goal; a range of one key is the end."""
+    keys,
+    numbers,
+    counts,
+    sizes,
+    start,
+    stop,
+    shift,
+    SUMS: tl.constexpr,
+    FIRST: tl.constexpr,
+    RANGES: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Continue with the last nonempty range that starts below the goal. A range with one key ends
+    the search.
+    """
     ranges = tl.arange(0, RANGES)
     before = 0.0 * tl.sum(sizes)
     if not FIRST:
@@ -231,7 +264,8 @@ def _narrow(
             rest, below, one = tl.load(keys + REST), tl.sum(sizes), weight_of(stop)
             share = tl.load(numbers + SHARE)
             goal = share * (below + tl.where(rest > 0, rest.to(tl.float64) * one, 0.0))
-            ends_above = below < goal  # where top-k does, or earlier among its equals
+            # the cutoff is at top-k's, or earlier among equal keys
+            ends_above = below < goal
             if ends_above:
                 tl.store(keys + REST, _count_before(below, one, goal, rest))
     befores = before + tl.cumsum(sizes, 0) - sizes
@@ -256,14 +290,14 @@ def _narrow(
     if is_found:
         tl.store(keys + LOW, low)
         tl.store(keys + HIGH, high)
-        # of equals that top-k cuts off there are as many as it leaves
+        # A cutoff by top-k among equal keys retains only as many as top-k leaves.
         one = weight_of(low) if SUMS else 1.0
         tl.store(keys + REST, _count_before(before, one, goal, count))
 
 
 @triton.jit
 def _count_before(before, one, goal, most):
-    """How many of so many equal weights begin below a goal: one at least."""
+    """Return how many of ``most`` equal weights start below a goal, at least 1."""
     count = tl.minimum(tl.ceil((goal - before) / one), most.to(tl.float64))
     count = tl.where(before + (count - 1.0) * one < goal, count, count - 1.0)
     count = tl.where((before + count * one < goal) & (count < most), count + 1.0, count)
@@ -271,17 +305,30 @@ def _count_before(before, one, goal, most):
 
 
 def search(logits: Tensor, scratch: SearchScratch, how: CutoffSearch) -> None:
-    """Find the last key of each of the rows ``logits [B, V]`` whose search has begun in
-    ``scratch``: of its top-k by counts, or of its nucleus by sums.
+    """Find the cutoff key for the rows of ``logits [B, V]``, from the initial state in
+    ``scratch``.
     """
     num_rows, vocabulary = logits.shape
     count = triton.cdiv(vocabulary, scratch.chunk)
     for each in range(how.num_launches):
         is_first = each == 0
         _search_kernel[(num_rows, count)](
-            scratch.keys, scratch.numbers, scratch.counts, scratch.sums, scratch.arrived, logits,
-            vocabulary, count, logits.stride(0),
-            SUMS=how is BY_SUMS, FIRST=is_first, PARTS=how.parts, BITS=how.bits,
-            RANGES=how.first if is_first else how.ranges, CHUNK=scratch.chunk,
-            CHUNKS=block_of(count, least=2), num_warps=4, **chained(logits),
-        )  # fmt: skip
+            scratch.keys,
+            scratch.numbers,
+            scratch.counts,
+            scratch.sums,
+            scratch.arrived,
+            logits,
+            vocabulary,
+            count,
+            logits.stride(0),
+            SUMS=how is BY_SUMS,
+            FIRST=is_first,
+            PARTS=how.parts,
+            BITS=how.bits,
+            RANGES=how.first if is_first else how.ranges,
+            CHUNK=scratch.chunk,
+            CHUNKS=block_of(count, least=2),
+            num_warps=4,
+            **chained(logits),
+        )

@@ -1,8 +1,7 @@
-"""A token of each row, drawn as `sampling.draw` defines it, without a sort: the likeliest have been
-chosen before, and rows that are greedy or have no number to choose from stay as they are.
+"""Random sampling as defined by `sampling.draw`, without a sort.
 
-Behind the searches for where a row's tokens end (`search.py`) a last pass draws in the order of
-ids.
+Greedy selection runs first. Greedy rows, and rows without a valid logit, keep their tokens. After
+the cutoff searches (``cutoff.py``), a last pass samples in token order.
 """
 
 from __future__ import annotations
@@ -41,10 +40,18 @@ _NOT_A_NUMBER = tl.constexpr(2)
 
 @triton.jit
 def _begin_kernel(
-    keys_ptr, numbers_ptr, logits_ptr, tokens_ptr, why_ptr, words_ptr, positions_ptr,
-    logits_stride, words_stride, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """What each row's search starts from; ``words``: see `slots.Parameters`."""
+    keys_ptr,
+    numbers_ptr,
+    logits_ptr,
+    tokens_ptr,
+    why_ptr,
+    words_ptr,
+    positions_ptr,
+    logits_stride,
+    words_stride,
+    CHAINED: tl.constexpr,
+):
+    """Initialize the search of each row. ``words`` has the layout of ``slot_table.py``."""
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -70,10 +77,18 @@ def _begin_kernel(
 
 @triton.jit
 def _sum_kernel(
-    keys_ptr, numbers_ptr, weights_ptr, ties_ptr, logits_ptr, vocabulary, num_chunks, logits_stride,
-    CHUNK: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """What a chunk's kept tokens weigh, those at the last key apart, which are counted."""
+    keys_ptr,
+    numbers_ptr,
+    weights_ptr,
+    ties_ptr,
+    logits_ptr,
+    vocabulary,
+    num_chunks,
+    logits_stride,
+    CHUNK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Store the weight of a chunk's tokens above the cutoff key, and count the tokens at it."""
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -93,11 +108,25 @@ def _sum_kernel(
 
 @triton.jit
 def _draw_kernel(
-    tokens_ptr, why_ptr, keys_ptr, numbers_ptr, weights_ptr, ties_ptr, logits_ptr, ends_ptr,
-    vocabulary, num_chunks, logits_stride, num_ends, ends_stride,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ENDS: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """The token at which the cumulative weight passes the row's random share of it."""
+    tokens_ptr,
+    why_ptr,
+    keys_ptr,
+    numbers_ptr,
+    weights_ptr,
+    ties_ptr,
+    logits_ptr,
+    ends_ptr,
+    vocabulary,
+    num_chunks,
+    logits_stride,
+    num_ends,
+    ends_stride,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    ENDS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Select the token at which the cumulative weight exceeds the row's random share."""
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -149,12 +178,15 @@ def draw(
     has_top_k: bool = True,
     has_top_p: bool = True,
 ) -> None:
-    """Replace the likeliest ``tokens [B]`` of ``logits [B, V]`` (float32), and ``why [B]``, by
-    drawn ones where a row has a temperature: see :func:`choose` for what both hold.
+    """Replace greedy tokens by sampled tokens in rows with a temperature.
 
-    ``words [B, >= 5]`` int64: temperature, top-p, top-k, seed and ``min_p`` of each row as
-    `slots.Parameters` holds them; ``positions [B]``: where the tokens will stand. ``has_top_k``,
-    ``has_top_p``: whether any row has one; where none has, nothing is searched for.
+    Args:
+        tokens, why: Greedy results of :func:`.argmax.choose`, overwritten.
+        logits: float32 ``[B, V]``.
+        words: Temperature, top-p, top-k, seed and min-p as in ``slot_table.py``, int64 ``[B, >=
+            5]``.
+        positions: Positions of the tokens, int64 ``[B]``.
+        has_top_k, has_top_p: Some row uses the filter. False: its search is omitted.
     """
     num_rows, vocabulary = logits.shape
     count, keys, numbers = triton.cdiv(vocabulary, scratch.chunk), scratch.keys, scratch.numbers
@@ -168,9 +200,18 @@ def draw(
     for how in [BY_COUNTS] * has_top_k + [BY_SUMS] * has_top_p:
         search(logits, scratch, how)
     _sum_kernel[(num_rows, count)](
-        keys, numbers, scratch.weights, scratch.ties, logits, vocabulary, count, stride,
-        CHUNK=scratch.chunk, num_warps=4, **options,
-    )  # fmt: skip
+        keys,
+        numbers,
+        scratch.weights,
+        scratch.ties,
+        logits,
+        vocabulary,
+        count,
+        stride,
+        CHUNK=scratch.chunk,
+        num_warps=4,
+        **options,
+    )
     num_ends = end_tokens.shape[1]
     _draw_kernel[(num_rows,)](
         tokens, why, keys, numbers, scratch.weights, scratch.ties, logits, end_tokens,
