@@ -1,6 +1,6 @@
-"""A convolution along each sequence, then silu, and the window of values it keeps: float32.
+"""Causal convolution along each sequence with SiLU, and its window state, in float32.
 
-Legend: B rows of a decode step, T tokens of a prompt, P pieces, C channels, W width, S slots.
+Shape letters: B rows in a decode step, T prompt tokens, P chunks, C channels, W width, S slots.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STEP_CHANNELS: int = _TUNING["step_channels"]
 _PROMPT_TOKENS: int = _TUNING["prompt_tokens"]
 _PROMPT_CHANNELS: int = _TUNING["prompt_channels"]
 _PROMPT_WARPS: int = _TUNING["prompt_warps"]
-_COUNTED = tl.constexpr(1024)  # positions looked at together
+_COUNTED = tl.constexpr(1024)  # positions loaded at a time
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def causal_conv1d_step(
     slots: Tensor,
     targets: Tensor | None = None,
 ) -> None:
-    """One token of each of B sequences: ``out [B, C]`` of ``x [B, C]`` and ``weight [C, W]``.
+    """Convolve one token for B sequences.
 
     ``window [S, C, W - 1]`` moves on by one in the row's slot. ``positions`` and ``slots [B]``
     int64: at position 0 zeros lie before the token; at a negative one nothing is kept, and the row
@@ -88,10 +88,20 @@ def causal_conv1d_step(
 
 @triton.jit
 def _first_tokens(
-    out_ptr, x_ptr, weight_ptr, window, channel, inside, goes_on, num_tokens, out_stride, x_stride,
-    W: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Those that see something before the prompt."""
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    window,
+    channel,
+    inside,
+    goes_on,
+    num_tokens,
+    out_stride,
+    x_stride,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute the tokens that read the window."""
     for token in range(W - 1):
         total = tl.zeros((BLOCK,), tl.float32)
         for tap in tl.static_range(W):
@@ -107,10 +117,18 @@ def _first_tokens(
 
 @triton.jit
 def _move_window(
-    window, x_ptr, positions_ptr, channel, inside, goes_on, num_tokens, x_stride,
-    W: tl.constexpr, TAPS: tl.constexpr,
-):  # fmt: skip
-    """To the last values that the prompt, without its padding, has."""
+    window,
+    x_ptr,
+    positions_ptr,
+    channel,
+    inside,
+    goes_on,
+    num_tokens,
+    x_stride,
+    W: tl.constexpr,
+    TAPS: tl.constexpr,
+):
+    """Store the last inputs of the prompt, without padding, in the window."""
     count = tl.zeros((), tl.int32)
     for first in range(0, num_tokens, _COUNTED):
         at = first + tl.arange(0, _COUNTED)
@@ -123,7 +141,7 @@ def _move_window(
     last = tl.load(end, mask=held & (before >= 0), other=0.0)
     place = window + channel[:, None] * (W - 1) + kept
     last += tl.load(place + count, mask=held & (before < 0) & goes_on, other=0.0)
-    tl.debug_barrier()  # the window was read, by whichever threads
+    tl.debug_barrier()  # all threads have read the window
     tl.store(place, last, mask=held & (count > 0))
 
 
@@ -131,7 +149,7 @@ def _move_window(
 def _keep_window(
     window, x_ptr, token, channel, inside, x_stride, W: tl.constexpr, TAPS: tl.constexpr
 ):
-    """As it is before a token with so many of the prompt's before it."""
+    """Store the window before a token as a snapshot."""
     tap = tl.arange(0, TAPS)[None, :]
     held = inside[:, None] & (tap < W - 1)
     last = x_ptr + (token - (W - 1) + tap).to(tl.int64) * x_stride + channel[:, None]
@@ -141,7 +159,7 @@ def _keep_window(
 
 @triton.jit
 def _piece_of(starts_ptr, token, num_pieces, num_tokens, PIECES: tl.constexpr):
-    """Where the piece starts that has a token, and how many it has."""
+    """Return the start and length of the chunk with a token."""
     piece = tl.arange(0, PIECES)
     start = tl.load(starts_ptr + piece, mask=piece < num_pieces, other=num_tokens).to(tl.int32)
     begin = tl.max(tl.where(start <= token, start, 0), 0)
@@ -156,9 +174,10 @@ def _prompt_kernel(
     W: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     KEEPS: tl.constexpr, PIECES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, c): TOKENS tokens, W - 1 at the least, so that the first ones of a piece alone
-    read the window; having done so they write it. Where ``KEEPS``, the others may keep one as it
-    was. ``PIECES``: a power of two of them; 0: all tokens are of one.
+    """Program (i, c) computes TOKENS tokens, at least W - 1.
+
+    Only the first program of a chunk reads the window, and then writes it. With ``KEEPS``, later
+    programs may store a snapshot. ``PIECES`` is a power of two, or 0 for a single chunk.
     """
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
@@ -178,9 +197,19 @@ def _prompt_kernel(
         goes_on = tl.load(positions_ptr) > 0
         window = window_ptr + tl.load(slots_ptr) * num_channels * (W - 1)
         _first_tokens(
-            out_ptr, x_ptr, weight_ptr, window, channel, inside, goes_on,
-            num_tokens, out_stride, x_stride, W, BLOCK,
-        )  # fmt: skip
+            out_ptr,
+            x_ptr,
+            weight_ptr,
+            window,
+            channel,
+            inside,
+            goes_on,
+            num_tokens,
+            out_stride,
+            x_stride,
+            W,
+            BLOCK,
+        )
         _move_window(
             window, x_ptr, positions_ptr, channel, inside, goes_on, num_tokens, x_stride, W, TAPS
         )
@@ -212,15 +241,15 @@ def causal_conv1d_prompt(
     keeps: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> None:
-    """As :func:`causal_conv1d_step`, for T tokens of the sequence in ``slots[0]``, at consecutive
-    ``positions [T]``; negative ones, at the end only, are padding.
+    """Convolve T prompt tokens; see :func:`causal_conv1d_step`.
 
-    ``starts [P + 1]`` (int64, ascending): the tokens are of P pieces of sequences of their own, and
-    each is such a prompt by itself: from its own start up to the next one's. They are multiples of
-    64, from 0 to T; a piece may be empty.
+    All tokens belong to slot ``slots[0]`` and have consecutive positions, with padding at the end.
 
-    ``keeps [T]`` (int64): a slot whose window becomes that before this token, -1 for none; looked
-    at where whole chunks of 64 tokens are before it.
+    Args:
+        keeps: int64 ``[T]``. A slot for the window before this token, or -1. Used after each 64
+            tokens.
+        starts: Ascending starts of P independent chunks and their end, int64 ``[P + 1]``, divisible
+            by 64. Chunks may be empty. None: a single chunk.
     """
     num_tokens, num_channels = x.shape
     width = weight.shape[1]
@@ -232,12 +261,28 @@ def causal_conv1d_prompt(
     num_pieces = 0 if starts is None else len(starts) - 1
     block = min(_PROMPT_CHANNELS, block_of(num_channels))
     _prompt_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_channels, block))](
-        out, x, weight, window, positions, slots, keeps, starts,
-        num_tokens, num_channels, num_pieces, out.stride(0), x.stride(0),
-        W=width, TAPS=block_of(width - 1, least=1), TOKENS=tokens, BLOCK=block,
-        KEEPS=keeps is not None, PIECES=num_pieces and block_of(num_pieces, least=1),
-        num_warps=_PROMPT_WARPS, **chained(out),
-    )  # fmt: skip
+        out,
+        x,
+        weight,
+        window,
+        positions,
+        slots,
+        keeps,
+        starts,
+        num_tokens,
+        num_channels,
+        num_pieces,
+        out.stride(0),
+        x.stride(0),
+        W=width,
+        TAPS=block_of(width - 1, least=1),
+        TOKENS=tokens,
+        BLOCK=block,
+        KEEPS=keeps is not None,
+        PIECES=num_pieces and block_of(num_pieces, least=1),
+        num_warps=_PROMPT_WARPS,
+        **chained(out),
+    )
 
 
 def _check(out: Tensor, x: Tensor, weight: Tensor, window: Tensor) -> None:

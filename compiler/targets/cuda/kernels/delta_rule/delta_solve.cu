@@ -1,22 +1,21 @@
-// The gated delta rule over a prompt, first part: the system of each chunk of 64 tokens, solved.
+// Gated delta rule in prefill, first part: solve the linear system of each chunk with 64 tokens.
 //
-// A block has one chunk of one value head. With unit keys k, sums of decays d and steps beta, the
-// chunk's corrections solve (1 + below) x = beta (v - e^d k S), below_ij = beta_i k_i k_j
-// e^(d_i - d_j) for i > j, where S is the state before the chunk: the block leaves what belongs to
-// v and what S is to be multiplied by. Blocks of 16 on the diagonal are inverted column after
-// column, then two and two: nowhere a product of powers, which would cancel where keys are alike.
-// Products are of TF32, sums of float32 in one order. Tokens that are not there count as zeros.
-// Compiled by NVRTC.
+// A block has a chunk and a value head. Let k be unit keys, d cumulative decays and beta the steps.
+// The corrections solve (1 + below) x = beta (v - e^d k S), with below_ij = beta_i k_i k_j e^(d_i -
+// d_j) for i > j and the state S before the chunk. The block stores the part from v and the factor
+// of S. Diagonal blocks of 16 are inverted column by column and then joined in pairs. Products of
+// powers would cancel for similar keys. Products are TF32 and sums are float32 in a fixed order.
+// Absent tokens count as zeros.
 
 #include "attention_primitives.cuh"
 #include "delta_gates.cuh"
 
-constexpr int C = 64;          // tokens of a chunk
-constexpr int D = 128;         // channels of a key and of a value
-constexpr int WARPS = 8;       // each reads 8 tokens and makes 16 channels of both results
-constexpr int GATES_WARP = 7;  // which has the least of the system
-// Between rows in shared memory, in floats. Of channels: eight rows of four lanes, and every second
-// row of eight lanes, are in different banks; of the system: four rows of four pairs.
+constexpr int C = 64;  // tokens in a chunk
+constexpr int D = 128;  // channels in a key and in a value
+constexpr int WARPS = 8;  // a warp reads 8 tokens and computes 16 channels of both results
+constexpr int GATES_WARP = 7;  // the warp with the least work in the system
+// Row strides in shared memory, in floats, without bank conflicts. CHANNELS: eight rows with four
+// lanes, and alternate rows with eight lanes. SYSTEM: four rows with four pairs.
 constexpr int CHANNELS = D + 4, SYSTEM = C + 8;
 
 struct DeltaSolve {
@@ -24,8 +23,8 @@ struct DeltaSolve {
   float *corrections;           // [N, H, D, C]
   float *keys;                  // [N, G, D, C], TF32
   float *totals;                // [N, H, C]
-  float *scales;                // [N, G, 2, C]: of queries, of keys
-  const float *qkv;             // [T, 2 G D + H D], rows `qkv_stride` apart
+  float *scales;  // [N, G, 2, C]: for queries, for keys
+  const float *qkv;  // [T, 2 G D + H D], row stride `qkv_stride`
   const float *a, *b;           // [T, H]
   const float *a_log, *dt_bias; // [H]
   const i64 *positions;         // [T]
@@ -33,14 +32,14 @@ struct DeltaSolve {
 };
 
 struct Shared {
-  float k[C][CHANNELS];  // of length 1, in TF32
+  float k[C][CHANNELS];  // unit length, in TF32
   float v[C][CHANNELS];
-  float x[C][SYSTEM];    // the system, its inverse, and that by beta in TF32
-  float y[C][SYSTEM];    // the same by what is left of the state at each token
+  float x[C][SYSTEM];  // the system, its inverse, and the inverse times beta in TF32
+  float y[C][SYSTEM];  // the inverse times beta and the decayed state factor
   float total[C], beta[C], left[C];
 };
 
-// Eight tokens of a head, a lane four channels of each.
+// Read eight tokens of a head. A lane has four channels of each.
 __device__ __forceinline__ void read_rows(u32 (&rows)[8][4], const float *from, i64 stride,
                                           u32 there) {
 #pragma unroll
@@ -48,7 +47,7 @@ __device__ __forceinline__ void read_rows(u32 (&rows)[8][4], const float *from, 
     read<4>(rows[r], (const u8 *)(from + r * stride), there >> r & 1);
 }
 
-// Of a token's channels in a warp: one over their length.
+// Return the reciprocal length of a token's channels in a warp.
 __device__ __forceinline__ float unit_factor(const u32 (&row)[4]) {
   float square = 0.0f;
 #pragma unroll
@@ -68,7 +67,7 @@ __device__ __forceinline__ float sum_up_to(float v, int lane) {
   return v;
 }
 
-// One warp: decays summed up to each token (their logarithms), and the tokens' steps.
+// Compute cumulative log decays and steps of the tokens, with one warp.
 __device__ __forceinline__ void make_gates(Shared &s, const DeltaSolve &p, int first, int h,
                                            float a_log, float dt_bias, int lane) {
   float decay[2], beta[2];
@@ -100,7 +99,8 @@ __device__ __forceinline__ void make_gates(Shared &s, const DeltaSolve &p, int f
   }
 }
 
-// Keys to length 1 and values, of the chunk's tokens; with the gates and what is for one key head.
+// Read values and unit keys of the chunk's tokens, compute the gates, and store the scales of a key
+// head.
 __device__ __forceinline__ void read_chunk(Shared &s, const DeltaSolve &p, int h, float a_log,
                                            float dt_bias, int warp, int lane) {
   const int ratio = p.num_heads / p.num_key_heads, key_head = h / ratio, place = warp * 8;
@@ -124,7 +124,7 @@ __device__ __forceinline__ void read_chunk(Shared &s, const DeltaSolve &p, int h
   }
   commit();
   if (warp == GATES_WARP) make_gates(s, p, first, h, a_log, dt_bias, lane);
-  float k_scale = 0.0f, q_scale = 0.0f;  // lane r: of row r
+  float k_scale = 0.0f, q_scale = 0.0f;  // lane r: for row r
 #pragma unroll
   for (int r = 0; r < 8; ++r) {
     const float scale = unit_factor(k[r]);
@@ -138,7 +138,7 @@ __device__ __forceinline__ void read_chunk(Shared &s, const DeltaSolve &p, int h
   if (!has_key_head) return;
 #pragma unroll
   for (int r = 0; r < 8; ++r) {
-    const float scale = unit_factor(q[r]) * 0.08838834764831845f;  // the root of 1 / D
+    const float scale = unit_factor(q[r]) * 0.08838834764831845f;  // sqrt(1 / D)
     if (lane == r) q_scale = scale;
   }
   float *scales = p.scales + ((i64)blockIdx.x * p.num_key_heads + key_head) * (2 * C) + place;
@@ -148,7 +148,7 @@ __device__ __forceinline__ void read_chunk(Shared &s, const DeltaSolve &p, int h
   }
 }
 
-// Up to three tiles of 16 x 8 of what is below the diagonal, by warp.
+// Compute up to three 16 x 8 tiles below the diagonal, by warp.
 __device__ __forceinline__ void make_system(Shared &s, int warp, int lane) {
   const int group = lane >> 2, quad = lane & 3;
   const int row = (0x01122333 >> 4 * warp & 15) * 16, column = (0x03030630 >> 4 * warp & 15) * 8;
@@ -180,7 +180,7 @@ __device__ __forceinline__ void make_system(Shared &s, int warp, int lane) {
   }
 }
 
-// One warp, a block of 16 on the diagonal: a lane has a column of its inverse.
+// Invert a diagonal block of 16 with one warp. A lane has a column of the inverse.
 __device__ __forceinline__ void invert_block(Shared &s, int first, int lane) {
   const int column = lane & 15;
   float x[16];
@@ -205,7 +205,7 @@ __device__ __forceinline__ void invert_block(Shared &s, int first, int lane) {
     for (int i = 0; i < 16; ++i) s.x[first + i][first + column] = x[i];
 }
 
-// A tile of 16 x 8, rows from `a` times columns from `b`, both in the system's matrix.
+// Multiply a 16 x 8 tile: rows from `a` times columns from `b`, both in the system's matrix.
 __device__ __forceinline__ void multiply(float (&tile)[4], const float *a, const float *b,
                                          int from, int to, int lane) {
   const int group = lane >> 2, pair = 2 * (lane & 3);
@@ -227,8 +227,8 @@ __device__ __forceinline__ void keep(float *to, const float (&tile)[4], float fa
   *(float2 *)(to + 8 * SYSTEM) = make_float2(tile[2] * factor, tile[3] * factor);
 }
 
-// All warps: of two inverses of SIZE next to each other and what was below, one of twice the size.
-// What is above the diagonal blocks holds the first product, and is not read as a part of them.
+// Join pairs of inverses of SIZE with the part below them, using all warps. The area above the
+// diagonal blocks stores the first product and is not read as part of the blocks.
 template <int SIZE> __device__ __forceinline__ void join(Shared &s, int warp, int lane) {
   constexpr int COLUMNS = SIZE / 8, TILES = SIZE / 16 * COLUMNS;
   const bool has_tile = warp < 32 / SIZE * TILES;
@@ -248,7 +248,7 @@ template <int SIZE> __device__ __forceinline__ void join(Shared &s, int warp, in
   __syncthreads();
 }
 
-// All threads: what values and keys are to be multiplied by, in TF32.
+// Compute the factors of values and keys in TF32, using all threads.
 __device__ __forceinline__ void scale_inverse(Shared &s, int t) {
 #pragma unroll
   for (int i = 0; i < C * C / 4; i += WARPS * 32) {
@@ -266,7 +266,7 @@ __device__ __forceinline__ void scale_inverse(Shared &s, int t) {
   }
 }
 
-// Sixteen channels of values, as rows, by all tokens.
+// Write sixteen value channels, as rows, for all tokens.
 __device__ __forceinline__ void write_corrections(const Shared &s, float *to, int channel,
                                                   int lane) {
   const int group = lane >> 2, pair = 2 * (lane & 3);
@@ -290,7 +290,7 @@ __device__ __forceinline__ void write_corrections(const Shared &s, float *to, in
   }
 }
 
-// All tokens, as rows, by sixteen channels of keys.
+// Write all tokens, as rows, for sixteen key channels.
 __device__ __forceinline__ void write_from_state(const Shared &s, float *to, int channel,
                                                  int lane) {
   const int group = lane >> 2, pair = 2 * (lane & 3);
@@ -322,7 +322,7 @@ __device__ __forceinline__ void write_from_state(const Shared &s, float *to, int
     }
 }
 
-// Thirty-two channels of keys, by all tokens.
+// Write thirty-two key channels for all tokens.
 __device__ __forceinline__ void write_keys(const Shared &s, float *to, int channel, int lane) {
   channel += lane & 15;
 #pragma unroll

@@ -1,7 +1,7 @@
-"""delta_solve.cu on the device: the systems of a prompt's chunks under the gated delta rule.
+"""Launcher for ``delta_solve.cu``: the linear systems of prompt chunks in the gated delta rule.
 
-Knows nothing of the kernels that go on from them. Legend: T tokens, N chunks, C = 64 tokens of a
-chunk, H value heads, G key heads, D size of a key and of a value.
+Excludes later kernels. Shape letters: T tokens, N chunks, C = 64 tokens in a chunk, H value heads,
+G key heads, D key and value size.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import Delt
 
 HEAD_DIM = 128
 CHUNK = 64
-"""Tokens of a chunk."""
+"""Tokens in a chunk."""
 _NUM_THREADS = 256
 _SHARED = 4 * CHUNK * (2 * (HEAD_DIM + 4) + 2 * (CHUNK + 8) + 3)
-"""Bytes of `Shared` of delta_solve.cu: two blocks a multiprocessor."""
+"""Size of `Shared` in delta_solve.cu, in bytes. Two blocks fit a multiprocessor."""
 
 
 class _DeltaSolve(ctypes.Structure):
-    """`DeltaSolve` of delta_solve.cu."""
+    """Mirror for `DeltaSolve` in delta_solve.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("from_state", "corrections", "keys", "totals")),
@@ -53,14 +53,19 @@ def delta_solve(
     inputs: DeltaInputs,
     positions: Tensor,
 ) -> None:
-    """What the first kernel of :func:`.delta_rule_prompt.delta_rule_prompt` does, with products of
-    TF32, where `.table.why_no_solve` has no objection.
+    """Solve the systems of all chunks, with TF32 products.
 
-    A chunk's corrections are ``corrections [N, H, D, C]`` (of its values) plus ``from_state [N, H,
-    C, D]`` times the state before it. With them unit ``keys [N, G, D, C]``, the sums of decays up
-    to each token in ``totals [N, H, C]``, and ``scales [N, G, 2, C]`` of queries and of keys; all
-    float32 and contiguous, flat or longer than that. Tokens at negative ``positions [T]`` count as
-    zeros, and nothing of them is read.
+    A chunk's corrections are ``corrections`` plus ``from_state`` times the state before the
+    chunk. Outputs are float32, contiguous, and may be flat or longer. `.table.why_no_solve` names
+    unsupported inputs.
+
+    Args:
+        from_state: ``[N, H, C, D]``.
+        corrections: Part from the values, ``[N, H, D, C]``.
+        keys: Unit keys ``[N, G, D, C]``.
+        totals: Cumulative log decays ``[N, H, C]``.
+        scales: Scales of queries and keys, ``[N, G, 2, C]``.
+        positions: int64 ``[T]``. Tokens at negative positions count as zeros and are not read.
     """
     num_tokens, heads = inputs.a.shape
     num_chunks, key_heads = -(-num_tokens // CHUNK), inputs.num_key_heads
@@ -94,14 +99,14 @@ def delta_solve(
 
 
 def _check_written(tensors: tuple[Tensor, ...], num_elements: int) -> None:
-    """Results have room, and their rows of four floats are aligned."""
+    """Check the size and alignment of outputs."""
     for each in tensors:
         assert each.dtype == torch.float32 and each.is_contiguous()
         assert each.numel() >= num_elements and each.data_ptr() % 16 == 0
 
 
 def _check_read(inputs: DeltaInputs, positions: Tensor) -> None:
-    """What the kernel takes for granted of its operands."""
+    """Check the kernel's assumptions about its inputs."""
     floats = inputs.qkv, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias
     assert all(each.dtype == torch.float32 for each in floats)
     assert positions.dtype == torch.int64 and positions.is_contiguous()

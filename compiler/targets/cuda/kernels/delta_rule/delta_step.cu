@@ -1,14 +1,14 @@
-// One token of linear attention: the convolution with silu and its window, unit vectors, gates, the
-// state of the gated delta rule, and the gated norm of heads, in one launch.
+// Linear attention for one token in one launch: convolution with SiLU and its window, unit vectors,
+// gates, the gated delta rule state, and the gated norm of heads.
 //
-// A block has COLS columns of the state of one row and value head; the blocks of a row's value
-// heads that share a key head are a cluster. Each convolves its own values and its share of the
-// channels of q and k, which it sends to all of the cluster: a window has one reader, who moves it
-// on. The sums of squares that the norm takes go between the blocks of a head. All sums have one
-// order, so a row has the same bits in every batch. Compiled by NVRTC.
+// A block has COLS state columns for a row and a value head. The value heads of a row with the same
+// key head form a cluster. A block convolves its own values and its share of the q and k channels,
+// and sends them to the cluster. A window therefore has a single reader, which moves it. The blocks
+// of a head exchange the sums of squares for the norm. All sums have a fixed order, and a row has
+// the same bits in every batch.
 //
-// With k and q of length 1 and S what was kept: S' = S + k w, w = (v - k S) beta, and the result is
-// q S' = q S + (q k) w, so one pass over the state makes both products.
+// With k and q of length 1 and the decayed state S: S' = S + k w and w = (v - k S) beta. The result
+// is q S' = q S + (q k) w. Therefore a single pass over the state computes both products.
 
 #include "attention_primitives.cuh"
 #include "delta_gates.cuh"
@@ -18,7 +18,7 @@ constexpr int MOST_KEPT = 3;    // values of a channel's window
 constexpr int SKIPPED = -2;     // position of a row that another launch computes
 
 struct DeltaStep {
-  const Value *x;                   // [B, 2 G D + H D], rows `x_stride` apart
+  const Value *x;  // [B, 2 G D + H D], row stride `x_stride`
   const float *weight;              // [2 G D + H D, width]
   float *window;                    // [S, 2 G D + H D, width - 1]
   const Value *a, *b;               // [B, H]
@@ -30,29 +30,29 @@ struct DeltaStep {
   const i64 *positions, *slots, *targets;  // [B]; targets: where window and state are kept
   int x_stride, a_stride, b_stride, z_stride, out_stride;
   int num_heads, num_key_heads, width, early;
-  int num_blocks, share;            // of a cluster; channels of q and k that each convolves: fours
-  int streams;                      // no cache is to keep the state: see read_stream
+  int num_blocks, share;  // blocks in a cluster; q and k channels for a block, in fours
+  int streams;  // bypass caches for the state: see read_stream
   float eps;
 };
 
 template <int D, int COLS> struct Shared {
   static constexpr int WARPS = COLS / 8;
-  float q[D], k[D];          // convolved, not yet of length 1; the whole cluster sends them
-  float own[4 * COLS];       // this block's channels of both, by thread
-  float v[COLS], gate[COLS]; // gate: the norm's weight times silu of z
-  float sums[2][WARPS][COLS];  // of the warps: k S, q S, before decay
-  float squares[MOST_BLOCKS];  // of the head's blocks
+  float q[D], k[D];  // convolved, before normalization; received from the cluster
+  float own[4 * COLS];  // this block's q and k channels, by thread
+  float v[COLS], gate[COLS];  // gate: the norm's weight times silu of z
+  float sums[2][WARPS][COLS];  // by warp: k S and q S before decay
+  float squares[MOST_BLOCKS];  // by block of the head
   float decay, beta, q_factor, k_factor, dot;
-  unsigned long long received, squared;  // mbarriers: of q and k, of squares
+  unsigned long long received, squared;  // mbarriers for q and k, and for squares
 };
 
-// Constants, which no kernel writes; not moved behind the wait.
+// Read a constant that kernels never write. The asm prevents a move after the wait.
 __device__ __forceinline__ float read_constant(const float *from) {
   float v;
   asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
   return v;
 }
-// To the same place in a block of the cluster, counted by its barrier.
+// Send to the same address in a block of the cluster. Its barrier counts the bytes.
 __device__ __forceinline__ void send_to(int rank, float4 *to, float4 v, void *barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
                "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(in_block(to, rank)),
@@ -62,9 +62,9 @@ __device__ __forceinline__ void send_to(int rank, float *to, float v, void *barr
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
                    in_block(to, rank)), "f"(v), "r"(in_block(barrier, rank)) : "memory");
 }
-// What is not wanted again before the next step: no place in the first cache, an early end in the
-// second. A line that the first cache had of an earlier kernel would be read there, so none may be:
-// what reads state otherwise, a prompt's kernels, lies a launch of a whole graph before an early read.
+// Read data that this step does not need again: no allocation in L1 and early eviction from L2. L1
+// must not have a stale line of an earlier kernel. This holds because the prefill kernels, which
+// read state otherwise, precede an early read by a whole graph launch.
 __device__ __forceinline__ float4 read_stream(const float *from) {
   float4 v;
   asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -83,7 +83,7 @@ __device__ __forceinline__ void add_other_lanes(float4 &v, int distance) {
   v.x += __shfl_xor_sync(~0u, v.x, distance), v.y += __shfl_xor_sync(~0u, v.y, distance);
   v.z += __shfl_xor_sync(~0u, v.z, distance), v.w += __shfl_xor_sync(~0u, v.w, distance);
 }
-// The warps' sums of four columns, in order.
+// Add the warps' sums for four columns, in order.
 template <int WARPS, int COLS>
 __device__ __forceinline__ float4 all_warps(const float (&sums)[WARPS][COLS], int first) {
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -92,7 +92,7 @@ __device__ __forceinline__ float4 all_warps(const float (&sums)[WARPS][COLS], in
   return total;
 }
 
-// One warp: what makes unit vectors of q and k, and the product of those.
+// Compute the factors for unit vectors q and k, and their product, with one warp.
 template <int D, int COLS> __device__ __forceinline__ void measure(Shared<D, COLS> &s, int lane) {
   float qq = 0.0f, kk = 0.0f, qk = 0.0f;
 #pragma unroll
@@ -107,7 +107,7 @@ template <int D, int COLS> __device__ __forceinline__ void measure(Shared<D, COL
     qk += __shfl_xor_sync(~0u, qk, distance);
   }
   if (lane == 0) {
-    constexpr float ROOT = D == 128 ? 0.08838834764831845f : 0.125f;  // of 1 / D
+    constexpr float ROOT = D == 128 ? 0.08838834764831845f : 0.125f;  // sqrt(1 / D)
     const float q_factor = rsqrtf(qq + UNIT_EPS) * ROOT, k_factor = rsqrtf(kk + UNIT_EPS);
     s.q_factor = q_factor;
     s.k_factor = k_factor;
@@ -115,7 +115,7 @@ template <int D, int COLS> __device__ __forceinline__ void measure(Shared<D, COL
   }
 }
 
-// A channel's convolution, from its window and the token's x; and the window, moved on.
+// Convolution of a channel from its window and the token's x, and the window's move.
 struct Channel {
   float taps[MOST_KEPT], own_tap, old[MOST_KEPT], x;
 
@@ -169,7 +169,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
   }
   __syncwarp();
   cluster_arrive();
-  // The first COLS threads have values; the next ones the block's share of q and k.
+  // The first COLS threads have values. The next threads have the block's share of q and k.
   const int of_qk = rank * p.share + t - COLS;
   const bool has_value = t < COLS, has_qk = !has_value && t - COLS < p.share && of_qk < 2 * D;
   const bool convolves = has_value || has_qk;
@@ -185,13 +185,13 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
   }
   u16 *out = p.out + row * p.out_stride + first + lane * 4;
   __syncwarp();
-  if (position < 0) {  // padding: all blocks of the cluster
+  if (position < 0) {  // padding, in all blocks of the cluster
     cluster_wait();
     if (p.early) wait_for_inputs();
     if (t < LANES && position != SKIPPED) *(uint2 *)out = make_uint2(0, 0);
     return;
   }
-  // Everything up to the wait was written long before: what the slot kept.
+  // Earlier kernels wrote everything read before the wait: the state of the slot.
   const int column = t % LANES * 4, first_row = t / LANES * ROWS;
   float *held = p.state + ((slot * p.num_heads + h) * D + first_row) * D + cut * COLS + column;
   const i64 num_channels = 2 * keys + p.num_heads * D;
@@ -214,7 +214,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
     b = read_float(p.b + row * p.b_stride + h);
   }
   __syncwarp();
-  cluster_wait();  // the others are there to be sent to
+  cluster_wait();  // peers can receive
   if (convolves) {
     const float value = own.convolved();
     own.move_on(window, p.width);
@@ -226,7 +226,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
     }
   }
   __syncwarp();
-  if (!has_value) {  // whole warps; a lane sends four channels of its warp's to every fourth block
+  if (!has_value) {  // whole warps; a lane sends four of its warp's channels to every fourth block
     const int from = warp * 32 + (lane & 7) * 4, share_from = from - COLS;
     const int to = rank * p.share + share_from;
     if (share_from < p.share && to < 2 * D) {
@@ -252,7 +252,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
     add_scaled(by_q, q.w, state[i + 3]), add_scaled(by_k, k.w, state[i + 3]);
   }
   if (warp == WARPS - 1) measure<D, COLS>(s, lane);
-  // The lower half of a warp takes the sums of k, the upper half those of q.
+  // The lower half of a warp adds the sums of k and the upper half adds the sums of q.
   const bool is_upper = lane & 16;
   float4 kept = is_upper ? by_q : by_k;
   const float4 given = is_upper ? by_k : by_q;

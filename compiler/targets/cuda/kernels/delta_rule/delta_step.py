@@ -1,8 +1,8 @@
-"""delta_step.cu on the device: one token of linear attention, from convolution to gated norm.
+"""Launcher for ``delta_step.cu``: linear attention for one token, from convolution to gated norm.
 
-Knows how the state of a row is cut into blocks, and nothing of where its operands come from.
-Legend: B rows, H value heads, G key heads, D size of a key and of a value, C = 2 G D + H D
-channels, W width of the convolution, S slots.
+Divides the state of a row into blocks. Excludes operand sources. Shape letters: B rows, H value
+heads, G key heads, D size of a key and of a value, C = 2 G D + H D channels, W convolution width, S
+slots.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from tilewright.compiler.targets.cuda.tuning import tuning
 HEAD_DIMS = (64, 128)
 WIDTHS = (2, 3, 4)
 MOST_BLOCKS = 8
-"""Of a cluster: the value heads of a key head, cut into blocks."""
+"""Maximum blocks in a cluster, which has the value heads of a key head."""
 
 _COLUMNS = (32, 64)
-"""Columns of a head's state that a block may have, the faster first."""
+"""Columns of a head's state for a block. The fastest comes first."""
 
 
 _STREAMED_ROWS: int = tuning()["delta_rule"]["streamed_rows"]
-"""Rows up to which state that no cache keeps was measured faster on an H200, of 32 heads of 128
-channels.
+"""Maximum number of rows for which cache bypass is faster, with 32 heads and 128 channels on an
+H200.
 """
 
 
 class _DeltaStep(ctypes.Structure):
-    """`DeltaStep` of delta_step.cu."""
+    """Mirror for `DeltaStep` in delta_step.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weight", "window", "a", "b", "a_log")),
@@ -55,7 +55,7 @@ SOURCE = nvrtc.KernelSource(
 
 
 def columns_of_a_block(num_heads: int, num_key_heads: int, head_dim: int) -> int:
-    """How wide the state is cut, whatever the rows of a launch: 0 where a cluster is too small."""
+    """Return the state columns of a block. 0: the heads do not fit a cluster."""
     each = num_heads // num_key_heads * head_dim
     return next((columns for columns in _COLUMNS if each // columns <= MOST_BLOCKS), 0)
 
@@ -75,8 +75,7 @@ def delta_step(
     early: bool = False,
     streams: bool | None = None,
 ) -> None:
-    """What :func:`.causal_conv1d.causal_conv1d_step` and then :func:`.delta_rule.delta_rule_step`
-    do, where `.table.why_no_step` has no objection.
+    """Run the convolution, the delta rule and the gated norm for one token of each row.
 
     ``inputs.qkv [B, C]`` is what the convolution reads, with ``weight [C, W]`` and ``window [S, C,
     W - 1]``. ``out`` is bfloat16, its rows 8-byte aligned. ``early``: positions, slots, window and
@@ -118,7 +117,7 @@ def _strides(**tensors: Tensor) -> dict[str, int]:
 
 
 def _check_operands(out: Tensor, inputs: DeltaInputs, z: Tensor, norm: Tensor) -> None:
-    """What the kernel takes for granted of what a step reads and writes."""
+    """Check the kernel's assumptions about inputs and outputs."""
     floats = inputs.qkv, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias, z, norm
     assert all(each.dtype == torch.float32 for each in floats) and out.dtype == torch.bfloat16
     assert out.shape == z.shape == (len(inputs.qkv), inputs.num_heads * inputs.key_dim)
@@ -134,7 +133,7 @@ def _check_rows(num_rows: int, *of_rows: Tensor) -> None:
 
 
 def _check_state(inputs: DeltaInputs, weight: Tensor, window: Tensor, state: Tensor) -> None:
-    """And of what is kept."""
+    """Check the kernel's assumptions about window and state."""
     inputs.check(state)
     num_channels, width = weight.shape
     assert inputs.qkv.shape[1] == num_channels and inputs.key_dim == inputs.value_dim

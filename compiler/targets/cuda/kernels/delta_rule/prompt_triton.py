@@ -1,9 +1,9 @@
-"""The gated delta rule over prompts in chunks of 64 tokens, each a few products of matrices (the WY
-form of Yang et al., 2024), with its norm: float32 state and sums, products in TF32, or in three
-TF32 ones where they are to be exact.
+"""Gated delta rule in prefill, with its norm, in chunks of 64 tokens.
 
-Legend: T tokens, P pieces, N chunks, C tokens of a chunk, H value heads, G key heads, K size of a
-key, V size of a value, S slots. KEYS and VALUES are K and V as powers of two, with zeros.
+A chunk is a few matrix products (the WY form in Yang et al., 2024). State and sums are float32.
+Products are TF32, or three TF32 products for exact arithmetic. Shape letters: T tokens, P prefill
+chunks, N chunks, C tokens in a chunk, H value heads, G key heads, K key size, V value size, S
+slots. KEYS and VALUES are K and V padded to powers of two.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from tilewright.compiler.targets.cuda.tuning import tuning
 
 _TUNING = tuning()["delta_rule"]
 SPAN: int = _TUNING["span"]
-"""Tokens whose chunks run together: what they hand on is bounded."""
+"""Maximum tokens in a launch. It limits the scratch memory."""
 _MOST_KEYS = 128
-_PART = 32  # channels of queries and keys that a program takes together for its results
+_PART = 32  # channels of queries and keys in a block
 _SOLVE_LAUNCH: dict[str, int] = _TUNING["solve"]
-# Two programs a multiprocessor.
+# Two programs fit a multiprocessor.
 _OUTPUTS_LAUNCH: dict[str, int] = _TUNING["outputs"]
-_DIAGONAL = 16  # rows of the blocks that are inverted column after column
+_DIAGONAL = 16  # rows in blocks that are inverted column by column
 
 
 @triton.jit
 def _there(positions_ptr, token, num_tokens):
-    """Which tokens there are: neither padding nor behind the last."""
+    """Return the mask of present tokens: within the prompt and not padding."""
     return tl.load(positions_ptr + token, mask=token < num_tokens, other=-1) >= 0
 
 
 @triton.jit
 def _gates(a_ptr, b_ptr, token, there, a_log, dt_bias, a_stride, b_stride):
-    """The sums of decays (logarithms) up to each token, and the tokens' steps: 0 without one."""
+    """Return cumulative log decays and steps of the tokens. Absent tokens have 0."""
     row = token.to(tl.int64)
     a = tl.load(a_ptr + row * a_stride, mask=there, other=0.0)
     b = tl.load(b_ptr + row * b_stride, mask=there, other=0.0)
@@ -69,7 +69,7 @@ def _gates(a_ptr, b_ptr, token, there, a_log, dt_bias, a_stride, b_stride):
 
 @triton.jit
 def _rows(x_ptr, token, there, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """``[C, BLOCK]``: a head's channels, 0 where there is no token."""
+    """Load a head's channels ``[C, BLOCK]``, 0 for absent tokens."""
     i = tl.arange(0, BLOCK)[None, :]
     at = x_ptr + token.to(tl.int64)[:, None] * stride + i
     return tl.load(at, mask=there[:, None] & (i < SIZE), other=0.0)
@@ -83,12 +83,17 @@ def _dot(x, y, PRECISION: tl.constexpr, CHAINED: tl.constexpr):
 
 @triton.jit
 def _inverse(
-    below, C: tl.constexpr, B: tl.constexpr, LEVELS: tl.constexpr,
-    PRECISION: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """``[C, C]``: the inverse of 1 + ``below``, which has zeros on its diagonal and above. Blocks
-    on the diagonal column after column, all at once, then two and two: nowhere a product of powers,
-    which would cancel where keys are alike.
+    below,
+    C: tl.constexpr,
+    B: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Return the inverse ``[C, C]`` of 1 + ``below``, a strictly lower triangular matrix.
+
+    Diagonal blocks are inverted column by column and then joined in pairs. Products of powers would
+    cancel for similar keys.
     """
     N: tl.constexpr = C // B
     tl.static_assert(C == B << LEVELS)
@@ -121,9 +126,8 @@ def _solve_kernel(
     DIAGONAL: tl.constexpr, LEVELS: tl.constexpr,
     PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, h): a chunk's corrections are ``corrections`` (from its values) plus
-    ``from_state`` times the state before it. With them unit keys by channel, the sums of decays up
-    to each token, and what queries and keys are to be multiplied by.
+    """Program (n, h) solves the system of a chunk; see :func:`.delta_solve.delta_solve` for
+    outputs.
     """
     release_dependents(CHAINED)
     chunk, h = tl.program_id(0), tl.program_id(1)
@@ -155,7 +159,7 @@ def _solve_kernel(
     v = _rows(qkv_ptr + 2 * G * K + h * V, token, there, qkv_stride, V, VALUES)
     own = _dot(solved, v, PRECISION, CHAINED)
     tl.store(corrections_ptr + at * (VALUES * C) + j * C + place[:, None], own)
-    # Read again: nothing of the keys is held while the system is solved.
+    # Read the keys again, to free their registers during the inversion.
     k = _rows(qkv_ptr + (G + g) * K, token, there, qkv_stride, K, KEYS)
     solved *= -(tl.exp(total) * scale)[None, :]
     seen = operand(_dot(solved, k, PRECISION, CHAINED), PRECISION, CHAINED)
@@ -171,8 +175,9 @@ def _outputs_kernel(
     KEYS: tl.constexpr, VALUES: tl.constexpr, PART: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, h): what a chunk's queries find in the state before it and in its corrections,
-    normed and gated.
+    """Program (n, h) computes the outputs of a chunk, with norm and gate.
+
+    The outputs come from the state before the chunk and from its corrections.
     """
     release_dependents(CHAINED)
     place, value, i = tl.arange(0, C), tl.arange(0, VALUES), tl.arange(0, PART)
@@ -199,7 +204,7 @@ def _outputs_kernel(
     total = tl.load(totals_ptr + (chunk * H + h) * C + place)
     scales = scales_ptr + (chunk * G + g) * (2 * C) + place
     q_scale, k_scale = tl.load(scales), tl.load(scales + C)
-    # What is left at token i of what was written at j.
+    # Remaining share at token i of a value written at j.
     seen = place[:, None] >= place[None, :]
     kept = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
     scores = tl.where(seen, scores * kept * k_scale[None, :], 0.0) * q_scale[:, None]
@@ -215,8 +220,9 @@ def _outputs_kernel(
 def _handed_on(
     num_chunks: int, num_heads: int, num_key_heads: int, keys: int, values: int
 ) -> tuple[int, ...]:
-    """Elements of what one kernel leaves to the next: states, how corrections come from them,
-    corrections, unit keys, sums of decays, scales.
+    """Return the sizes of the scratch buffers, in elements.
+
+    They are states, state factors, corrections, unit keys, cumulative decays and scales.
     """
     heads, key_heads = num_chunks * num_heads, num_chunks * num_key_heads
     squares = (heads * values * keys, heads * CHUNK * keys, heads * CHUNK * values)
@@ -226,7 +232,7 @@ def _handed_on(
 def scratch_bytes(
     num_tokens: int, *, num_heads: int, num_key_heads: int, key_dim: int, value_dim: int
 ) -> int:
-    """Bytes of what a prompt's chunks hand on."""
+    """Return the scratch memory for a prompt in bytes."""
     num_chunks = triton.cdiv(min(num_tokens, SPAN), CHUNK)
     keys, values = block_of(key_dim), block_of(value_dim)
     return 4 * sum(_handed_on(num_chunks, num_heads, num_key_heads, keys, values))
@@ -246,18 +252,18 @@ def delta_rule_prompt(
     exact: bool,
     is_native: bool = False,
 ) -> None:
-    """As :func:`delta_rule_step`, for T tokens of the sequence in ``slots[0]``, at consecutive
-    ``positions [T]``; negative ones, at the end only, are padding.
+    """Run the delta rule for T prompt tokens; see :func:`.step_triton.delta_rule_step`.
 
-    ``starts [P + 1]`` (int64, ascending): the tokens are of P pieces of sequences of their own, and
-    each is such a prompt by itself: from its own start up to the next one's. They are multiples of
-    64, from 0 to T; a piece may be empty.
+    All tokens belong to slot ``slots[0]`` and have consecutive positions, with padding at the end.
+    Key and value sizes are at most 128.
 
-    ``keeps [T]`` (int64): a slot of ``state`` that gets the state as it is before this token, -1
-    for none; looked at for the first token of each chunk.
-
-    Sizes of keys and values are at most 128. Products are of float32 where ``exact``, else of TF32
-    (10 bits of mantissa). ``is_native``: delta_solve.cu solves the systems of chunks.
+    Args:
+        keeps: int64 ``[T]``. A slot for the state before this token, or -1. Used at the first token
+            of each 64-token chunk.
+        starts: Ascending starts of P independent prefill chunks and their end, int64 ``[P + 1]``,
+            divisible by 64. Chunks may be empty. None: a single prefill chunk.
+        exact: Use float32 products. False: TF32 (10 mantissa bits).
+        is_native: Use delta_solve.cu for the systems.
     """
     inputs.check(state)
     num_tokens, heads, value_dim = len(out), inputs.num_heads, inputs.value_dim
@@ -272,11 +278,20 @@ def delta_rule_prompt(
         part = slice(first, first + SPAN)
         some = replace(inputs, qkv=inputs.qkv[part], a=inputs.a[part], b=inputs.b[part])
         _run_span(
-            out[part], some, z[part], norm,
-            scratch=scratch, state=state, positions=positions[part], slots=slots[part],
-            keeps=None if keeps is None else keeps[part], starts=starts, first=first, exact=exact,
+            out[part],
+            some,
+            z[part],
+            norm,
+            scratch=scratch,
+            state=state,
+            positions=positions[part],
+            slots=slots[part],
+            keeps=None if keeps is None else keeps[part],
+            starts=starts,
+            first=first,
+            exact=exact,
             is_native=is_native,
-        )  # fmt: skip
+        )
 
 
 def _run_span(
@@ -295,9 +310,7 @@ def _run_span(
     exact: bool,
     is_native: bool,
 ) -> None:
-    """The span of prompts from token ``first`` on: all chunks' systems, the states of each piece
-    one after another, all results.
-    """
+    """Run the tokens from ``first``: all systems, then the states in sequence, then all outputs."""
     states, from_state, corrections, keys, totals, scales = scratch
     num_tokens, num_chunks = len(out), triton.cdiv(len(out), CHUNK)
     heads, qkv, (weight, eps) = inputs.num_heads, inputs.qkv, norm
@@ -311,12 +324,26 @@ def _run_span(
         delta_solve(*scratch[1:], inputs=inputs, positions=positions)
     else:
         _solve_kernel[(num_chunks, heads)](
-            from_state, corrections, keys, totals, scales,
-            qkv, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias, positions,
-            num_tokens, qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0),
-            DIAGONAL=_DIAGONAL, LEVELS=(CHUNK // _DIAGONAL).bit_length() - 1,
-            **sizes, **_SOLVE_LAUNCH,
-        )  # fmt: skip
+            from_state,
+            corrections,
+            keys,
+            totals,
+            scales,
+            qkv,
+            inputs.a,
+            inputs.b,
+            inputs.a_log,
+            inputs.dt_bias,
+            positions,
+            num_tokens,
+            qkv.stride(0),
+            inputs.a.stride(0),
+            inputs.b.stride(0),
+            DIAGONAL=_DIAGONAL,
+            LEVELS=(CHUNK // _DIAGONAL).bit_length() - 1,
+            **sizes,
+            **_SOLVE_LAUNCH,
+        )
     delta_states(
         states, from_state, corrections, keys, totals,
         state=state, positions=positions, slots=slots, keeps=keeps, starts=starts,

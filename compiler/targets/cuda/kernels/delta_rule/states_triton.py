@@ -1,6 +1,6 @@
-"""The gated delta rule over prompts, second part: states from chunk to chunk of each piece.
+"""Gated delta rule in prefill, second part: states from chunk to chunk.
 
-Knows nothing of how a chunk's system was solved. Legend as in delta_rule_prompt.py.
+Excludes the solution of a chunk's system. See ``prompt_triton.py`` for the shape letters.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
 )
 from tilewright.compiler.targets.cuda.tuning import tuning
 
-_STATE_VALUES = 32  # columns of a state that a program keeps
-# Two chunks ahead of the one that is multiplied: 217 KiB of shared memory.
+_STATE_VALUES = 32  # state columns for a program
+# Two chunks are in flight before the current chunk: 217 KiB of shared memory.
 _TUNING = tuning()["delta_rule"]["states"]
 _STATES_LAUNCH: dict[str, int] = _TUNING["usual"]
-_EXACT_LAUNCH: dict[str, int] = _TUNING["exact"]  # operands are in registers, in two parts each
-# Two warpgroups with 16 columns between them read past an operand's end (Triton 3.6).
+_EXACT_LAUNCH: dict[str, int] = _TUNING["exact"]  # operands are in registers, in two parts
+# Two warpgroups with 16 columns read past the end of an operand in Triton 3.6.
 _NARROW = 16
 _NARROW_LAUNCH: dict[str, int] = _TUNING["narrow"]
 
 
 @triton.jit
 def operand(x, PRECISION: tl.constexpr, CHAINED: tl.constexpr):
-    """float32 ``x`` to the nearest TF32: a product on the device would cut it off, and errors that
-    are all of one sign add up in a state.
+    """Round float32 ``x`` to the nearest TF32.
+
+    The matrix unit would truncate, and errors with equal signs accumulate in the state.
     """
     if CHAINED and PRECISION == "tf32":
         bits = x.to(tl.int32, bitcast=True)
@@ -42,7 +43,7 @@ def operand(x, PRECISION: tl.constexpr, CHAINED: tl.constexpr):
 
 
 def launch_of(usual: dict[str, int], num_columns: int, *, exact: bool) -> dict[str, int]:
-    """How a kernel is launched whose products have so many columns."""
+    """Return the launch options for a kernel whose products have ``num_columns`` columns."""
     if num_columns <= _NARROW:
         return _NARROW_LAUNCH
     return _EXACT_LAUNCH if exact else usual
@@ -50,13 +51,29 @@ def launch_of(usual: dict[str, int], num_columns: int, *, exact: bool) -> dict[s
 
 @triton.jit
 def _go_through(
-    states_ptr, from_state_ptr, corrections_ptr, keys_ptr, totals_ptr,
-    state_ptr, position, slot, keeps_ptr, num_chunks,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
-    KEEPS: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """Some columns of a head's state through the chunks of a piece from ``position`` on."""
+    states_ptr,
+    from_state_ptr,
+    corrections_ptr,
+    keys_ptr,
+    totals_ptr,
+    state_ptr,
+    position,
+    slot,
+    keeps_ptr,
+    num_chunks,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    C: tl.constexpr,
+    KEEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Update some columns of a head's state over the chunks of a prompt from ``position``."""
     h, place, key = tl.program_id(0), tl.arange(0, C), tl.arange(0, KEYS)
     i, j = key[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     held = state_ptr + (slot * H + h) * (K * V) + i * V + j
@@ -96,23 +113,43 @@ def _go_through(
 
 @triton.jit
 def _chunk_of(start_ptr, first_chunk, num_chunks, C: tl.constexpr):
-    """The chunk here with which a piece starts; of one that starts elsewhere, the nearest end."""
+    """Return the chunk in this span at which a prefill chunk starts, clamped to the span."""
     chunk = tl.load(start_ptr).to(tl.int32) // C - first_chunk
     return tl.minimum(tl.maximum(chunk, 0), num_chunks)
 
 
 @triton.jit
 def _states_kernel(
-    states_ptr, from_state_ptr, corrections_ptr, keys_ptr, totals_ptr,
-    state_ptr, positions_ptr, slots_ptr, keeps_ptr, starts_ptr, num_chunks, first_chunk,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
-    KEEPS: tl.constexpr, STARTS: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """Program (h, j, p): some columns of a head's state, chunk after chunk of a piece: ``states``
-    before each, and the whole of its ``corrections``; where ``KEEPS``, the state itself before a
-    chunk that asks for it. Where ``STARTS``, a piece has the chunks from its own start up to the
-    next one's, of which those from ``first_chunk`` on are here, or none of them; else all.
+    states_ptr,
+    from_state_ptr,
+    corrections_ptr,
+    keys_ptr,
+    totals_ptr,
+    state_ptr,
+    positions_ptr,
+    slots_ptr,
+    keeps_ptr,
+    starts_ptr,
+    num_chunks,
+    first_chunk,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    C: tl.constexpr,
+    KEEPS: tl.constexpr,
+    STARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Program (h, j, p) computes some columns of a head's state over the chunks of a prefill chunk.
+
+    It stores ``states`` before every chunk and completes ``corrections``. With ``KEEPS``, it stores
+    requested snapshots. With ``STARTS``, a prefill chunk has the chunks between its start and the
+    next start, as far as they are in this span. Without ``STARTS``, it has all chunks.
     """
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
@@ -155,14 +192,32 @@ def delta_states(
     sizes: dict[str, Any],
     exact: bool,
 ) -> None:
-    """``states [N, H, VALUES, KEYS]`` before each of N chunks, the first of them ``first_chunk`` of
-    those that ``starts`` counts, and the whole ``corrections``, of what the first part has left;
-    the rest as :func:`.delta_rule_prompt.delta_rule_prompt` has it.
+    """Compute the states before N chunks, and complete the corrections of the first part.
+
+    Args:
+        states: Outputs ``[N, H, VALUES, KEYS]``.
+        first_chunk: Index of the first chunk, for ``starts``.
+
+    See :func:`.prompt_triton.delta_rule_prompt` for the remaining arguments.
     """
     block = min(_STATE_VALUES, sizes["VALUES"])
     num_pieces = 1 if starts is None else len(starts) - 1
     _states_kernel[(sizes["H"], triton.cdiv(sizes["V"], block), num_pieces)](
-        states, from_state, corrections, keys, totals, state, positions, slots, keeps, starts,
-        num_chunks, first_chunk, BLOCK=block, KEEPS=keeps is not None, STARTS=starts is not None,
-        **sizes, **launch_of(_STATES_LAUNCH, block, exact=exact),
-    )  # fmt: skip
+        states,
+        from_state,
+        corrections,
+        keys,
+        totals,
+        state,
+        positions,
+        slots,
+        keeps,
+        starts,
+        num_chunks,
+        first_chunk,
+        BLOCK=block,
+        KEEPS=keeps is not None,
+        STARTS=starts is not None,
+        **sizes,
+        **launch_of(_STATES_LAUNCH, block, exact=exact),
+    )

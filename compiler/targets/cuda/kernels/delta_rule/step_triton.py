@@ -1,7 +1,7 @@
-"""One token of the gated delta rule with everything about it, a program a head: vectors of length
-1, gates, the state, and the norm that a further product gates. float32 throughout.
+"""Gated delta rule for one token, with unit vectors, gates, state and gated norm, in float32.
 
-Legend: B rows, H value heads, G key heads, K size of a key, V size of a value, S slots.
+A program computes a head. Shape letters: B rows, H value heads, G key heads, K key size, V value
+size, S slots.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from tilewright.compiler.targets.cuda.state.token_batch import SKIPPED_TOKEN
 
 SKIPPED = tl.constexpr(SKIPPED_TOKEN)
 EPS = tl.constexpr(1e-6)
-"""Of the lengths of queries and keys: a part of the model."""
+"""Epsilon of the query and key normalization. It is part of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaInputs:
-    """``qkv [T, 2 G K + H V]``, ``a`` and ``b [T, H]``, whose rows may be further apart than they
-    are long; ``a_log`` and ``dt_bias [H]``: as :data:`ops.gated_delta_rule` has them.
+    """Inputs of the delta rule; see :data:`ops.gated_delta_rule`.
+
+    Attributes:
+        qkv: ``[T, 2 G K + H V]`` with any row stride.
+        a, b: ``[T, H]`` with any row stride.
+        a_log, dt_bias: ``[H]``.
     """
 
     qkv: Tensor
@@ -50,7 +54,7 @@ class DeltaInputs:
         return width // self.num_heads
 
     def check(self, state: Tensor) -> None:
-        """What the kernels take for granted, with ``state [S, H, K, V]``."""
+        """Check the kernels' assumptions, with ``state [S, H, K, V]``."""
         assert state.shape[1:] == (self.num_heads, self.key_dim, self.value_dim)
         assert state.is_contiguous() and self.num_heads % self.num_key_heads == 0
         assert self.a.shape == self.b.shape and self.qkv.stride(1) == 1
@@ -59,9 +63,9 @@ class DeltaInputs:
 
 @triton.jit
 def decay_of(a, a_log, dt_bias):
-    """The logarithm of what the state keeps: -exp(a_log) softplus(a + dt_bias)."""
+    """Return the log decay of the state: -exp(a_log) softplus(a + dt_bias)."""
     x = a + dt_bias
-    # log(1 + exp(x)): beyond 20 it is x to the last bit.
+    # softplus is log(1 + exp(x)). Above 20, it equals x in float32.
     return -tl.exp(a_log) * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
@@ -117,8 +121,7 @@ def delta_rule_step(
     slots: Tensor,
     targets: Tensor | None = None,
 ) -> None:
-    """One token of each of B sequences: ``out [B, H V]``, bfloat16 or float32, the heads' results
-    after RMSNorm (weight ``[V]``, eps) times silu of ``z [B, H V]``.
+    """Run the delta rule and the gated norm for one token of B sequences. Inputs are float32.
 
     ``state [S, H, K, V]`` goes on by the token in the row's slot. ``positions`` and ``slots [B]``
     int64: at position 0 it starts from zeros; at a negative one nothing is kept, and the row gets

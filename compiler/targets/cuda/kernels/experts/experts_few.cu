@@ -1,26 +1,26 @@
-// experts.cu's products for one or two tokens, with the same bits. A step of so few is a wait for
-// memory, so these have more of it on its way: x lies whole in shared memory, which leaves the rest
-// to weights; the expert that all share, which no router chooses, is asked for before the wait; and
-// a block of the sum fits beside one of the product, so that its weights arrive meanwhile.
-// Loops are rolled: what a block runs once takes longer to fetch than to run.
-// Compiled by NVRTC; held.py says how weights lie.
+// Expert matmuls for one or two tokens, with the bits of experts.cu. Small steps wait for memory,
+// and this kernel has more loads in flight. All of x is in shared memory, and weights use the
+// remaining space. The shared expert needs no router, and its weight is loaded before the wait. A
+// block of the sum fits next to a block of the matmul and loads its weights concurrently. Loops are
+// rolled, because fetching an instruction takes longer than its single run. packed_weight.py
+// describes weight layouts.
 //
-// Legend: B tokens, K experts of a token, N tiles (up to 32), C columns.
+// Legend: B tokens, K experts for a token, N tiles (up to 32), C columns.
 
 #include "experts_walk.cuh"
 #include "route_choose.cuh"
 
 constexpr int WARPS = 5, SUM_WARPS = 9;
-constexpr int FEW_TILES = 32, EACH = 8;  // logits of a lane
+constexpr int FEW_TILES = 32, EACH = 8;  // logits in a lane
 
-// Of one token, `route` may be asked here for its experts: a block does so faster than it learns
-// what another has found. `route.logits` is null where tiles are there.
+// For a single token, `route` may select the experts in this kernel: recomputing is faster than
+// waiting for a peer. `route.logits` is null if the tiles are complete.
 struct FewExperts {
   Experts of;
   Route route;
 };
 
-// All that there may be, by one warp: how many there are is not waited for first.
+// Read the maximum number of tiles with one warp, without a wait for their count.
 __device__ __forceinline__ void read_few(Table &table, const Experts &p, int lane) {
   const int count = (int)read_past4(p.tiles);
   if (lane < p.most_tiles) {
@@ -44,9 +44,10 @@ __device__ __forceinline__ void find_few(Table &table, const Route &route, float
   }
 }
 
-// A warp's units `first`, `first` + `stride` ..: of `early` ones weights are asked for at once;
-// `ready`, called once, returns how many there are when x and tiles are there. `row`: that of x in
-// shared memory, from `x_rows` on; `where` and `finish` as in `walk`.
+// Process a warp's units `first`, `first` + `stride`, ... The weights of the first `early` units
+// are loaded immediately. `ready` runs once, waits for x and tiles, and returns the number of
+// units. `row` returns an index into x in shared memory, from `x_rows`. See `walk` for `where` and
+// `finish`.
 template <int F, int DEPTH, class Where, class Ready, class Row, class Finish>
 __device__ __forceinline__ void walk_few(const Table &table, u32 ring, int first, int stride,
                                          int early, u32 x_rows, int x_row, Where where,
@@ -90,14 +91,14 @@ __device__ __forceinline__ void walk_few(const Table &table, u32 ring, int first
   for (int unit = first; unit < num_units; unit += stride) {
     const Place at = where(unit);
     const int member = table.member(at, F == BF16 ? lane & 7 : lane >> 2);
-    const int there = __shfl_sync(~0u, member, 0);  // for none: a row that this warp may read
+    const int there = __shfl_sync(~0u, member, 0);  // padding reads a row that belongs to this warp
     u32 x = x_rows + row(at, member < 0 ? there : member) * x_row + x_offset<F>(lane, 0);
     const int num_steps = table.weight(at).num_steps;
     float acc[1][1][4] = {};
 #pragma unroll 1
     for (int step = 0; step < num_steps; ++step) {
       wait_copies<DEPTH - 1>();
-      if (F == BF16) __syncwarp();  // its lanes read each other's pieces
+      if (F == BF16) __syncwarp();  // lanes read data copied by their peers
       multiply_tiles<F, 1, 1>(acc, from + place, from4 + place, x, 0);
       if (F == BF16) __syncwarp();
       fetch(place);
@@ -108,7 +109,8 @@ __device__ __forceinline__ void walk_few(const Table &table, u32 ring, int first
   }
 }
 
-// A warp a row tile of a pair tile's expert, all over the device; tiles of the shared expert first.
+// A warp computes a row tile for a pair tile's expert. Tiles are distributed over the device, with
+// the shared expert's first.
 template <int F, int DEPTH> __device__ __forceinline__ void linear_few(const FewExperts &few) {
   const Experts &p = few.of;
   extern __shared__ __align__(128) u8 memory[];
@@ -126,8 +128,8 @@ template <int F, int DEPTH> __device__ __forceinline__ void linear_few(const Few
   };
   auto ready = [&] {
     wait_for_inputs();
-    release_dependents();  // only now: the sum of these experts reads tiles and more without a wait
-    if (warp == 0)  // it waits for no copies, before which there are those of weights
+    release_dependents();  // only now: the sum of these experts reads tiles without a wait
+    if (warp == 0)  // warp 0 waits for no copies, because weight copies precede them
       find_few<false>(table, few.route, nullptr, lane);
     else
       for (int token = 0; token < p.num_tokens; ++token)
@@ -150,8 +152,8 @@ template <int F, int DEPTH> __device__ __forceinline__ void linear_few(const Few
                      shared_address(x_rows), x_row, where, ready, row, finish);
 }
 
-// A block a row tile of all experts, a warp a pair tile or the one of the shared expert; then the
-// tokens' sums.
+// A block computes a row tile for all experts, and a warp computes a pair tile or the tile of the
+// shared expert. Then the block adds the tokens' sums.
 template <int F, int DEPTH> __device__ __forceinline__ void sum_few(const FewExperts &few) {
   const Experts &p = few.of;
   extern __shared__ __align__(128) u8 memory[];
@@ -172,7 +174,7 @@ template <int F, int DEPTH> __device__ __forceinline__ void sum_few(const FewExp
   const int token = threadIdx.x >> 4, of = threadIdx.x & 15, out_row = blockIdx.x * 16 + of;
   const bool is_out = token < p.num_tokens && out_row < p.own.num_rows;
   float *out = (float *)p.out + (size_t)token * p.out_stride + out_row;
-  float before = 0.0f, gate = 0.0f;  // as old as tiles
+  float before = 0.0f, gate = 0.0f;  // complete, like the tiles
   if (is_out && p.residual) before = __uint_as_float(read_past4(out));
   if (is_out && p.gate)
     gate = __uint_as_float(read_past4((const float *)p.gate + (size_t)token * p.gate_stride));
@@ -185,7 +187,8 @@ template <int F, int DEPTH> __device__ __forceinline__ void sum_few(const FewExp
   auto row = [&](Place at, int member) {
     return at.is_shared ? num_pairs + min(member, p.num_tokens - 1) : member;
   };
-  auto ready = [&] {  // a pair has one tile, so a warp copies what no other reads
+  // a pair has a single tile, so the copies of a warp have no readers in its peers
+  auto ready = [&] {
     wait_for_inputs();
 #pragma unroll 1
     for (int unit = warp; unit < num_units; unit += SUM_WARPS) {

@@ -1,5 +1,5 @@
-// How a warp walks over tiles of pairs and row tiles of their experts' weights: its own ring of
-// copies, weights and x together, which goes on from one unit of work to the next.
+// A warp's walk over pair tiles and row tiles of expert weights. A warp has its own ring of copies,
+// for weights and x, which continues between units of work.
 #pragma once
 
 #include "tiles.cuh"
@@ -9,7 +9,7 @@ constexpr int X_ROW = (STEP + X_PADDING) * 2, X_BYTES = PAIRS * X_ROW;
 
 template <int F> constexpr int stage_bytes = step_bytes<F> + X_BYTES;
 
-// A weight of each expert, or that of the expert that all tokens share.
+// The weights of all experts, or the shared expert's weight.
 struct Weight {
   const u8 *data;
   int num_row_tiles, num_steps, num_rows;
@@ -17,20 +17,20 @@ struct Weight {
 };
 
 struct Experts {
-  Weight own, shared;    // shared.data: null where there is none
-  const u16 *x;          // bf16: a token's, or a pair's
+  Weight own, shared;  // shared.data: null without a shared expert
+  const u16 *x;  // bf16, by token or by pair
   const u16 *shared_x;   // bf16 [B, shared_x_stride]
   void *out, *shared_out;
-  const int *tiles;      // [1 + N]: how many there are, then the expert of each
-  const short *pairs;    // [N, 8]: -1 where a tile has no more
-  const float *weights;  // [B, K] of a sum
-  const Value *given;    // [B, given_stride]: the shared expert's, where it is made elsewhere
-  const Value *gate;     // [B, gate_stride] of the shared expert in a sum, or null
+  const int *tiles;  // [1 + N]: tile count, then the expert of each tile
+  const short *pairs;  // [N, 8], padded with -1
+  const float *weights;  // [B, K], for a sum
+  const Value *given;  // [B, given_stride]: the shared expert's result from a different kernel
+  const Value *gate;  // [B, gate_stride], the shared expert's gate in a sum, or null
   int num_tokens, top_k, reciprocal;  // 65536 / K, rounded up
-  int most_tiles, x_stride, x_each, out_stride, out_each;  // each: from a token's pair to the next
+  int most_tiles, x_stride, x_each, out_stride, out_each;  // each: stride between a token's pairs
   int shared_x_stride, shared_out_stride, given_stride, gate_stride, residual, epilogue;
 
-  // Where a pair's row begins. Exact below 2,048 pairs.
+  // Return the offset of a pair's row. Exact below 2,048 pairs.
   __device__ __forceinline__ size_t row_of(int pair, int stride, int each) const {
     const int token = pair * reciprocal >> 16;
     return (size_t)token * stride + (pair - token * top_k) * each;
@@ -40,21 +40,21 @@ struct Experts {
   }
 };
 
-// A unit of work: 16 rows of the expert of a tile, or of the shared one for eight tokens.
+// A unit of work: 16 weight rows for a tile's expert, or for the shared expert and eight tokens.
 struct Place {
   int tile, row_tile;
   bool is_shared;
 };
 
-// The tiles in shared memory: pairs first. A sum reads them before its wait: they are the router's,
-// which had ended when the product before the sum let it begin.
+// The tiles in shared memory, pairs first. A sum reads them before its wait: the router that writes
+// them ends before the preceding matmul releases the sum.
 struct Table {
   const Experts &p;
   short *pairs;
   int *tiles;
   __device__ __forceinline__ Table(u8 *memory, const Experts &p)
       : p(p), pairs((short *)memory), tiles((int *)(memory + p.most_tiles * PAIRS * 2)) {}
-  // All that there may be: how many there are is not waited for first.
+  // Read the maximum number of tiles, without a wait for their count.
   __device__ __forceinline__ void read() {
     for (int i = threadIdx.x; i <= p.most_tiles; i += blockDim.x) {
       const int tile = (int)read_past4(p.tiles + i);
@@ -64,7 +64,7 @@ struct Table {
   }
   __device__ __forceinline__ int num_tiles() const { return tiles[0]; }
   __device__ __forceinline__ int expert(int tile) const { return tiles[1 + tile]; }
-  // A pair, or a token of the shared expert; below 0 where there are no more.
+  // Return a pair, or a token of the shared expert. Negative: none.
   __device__ __forceinline__ int member(Place at, int i) const {
     if (!at.is_shared) return pairs[at.tile * PAIRS + i];
     const int token = at.tile * PAIRS + i;
@@ -75,8 +75,8 @@ struct Table {
   }
 };
 
-// What is made of a unit's sums, acc of a lane: SwiGLU or float32 in memory; or, of a sum's products
-// [pairs, then tokens of the shared expert; 16], in shared memory.
+// Store the sums of a unit: in memory, as float32 or after SwiGLU; or in shared memory, as a sum's
+// products [pairs, then tokens of the shared expert; 16].
 __device__ __forceinline__ void store_product(const Table &table, Place at, int g, int t,
                                               const float (&acc)[4]) {
   const Experts &p = table.p;
@@ -113,8 +113,9 @@ __device__ __forceinline__ void keep_product(const Table &table, Place at, float
   }
 }
 
-// A warp's units `first`, `first` + `stride` ..: `where` says which each is, `wait` is called once,
-// before x is read and after the first weights are asked for; `finish` gets each unit's sums.
+// Process a warp's units `first`, `first` + `stride`, ... `where` returns the place of a unit.
+// `wait` runs once, after the first weight loads and before x is read. `finish` receives the sums
+// of a unit.
 template <int F, int DEPTH, class Where, class Wait, class Finish>
 __device__ __forceinline__ void walk(const Table &table, u32 ring, int first, int stride,
                                      int num_units, Where where, Wait wait, Finish finish) {
@@ -132,7 +133,7 @@ __device__ __forceinline__ void walk(const Table &table, u32 ring, int first, in
       const int rows_before = at.is_shared ? 0 : table.expert(at.tile) * of.num_row_tiles;
       const Source<F> unit(of.data, of.num_steps, rows_before + at.row_tile, 0, lane);
       weights.a = unit.a, weights.b = unit.b;
-#ifdef GENERATED  // gates lie before ups, not in turns of eight
+#ifdef GENERATED  // gates precede ups, not alternately in eights
       const size_t row = (size_t)of.num_steps * (STEP * 2);
       if (p.epilogue == SWIGLU)
         weights.a -= at.row_tile * 8 * row, weights.b = weights.a + of.num_rows * row;
@@ -184,7 +185,7 @@ __device__ __forceinline__ void walk(const Table &table, u32 ring, int first, in
     float acc[1][1][4] = {};
     for (int step = 0; step < num_steps; ++step) {
       wait_copies<DEPTH - 1>();
-      __syncwarp();  // lanes read each other's pieces
+      __syncwarp();  // lanes read data copied by their peers
       const u32 place = slot * STAGE;
       multiply_tiles<F, 1, 1>(acc, from + place, from4 + place, x_from + place, 0);
       __syncwarp();
