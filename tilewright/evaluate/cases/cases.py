@@ -1,7 +1,6 @@
-"""The named cases of the demo: what is run, how often, on which prompts, with which precision.
+"""Named benchmark cases: workload, repeats, prompts and precision.
 
-A case is only a description; whether a model and a device can run it is asked with `check_case`.
-Knows nothing of models, tokenizers or targets.
+`check_case` checks a case against a model and a device. Excludes models, tokenizers and targets.
 """
 
 from __future__ import annotations
@@ -16,42 +15,42 @@ from tilewright.utils.registry import Registry
 PRECISIONS = ("performance", "accuracy")
 DEFAULT_CASE = "performance-batch-1"
 
-# The timing of the published tables: 128 tokens of prompt, 200 generated.
+# Sizes in the published tables: 128 prompt tokens and 200 output tokens.
 TABLE_PROMPT_LENGTH = 128
 TABLE_GENERATED_TOKENS = 200
 
-# Token matching prefills 512 tokens and counts the 512 predictions from there on.
+# Token matching prefills 512 tokens and counts the next 512 predictions.
 ACCURACY_PREFILL = 512
 ACCURACY_CONTEXT = 1024
 ACCURACY_TEXT = "accuracy"
-"""The text of `texts/` that an accuracy is of unless another one is named."""
+"""Default text in `texts/` for accuracy."""
 
-# What a case with natural prompts reserves for each of them, chat template included.
+# Reserved length of a natural prompt, with the chat template.
 NATURAL_PROMPT_LENGTH = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A named load of the demo: prompt length, users, tokens to generate, repeats.
+    """A named benchmark case.
 
     Attributes:
-        name: `<precision>-<what is run>`, lower case.
-        precision: the name of a configuration in `precision_cfgs/`.
-        description: one line for `--list`.
-        prompts: a file of `demo/sample_prompts` with natural prompts, or, where `prompt_length` is
-            set, a file of `tilewright/evaluate/cases/texts` to cut them from.
-        prompt_length: tokens of every prompt; None for natural prompts.
-        batch_size: users served at once, per replica.
-        max_generated_tokens: tokens generated for each user, at most.
-        num_repeats: measured repeats of the whole batch; warm-up is not one of them.
-        stop_at_eos: whether a user ends where the model says so.
-        token_accuracy: whether top-1 and top-5 are measured by teacher forcing.
-        data_parallel: replicas of the model.
-        rotate_prompts: whether each repeat hands every prompt to the next user; the text of a
-            prompt must be the same each time.
+        name: `<precision>-<workload>`, lower case.
+        precision: Name of a configuration in `precision_cfgs/`.
+        description: One line for `--list`.
+        prompts: A file in `demo/sample_prompts` with natural prompts or, with `prompt_length`, a
+            file in `tilewright/evaluate/cases/texts` to cut them from.
+        prompt_length: Tokens in every prompt. None: natural prompts.
+        batch_size: Concurrent users for each replica.
+        max_generated_tokens: Maximum output tokens for each user.
+        num_repeats: Measured repeats of the whole batch, without the warm-up.
+        stop_at_eos: Stop at the model's end token.
+        token_accuracy: Measure top-1 and top-5 by teacher forcing.
+        data_parallel: Number of model replicas.
+        rotate_prompts: Give every prompt to the next user in each repeat. The output for a prompt
+            must be the same each time.
 
     Raises:
-        ConfigError: a count or a prompt length below 1.
+        ConfigError: A count or a prompt length is below 1.
     """
 
     name: str
@@ -76,13 +75,13 @@ class Case:
 
     @property
     def is_natural(self) -> bool:
-        """Whether the prompts are questions to answer, not tokens cut from a text."""
+        """Whether the prompts are questions, not tokens from a text."""
         return self.prompt_length is None
 
     @property
     def context(self) -> int:
-        """Positions that one user needs. A natural prompt counts as `NATURAL_PROMPT_LENGTH`: its
-        true length is checked when it is tokenized.
+        """Positions for one user. A natural prompt counts as `NATURAL_PROMPT_LENGTH`; its real
+        length is checked after tokenization.
         """
         prompt_length = self.prompt_length or NATURAL_PROMPT_LENGTH
         needed = prompt_length + self.max_generated_tokens
@@ -90,14 +89,14 @@ class Case:
 
 
 def check_case(case: Case, *, max_context: int, max_data_parallel: int) -> None:
-    """Refuse a case that the model or the device cannot run.
+    """Raise an error if the model or the device cannot run a case.
 
     Args:
-        max_context: the model's context in tokens.
-        max_data_parallel: replicas that the target's device can hold.
+        max_context: Context of the model in tokens.
+        max_data_parallel: Maximum number of replicas on the device.
 
     Raises:
-        ConfigError: naming what is needed and what there is.
+        ConfigError: Names the required and the available size.
     """
     if case.context > max_context:
         raise ConfigError(
@@ -129,7 +128,7 @@ def _long_context(k: int) -> tuple[str, _Setting]:
     return description, {**_LONG, "prompt_length": length, **repeats}
 
 
-# Each stands once for every precision of `PRECISIONS`, which completes its name.
+# Templates for every entry of `PRECISIONS`, which completes the name.
 _TEMPLATES: Mapping[str, tuple[str, _Setting]] = {
     "batch-1": ("one user, one question", {}),
     "short": (

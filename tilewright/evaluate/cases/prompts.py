@@ -1,7 +1,7 @@
-"""Prompts of the named cases and of users: where they lie, and reading them strictly.
+"""Prompts of benchmark cases and of users: location and strict reading.
 
-The samples and the texts are found the same way in a clone and in an installed wheel. Knows nothing
-of tokenizers; where lengths matter it works on token ids it is handed.
+A clone and an installed wheel have the same locations. Excludes tokenizers; functions with lengths
+use token ids.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ from tilewright.utils.files import open_regular
 
 MAX_FILE_BYTES = 16 * 2**20
 MAX_TEXT_BYTES = 2**20
-"""The most bytes of a user's text for accuracy: a thousand times what is read of it at least."""
+"""Maximum size of a user's accuracy text in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
-    """What one user asks; `max_tokens` bounds the answer where the file says so."""
+    """A prompt of one user.
+
+    Attributes:
+        max_tokens: Maximum output tokens. None: not limited by the file.
+    """
 
     text: str
     max_tokens: int | None = None
 
 
 class _PromptFileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt as a file has it; 0 stands for a bound that is not given."""
+    """A prompt in a file. ``max_tokens`` 0: no limit."""
 
     prompt: Annotated[str, msgspec.Meta(pattern=r"\S")]
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 0
@@ -49,25 +53,25 @@ _ENTRIES_FORM = "a list of objects with prompt, some text, and at will max_token
 
 @dataclass(frozen=True, slots=True)
 class AccuracyText:
-    """A text that accuracy is measured on; ``name`` stands in the record."""
+    """A text for accuracy. ``name`` is part of records."""
 
     name: str
     content: str
 
     @property
     def is_standard(self) -> bool:
-        """Whether this is the text that the tables of PERF.md are measured on."""
+        """Whether this is the text for the tables in PERF.md."""
         return self.name == ACCURACY_TEXT
 
 
 def accuracy_text(name_or_path: str = ACCURACY_TEXT) -> AccuracyText:
-    """A text of ours by name (``-`` and ``_`` alike), else a user's file.
+    """Return an included text by name (``-`` equals ``_``), or a user's file.
 
-    A file's name in records is its stem and the start of its SHA-256, so that no file passes for
-    a text of ours, nor for what it was before it was changed.
+    The name of a file in records is its stem and the start of its SHA-256. Therefore a file never
+    has the name of an included text or of its earlier contents.
 
     Raises:
-        ConfigError: for neither, and for what is no regular file, too large, or no UTF-8.
+        ConfigError: The name is unknown, or the file is not regular, too large or not UTF-8.
     """
     files = {Path(name).stem.replace("_", "-"): name for name in _bench_texts()}
     name = name_or_path.replace("_", "-")
@@ -85,19 +89,19 @@ def accuracy_text(name_or_path: str = ACCURACY_TEXT) -> AccuracyText:
 
 
 def sample_prompts_dir() -> Path:
-    """The folder of the sample prompts.
+    """Return the directory of the sample prompts.
 
-    A wheel puts `demo/sample_prompts` beside `compiler`, as a clone does. It is not looked up as
-    the package `demo.sample_prompts`, because any other `demo` on the path would hide it.
+    The path is relative to this package in a wheel and in a clone. The package
+    `demo.sample_prompts` is not used, because a different `demo` package could hide it.
     """
     return Path(__file__).parents[2] / "sample_prompts"
 
 
 def sample_prompts(name: str) -> list[BenchPrompt]:
-    """The prompts of one sample file, such as `questions.json`.
+    """Return the prompts in a sample file, for example `questions.json`.
 
     Raises:
-        ConfigError: when there is no such sample, listing those there are.
+        ConfigError: The sample is unknown. Lists all samples.
     """
     names = sorted(path.name for path in sample_prompts_dir().glob("*.json"))
     if name not in names:
@@ -106,10 +110,10 @@ def sample_prompts(name: str) -> list[BenchPrompt]:
 
 
 def bench_text(name: str) -> str:
-    """The text `name` of `tilewright/evaluate/cases/texts`, such as `accuracy.txt`.
+    """Return a text in `tilewright/evaluate/cases/texts`, for example `accuracy.txt`.
 
     Raises:
-        ConfigError: when there is no such text, listing those there are.
+        ConfigError: The text is unknown. Lists all texts.
     """
     texts = _bench_texts()
     if name not in texts:
@@ -123,9 +127,9 @@ def _bench_texts() -> dict[str, Traversable]:
 
 
 def cut_prompts(tokens: Sequence[int], *, num_prompts: int, prompt_length: int) -> list[list[int]]:
-    """Cut prompts of exactly `prompt_length` ids from a text's ids, which repeat without end.
+    """Cut prompts of exactly `prompt_length` ids from a text, which repeats.
 
-    The prompts start at equal distances, so that users of one batch differ.
+    Prompts start at equal distances, so that users of a batch differ.
     """
     assert tokens and num_prompts >= 1 and prompt_length >= 1
     starts = [index * len(tokens) // num_prompts for index in range(num_prompts)]
@@ -136,11 +140,11 @@ def cut_prompts(tokens: Sequence[int], *, num_prompts: int, prompt_length: int) 
 
 
 def read_prompts(path: str | Path) -> list[BenchPrompt]:
-    """Read a JSON list of objects with `prompt` and, at will, `max_tokens`.
+    """Read a JSON list of objects with `prompt` and optional `max_tokens`.
 
     Raises:
-        ConfigError: when the file is missing, over `MAX_FILE_BYTES`, no UTF-8, no JSON, or has an
-            entry of another shape; the message names the file and the entry.
+        ConfigError: The file is missing, larger than `MAX_FILE_BYTES`, not UTF-8 or not JSON, or an
+            entry is invalid. Names the file and the entry.
     """
     place = f"prompts file {str(path)!r}"
     options = "allowed: a JSON file of prompts"
@@ -153,10 +157,10 @@ def read_prompts(path: str | Path) -> list[BenchPrompt]:
 
 
 def _read_text(path: Path, place: str, *, limit: int, options: str) -> str:
-    """A file of so many bytes of UTF-8 at most; ``options``: what is allowed where there is none.
+    """Read a UTF-8 file with at most ``limit`` bytes.
 
     Raises:
-        ConfigError: beginning with ``place``.
+        ConfigError: Starts with ``place``. ``options`` names the allowed files.
     """
     try:
         with open_regular(path) as file:

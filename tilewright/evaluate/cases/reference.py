@@ -1,7 +1,7 @@
-"""The fp32 reference of accuracy runs: which tokens, and what the fp32 model guesses after each.
+"""The fp32 reference for accuracy: tokens, and the fp32 model's predictions after each token.
 
-Guesses are kept in versioned files, refused where model, tokenizer or text are not the same; whole
-distributions, for KL, are computed when wanted and kept in the cache.
+Predictions are in versioned files, which are refused for a different model, tokenizer or text. Full
+logits, for KL, are computed on demand and cached.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _FOLDER = Path(__file__).parent / "references"
 
 
 class ReferenceMismatchError(ConfigError):
-    """A reference file is sound, and of something else."""
+    """A valid reference file for a different subject."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a reference is of: the hashes that must be equal for it to hold."""
+    """The subject of a reference. All hashes must be equal."""
 
     model: str
     model_hash: str
@@ -50,9 +50,13 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class AccuracyReference:
-    """``tokens``: the text. ``guesses[i]``: the five likeliest ids for position ``prefill + i``.
+    """A reference for one text.
 
-    ``margins[i]``: first logit minus second, which says how firm the guess is.
+    Attributes:
+        tokens: The text.
+        guesses: The five likeliest ids for position ``prefill + i``.
+        margins: First logit minus second, by position. It is the confidence of the prediction.
+        versions: Library versions.
     """
 
     subject: Subject
@@ -64,17 +68,17 @@ class AccuracyReference:
 
     @property
     def id(self) -> str:
-        """Short hash of everything but the library versions."""
+        """Short hash of all fields except the library versions."""
         body = dataclasses.asdict(self)
         del body["versions"]
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def text_tokens(encode: Callable[[str], list[int]], text: str) -> list[int]:
-    """The ids an accuracy run goes over: the text's first ones.
+    """Return the first tokens of a text, as many as an accuracy run needs.
 
     Raises:
-        ConfigError: when the text is too short for a run with this tokenizer.
+        ConfigError: The text is too short with this tokenizer.
     """
     tokens = encode(text)
     if len(tokens) < ACCURACY_CONTEXT:
@@ -85,14 +89,16 @@ def text_tokens(encode: Callable[[str], list[int]], text: str) -> list[int]:
 
 
 def text_hash(tokens: Sequence[int]) -> str:
-    """A hash that stands for the token ids of a text."""
+    """Return a hash of token ids."""
     return hashlib.sha256(np.asarray(tokens, dtype=np.int64).tobytes()).hexdigest()
 
 
 def build_reference(
     executable: Executable, subject: Subject, tokens: Sequence[int]
 ) -> tuple[AccuracyReference, Tensor]:
-    """Guesses and all logits ``[predictions, vocab]`` from one fp32 prefill of the text."""
+    """Return the predictions and all logits ``[predictions, vocab]`` from an fp32 prefill of the
+    text.
+    """
     executable.reset()
     slot = Slot(0)
     whole = PrefillChunk(slot, 0, tuple(tokens[:-1]), echoes=True)
@@ -114,28 +120,28 @@ def build_reference(
 
 
 def reference_path(model: str, folder: Path = _FOLDER) -> Path:
-    """The path of a model's versioned reference, whether there is one or not."""
+    """Return the path of a model's versioned reference. The file may not exist."""
     return folder / f"{_slug(model)}.json"
 
 
 def save_reference(reference: AccuracyReference, path: Path) -> None:
-    """Write a reference to a file, from which `load_reference` reads it."""
+    """Write a reference to a file for `load_reference`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, reference_bytes(reference))
 
 
 def reference_bytes(reference: AccuracyReference) -> bytes:
-    """The bytes of the file that a reference is kept in."""
+    """Return the contents of a reference file."""
     body = {"id": reference.id, **dataclasses.asdict(reference)}
     return (json.dumps(body, separators=(",", ":")) + "\n").encode()
 
 
 def load_reference(path: Path, subject: Subject) -> AccuracyReference:
-    """Read a reference file: the tokens that accuracy is measured against.
+    """Read a reference file.
 
     Raises:
-        ReferenceMismatchError: when it is of another model, tokenizer or text.
-        ConfigError: when it is damaged.
+        ReferenceMismatchError: The model, tokenizer or text differs.
+        ConfigError: The file is damaged.
     """
     try:
         values = msgspec.json.decode(read_regular(path), type=dict[str, Any])
@@ -143,7 +149,7 @@ def load_reference(path: Path, subject: Subject) -> AccuracyReference:
         if values.keys() != {field.name for field in dataclasses.fields(AccuracyReference)}:
             raise ValueError("other fields")
         reference = msgspec.convert(values, AccuracyReference)
-    except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # msgspec errors are ValueErrors
         raise ConfigError(f"{path}: not a reference file ({type(error).__name__})") from None
     if reference.id != stored_id:
         raise ConfigError(f"{path}: the reference file is damaged (its id does not match)")
@@ -158,15 +164,15 @@ def load_reference(path: Path, subject: Subject) -> AccuracyReference:
 
 
 def _short(text: str) -> str:
-    """The beginning of a name or hash, fit for a one-line message."""
+    """Return the beginning of a name or hash for a message."""
     return text[:12] if text.isprintable() else repr(text[:12])
 
 
 def cached_logits(reference: AccuracyReference) -> Tensor | None:
-    """The fp32 logits of a reference, if the cache has them."""
+    """Return the cached fp32 logits of a reference, or None."""
     shape = (len(reference.guesses),)
     try:
-        # mapped: a header that lies about the shape then allocates nothing
+        # mapped, so that a header with a wrong shape allocates nothing
         stored = np.load(_logits_path(reference), mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None  # absent or cut short
@@ -176,7 +182,7 @@ def cached_logits(reference: AccuracyReference) -> Tensor | None:
 
 
 def keep_logits(reference: AccuracyReference, logits: Tensor) -> Tensor:
-    """Put the fp32 logits of a reference into the cache; returns them."""
+    """Cache the fp32 logits of a reference and return them."""
     logits = logits.float()
     buffer = io.BytesIO()
     np.save(buffer, logits.numpy())
@@ -189,7 +195,7 @@ def _logits_path(reference: AccuracyReference) -> Path:
 
 
 def write_cache(path: Path, data: bytes) -> None:
-    """Put something into the cache, whole or not at all; a cache that cannot be written is none."""
+    """Write a cache file atomically. Errors become a warning."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, data)

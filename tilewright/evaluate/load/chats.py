@@ -1,4 +1,4 @@
-"""Chats of several turns: how much of each prompt the server did not compute again."""
+"""Load test with multi-turn chats: share of the prompt tokens in the prefix cache."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from tilewright.evaluate.load.shape import LoadConfig
 
 
 async def chats(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
-    """Each user has a chat; all begin with the same system prompt of ``long_tokens`` words.
+    """Run a chat for each user. All chats share a system prompt with ``long_tokens`` words.
 
-    What could be shared of a prompt is the longest beginning that an earlier prompt has too. Of
-    what a server shares beyond it, as the answers that stand in later prompts, only the share of
-    all prompts tells. With ``flush`` the last prompts are asked once more behind an empty cache: so
-    long a first token takes that finds nothing but what the others have computed since.
+    The shareable part of a prompt is its longest common prefix with an earlier prompt. Hits beyond
+    it, for example in earlier answers, count only in the share of all prompts. With ``flush``, the
+    last prompts run again with an empty cache, as a comparison for the time to first token.
     """
     system = shape.words(random.Random(shape.seed), shape.long_tokens)
     seen: list[list[int]] = []
@@ -65,8 +64,8 @@ async def chats(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
 
 
 async def _beside_cold(client: Client, bodies: list[dict[str, Any]], warm: list[Heard]) -> Figures:
-    """First tokens of prompts of which the server has forgotten everything, and beside them those
-    that it gave to the same prompts before.
+    """Return times to first token with an empty prefix cache, and the earlier times for the same
+    prompts.
     """
     await flush(client)
     heard = await asyncio.gather(*(client.stream(CHAT, each) for each in bodies))

@@ -1,6 +1,6 @@
-"""A client that asks a server for answers, streamed or whole, and notes when they come.
+"""Client for load tests: completions, streamed or whole, with arrival times.
 
-Any server with OpenAI's API will do for streams of completions; it knows nothing of ours.
+Works with any server that has OpenAI's API for streams of completions.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ _JSON = {"content-type": "application/json"}
 
 @dataclass(slots=True)
 class Heard:
-    """What a client heard of one answer, and when.
+    """A received response and its times.
 
     Attributes:
-        began: when it was asked for, by this process's clock in seconds.
-        times: seconds from there to each chunk with text.
-        count: tokens of the answer, as the server counts them.
-        num_prompt: tokens of the prompt, of which ``num_cached`` were not computed again.
-        text: all that was said.
-        error: empty where it came to its end.
+        began: Start of the request, by this process's clock in seconds.
+        times: Seconds from the start to each chunk with text.
+        count: Output tokens, as counted by the server.
+        num_prompt: Prompt tokens.
+        num_cached: Prompt tokens from the prefix cache.
+        text: The output.
+        error: Error message. Empty: complete.
     """
 
     began: float = 0.0
@@ -50,34 +51,38 @@ class Heard:
 
     @property
     def first(self) -> float:
-        """The time to the first chunk (TTFT), in seconds."""
+        """Time to the first chunk (TTFT) in seconds."""
         return self.times[0]
 
     @property
     def per_token(self) -> float:
-        """The mean time of a token behind the first (TPOT), in seconds."""
+        """Mean time for a token after the first (TPOT) in seconds."""
         return (self.times[-1] - self.times[0]) / max(1, self.count - 1)
 
     def gaps(self) -> list[float]:
-        """Seconds between chunks (ITL), each divided by the mean tokens of a chunk."""
+        """Return the seconds between chunks (ITL), divided by the mean number of tokens in a
+        chunk.
+        """
         share = max(1.0, (self.count - 1) / max(1, len(self.times) - 1))
         ends = zip(self.times, self.times[1:], strict=False)
         return [(after - before) / share for before, after in ends]
 
     def take_usage(self, usage: dict[str, Any]) -> None:
-        """Keep the token counts that a server sent with the last chunk."""
+        """Store the token counts from the last chunk."""
         self.count, self.num_prompt = usage["completion_tokens"], usage["prompt_tokens"]
         self.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
 class Client:
-    """Asks one server for answers, for a load test."""
+    """Client of one server in a load test."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
         self._session, self.url, self._model = session, url, model
 
     async def stream(self, path: str, body: dict[str, Any], most: int | None = None) -> Heard:
-        """Hear an answer as it comes. The connection is closed after ``most`` chunks with text."""
+        """Send a request and receive the stream. Close the connection after ``most`` chunks with
+        text.
+        """
         asked = {"stream": True, "stream_options": {"include_usage": True}}
         heard = Heard(began=time.perf_counter())
         try:
@@ -86,7 +91,7 @@ class Client:
                     heard.error = f"status {answer.status}: {(await answer.text())[:200]}"
                     return heard
                 has_ended, rest = False, b""
-                async for data in answer.content.iter_any():  # a line at a time takes twice as long
+                async for data in answer.content.iter_any():  # reading by lines takes twice as long
                     *lines, rest = (rest + data).split(b"\n")
                     for line in lines:
                         if line.startswith(_DONE):
@@ -102,7 +107,7 @@ class Client:
         return heard
 
     async def whole(self, path: str, body: dict[str, Any]) -> Heard:
-        """Ask for an answer in one piece; its only time is that of its end."""
+        """Send a request without streaming. The only time is the end of the response."""
         heard = Heard(began=time.perf_counter())
         try:
             async with self._post(path, body) as answer:
@@ -119,20 +124,21 @@ class Client:
         return heard
 
     async def told(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """What the server answers in JSON: to ``body``, posted, or to the path alone."""
+        """Return a JSON response: to a POST with ``body``, or to a GET without."""
         asked = self._session.get(self.url + path) if body is None else self._post(path, body)
         async with asked as answer:
             return msgspec.json.decode(await answer.read())
 
     async def status(self, path: str, data: bytes) -> int:
-        """Post bytes that need not be JSON; returns the HTTP status of the answer."""
+        """Post bytes, which may be invalid JSON, and return the HTTP status."""
         async with self._session.post(self.url + path, data=data, headers=_JSON) as answer:
             await answer.read()
             return answer.status
 
     async def wait_until_ready(self, seconds: float) -> None:
-        """Wait while the server loads; one that is not there, or has no ``/health``, is left to
-        what is asked of it.
+        """Wait while the server loads.
+
+        Return at once if there is no server or no ``/health``: later requests report the error.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -145,26 +151,29 @@ class Client:
             await asyncio.sleep(0.1)
 
     async def take_model(self) -> None:
-        """Ask for the first of the server's models from here on: ``model`` where it lists none."""
+        """Select the first model of the server for later requests, or ``model`` if none is
+        listed.
+        """
         told = await self.told("/v1/models")
         names = [each.get("id") for each in told.get("data", []) if isinstance(each, dict)]
         self._model = next(iter(names), None) or "model"
 
     async def metrics(self) -> dict[str, float]:
-        """The server's figures by name, the prefix left out; over all labels but ``part``,
-        ``kind`` and ``code``, which stay behind the name.
+        """Return the server's metrics by name without prefix, summed over labels.
+
+        The labels ``part``, ``kind`` and ``code`` remain part of the name.
         """
         async with self._session.get(f"{self.url}/metrics") as answer:
             return read_metrics(await answer.text())
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
-        """Post a body by the fast encoder: while 64,000 ids become JSON, no stream is heard."""
+        """Post a body with msgspec's encoder. A slow encoder would delay the receipt of streams."""
         data = msgspec.json.encode({"model": self._model, **body})
         return self._session.post(self.url + path, data=data, headers=_JSON)
 
 
 def read_metrics(text: str) -> dict[str, float]:
-    """Prometheus' text as :meth:`Client.metrics` returns it; buckets are left out."""
+    """Parse Prometheus text as :meth:`Client.metrics`, without buckets."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         if line.startswith("#") or "_bucket{" in line or " " not in line:
@@ -196,7 +205,7 @@ class _StreamEvent(msgspec.Struct):
     error: Any = None
 
 
-_EVENT = msgspec.json.Decoder(_StreamEvent)  # what it does not name is skipped, not made
+_EVENT = msgspec.json.Decoder(_StreamEvent)  # fields without a name here are skipped
 
 
 def _take(heard: Heard, line: bytes) -> None:
@@ -218,19 +227,19 @@ def _said(delta: _Delta | None) -> str:
 
 @asynccontextmanager
 async def connected(url: str, model: str) -> AsyncIterator[Client]:
-    """A client of the server at ``url``, which asks for ``model``."""
+    """Yield a client for the server at ``url`` with ``model``."""
     timeout = aiohttp.ClientTimeout(total=_PATIENCE_SECONDS)
-    # llama.cpp's server closes connections that a second request is on its way over
+    # llama.cpp's server closes connections while a second request arrives
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         yield Client(session, url.rstrip("/"), model)
 
 
 async def flush(client: Client) -> None:
-    """Empty a server's prefix cache.
+    """Clear a server's prefix cache.
 
     Raises:
-        TilewrightError: for a server that does not let us.
+        TilewrightError: The server does not allow it.
     """
     if (said := await client.status(_FLUSH, b"")) != 200:
         raise TilewrightError(f"{_FLUSH}: HTTP {said}; --flush wants a server with --admin")
@@ -239,7 +248,7 @@ async def flush(client: Client) -> None:
 async def at_most(
     limit: int, jobs: Sequence[Callable[[], Awaitable[Heard]]]
 ) -> tuple[list[Heard], float]:
-    """Run jobs, ``limit`` at a time (a closed loop): what they return, and the seconds it took."""
+    """Run jobs, ``limit`` at a time (closed loop). Return the results and the total seconds."""
     gate = asyncio.Semaphore(limit)
 
     async def run(job: Callable[[], Awaitable[Heard]]) -> Heard:
@@ -254,7 +263,7 @@ async def at_most(
 async def arriving(
     rate: float, seed: int, jobs: Sequence[Callable[[], Awaitable[Heard]]]
 ) -> tuple[list[Heard], float]:
-    """Run jobs in an open loop: as :func:`at_most`, but ``rate`` begin a second (Poisson)."""
+    """Run jobs in an open loop with ``rate`` starts a second (Poisson). See :func:`at_most`."""
     chooser, at = random.Random(seed), 0.0
 
     async def run(job: Callable[[], Awaitable[Heard]], after: float) -> Heard:

@@ -1,4 +1,4 @@
-"""The sizes that plans of load are made by."""
+"""Sizes for load test scenarios."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
-    """How much a load test asks for; each plan reads what concerns it.
+    """Sizes for a load test. A scenario ignores fields that do not concern it.
 
     Attributes:
-        requests: in all.
-        concurrency: users at a time.
-        rate: requests that arrive a second; 0: users ask again when they are answered.
-        input_tokens: of each prompt; ``long_tokens`` of the intruder's.
-        output_tokens: of each answer.
-        turns: of each chat.
-        vocabulary: ids of prompts are below it.
-        levels: of a contest, users at a time; none: all that there are.
-        flush: a contest's server forgets its prefix cache before every level, and that of chats
-            before their last prompts are asked once more.
-        drawn_lengths: of a contest's answers, also where the server's weights are not random.
-        settle_seconds: how long streams run before the intruder comes.
+        requests: Total number of requests.
+        concurrency: Concurrent users.
+        rate: Arriving requests per second. 0: a user sends the next request after a response.
+        input_tokens: Tokens in a prompt.
+        output_tokens: Tokens in an output.
+        long_tokens: Tokens in the intruder's prompt.
+        turns: Turns in a chat.
+        vocabulary: Exclusive upper limit for prompt token ids.
+        levels: Concurrencies in a contest. Empty: all.
+        flush: Clear the prefix cache before every level of a contest, or before chats repeat their
+            last prompts.
+        drawn_lengths: Random output lengths in a contest, also for servers without random weights.
+        settle_seconds: Time that streams run before the intruder starts.
     """
 
     requests: int = 32
@@ -43,7 +44,7 @@ class LoadConfig:
     def body(
         self, chooser: random.Random, *, num_input: int | None = None, num_output: int | None = None
     ) -> dict[str, Any]:
-        """A completion of random tokens that no end token ends."""
+        """Return a completion request with random tokens that ignores end tokens."""
         count = num_input or self.input_tokens
         return {
             "prompt": [chooser.randrange(self.vocabulary) for _ in range(count)],
@@ -53,7 +54,7 @@ class LoadConfig:
         }
 
     def words(self, chooser: random.Random, count: int) -> str:
-        """Make so many words of a letter or two: about a token each in most vocabularies."""
+        """Return ``count`` short words, each about a token in most vocabularies."""
         return " ".join(chooser.choice(_WORDS) for _ in range(count))
 
 

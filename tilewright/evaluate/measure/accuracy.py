@@ -1,7 +1,7 @@
-"""Teacher-forced agreement of a compiled model with its fp32 reference, on the same positions.
+"""Teacher-forced agreement of a compiled model with its fp32 reference.
 
-512 tokens are prefilled, 511 steps of one token follow, 512 predictions are counted. Top-1: the
-argmax is the reference's first guess; top-5: it is among the reference's five.
+512 tokens are prefilled, 511 decode steps follow, and 512 predictions count. Top-1: the argmax is
+the reference's first prediction. Top-5: it is among the reference's five.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from tilewright.runtime.engine import Engine
 from tilewright.utils.environment import versions
 
 BASE = "bf16"
-"""The configuration that others are compared with, position by position."""
+"""The configuration for paired comparisons at the same positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """What an executable guessed at every counted position, and its divergence from the reference.
+    """Predictions of an executable and its divergence from the reference.
 
-    ``kl``: KL(reference || executable) in nats, one a position; empty without reference logits.
+    Attributes:
+        guesses: Likeliest token at every counted position.
+        kl: KL(reference || executable) in nats, by position. Empty: no reference logits.
     """
 
     guesses: tuple[int, ...]
@@ -48,12 +50,14 @@ def teacher_force(
     *,
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> Predictions:
-    """Feed the text of a reference through prefill and decode steps.
+    """Run the text of a reference through prefill and decode steps.
 
-    ``logits``: those of the reference, ``[predictions, vocab]``. None: no KL.
+    Args:
+        logits: Logits of the reference, ``[predictions, vocab]``. None: no KL.
+        on_step: Called with the completed and total number of predictions.
 
     Raises:
-        CompileError: for logits that are not finite.
+        CompileError: Logits are not finite.
     """
     engine, total = Engine(executable), len(reference.guesses)
     guesses, kl = list[int](), list[float]()
@@ -76,18 +80,20 @@ def _predicted(engine: Engine, reference: AccuracyReference) -> Iterator[Tensor]
 
 
 def divergence(reference_V: Tensor, logits_V: Tensor) -> float:
-    """KL(softmax(reference) || softmax(logits)) in nats, in float64; NaN where a logit is one."""
+    """Return KL(softmax(reference) || softmax(logits)) in nats, in float64. NaN if a logit is
+    NaN.
+    """
     wanted = reference_V.double().log_softmax(-1)
     found = logits_V.double().log_softmax(-1)
     divergence = float((wanted.exp() * (wanted - found)).sum())
-    return 0.0 if divergence < 0 else divergence  # rounding; max() would make 0 of a NaN
+    return 0.0 if divergence < 0 else divergence  # rounding error; max() would turn a NaN into 0
 
 
 def check_logits(rows: Tensor, step: int) -> None:
-    """Refuse logits ``[sequences, vocab]`` that are no numbers: they have no likeliest token.
+    """Raise an error if logits ``[sequences, vocab]`` are not finite.
 
     Raises:
-        CompileError: naming the predicted position, counted from 0.
+        CompileError: Names the predicted position, counted from 0.
     """
     if not bool(rows.isfinite().all()):
         raise CompileError(
@@ -104,9 +110,10 @@ def score(
     base_name: str = BASE,
     text: str = ACCURACY_TEXT,
 ) -> Accuracy:
-    """Hits, counts, intervals, mean KL, and the comparison with ``base`` where there is one.
+    """Return hits, counts, intervals, mean KL and, with ``base``, the paired comparison.
 
-    ``text`` names what the reference is of.
+    Args:
+        text: Name of the reference's text.
     """
     right = _right(predictions, reference)
     among = [
@@ -130,8 +137,10 @@ def score(
 
 
 def predictions_key(executable: Executable, *, target: str, compute: str, precision_id: str) -> str:
-    """What predictions depend on besides the reference: target, arithmetic, configuration, the
-    device, our own code and the libraries. Predictions under another key are not comparable.
+    """Return a key of all influences on predictions except the reference.
+
+    These are target, arithmetic, configuration, device, source code and libraries. Predictions with
+    different keys are not comparable.
     """
     device = f"{executable.device_name} {executable.device_detail}"
     parts = [device, sources_digest(), *sorted(map("=".join, versions().items()))]
@@ -140,12 +149,12 @@ def predictions_key(executable: Executable, *, target: str, compute: str, precis
 
 
 def remember(predictions: Predictions, reference: AccuracyReference, key: str) -> None:
-    """Keep predictions in the cache, so that later runs can be compared with them."""
+    """Cache predictions for later comparisons."""
     write_cache(_predictions_path(reference, key), json.dumps(predictions.guesses).encode())
 
 
 def recall(reference: AccuracyReference, key: str) -> Predictions | None:
-    """Predictions kept under ``key`` for this reference, if there are any."""
+    """Return the cached predictions for a key, or None."""
     try:
         found = json.loads(_predictions_path(reference, key).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a device does at best, measured now: streaming reads, and large dense products."""
+"""Measured peak rates of a device: streaming reads and large dense matmuls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tilewright.evaluate.results.record import Ceilings
 BUFFER_BYTES = 1 << 30
 _READ_PASSES = 3
 READ_BYTES = 4 << 30
-"""The size of the buffer that a GPU adds up: far beyond its caches."""
+"""Size of a GPU's read buffer in bytes, much larger than its caches."""
 PRODUCT_SIZE = 8192
 _CPU_PRODUCT_SIZE = 1024
 _WARM_UP = 3
@@ -25,10 +25,10 @@ _CPU_REPEATS = 3
 
 
 def measure_ceilings(target: str) -> Ceilings:
-    """The ceilings of the device that a target uses here.
+    """Measure the peak rates of a target's device.
 
     Raises:
-        CompileError: for ``cuda`` without a GPU.
+        CompileError: ``cuda`` has no GPU.
     """
     if target == "cuda":
         from tilewright.compiler.targets.cuda.memory_budget import open_device
@@ -40,7 +40,9 @@ def measure_ceilings(target: str) -> Ceilings:
 
 
 def cpu_ceilings(num_threads: int, *, num_bytes: int = BUFFER_BYTES) -> Ceilings:
-    """Reads by NumPy over a buffer beyond the caches; products of float32 by torch."""
+    """Measure reads with NumPy over a buffer larger than the caches, and float32 matmuls with
+    torch.
+    """
     reads = [read_bandwidth(num_threads, num_bytes=num_bytes) for _ in range(_CPU_REPEATS)]
     size = _CPU_PRODUCT_SIZE
     a, b = torch.randn(size, size), torch.randn(size, size)
@@ -56,11 +58,14 @@ def cpu_ceilings(num_threads: int, *, num_bytes: int = BUFFER_BYTES) -> Ceilings
 
 
 def gpu_ceilings(device: torch.device) -> Ceilings:
-    """Measure reads by the sum of 4 GiB as int64, the fastest found; products by 8192^3 of random
-    bfloat16 by the library; zeros would run faster, with less power.
+    """Measure reads by a sum over 4 GiB as int64, and matmuls by 8192^3 in random bfloat16 with
+    cuBLAS.
+
+    Zeros would run faster with less power.
     """
     reads = tuple(READ_BYTES / seconds for seconds in _read_seconds(device))
-    torch.cuda.empty_cache()  # else the library's workspace, which stays, keeps the whole buffer
+    # cuBLAS's workspace, which persists, would otherwise retain the whole buffer
+    torch.cuda.empty_cache()
     products = tuple(2.0 * PRODUCT_SIZE**3 / seconds for seconds in _product_seconds(device))
     torch.cuda.empty_cache()
     return Ceilings(torch.cuda.get_device_name(device), reads, products, "bf16")
@@ -80,7 +85,7 @@ def _product_seconds(device: torch.device) -> list[float]:
 
 
 def _gpu_seconds(run: Callable[[], object]) -> list[float]:
-    """Seconds of each of several runs that are queued together, so that no launch counts."""
+    """Return the seconds of several runs that are queued together, without launch time."""
     for _ in range(_WARM_UP):
         run()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
@@ -93,11 +98,11 @@ def _gpu_seconds(run: Callable[[], object]) -> list[float]:
 
 
 def read_bandwidth(num_threads: int, *, num_bytes: int = BUFFER_BYTES) -> float:
-    """Bytes a second that ``num_threads`` together read at best, out of three passes: the bound of
-    decoding, where a step reads every weight once.
+    """Return the peak read rate of ``num_threads`` in bytes per second, from three passes.
 
-    Each thread adds up its own part of the buffer as int64, which NumPy does outside Python's lock
-    and with vector instructions; the buffer is written first, so that its pages are really there.
+    This rate limits decode, which reads every weight once. Each thread sums its part of the buffer
+    as int64. NumPy does so without Python's lock and with vector instructions. The buffer is
+    written first, to allocate its pages.
     """
     assert num_threads >= 1 and num_bytes >= 8 * num_threads
     parts = np.array_split(np.full(num_bytes // 8, 1, dtype=np.int64), num_threads)

@@ -1,7 +1,7 @@
-"""A child process that compares one engine.py with the reference on every case, and times it.
+"""Child process for the comparison between an engine.py and the reference in every case, with
+times.
 
-``python -m tilewright.evaluate.measure.engine_trial '{...}'`` writes one
-line of JSON; see `Trial`.
+``python -m tilewright.evaluate.measure.engine_trial '{...}'`` writes one line of JSON; see `Trial`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ from tilewright.evaluate.measure.engine_calls import Trace, cases
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What is asked: ``engine`` None times the reference, and keeps its logits in ``expected``;
-    ``repeats``: of every case after the first run, 0 to time that one; ``fresh``: an engine of its
-    own for every repeat, as evaluators have it.
+    """Parameters for a trial.
+
+    Attributes:
+        engine: Path of the engine. None: time the reference and write its logits to ``expected``.
+        repeats: Timed repeats of every case after the first run. 0: time the first run.
+        fresh: Create an engine for every repeat, as evaluators do.
     """
 
     engine: str | None
@@ -48,7 +51,7 @@ class Trial:
 
 
 def load_engine(path: str) -> Any:
-    """The module of an engine.py, by its path, as evaluators load it: not in ``sys.modules``."""
+    """Return an engine.py module by path, without ``sys.modules``, as evaluators load it."""
     spec = importlib.util.spec_from_file_location("generated_engine", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -57,7 +60,9 @@ def load_engine(path: str) -> Any:
 
 
 def run_trial(asked: Trial) -> dict[str, Any]:
-    """The worst error of each case, its median seconds and its tokens; seconds of creation."""
+    """Return the maximum error, median seconds and tokens by case, and the seconds for
+    creation.
+    """
     config = json.loads(Path(asked.config).read_text("utf-8"))
     device = torch.device(asked.device)
     settings = read_settings(config, device)
@@ -96,7 +101,7 @@ def run_trial(asked: Trial) -> dict[str, Any]:
 def _maker(
     asked: Trial, config: dict[str, Any], settings: Settings, device: torch.device
 ) -> Callable[[], Any]:
-    """Makes the engine that is asked for, or the reference."""
+    """Return a function that creates the engine or the reference."""
     if asked.engine is None:
         return partial(Reference, load_weights(asked.weights, settings), settings, device)
     module = load_engine(asked.engine)
@@ -108,7 +113,7 @@ def _worst(ours: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def command(asked: Trial) -> list[str]:
-    """What follows the interpreter to run a trial in a child."""
+    """Return the interpreter arguments that run a trial in a child process."""
     return ["-m", __spec__.name, json.dumps(asdict(asked))]
 
 

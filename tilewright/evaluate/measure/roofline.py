@@ -1,5 +1,6 @@
-"""What a step must move and compute at the least, weight by weight as a target holds it, and how
-fast a device could do that: a limit that measured times are compared with. It measures nothing.
+"""Minimum traffic and operations for a step, and a device's time limit for them.
+
+The traffic is by weight, in the target's storage format. Measures nothing.
 """
 
 from __future__ import annotations
@@ -23,18 +24,23 @@ from tilewright.compiler.targets.table import get_target
 from tilewright.evaluate.results.record import Ceilings
 
 EMBEDDING, OTHER, STATE = "embedding", "other", "state"
-"""Parts of a step: rows of a table; norms, biases and constants; caches. The rest are tensor
-groups."""
+"""Parts of a step: table rows; norms, biases and constants; caches. The remaining parts are tensor
+groups.
+"""
 CACHE, MEMORY = "kv_cache", "memory"
-"""What state is: keys and values; what a sequence keeps of any length."""
+"""Kinds for state: keys and values; fixed-size state."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficShare:
-    """A part of the bytes: of one weight or one piece of state, or of a whole group.
+    """Traffic for a weight, a state or a whole group.
 
-    ``formats`` are those asked for, ``kinds`` how the target keeps them. ``num_weights`` is 0 for
-    state. ``held``: bytes kept; ``moved``: read by a step, or read and written again.
+    Attributes:
+        formats: Requested formats.
+        kinds: The target's storage formats.
+        num_weights: Number of weights. 0 for state.
+        held: Stored bytes.
+        moved: Bytes read by a step, or read and written again.
     """
 
     group: str
@@ -54,13 +60,16 @@ def weight_shares(
     compute: str,
     count: Callable[[int | None], int] = lambda layer: 1,
 ) -> Iterator[TrafficShare]:
-    """One share a use of a weight, for a step of so many tokens; see `state_shares` for ``count``.
+    """Yield the traffic for every weight use in a step with ``num_tokens`` tokens.
 
-    A weight that several nodes read is held and moved by the first of them alone; of an embedding
-    only the tokens' rows move, and of experts those that so many tokens are expected to choose.
+    A weight with several uses is stored and read once. An embedding reads the tokens' rows only.
+    Experts count by the expected number selected.
+
+    Args:
+        count: Number of model layers that a graph layer represents.
 
     Raises:
-        CompileError: for a weight this target cannot hold.
+        CompileError: The target does not support a weight.
     """
     held_already: set[tuple[WeightRecipe, Holding]] = set()
     read_already: set[WeightRecipe] = set()
@@ -93,11 +102,14 @@ def state_shares(
     compute: str,
     count: Callable[[int | None], int] = lambda layer: 1,
 ) -> Iterator[TrafficShare]:
-    """One share a piece of one sequence's state at so many positions (a mean may be broken): keys
-    and values are read, those of a layer with a window no further than that, and held as far as the
-    target holds them; what is rewritten in place is read and written.
+    """Yield the traffic for every state in a sequence with ``context`` positions.
 
-    ``count``: how many layers a layer of the graph stands for.
+    Keys and values are read, within the window if there is one. Fixed-size state is read and
+    written.
+
+    Args:
+        context: Positions; a mean may be fractional.
+        count: Number of model layers that a graph layer represents.
     """
     for node in graph_module.graph.nodes:
         spec = info(node).state
@@ -116,9 +128,9 @@ def state_shares(
 
 @dataclass(frozen=True, slots=True)
 class StepTraffic:
-    """The least work of one step: bytes read from memory by part, floating-point operations.
+    """Minimum work for a step: bytes read from memory by part, and floating-point operations.
 
-    Values that one kernel hands to the next are not counted, nor are logits: caches hold them.
+    Values between kernels and logits are excluded, because caches store them.
     """
 
     bytes_by_part: Mapping[str, float]
@@ -126,23 +138,25 @@ class StepTraffic:
 
     @property
     def num_bytes(self) -> float:
-        """The bytes that all parts read together."""
+        """Total bytes."""
         return sum(self.bytes_by_part.values())
 
 
 def limit_seconds(work: StepTraffic, ceilings: Ceilings) -> float:
-    """The least time a step can take: the longer of reading and computing, fully overlapped."""
+    """Return a step's minimum time in seconds, with reads and computation fully overlapped."""
     return max(work.num_bytes / ceilings.bytes_per_s, work.flops / ceilings.flops_per_s)
 
 
 def decode_work(compiled: Compiled, *, batch: int, context: float) -> StepTraffic:
-    """One token of each of ``batch`` sequences of ``context`` positions (a mean may be broken)."""
+    """Return the work for a decode step with ``batch`` sequences and ``context`` positions (a
+    mean).
+    """
     made = _made_for(compiled)
     return step_work(compiled.graph(), num_tokens=batch, batch=batch, context=context, **made)
 
 
 def prefill_work(compiled: Compiled, *, num_tokens: int) -> StepTraffic:
-    """A prompt from its start: attention is causal, and the last token alone wants logits."""
+    """Return the work for a causal prefill from position 0, with logits for the last token only."""
     made = {"attended": (num_tokens + 1) / 2, **_made_for(compiled)}
     return step_work(compiled.graph(), num_tokens=num_tokens, batch=1, context=num_tokens, **made)
 
@@ -161,12 +175,13 @@ def step_work(
     compute: str,
     attended: float | None = None,
 ) -> StepTraffic:
-    """The work of a step of a lowered graph; of every sequence the last token alone wants logits.
+    """Return the work for a step. Every sequence's last token has logits.
 
     Args:
-        num_tokens: of all sequences; ``batch``: sequences.
-        context: positions of each sequence's state after the step.
-        attended: positions that a token sees, in the mean; the same where nothing is said.
+        num_tokens: Tokens in all sequences.
+        batch: Sequences.
+        context: Positions in every sequence after the step.
+        attended: Mean context for a token. None: ``context``.
     """
     seen = math.ceil(context if attended is None else attended)
     costs = step_costs(graph_module, num_tokens=num_tokens, context=seen, num_logits=batch)
@@ -177,14 +192,14 @@ def step_work(
 
 
 def compiled_weight_bytes(compiled: Compiled) -> dict[str, float]:
-    """Bytes of the weights that a step of one token reads, by part; see `weight_bytes`."""
+    """Return the weight bytes that a step with one token reads, by part; see `weight_bytes`."""
     return weight_bytes(compiled.graph(), num_tokens=1, **_made_for(compiled))
 
 
 def weight_bytes(
     graph_module: GraphModule, *, num_tokens: int, target: Target, compute: str
 ) -> dict[str, float]:
-    """Bytes of the weights that a step reads, by part; see `weight_shares`."""
+    """Return the weight bytes that a step reads, by part; see `weight_shares`."""
     parts: dict[str, float] = defaultdict(float)
     for share in weight_shares(graph_module, target, num_tokens=num_tokens, compute=compute):
         parts[share.group] += share.moved

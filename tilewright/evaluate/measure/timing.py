@@ -1,6 +1,6 @@
-"""Timed runs of a batch of prompts: what TTFT, prefill and decode rates are, how they are taken.
+"""Timed runs with a batch: definition and measurement of TTFT, prefill and decode rates.
 
-Warm-up is apart, every repeat is kept, and the first decode step does not count for t/s/u.
+The warm-up is excluded and every repeat is stored. The first decode step does not count for t/s/u.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tilewright.runtime.scheduling.request_state import RequestState, SchedulerC
 
 _WARM_UP_TOKENS = 8
 OFFLINE = SchedulerConfig(reuses=False, prompts_first=True)
-"""How timed runs are scheduled: all prompts, each of them computed, then all decode together."""
+"""Scheduling of timed runs: compute all prompts without a prefix cache, then decode together."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """One user's work: prompt token ids and how the answer is chosen."""
+    """Prompt token ids and sampling parameters for a user."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -31,14 +31,14 @@ class TimedRequest:
 
 @dataclass(frozen=True, slots=True)
 class TimedRun:
-    """One repeat: its figures, and the tokens of each job, in the jobs' order."""
+    """One repeat: its metrics, and the output of each request in request order."""
 
     repeat: Repeat
     outputs: tuple[tuple[int, ...], ...]
 
 
 def sampling_text(sampling: SamplingParams) -> str:
-    """How tokens are chosen, as a record says it; empty where each is the likeliest one."""
+    """Return the sampling parameters as text for a record. Empty: greedy."""
     if sampling.is_greedy:
         return ""
     return f"temperature {sampling.temperature:g}, top-k {sampling.top_k}, top-p {sampling.top_p:g}"
@@ -52,10 +52,11 @@ def time_jobs(
     rotate: bool = False,
     on_token: Callable[[int, RequestState, int], None] | None = None,
 ) -> list[TimedRun]:
-    """Serve all jobs at once, ``num_repeats`` times after a warm-up.
+    """Run all requests concurrently, ``num_repeats`` times after a warm-up.
 
-    ``rotate`` hands every prompt to the next user (request id) at each repeat. ``on_token(repeat,
-    request, token)`` hears every token of the measured runs.
+    Args:
+        rotate: Give every prompt to the next user (request id) in each repeat.
+        on_token: Called with repeat, request and token, for every token of the measured runs.
     """
     warm_up(executable, jobs)
     runs = []
@@ -72,7 +73,7 @@ def time_jobs(
 
 
 def warm_up(executable: Executable, jobs: Sequence[TimedRequest]) -> None:
-    """A run with the same prompts and a few tokens, whose times nobody looks at."""
+    """Run the same prompts with a few output tokens, without timing."""
     fewest = [min(_WARM_UP_TOKENS, job.sampling.max_tokens) for job in jobs]
     requests = [
         RequestState(index, job.prompt, replace(job.sampling, max_tokens=count))
@@ -84,7 +85,7 @@ def warm_up(executable: Executable, jobs: Sequence[TimedRequest]) -> None:
 def time_once(
     executable: Executable, jobs: Sequence[TimedRequest], order: Sequence[int], on_token: OnToken
 ) -> TimedRun:
-    """Time one run of all jobs, in which user ``i`` gets job ``order[i]``."""
+    """Time one run of all requests. User ``i`` gets request ``order[i]``."""
     requests = [
         RequestState(user, jobs[index].prompt, jobs[index].sampling)
         for user, index in enumerate(order)
@@ -100,10 +101,10 @@ def time_once(
 
 
 def figures(requests: Sequence[RequestState], started: float) -> Repeat:
-    """The figures of finished requests that were all queued at ``started``.
+    """Return the metrics of finished requests, all queued at ``started``.
 
-    At a batch above 1 the TTFT is the time in which all users were prefilled, divided by their
-    number. t/s/u is the mean over users of (steps - 1) / (their time), the first step left out.
+    In a batch, TTFT is the time to prefill all users, divided by their number. t/s/u is the mean
+    over users of (steps - 1) / time, without the first step.
     """
     firsts = [request.token_times[0] - started for request in requests]
     prompt_tokens = sum(len(request.prompt) for request in requests)

@@ -1,6 +1,6 @@
-"""The speed / accuracy front of measured points, and what on it is proven.
+"""The speed and accuracy front of measured points, and its statistical evidence.
 
-Pure Python on plain numbers; knows nothing of models, of files, or of how points are drawn.
+Pure Python on numbers. Excludes models, files and plots.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from typing import Literal
 from tilewright.evaluate.results.stats import MIN_ROUNDS, discordant, mcnemar, paired_ratio
 
 ALPHA = 0.05
-"""The level of every single comparison. Nothing is corrected for their number: of 20 comparisons
-between points that are the same, about one is called a difference."""
+"""Significance level of a single comparison, without correction for multiple comparisons. Of 20
+comparisons between equal points, about one shows a difference.
+"""
 
-_ROUNDING = 0.5 + 1e-9  # a top-1 may be given in whole percents
+_ROUNDING = 0.5 + 1e-9  # a top-1 may be a whole percentage
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A configuration, measured or published, as a point of speed and accuracy.
+    """A measured or published configuration as a point of speed and accuracy.
 
     Attributes:
-        name: its configuration or configurations, for printing; the points of a front have
-            different names.
-        speed: tokens per second and user, the median.
-        top1: percent.
-        rounds: its speed in each interleaved round, in one order for all points: round i of two
-            points was measured close together. Empty: unknown.
-        hits: whether it got each position right, the same positions for all points. Empty:
+        name: Name of the configuration for printing. Unique on a front.
+        speed: Median tokens per second for one user.
+        top1: Percentage.
+        rounds: Speed in each interleaved round, in one order for all points. Round i of two points
+            was measured at about the same time. Empty: unknown.
+        hits: Whether each position is correct, at the same positions for all points. Empty:
             unknown.
-        speed_error: of a predicted speed, the share of it that the time model says it may be off
-            by; infinite where the model says none. None: not predicted.
-        top1_interval: percent; carried for printing only, as is ``num_bytes``.
+        top1_interval: Percentages, for printing only.
+        num_bytes: Size in bytes, for printing only.
+        speed_error: Relative error of a predicted speed. Infinite: unknown. None: measured.
 
     Raises:
-        ValueError: if a speed is not finite and above 0, or top1 is no percentage or not that of
-            the hits.
+        ValueError: A speed is not finite or not above 0, or top1 is not a percentage or differs
+            from the hits.
     """
 
     name: str
@@ -64,14 +64,13 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How two points compare in one coordinate, and how sure that is.
+    """Comparison of two points in speed or top-1.
 
     Attributes:
-        better: which is better by the printed estimates; None where these are equal.
-        is_known: whether the noise of the difference is known at all.
-        is_distinguishable: whether the difference is known to be beyond the noise, and in the
-            direction of the estimates.
-        evidence: what that rests on, first against second: ``p = 0.0352, +12 -3 of 512``.
+        better: The better point by the printed estimates. None: equal.
+        is_known: The noise of the difference is known.
+        is_distinguishable: The difference exceeds the noise in the direction of the estimates.
+        evidence: Basis of the comparison, first against second: ``p = 0.0352, +12 -3 of 512``.
     """
 
     better: Literal["first", "second"] | None
@@ -81,13 +80,14 @@ class Comparison:
 
     @property
     def is_taken_as_real(self) -> bool:
-        """Whether the front counts the difference: it is proven, or no noise is known."""
+        """Whether the front uses the difference: it is significant, or its noise is unknown."""
         return self.better is not None and (self.is_distinguishable or not self.is_known)
 
 
 def compare_speed(a: Point, b: Point) -> Comparison:
-    """The speeds by their medians, the noise by the ratio of the rounds (`paired_ratio`); of
-    predicted ones by the time model's error, as all rounds of one are the same.
+    """Compare median speeds, with noise from the ratio of the rounds (`paired_ratio`).
+
+    Predicted speeds use the time model's error, because all their rounds are equal.
     """
     estimate = a.speed - b.speed
     if a.speed_error is not None or b.speed_error is not None:
@@ -112,7 +112,7 @@ def _compare_predicted(a: Point, b: Point, error: float) -> Comparison:
 
 
 def compare_top1(a: Point, b: Point) -> Comparison:
-    """The top-1 by its percentages, the noise by the positions on which they differ (`mcnemar`)."""
+    """Compare top-1 percentages, with noise from the positions that differ (`mcnemar`)."""
     estimate = a.top1 - b.top1
     if not (a.hits and b.hits):
         return _unknown(estimate, "no positions")
@@ -135,9 +135,11 @@ def _unknown(estimate: float, reason: str) -> Comparison:
 
 
 def _known(estimate: float, measured: float, *, is_significant: bool, evidence: str) -> Comparison:
-    """``estimate``, ``measured``: above 0 where the first is better, printed and in the test.
+    """Return a comparison with known noise.
 
-    A median and a mean of ratios may disagree; a difference is claimed only where they agree.
+    Args:
+        estimate, measured: Printed and tested difference. Positive: the first is better. They may
+            have different signs; then no difference is claimed.
     """
     agree = estimate * measured > 0
     if is_significant and not agree:
@@ -147,11 +149,11 @@ def _known(estimate: float, measured: float, *, is_significant: bool, evidence: 
 
 @dataclass(frozen=True, slots=True)
 class ParetoRank:
-    """A point's place on, at or below the front (see `front`).
+    """Position of a point relative to the front; see `front`.
 
     Attributes:
-        dominated_by: the name of a point that dominates it by estimate; None on the front.
-        notes: what about the place is not proven, in words.
+        dominated_by: Name of a dominating point by the estimates. None on the front.
+        notes: Unproven parts of the rank, as text.
     """
 
     point: Point
@@ -161,28 +163,25 @@ class ParetoRank:
 
 
 def front(points: Sequence[Point]) -> list[ParetoRank]:
-    """Every point's standing, in the order given.
+    """Return the rank of every point, in input order.
 
-    - front: by the estimates, no other point is at least as good in speed and in top-1, and better
-      in one. Points that are equal in both stand there together. Being faster by no more than the
-      time model's error puts no predicted point beside one of the front that is more accurate.
-    - dominated: a point that is better by the estimates is *clearly* better in speed or in top-1:
-      beyond the noise, or by published figures whose noise nobody knows.
-    - tied: every point that is better by the estimates is inside the noise in both.
+    - ``front``: By the estimates, no point is at least as good in both speed and top-1 and better
+      in one. Equal points share the front. A predicted point that is faster only within the time
+      model's error does not join a more accurate point on the front.
+    - ``dominated``: A better point by the estimates is significantly better in speed or top-1, or
+      has published metrics without known noise.
+    - ``tied``: Every better point by the estimates is within the noise in both.
 
-    Why clearly in one and not in both: two configurations with the same true top-1 never become
-    distinguishable in it, so that half the speed at the same top-1 would count as tied. One proven
-    loss that no gain is seen to pay for is a reason to leave a point out; no proven loss at all is
-    none: a tied point may be on the true front, and another run may put it there. What a dominated
-    place does not prove, that the other coordinate is no better either, its notes say. Why some
-    point and not the nearest one: being dominated takes one witness.
+    A single significant loss dominates. Two configurations with the same true top-1 never become
+    distinguishable in top-1, so a test in both would call half the speed tied. Without a
+    significant loss, a tied point may be on the true front. The notes name the coordinate without
+    evidence.
 
-    A front point's notes name, in each coordinate, the nearest front point that is better in the
-    other one and from which it cannot be told: most often its neighbour, but close relatives may
-    differ clearly (few positions, all one way) where distant ones do not (many, both ways).
+    The notes of a front point name, for both coordinates, the nearest front point that is better in
+    the second coordinate and not distinguishable in the first.
 
     Raises:
-        ValueError: if two points have the same name.
+        ValueError: Two points have the same name.
     """
     names = [point.name for point in points]
     if len(set(names)) < len(names):
@@ -208,14 +207,17 @@ def _dominates(a: Point, b: Point) -> bool:
 
 
 def _is_inside_model_error(a: Point, b: Point) -> bool:
-    """Whether ``a`` is more accurate, and not slower by more than the time model's error."""
+    """Return whether ``a`` is more accurate, and slower by at most the time model's error."""
     is_predicted = a.speed_error is not None or b.speed_error is not None
     return a.top1 > b.top1 and is_predicted and not compare_speed(a, b).is_distinguishable
 
 
 def _beyond_model_error(members: Sequence[Point]) -> list[Point]:
-    """The members without those that nothing but a speed inside the time model's error put there:
-    the most accurate one stays, and of the others those that are clearly faster than all kept.
+    """Return the members without points that are on the front only by a speed within the model's
+    error.
+
+    The most accurate member remains, with all members significantly faster than every remaining
+    member.
     """
     kept: list[Point] = []
     for point in sorted(members, key=lambda p: (-p.top1, -p.speed)):
@@ -225,8 +227,11 @@ def _beyond_model_error(members: Sequence[Point]) -> list[Point]:
 
 
 def _below(point: Point, above: Sequence[Point], best: set[str]) -> ParetoRank:
-    """``above``: what dominates the point by estimate. Proof goes before missing knowledge, then
-    the front's members (``best``), then the more accurate."""
+    """Return the rank of a point below the points ``above``, which dominate it by the estimates.
+
+    Significant evidence precedes unknown noise, then members of the front (``best``), then
+    accuracy.
+    """
     ordered = sorted(above, key=lambda q: (q.name not in best, -q.top1, -q.speed, q.name))
     unproven = None
     for other in ordered:
@@ -264,7 +269,7 @@ def _on_front(point: Point, members: Sequence[Point]) -> ParetoRank:
 
 
 def _doubt(what: str, compared: Comparison, whose: str) -> str | None:
-    """The note on a difference that the estimates show and the noise does not allow to claim."""
+    """Return a note if the estimates show a difference without significance."""
     if compared.better is None or compared.is_distinguishable:
         return None
     verb = "is not distinguishable" if compared.is_known else "is not known to differ"

@@ -1,7 +1,6 @@
-"""What one measurement is recorded as: `Result` and its parts, checked as they are made.
+"""The record of one measurement: `Result` and its parts, validated at construction.
 
-Knows neither how a figure is measured nor where records are kept (results) or printed
-(perf_tables).
+Excludes measurement, storage (``result_file.py``) and printing (``perf_tables.py``).
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ KINDS: tuple[Kind, ...] = ("measured", "emulated", "predicted", "published")
 WEIGHTS = ("checkpoint", "random")
 COMPUTES = ("fast", "exact")
 RANDOM_WEIGHTS = "(random weights)"
-"""The mark of a random-weight row in PERF.md's Model cell; no model's own name may end with it."""
+"""Marker of random weights in the Model column of PERF.md. A model's name must not end with it."""
 ADDED_LATER = types.MappingProxyType({"added_later": True})
-"""Metadata of a field that lines written before it do not have; every other field is required."""
+"""Metadata of fields that older lines do not have. All other fields are required."""
 _HEX = "0123456789abcdef"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Repeat:
-    """One timed run of a case. Times in ms, rates in tokens per second.
+    """One timed run of a case. Times are in ms and rates in tokens per second.
 
     Attributes:
-        ttft_ms: time to first token; at a batch above 1 the average over users, which is the
-            prefill of all users one after another divided by their number.
-        prefill_tps: prompt tokens per second.
-        decode_tsu: decoded tokens per second and user, the first decode step excluded.
-        tps: decoded tokens per second over all users.
-        ttft_first_ms, ttft_median_ms, ttft_last_ms: of the users of a batch.
+        ttft_ms: Time to first token. In a batch, the time to prefill all users divided by their
+            number.
+        prefill_tps: Prompt tokens per second.
+        decode_tsu: Decoded tokens per second for one user, without the first decode step.
+        tps: Decoded tokens per second over all users.
+        ttft_first_ms, ttft_median_ms, ttft_last_ms: Over the users of a batch.
     """
 
     ttft_ms: float | None = None
@@ -57,10 +56,11 @@ class Repeat:
 
 
 def medians(repeats: Sequence[Repeat]) -> dict[str, Any]:
-    """The fields of a Result that follow from its repeats: ``Result(..., **medians(repeats))``.
+    """Return the fields of a Result that its repeats determine: ``Result(...,
+    **medians(repeats))``.
 
-    A field that no repeat has is None; so is a spread over fewer than two repeats, because one
-    measurement shows none. Spreads are fractions, (max - min) / median.
+    A field without values is None. A spread of fewer than two repeats is None. Spreads are
+    fractions, (max - min) / median.
     """
     values = {
         field.name: [value for each in repeats if (value := getattr(each, field.name)) is not None]
@@ -74,13 +74,13 @@ def medians(repeats: Sequence[Repeat]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Paired:
-    """The comparison to the base configuration on the same positions.
+    """Comparison with the base configuration at the same positions.
 
     Attributes:
-        base: the base configuration's name.
-        b: positions that only the base got right.
-        c: positions that only this configuration got right.
-        p: exact two-sided McNemar p.
+        base: Name of the base configuration.
+        b: Positions correct in the base only.
+        c: Positions correct in this configuration only.
+        p: Exact two-sided McNemar p.
     """
 
     base: str
@@ -93,33 +93,33 @@ class Paired:
 
     @classmethod
     def from_counts(cls, base: str, *, b: int, c: int) -> Paired:
-        """Make the comparison of two paired counts, its p-value computed from them."""
+        """Return the comparison of two counts, with its p-value."""
         return cls(base=base, b=b, c=c, p=stats.mcnemar(b, c))
 
     @classmethod
     def from_hits(cls, base: str, *, theirs: Sequence[bool], ours: Sequence[bool]) -> Paired:
-        """The comparison of two runs' hits on the same positions, ``theirs`` being the base's.
+        """Return the comparison of two runs at the same positions. ``theirs`` are the base's hits.
 
         Raises:
-            ValueError: if the two are of unequal lengths.
+            ValueError: The lengths differ.
         """
         b, c = stats.discordant(theirs, ours)
         return cls.from_counts(base, b=b, c=c)
 
 
 def pack_hits(hits: Sequence[bool]) -> str:
-    """Hits as lower-case hex: position i is bit ``i % 4``, from the most significant on, of digit
-    ``i // 4``; bits behind the last position are zero.
+    """Return hits as lower-case hex. Position i is bit ``i % 4``, from the most significant, of
+    digit ``i // 4``. Trailing bits are zero.
     """
     digits = [hits[start : start + 4] for start in range(0, len(hits), 4)]
     return "".join(_HEX[sum(8 >> at for at, hit in enumerate(four) if hit)] for four in digits)
 
 
 def unpack_hits(text: str, num_positions: int) -> tuple[bool, ...]:
-    """What `pack_hits` made of ``num_positions`` hits.
+    """Return the ``num_positions`` hits packed by `pack_hits`.
 
     Raises:
-        ConfigError: for a text of another length, another character, or a hit behind the last.
+        ConfigError: The text has a different length, an invalid character or a hit after the end.
     """
     if len(text) != -(-num_positions // 4):
         raise ConfigError(
@@ -139,15 +139,15 @@ class Accuracy:
     """Teacher-forced agreement with the fp32 reference.
 
     Attributes:
-        reference_id: id of the reference file that was compared with.
-        num_positions: predictions counted.
-        num_top1, num_top5: how many of them were the reference's first, or among its five.
+        reference_id: Id of the reference file.
+        num_positions: Counted predictions.
+        num_top1, num_top5: Predictions equal to the reference's first, or among its five.
         top1_interval, top5_interval: 95 % Wilson intervals, as fractions.
-        kl_mean: mean KL divergence from the reference, in nats.
-        paired: the comparison to the base, where there is one.
-        hits: which positions were top-1, as `pack_hits` writes them.
-        kl_error: standard error of ``kl_mean`` over the positions, in nats.
-        text: what was predicted: the name of a text of ours, else one made of a user's file.
+        kl_mean: Mean KL divergence from the reference, in nats.
+        paired: Comparison with the base. None: no base.
+        hits: Top-1 positions, packed by `pack_hits`.
+        kl_error: Standard error of ``kl_mean`` over the positions, in nats.
+        text: Name of an included text, or a name for a user's file.
     """
 
     reference_id: str
@@ -163,7 +163,7 @@ class Accuracy:
     text: str = dataclasses.field(default=ACCURACY_TEXT, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
-        _check_numbers(self, signed="kl_mean")  # rounding may take a mean of zeros below zero
+        _check_numbers(self, signed="kl_mean")  # rounding may give a negative mean of zeros
         for low, high in (self.top1_interval, self.top5_interval):
             if not 0 <= low <= high <= 1:
                 raise ConfigError(
@@ -190,7 +190,7 @@ class Accuracy:
         num_top5: int,
         **others: Any,
     ) -> Accuracy:
-        """The record with its two intervals computed; ``others`` are its further fields."""
+        """Return a record with computed intervals. ``others`` are the remaining fields."""
         return cls(
             reference_id=reference_id,
             num_positions=num_positions,
@@ -204,9 +204,10 @@ class Accuracy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ContractLine:
-    """One field of a target's numeric contract: what was asked for, and what is done instead.
+    """One field of a target's numeric contract: requested and effective value.
 
-    `layers` says where, and is empty where it holds everywhere.
+    Attributes:
+        layers: Affected layers. Empty: all.
     """
 
     field: str
@@ -218,9 +219,11 @@ class ContractLine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What a device was measured to do at best: samples of bytes read and of operations, a second.
+    """Measured peak rates of a device: bytes read and operations per second.
 
-    ``products``: two operations a multiply and add, of large dense products in ``product_type``.
+    Attributes:
+        products: Rates of large dense matmuls in ``product_type``. A multiply-add has two
+            operations.
     """
 
     device: str
@@ -236,12 +239,12 @@ class Ceilings:
 
     @property
     def bytes_per_s(self) -> float:
-        """The median of the reads, in bytes a second."""
+        """Median read rate in bytes per second."""
         return statistics.median(self.reads)
 
     @property
     def flops_per_s(self) -> float:
-        """The median of the products, in floating-point operations a second."""
+        """Median matmul rate in floating-point operations per second."""
         return statistics.median(self.products)
 
 
@@ -255,18 +258,22 @@ _PLAIN = ("model", "device", "target", "precision_name", "case")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One measurement, complete enough to be read without its neighbours.
+    """One self-contained measurement.
 
-    Lengths are in tokens per user, memory in bytes, times in ms, rates in tokens per second,
-    spreads as fractions. `decode_error`, `ttft_error`: of a predicted figure, the fraction of it
-    that nine of ten such predictions err by at most. `batch` is per data-parallel group; `mesh` is
-    rows x columns of devices in one group. `sampling` says how tokens were chosen, and is empty
-    where each was the likeliest. `ceilings` are those of the device in the same run. `command` is
-    the one that measured it, without where its output went; empty where none was noted. `timestamp`
-    is ISO 8601 with an offset; `environment` makes one.
+    Lengths are in tokens per user, memory in bytes, times in ms, rates in tokens per second, and
+    spreads are fractions.
+
+    Attributes:
+        mesh: Rows x columns of devices in a data-parallel group.
+        batch: Batch size of a data-parallel group.
+        decode_error, ttft_error: Relative error of a predicted metric at the 90th percentile.
+        sampling: Sampling parameters as text. Empty: greedy.
+        ceilings: Peak rates of the device in the same run.
+        command: The measuring command without its output path. Empty: unknown.
+        timestamp: ISO 8601 with an offset, as from `environment`.
 
     Raises:
-        ConfigError: on a value outside its range, naming the field.
+        ConfigError: A value is out of range. Names the field.
     """
 
     case: str
@@ -334,7 +341,11 @@ class Result:
 
     @property
     def when(self) -> datetime:
-        """The timestamp as a time that can be compared. ConfigError where it is none."""
+        """The timestamp as a datetime.
+
+        Raises:
+            ConfigError: The timestamp is invalid.
+        """
         try:
             when = datetime.fromisoformat(self.timestamp)
         except ValueError:
@@ -346,7 +357,7 @@ class Result:
         return when
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as JSON values by key, the schema version first."""
+        """Return the record as JSON values by key, with the schema version first."""
         return {"schema": SCHEMA, **_by_key(self)}
 
 
@@ -358,7 +369,7 @@ KEYS: dict[type, keys.Keys] = {
     Ceilings: keys.CEILINGS,
     Result: keys.RESULT,
 }
-"""The key table of each record."""
+"""Key table of each record type."""
 
 
 def _by_key(value: Any) -> Any:
@@ -371,7 +382,7 @@ def _by_key(value: Any) -> Any:
 
 
 def is_heading(text: str) -> bool:
-    """Whether a line has a precision heading's form; what its maps say is not looked at."""
+    """Return whether a line has the form of a precision heading. Its maps are not parsed."""
     return (
         text.startswith("precision_cfg = {")
         and "}, fidelity_cfg = {" in text
@@ -381,7 +392,9 @@ def is_heading(text: str) -> bool:
 
 
 def _check_numbers(record: Repeat | Paired | Accuracy | Result, *, signed: str = "") -> None:
-    """Every number is finite, small enough to be a float, and not negative unless ``signed``."""
+    """Check that every number is finite, small enough for a float, and not negative unless
+    ``signed``.
+    """
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         least = -_LARGEST if field.name == signed else 0
@@ -393,10 +406,10 @@ _CHOICES: dict[str, Sequence[str]] = {"kind": KINDS, "weights": WEIGHTS, "comput
 
 
 def check_choices(values: dict[str, Any]) -> None:
-    """Refuse values of a result's fields that have a few allowed ones only.
+    """Check fields with a fixed set of values.
 
     Raises:
-        ConfigError: naming the field, its value and what is allowed.
+        ConfigError: Names the field, its value and the allowed values.
     """
     for name, choices in _CHOICES.items():
         if isinstance(value := values.get(name, choices[0]), str) and value not in choices:
@@ -404,10 +417,10 @@ def check_choices(values: dict[str, Any]) -> None:
 
 
 def check_plain(name: str, value: str) -> None:
-    """Refuse a name that would break a table, whose cell it becomes.
+    """Check that a name fits a table cell.
 
     Raises:
-        ConfigError: for a name that is no plain text.
+        ConfigError: The name is not a plain line of text.
     """
     if not value or value != value.strip() or not value.isprintable() or "|" in value:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""The file of results: one JSON line per measurement, appended safely and read strictly.
+"""The results file: a JSON line per measurement, appended atomically and read strictly.
 
-What a line means is for `record`; how lines are kept whole is for `json_lines`.
+`record` defines a line's contents and `json_lines` its storage.
 """
 
 from __future__ import annotations
@@ -30,49 +30,49 @@ _PARTS: Mapping[str, type] = MappingProxyType(
         "ceilings": record.Ceilings,
     }
 )
-"""Fields that hold records, or lists of them."""
+"""Fields that contain records, or lists of records."""
 
 
 def dumps(result: record.Result) -> str:
-    """One line of ASCII JSON without its newline; `loads` gives an equal Result."""
+    """Return one line of ASCII JSON without a newline. `loads` restores an equal Result."""
     return json.dumps(result.to_dict(), allow_nan=False, separators=(",", ":"))
 
 
 def loads(line: str | bytes, *, place: str = "result") -> record.Result:
-    """Parse one line of a results file as a `Result`.
+    """Parse one line of a results file.
 
     Raises:
-        ConfigError: naming ``place`` and the field, on anything but a line of this schema.
+        ConfigError: The line is invalid. Names ``place`` and the field.
     """
     data = line if isinstance(line, bytes) else line.encode()
     return decode_record(data, _decode, place=place, expected=_WHAT)
 
 
 def append(path: str | os.PathLike[str], result: record.Result) -> None:
-    """Add one line, whole or not at all, and have it on disk on return; see `append_lines`.
+    """Append a line atomically and sync the file to disk; see `append_lines`.
 
     Raises:
-        ConfigError: if the file cannot be written; what it held is then unchanged.
+        ConfigError: The file cannot be written. Its contents are unchanged.
     """
     append_lines(path, (dumps(result) + "\n").encode("ascii"))
 
 
 def read(path: str | os.PathLike[str]) -> list[record.Result]:
-    """Every result of a file, in the order they were written.
+    """Return all results of a file, in file order.
 
-    A last line cut short by a crash is dropped with a `TornLineWarning`.
+    An incomplete last line is dropped with a `TornLineWarning`.
 
     Raises:
-        ConfigError: naming file and line, on any other line that is not a result.
+        ConfigError: A line is invalid. Names file and line.
     """
     return [each.record for each in read_records(path, _decode, expected=_WHAT)]
 
 
 def from_values(values: dict[str, Any], *, place: str = "result") -> record.Result:
-    """The Result that `Result.to_dict` made these JSON values of.
+    """Return the Result from the JSON values of `Result.to_dict`.
 
     Raises:
-        ConfigError: naming ``place`` and the field, on anything else.
+        ConfigError: The values are invalid. Names ``place`` and the field.
     """
     return decode_record(values, _from_values, place=place, expected=_WHAT)
 
@@ -96,10 +96,10 @@ def _from_values(values: dict[str, Any]) -> record.Result:
 
 
 def _checked_fields(kind: type, values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a record by field.
+    """Return a record's values by field.
 
     Raises:
-        ConfigError: for an unknown key, or a missing key of a field that is not ``ADDED_LATER``.
+        ConfigError: A key is unknown, or a key of a field that is not ``ADDED_LATER`` is missing.
     """
     keys = record.KEYS[kind]
     if unknown := sorted(values.keys() - set(keys.values())):

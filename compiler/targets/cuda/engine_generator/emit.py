@@ -1,4 +1,4 @@
-"""``--emit engine``: the file, the configuration that it is created with, and the weights."""
+"""Emission for ``--emit engine``: the engine file, its model configuration and its weights."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tilewright.compiler.targets.program.instructions import KernelProgram
 def emit_engine(plan: KernelProgram, emission: Emission) -> None:
     """Write ``engine.py``, ``model_config.json`` and ``weights/model.safetensors``.
 
-    ``emission.settings`` has the ``model_config``.
+    ``emission.settings`` contains ``model_config``.
 
     Raises:
-        CompileError: for a program that generated engines cannot run.
+        CompileError: Generated engines do not support the program.
     """
     names, tensors = _tensors_of(plan), {}
     for done, name in enumerate(names):
@@ -44,19 +44,22 @@ def emit_engine(plan: KernelProgram, emission: Emission) -> None:
 
 
 def engine_source(plan: KernelProgram, config: Mapping[str, Any], *, title: str) -> str:
-    """The text of ``engine.py`` for a ``model_config``, of which ``torch_dtype`` is the weights'.
+    """Return the text of ``engine.py`` for a ``model_config``, whose ``torch_dtype`` is the
+    weights' type.
 
     Raises:
-        CompileError: for a program that generated engines cannot run.
+        CompileError: Generated engines do not support the program.
     """
     found, num_layers = engine_plan(plan), config["num_hidden_layers"]
     return engine_text(found, choices_for(found, config), title=title, num_layers=num_layers)
 
 
 def choices_for(plan: parts.Plan, config: Mapping[str, Any]) -> Choices:
-    """Choose what was measured faster on an H200: products of few rows in CUDA C++ for wide layers,
-    in bfloat16 attention, experts and linear attention too; for narrow ones, whose norms fit into
-    products of several rows, and for mixtures in float16, Triton alone.
+    """Select the faster kernels, tuned on an H200.
+
+    Wide layers use CUDA C++ for small matmuls and, in bfloat16, for attention, experts and linear
+    attention. Narrow layers, whose norms fit matmuls with several rows, and float16 mixtures use
+    Triton only.
     """
     if config["hidden_size"] < _WIDE:
         return Choices()
@@ -68,7 +71,7 @@ def choices_for(plan: parts.Plan, config: Mapping[str, Any]) -> Choices:
 
 
 def _tensors_of(plan: KernelProgram) -> list[str]:
-    """Every tensor of the checkpoint that a typed program reads, once, in its order."""
+    """Return every checkpoint tensor of a program once, in order."""
     found: list[str] = []
     for each in plan.instructions:
         convolve = getattr(each, "convolve", None)
@@ -81,4 +84,4 @@ def _tensors_of(plan: KernelProgram) -> list[str]:
 _WIDE = 2048
 
 _WEIGHTS = ("table", "norm", "weight", "q_norm", "k_norm", "a_log", "dt_bias")
-"""The fields of instructions that are weights."""
+"""Instruction fields that are weights."""

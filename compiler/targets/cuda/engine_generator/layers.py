@@ -1,4 +1,4 @@
-"""The typed program as the plan of a generated engine: values by name, one layer for all."""
+"""Translation from a typed program to an engine plan, with one layer for all."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _VALUES = {
     "shared_ff2": "shared",
     "lm_head": "logits",
 }
-"""What products are called, by the tensor group of their weights."""
+"""Names for matmul results, by the weight's tensor group."""
 
 
 def engine_plan(plan: typed.KernelProgram) -> parts.Plan:
-    """The plan of a generated engine that computes what a typed program does.
+    """Return the engine plan for a typed program.
 
-    Sizes are left to the configuration, so every layer of a kind must be the same but for its
-    weights.
+    Sizes come from the configuration. Therefore layers with the same kind must be equal except for
+    their weights.
 
     Raises:
-        CompileError: for an instruction that generated engines have not, or layers that differ.
+        CompileError: Generated engines do not support an instruction, or layers differ.
     """
     written = _Writer(plan)
     steps = _with_gates((_layer_of(each), written.instruction(each)) for each in plan.instructions)
@@ -61,7 +61,7 @@ def engine_plan(plan: typed.KernelProgram) -> parts.Plan:
 def _with_gates(
     steps: Iterable[tuple[int | None, parts.Instruction | None]],
 ) -> list[tuple[int | None, parts.Instruction | None]]:
-    """The steps with the gates of linear attention as rows of the product that stands before."""
+    """Return the steps with linear attention gates merged into the preceding matmul."""
     found: list[tuple[int | None, parts.Instruction | None]] = []
     for layer, step in steps:
         if isinstance(step, parts.Linear) and step.out == GATES:
@@ -74,14 +74,14 @@ def _with_gates(
 
 
 def _made(steps: Iterable[parts.Instruction | None]) -> list[parts.Instruction]:
-    """The instructions without those that a later one stands for."""
+    """Return the instructions without those merged into a later instruction."""
     return [step for step in steps if step is not None]
 
 
 def _kinds(
     layers: Mapping[int, Sequence[parts.Instruction]],
 ) -> dict[bool, tuple[parts.Instruction, ...]]:
-    """What layers compute, by whether they have linear attention."""
+    """Return a layer's instructions. The key is true for linear attention."""
     found: dict[bool, tuple[int, tuple[parts.Instruction, ...]]] = {}
     for index, steps in layers.items():
         is_linear = any(isinstance(each, DeltaRule) for each in steps)
@@ -94,9 +94,10 @@ def _kinds(
 
 
 class _Writer:
-    """Gives values their names: a buffer is called after what it holds first.
+    """Translator for instructions, with names for values. A buffer is named after its first value.
 
-    ``offset``: what the program adds to the weights of norms.
+    Attributes:
+        offset: Number added to norm weights.
     """
 
     def __init__(self, plan: typed.KernelProgram) -> None:
@@ -106,7 +107,7 @@ class _Writer:
         self._mixers = MixerWriter(self._name, self._out, self._norm)
 
     def instruction(self, each: typed.Instruction) -> parts.Instruction | None:
-        """Translate an instruction; None where a later one's stands for it as well."""
+        """Translate an instruction. Return None if it is merged into a later instruction."""
         if isinstance(each, typed.EmbedOp):
             return parts.Embed(self._out(each.out, "x"), _one_name(each.table))
         if isinstance(each, typed.LinearOp) and each.bias is None:
@@ -138,20 +139,18 @@ class _Writer:
         )
 
     def _norm(self, recipe: WeightRecipe) -> str:
-        """The name of a norm's weight: of the stream's, or of that of the heads of q and k."""
+        """Return a norm weight's name, for the residual stream or the q and k heads."""
         return _one_name(recipe, self.offset)
 
     def _out(self, place: typed.BufferView, name: str) -> str:
-        """The name of a value that is written anew; buffers are used for several values."""
+        """Name a new value in a buffer. Buffers have several values in sequence."""
         if place.first:
             raise CompileError(f"a value among the columns of another; {_NAMES}")
         self._values[place.buffer] = name, place.width
         return name
 
     def _name(self, place: typed.BufferView, first: int = 0, width: int | None = None) -> str:
-        """The name of the value that a place holds: all its columns, or ``width`` of them from
-        ``first`` on.
-        """
+        """Return a buffer value's name: all columns, or ``width`` columns from ``first``."""
         name, whole = self._values[place.buffer]
         if (place.first, place.width) != (first, whole if width is None else width):
             raise CompileError(f"a value among the columns of another; {_NAMES}")
@@ -163,14 +162,14 @@ def _is_plain(each: typed.AttentionOp) -> bool:
 
 
 def _layer_of(each: typed.Instruction) -> int | None:
-    """The layer that an instruction's weights or state are of."""
+    """Return the layer that an instruction's weights or state belong to."""
     found = _LAYER.search(str(each))
     return int(found[1]) if found else None
 
 
 def _names(recipe: WeightRecipe, offset: float = 0.0) -> tuple[str, ...]:
-    """Names without what stands before a layer's own: whole tensors, stacked; a query's gate is
-    told from the query by its name.
+    """Return whole tensors' names without the layer prefix. A query's gate has a separate
+    name.
     """
     found = []
     for each in recipe.segments:

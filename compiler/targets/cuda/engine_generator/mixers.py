@@ -1,4 +1,6 @@
-"""The typed program's mixers as a generated engine has them: several instructions as one."""
+"""Translation for a typed program's mixers in generated engines: several instructions become
+one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from tilewright.compiler.targets.program import instructions as typed
 from tilewright.errors import CompileError
 
 GATES = "gates"
-"""What the gates of linear attention are called: they become columns of what it reads besides."""
+"""Name for linear attention gates. They become columns in its input."""
 
 _LAYER = re.compile(r"^model\.layers\.\d+\.")
 
@@ -20,9 +22,12 @@ _TAKEN = _Started | typed.SigmoidGate | typed.DeltaRuleOp | typed.ExpertSum
 
 
 class MixerWriter:
-    """Keeps the instructions of attention, or of experts, until the last one is there.
+    """Collects instructions for attention or experts until the last.
 
-    ``name`` and ``out`` say what values are called, ``norm`` a norm's weight.
+    Args:
+        name: Returns a value's name.
+        out: Names a new value.
+        norm: Returns a norm weight's name.
     """
 
     def __init__(
@@ -35,14 +40,14 @@ class MixerWriter:
         self._started: list[_Started] = []
 
     def takes(self, each: typed.Instruction) -> bool:
-        """Whether it belongs to a mixer."""
+        """Return whether an instruction belongs to a mixer."""
         return isinstance(each, _TAKEN)
 
     def instruction(self, each: typed.Instruction) -> parts.Mixer | None:
-        """The mixer whose last instruction this is, or None.
+        """Return the mixer that ends with this instruction, or None.
 
         Raises:
-            CompileError: for what no mixer of generated engines is.
+            CompileError: Generated engines do not support the mixer.
         """
         if isinstance(each, _Started):
             self._started.append(each)
@@ -113,7 +118,7 @@ class MixerWriter:
 
 
 def _plain(recipe: WeightRecipe) -> str:
-    """The one tensor that a weight is all of, without what stands before a layer's own."""
+    """Return the name for a weight's only tensor, without the layer prefix."""
     names = set(recipe.names)
     if len(names) != 1 or recipe.pad_rows or any(each.offset for each in recipe.segments):
         raise CompileError(f"{recipe.names[0]}: not a whole tensor")

@@ -1,5 +1,6 @@
-"""Weights in block formats that are held a second time, as the library reads them: e4m3 codes where
-a lofi weight is exact in them, else bfloat16 values. Both are the format's own values.
+"""Dequantized copies of block-format weights for cuBLAS.
+
+A copy is e4m3 if a lofi weight is exact in e4m3, else bfloat16. Both preserve the format's values.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ _LIBRARY_MULTIPLE = 16
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """Which copies are wanted: bfloat16 ``values`` of weights in blocks, but e4m3 ``codes`` of bfp4
-    weights at fidelity lofi.
+    """Requested copies.
+
+    Attributes:
+        values: bfloat16 copies of weights in block formats.
+        codes: e4m3 copies of bfp4 weights with lofi fidelity. They take precedence over ``values``.
     """
 
     values: bool = False
@@ -40,8 +44,9 @@ _NOTHING = (
 
 
 def kinds_for(options: CompileOptions) -> Kinds:
-    """The copies that a program of these options gains by, where memory allows them: float32
-    arithmetic none, and e4m3 none where a row's bits shall not depend on how many rows there are.
+    """Return the copies that speed up a program with these options, if memory allows.
+
+    Exact arithmetic uses no copies. Batch-invariant programs use no e4m3 copies.
     """
     if options.compute == "exact" or options.copies == "none":
         return NO_COPIES
@@ -50,8 +55,11 @@ def kinds_for(options: CompileOptions) -> Kinds:
 
 @dataclass(frozen=True, slots=True)
 class DequantizedCopy:
-    """A weight's values once more: bfloat16 ``[N, K]``, or with ``scales`` (float32 ``[N, 1]``, of
-    rows) e4m3 codes. Rows are as they are held.
+    """A copy of a packed weight, with rows in the packed order.
+
+    Attributes:
+        values: bfloat16 ``[N, K]``, or e4m3 with ``scales``.
+        scales: Row scales, float32 ``[N, 1]``. None: bfloat16.
     """
 
     values: Tensor
@@ -59,20 +67,20 @@ class DequantizedCopy:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that the copy takes on the device."""
+        """Size on the device in bytes."""
         values = self.values.untyped_storage().nbytes()
         return values + (0 if self.scales is None else self.scales.nbytes)
 
 
 def is_lofi(each: LinearOp, *, decodes: bool) -> bool:
-    """Whether a product's fidelity is lofi in a phase."""
+    """Return whether a matmul has lofi fidelity in a phase."""
     if each.compute is None:
         return False
     return (each.compute.decode if decodes else each.compute.prefill) == "lofi"
 
 
 def wants_codes(each: LinearOp, kinds: Kinds) -> bool:
-    """Whether e4m3 codes of a weight are asked for, and the library takes its shape."""
+    """Return whether an e4m3 copy is requested and cuBLAS supports the weight's shape."""
     if not kinds.codes or product_of(each).kind != "bfp4":
         return False
     is_whole = all(size % _LIBRARY_MULTIPLE == 0 for size in each.weight.shape)
@@ -80,12 +88,12 @@ def wants_codes(each: LinearOp, kinds: Kinds) -> bool:
 
 
 def wants_values(each: LinearOp, kinds: Kinds) -> bool:
-    """Whether bfloat16 values of a product's weight are asked for."""
+    """Return whether a bfloat16 copy is requested."""
     return kinds.values and product_of(each).kind in TILE_BYTES
 
 
 def copy_bytes(plan: KernelProgram, kinds: Kinds) -> int:
-    """Bytes that the copies of a plan's weights take, were every lofi weight exact."""
+    """Return the size of all copies in bytes, if all lofi weights are exact in e4m3."""
     found: dict[CudaTensorSpec, int] = {}
     for each in _products(plan):
         rows, columns = each.weight.shape
@@ -101,10 +109,12 @@ def _products(plan: KernelProgram) -> Iterator[LinearOp]:
 
 
 class DequantizedCopies:
-    """The copies that are asked for, made of the weights that are held.
+    """The requested copies of packed weights.
 
-    ``num_lofi``: lofi weights that were tried; ``num_inexact``: those of them that are not exact in
-    e4m3, of which there is no copy, so that their products stay those of bfloat16.
+    Attributes:
+        num_lofi: Number of lofi weights tried.
+        num_inexact: Number of lofi weights that are inexact in e4m3. They have no copy, and their
+            matmuls use bfloat16.
     """
 
     def __init__(self, plan: KernelProgram, weights: Weights, kinds: Kinds) -> None:
@@ -127,11 +137,13 @@ class DequantizedCopies:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that all copies take on the device."""
+        """Total size on the device in bytes."""
         return sum(each.num_bytes for each in self._copies.values())
 
     def said(self, asked: str = "auto") -> tuple[str, ...]:
-        """What is held twice, in a line; none where nothing is, unless it was ``asked`` for."""
+        """Return notes about the copies for the user. Without copies, a note is returned only for
+        ``asked``.
+        """
         parts = []
         if self.num_lofi:
             exact = self.num_lofi - self.num_inexact
@@ -144,22 +156,22 @@ class DequantizedCopies:
         return (f"held once more, for many rows: {', '.join(parts)}; {size}",)
 
     def codes_for(self, each: LinearOp, num_rows: int, *, decodes: bool) -> DequantizedCopy | None:
-        """The codes that a product of so many rows takes; None where it takes none."""
+        """Return the e4m3 copy for a matmul with ``num_rows`` rows. None: the matmul does not use
+        e4m3.
+        """
         if num_rows < LEAST_LOFI or not is_lofi(each, decodes=decodes):
             return None
         copy = self._copies.get(product_of(each))
         return copy if copy is not None and copy.scales is not None else None
 
     def values_of(self, each: LinearOp) -> Tensor | None:
-        """The bfloat16 values of a product's weight, where they are held."""
+        """Return the bfloat16 copy of a matmul's weight, or None."""
         copy = self._copies.get(product_of(each))
         return None if copy is None or copy.scales is not None else copy.values
 
 
 def _dense(held: HeldWeight) -> Tensor:
-    """Dequantise a weight as `Products` does for one product, so that the library's bits are the
-    same.
-    """
+    """Dequantize a weight as for a single matmul, so that cuBLAS gives the same bits."""
     shape = held.num_rows, padded(held.num_columns)
     values = torch.empty(shape, dtype=torch.bfloat16, device=held.data.device)
     values = values[:, : held.num_columns]
@@ -168,7 +180,9 @@ def _dense(held: HeldWeight) -> Tensor:
 
 
 def _codes(held: HeldWeight) -> DequantizedCopy | None:
-    """A piece of the rows at a time: the scratch is 12 bytes a value."""
+    """Return the e4m3 copy, or None if inexact. Rows are converted in parts: scratch is 12 bytes a
+    value.
+    """
     dense, found = _dense(held), []
     for part in dense.chunk(_PIECES):
         exact = exact_rows(part)

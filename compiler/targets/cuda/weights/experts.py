@@ -1,4 +1,4 @@
-"""The weights of experts: read, converted and placed some experts at a time."""
+"""Expert weights: read, converted and packed in groups."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, He
 from tilewright.compiler.targets.cuda.weights.packing import GROUP, hold, scale_of
 
 _TOGETHER = 1 << 24
-"""Values that are converted together: experts are small, and every launch has its price."""
+"""Maximum number of values converted together. Experts are small, and launches are costly."""
 
 
 def held_sizes(recipe: WeightRecipe, *, paired: bool) -> tuple[int, int, int]:
-    """How many experts a weight is held for, and the rows and columns of each.
+    """Return the expert count in a packed weight, and an expert's rows and columns.
 
-    Halves of experts that are no multiple of 8 rows are held with rows of zeros behind them.
+    If ``paired``, gate rows and up rows are padded to multiples of 8.
     """
     *experts, num_rows, num_columns = recipe.shape
     if experts and paired:
@@ -38,10 +38,13 @@ def place_experts(
     paired: bool,
     check: Callable[[Tensor, float, Sequence[str]], None],
 ) -> HeldWeight:
-    """The weight ``[E, out, in]`` of a recipe, held on a device; ``paired`` as in `hold`.
+    """Pack a recipe's expert weights ``[E, out, in]`` on a device.
 
-    ``check`` is given every expert's values, the scale that all of them are held with, and the
-    names of the tensors that they come from.
+    Args:
+        kind: Storage format.
+        paired: As in `hold`.
+        check: Called with an expert's values, the common scale and the tensor names. Raises an
+            error for unsupported values.
     """
     get = _source(get_weight, device)
     num_experts, num_rows, num_columns = held_sizes(recipe, paired=paired)
@@ -50,12 +53,12 @@ def place_experts(
     while first < num_experts:
         last = min(first + step, num_experts)
         some = _some(recipe, first, last)
-        with torch.device(device):  # where weights that are made up are made
+        with torch.device(device):  # generated weights are created on this device
             dense = load_dense(some, get).view(some.shape)
         if kind == "bf16" and recipe.format != "bf16":
             dense = format_values(dense, some)
         wanted = scale_of(dense, kind)
-        if wanted > scale:  # rare: a value of 2 or more; those before are held once more
+        if wanted > scale:  # Rare: a value above 2. Earlier experts are packed again.
             scale, first = wanted, 0
             continue
         if kind != "bf16":
@@ -73,14 +76,16 @@ def place_experts(
 
 
 def _source(get_weight: Callable[[str], Tensor], device: torch.device) -> Callable[[str], Tensor]:
-    """Parts of tensors where the source reads such: a rank keeps little of a stack of experts."""
+    """Return a source of tensor parts if supported, so that a rank reads only its part of an expert
+    stack.
+    """
     if isinstance(get_weight, ReadsParts):
         return on_device(get_weight, device)
     return _Last(get_weight, device)
 
 
 def on_device(get_weight: Callable[[str], Tensor], device: torch.device) -> Callable[[str], Tensor]:
-    """A source whose tensors, and parts of tensors where it reads these, are on a device."""
+    """Return a source whose tensors, and tensor parts if supported, are on a device."""
     kind = _PartsOnDevice if isinstance(get_weight, ReadsParts) else _OnDevice
     return kind(get_weight, device)
 
@@ -103,7 +108,9 @@ class _PartsOnDevice(_OnDevice):
 
 
 class _Last:
-    """A source of tensors that keeps the last one on the device: all experts may be its rows."""
+    """A tensor source that caches the previous tensor on the device. All experts may be rows of a
+    tensor.
+    """
 
     def __init__(self, get_weight: Callable[[str], Tensor], device: torch.device) -> None:
         self._get_weight, self._device = get_weight, device
@@ -111,22 +118,23 @@ class _Last:
 
     def __call__(self, name: str) -> Tensor:
         if name != self._name:
-            self._tensor = torch.empty(0)  # the one before goes first
+            self._tensor = torch.empty(0)  # free the previous tensor first
             self._tensor = self._get_weight(name).to(self._device)
             self._name = name
         return self._tensor
 
 
 def _some(recipe: WeightRecipe, first: int, last: int) -> WeightRecipe:
-    """``[last - first, out, in]`` of some experts."""
+    """Return the recipe for some experts, ``[last - first, out, in]``."""
     rows = recipe.shape[-2]
     segments = cut(recipe, first * rows, last * rows)
     return dataclasses.replace(recipe, segments=segments, shape=(last - first, *recipe.shape[1:]))
 
 
 def _below_one_another(dense: Tensor, paired: bool) -> Tensor:
-    """Experts ``[E, out, in]``, each of whole tiles with zeros behind it, as ``[rows, in]``; rows
-    of gate and up in turns where they are ``paired``.
+    """Return experts ``[E, out, in]`` as ``[rows, in]``, padded to whole tiles.
+
+    If ``paired``, gate and up rows alternate.
     """
     num_columns = dense.shape[2]
     if paired:

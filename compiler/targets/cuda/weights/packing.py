@@ -1,6 +1,6 @@
-"""From a dense weight to the bytes of `held`, and back: torch operations alone, on any device.
+"""Conversion between dense and packed weights with torch operations, on any device.
 
-The values are the formats' own. It knows no kernels and no names of weights.
+Values are the formats' values. Excludes kernels and weight names.
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ from tilewright.errors import CompileError, allowed
 
 KINDS = ("bf16", *TILE_BYTES)
 GROUP = 8
-"""Rows of gate, then rows of up, in a paired weight."""
+"""Consecutive gate or up rows in a paired weight."""
 
-_EMPTY = 64  # the exponent of a block of zeros
-_CHUNK_ELEMENTS = 1 << 26  # what is packed at a time: its scratch is some 20 bytes an element
+_EMPTY = 64  # exponent for a block with zeros
+_CHUNK_ELEMENTS = 1 << 26  # elements packed at a time; scratch is about 20 bytes an element
 _PER_LANE = 4  # exponents
 
 
 def hold(dense: Tensor, kind: str, *, paired: bool, scale: float | None = None) -> HeldWeight:
-    """``dense [out, in]`` (floating point) as a weight of ``kind``, on the same device.
+    """Pack ``dense [out, in]`` (floating point) in a storage format, on the same device.
 
-    ``paired``: the first half of the rows is gate and the second up, a multiple of 8 each; they
-    are put in turns of 8. ``scale``: of what is held, where several weights have one in common.
+    Args:
+        kind: Storage format from ``KINDS``.
+        paired: The first half has gate rows and the second has up rows, in multiples of 8. They are
+            interleaved in groups with 8 rows.
+        scale: Common scale for several weights. None: :func:`scale_of`.
 
     Raises:
-        CompileError: for an unknown kind, halves that cannot be paired, and blocks of an exponent
+        CompileError: The format is unknown, the rows cannot be paired, or a block exponent is
             outside ``EXPONENTS`` (see :func:`fits`).
     """
     _check(dense, kind, paired)
@@ -62,12 +65,12 @@ def hold(dense: Tensor, kind: str, *, paired: bool, scale: float | None = None) 
 
 
 def fits(dense: Tensor, kind: str, *, scale: float | None = None) -> bool:
-    """Whether :func:`hold` takes ``dense [out, in]``: no block's exponent is out of range.
+    """Return whether :func:`hold` supports ``dense [out, in]``: all block exponents are in range.
 
-    Reads the answer back from the device.
+    Synchronizes with the device.
 
     Raises:
-        CompileError: for an unknown kind.
+        CompileError: The format is unknown.
     """
     _check_kind(kind)
     if kind == "bf16":
@@ -81,8 +84,9 @@ def fits(dense: Tensor, kind: str, *, scale: float | None = None) -> bool:
 
 
 def unpack(held: HeldWeight) -> Tensor:
-    """float32 ``[num_rows, num_columns]``: the values, rows as they are held (pairs in turns);
-    of all experts one below the other.
+    """Return the values as float32 ``[num_rows, num_columns]``, in packed row order.
+
+    Experts are concatenated along the rows.
     """
     if held.kind == "bf16":
         values = held.data.float()
@@ -93,7 +97,7 @@ def unpack(held: HeldWeight) -> Tensor:
 
 
 def scale_of(dense: Tensor, kind: str) -> float:
-    """The power of two by which the weight is too large for the exponents that are held, or 1."""
+    """Return the power of two by which a weight exceeds the exponent range, or 1."""
     if kind == "bf16" or dense.numel() == 0:
         return 1.0
     exponent = int(dense.abs().amax().float().view(torch.int32) >> 23)
@@ -116,7 +120,7 @@ def _check(dense: Tensor, kind: str, paired: bool) -> None:
 
 
 def _rows(dense: Tensor, rows: slice, paired: bool) -> Tensor:
-    """Some rows, whole tiles of them, in the order in which they are held."""
+    """Return some rows, in whole tiles and packed order."""
     if not paired:
         return dense[rows]
     half = dense.shape[0] // 2
@@ -131,13 +135,13 @@ def _padded(x_NK: Tensor) -> Tensor:
 
 
 def _shared_exponents(x_NK: Tensor) -> Tensor:
-    """The exponent of every block of 16, int32: that of its largest magnitude, NaN being it."""
+    """Return every block's exponent, int32, from its largest magnitude or NaN."""
     largest = x_NK.view(x_NK.shape[0], -1, BLOCK_SIZE).abs().amax(-1)
     return largest.view(torch.int32) >> 23
 
 
 def _stray_exponent(exponents: Tensor, kind: str) -> int | None:
-    """An exponent that the kernels' arithmetic is not exact for. A block of exponent 0 is zeros."""
+    """Return an exponent out of range, or None. A block with exponent 0 has zeros only."""
     least, most = EXPONENTS[kind]
     if exponents.numel() == 0:
         return None
@@ -149,10 +153,10 @@ def _stray_exponent(exponents: Tensor, kind: str) -> int | None:
 
 
 def _tiles(x_NK: Tensor, kind: str) -> Tensor:
-    """uint8 ``[row tiles, column tiles, TILE_BYTES]`` of float32 rows."""
+    """Return float32 rows as uint8 ``[row tiles, column tiles, TILE_BYTES]``."""
     x_NK = _padded(x_NK)
     shape = x_NK.shape
-    # One row: the codec walks over rows in pieces that suit a cache, thousands of launches here.
+    # As a single row: the codec splits rows for CPU caches, which would need thousands of launches.
     flat = x_NK if x_NK.device.type == "cpu" else x_NK.view(1, -1)
     encoded = _block_format(kind).quantise(flat)
     exponents = encoded.exponents.view(shape[0], -1)
@@ -169,7 +173,7 @@ def _tiles(x_NK: Tensor, kind: str) -> Tensor:
 
 
 def _pieces_bfp8(mantissas_NK: Tensor) -> Tensor:
-    # Of the 4 columns of a word: the two bits of their number. Signs lie with the other high bit.
+    # The two bits in the column number, for a word with 4 columns. A sign is in the second byte.
     parts = mantissas_NK.view(-1, 2, 2)
     codes = parts.abs().view(torch.uint8) | (parts < 0).flip(1).to(torch.uint8) << 7
     codes = codes.transpose(1, 2).reshape(mantissas_NK.shape)
@@ -179,7 +183,7 @@ def _pieces_bfp8(mantissas_NK: Tensor) -> Tensor:
 
 
 def _pieces_bfp4(mantissas_NK: Tensor) -> Tensor:
-    # Of the 8 columns of a word: byte of the half word, its nibble, half word.
+    # For 8 columns in a word: byte in the half word, nibble, half word.
     low, high = mantissas_NK.view(-1, 2, 2, 2).unbind(2)
     signs = (high < 0).flip(1).to(torch.uint8)
     codes = (low + 8).view(torch.uint8) | high.abs().view(torch.uint8) << 4 | signs << 7
@@ -190,8 +194,8 @@ def _pieces_bfp4(mantissas_NK: Tensor) -> Tensor:
 
 
 def lay_exponents(exponents_NB: Tensor) -> Tensor:
-    """A byte of every block of 16 columns, row by row, in the order in which tiles hold them: uint8
-    ``[row tiles, column tiles, 128]``.
+    """Return a byte for every block of 16 columns in tile order, uint8 ``[row tiles, column tiles,
+    128]``.
     """
     # Row tile, row + 8, g; column tile, half, t.
     parts = exponents_NB.view(exponents_NB.shape[0] // TILE_ROWS, 2, 8, -1, 2, 4)
@@ -199,8 +203,10 @@ def lay_exponents(exponents_NB: Tensor) -> Tensor:
 
 
 def codes_of(data: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """What tiles hold: mantissas, int8 ``[16 row tiles, 128 column tiles]``, and the exponents of
-    their blocks, uint8 ``[16 row tiles, 8 column tiles]``.
+    """Return the tiles' contents.
+
+    These are mantissas, int8 ``[16 row tiles, 128 column tiles]``, and block exponents, uint8 ``[16
+    row tiles, 8 column tiles]``.
     """
     row_tiles, column_tiles, num_bytes = data.shape
     rows, columns = row_tiles * TILE_ROWS, column_tiles * TILE_COLUMNS
@@ -212,7 +218,7 @@ def codes_of(data: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def _values(data: Tensor, kind: str) -> Tensor:
-    """float32 ``[16 row tiles, 128 column tiles]``: what the tiles hold, padding included."""
+    """Return the values in tiles with padding, float32 ``[16 row tiles, 128 column tiles]``."""
     mantissas, exponents = codes_of(data, kind)
     rows, columns = mantissas.shape
     shape = (rows, columns) if data.device.type == "cpu" else (1, rows * columns)
@@ -223,7 +229,9 @@ def _values(data: Tensor, kind: str) -> Tensor:
 
 
 def _mantissas_bfp8(pieces: Tensor) -> Tensor:
-    """int8, in the order of rows and columns, of the pieces [row tiles, column tiles, bytes]."""
+    """Return int8 mantissas in row and column order, from vectors [row tiles, column tiles,
+    bytes].
+    """
     parts = pieces.reshape(*pieces.shape[:2], 2, 2, 8, 64).permute(0, 3, 4, 1, 2, 5)
     codes = parts.reshape(-1, 2, 2).transpose(1, 2)
     magnitudes = (codes & 0x7F).to(torch.int8)
@@ -231,7 +239,9 @@ def _mantissas_bfp8(pieces: Tensor) -> Tensor:
 
 
 def _mantissas_bfp4(pieces: Tensor) -> Tensor:
-    """int8, in the order of rows and columns, of the pieces [row tiles, column tiles, bytes]."""
+    """Return int8 mantissas in row and column order, from vectors [row tiles, column tiles,
+    bytes].
+    """
     parts = pieces.reshape(*pieces.shape[:2], 2, 8, 4, 2, 8).permute(0, 2, 3, 1, 5, 4, 6)
     codes = parts.reshape(-1, 2, 2).transpose(1, 2)
     magnitudes = (codes >> 4 & 7).to(torch.int8)

@@ -1,4 +1,4 @@
-"""A plan's weights on a device: streamed from recipes, kept in files, one tensor at a time."""
+"""A program's weights on a device, loaded from recipes or files, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ _DATA, _SCALE = "data", "scale"
 
 @dataclass(frozen=True, slots=True)
 class CudaTensorSpec:
-    """One tensor of a plan: ``kind`` of a held weight, or ``fp32`` for norms, biases, constants.
+    """A tensor in a program.
 
-    ``is_paired``: rows of gate and up in turns, as a product with SwiGLU reads them.
+    Attributes:
+        kind: Storage format, or ``fp32`` for norms, biases and constants.
+        is_paired: Gate and up rows alternate, for a matmul with SwiGLU.
     """
 
     recipe: WeightRecipe
@@ -51,23 +53,23 @@ class CudaTensorSpec:
 
 
 def wanted_by(plan: KernelProgram) -> dict[CudaTensorSpec, None]:
-    """Every tensor of the plan once, in the order of its first use."""
+    """Return every tensor in a program once, in first-use order."""
     return dict.fromkeys(_wanted(plan))
 
 
 def product_of(linear: LinearOp | ExpertLinearOp | ExpertSum) -> CudaTensorSpec:
-    """The tensor that a product of a plan wants."""
+    """Return the tensor that a matmul reads."""
     is_paired = not isinstance(linear, ExpertSum) and linear.swiglu
     return CudaTensorSpec(linear.weight, held_kind(linear.weight, linear.group), is_paired)
 
 
 def table_of(embed: EmbedOp) -> CudaTensorSpec:
-    """The tensor that an embedding of a plan wants."""
+    """Return the tensor that an embedding reads."""
     return CudaTensorSpec(embed.table, held_kind(embed.table, TABLES[0]))
 
 
 def vector_of(recipe: WeightRecipe, *, is_paired: bool = False) -> CudaTensorSpec:
-    """A norm, a bias or a constant."""
+    """Return the tensor for a norm, a bias or a constant."""
     return CudaTensorSpec(recipe, "fp32", is_paired)
 
 
@@ -102,7 +104,7 @@ Placed = HeldWeight | Tensor
 
 
 class Weights:
-    """What a plan reads, on its device."""
+    """A program's tensors, on its device."""
 
     def __init__(self, placed: dict[CudaTensorSpec, Placed]) -> None:
         self._placed = placed
@@ -110,19 +112,19 @@ class Weights:
         self._by_recipe: dict[int, tuple[WeightRecipe, Tensor]] = {}
 
     def held(self, wanted: CudaTensorSpec) -> HeldWeight:
-        """Find a product's weight, or a table, as the device holds it."""
+        """Return a packed weight or table."""
         found = self._placed[wanted]
         assert isinstance(found, HeldWeight)
         return found
 
     def vector(self, wanted: CudaTensorSpec) -> Tensor:
-        """A norm, a bias or a constant, float32."""
+        """Return a norm, a bias or a constant, float32."""
         found = self._placed[wanted]
         assert isinstance(found, Tensor)
         return found
 
     def bias_of(self, product: LinearOp) -> Tensor | None:
-        """A product's bias, in the order of its rows as they are held."""
+        """Return a matmul's bias in packed row order, or None."""
         if product.bias is None:
             return None
         found = self._by_recipe.get(id(product.bias))
@@ -148,7 +150,7 @@ class Weights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device; a table that is a head's weight as well counts once."""
+        """Size on the device in bytes. A table shared with the LM head counts once."""
         tensors = [
             each.data if isinstance(each, HeldWeight) else each for each in self._placed.values()
         ]
@@ -161,11 +163,11 @@ def load_weights(
     device: torch.device,
     progress: Progress,
 ) -> Weights:
-    """Read, convert and place every tensor of a plan.
+    """Read, convert and place every tensor of a program.
 
     Raises:
-        CheckpointError: for a tensor that is missing, of another shape, or not finite.
-        CompileError: for a format that products cannot take.
+        CheckpointError: A tensor is missing, has a different shape or is not finite.
+        CompileError: Matmuls do not support a format.
     """
     wanted = wanted_by(plan)
     placed: dict[CudaTensorSpec, Placed] = {}
@@ -182,7 +184,7 @@ def _place(
     if kind != "fp32" and len(recipe.shape) == 3:
         check, paired = partial(_check_fits, wanted), wanted.is_paired
         return place_experts(recipe, kind, get_weight, device, paired=paired, check=check)
-    with torch.device(device):  # where weights that are made up are made
+    with torch.device(device):  # generated weights are created on this device
         dense = load_dense(wanted.recipe, on_device(get_weight, device))
     if wanted.kind == "fp32":
         return _in_turns(dense) if wanted.is_paired else dense
@@ -206,17 +208,17 @@ def _check_fits(
 
 
 def _in_turns(bias: Tensor) -> Tensor:
-    """Gate's part and up's part of a bias, in turns as the rows of a paired weight."""
+    """Return a bias with gate and up parts interleaved, as the rows of a paired weight."""
     return bias.view(2, -1, GROUP).transpose(0, 1).reshape(-1)
 
 
 def write_weights(
     plan: KernelProgram, get_weight: Callable[[str], Tensor], folder: Path, progress: Progress
 ) -> None:
-    """Every tensor of a plan as a file of its own in ``folder``.
+    """Write every tensor of a program to a separate file in ``folder``.
 
     Raises:
-        NoRoomError: where they cannot be written.
+        NoRoomError: The files cannot be written.
     """
     wanted = wanted_by(plan)
     for done, each in enumerate(wanted):
@@ -226,7 +228,7 @@ def write_weights(
 
 
 def _tensors(placed: Placed) -> dict[str, Tensor]:
-    """What is kept of a tensor."""
+    """Return the file contents of a tensor."""
     if isinstance(placed, HeldWeight):
         return {_DATA: placed.data.contiguous(), _SCALE: torch.tensor(placed.scale)}
     return {_DATA: placed.contiguous(), _SCALE: torch.tensor(1.0)}
@@ -235,10 +237,10 @@ def _tensors(placed: Placed) -> dict[str, Tensor]:
 def read_weights(
     plan: KernelProgram, folder: Path, device: torch.device, progress: Progress
 ) -> Weights:
-    """The files of :func:`write_weights`, placed on a device.
+    """Read the files of :func:`write_weights` to a device.
 
     Raises:
-        CheckpointError: for files that are missing, or not of this plan.
+        CheckpointError: A file is missing or belongs to a different program.
     """
     wanted = wanted_by(plan)
     placed: dict[CudaTensorSpec, Placed] = {}
