@@ -1,6 +1,7 @@
-"""A layers x groups heat map: colours on a linear or logarithmic scale, numbers where they fit.
+"""A heat map for layers x groups: colors on a linear or logarithmic scale, with numbers if they
+fit.
 
-Knows nothing of sweeps: values and names come in, a figure goes out.
+Excludes sweeps: the input is values and names, and the output is a figure.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ __all__ = ["draw_heat_map"]
 
 MAX_ANNOTATED_ROWS = 40
 LOG_SPAN, MAX_SPAN = 30.0, 1e4
-"""Positive values that span more are on a logarithmic scale; the scale itself spans at most so
-much."""
+"""Positive values with a larger span use a logarithmic scale, which has a maximum span."""
 
 
 def draw_heat_map(
@@ -33,13 +33,17 @@ def draw_heat_map(
     label: str,
     marked: Sequence[Sequence[bool]] | None = None,
 ) -> Figure:
-    """``values[row][column]`` as colours, the first row at the top; none means no value.
+    """Draw ``values[row][column]`` as colors, with the first row at the top. None: no value.
 
-    The scale is logarithmic if the positive values span over 30x, and then four decades at most.
-    Numbers stand in the cells where they fit. ``marked`` cells are not distinguishable from zero.
+    The scale is logarithmic if positive values span more than a factor 30, with at most four
+    decades.
+
+    Args:
+        label: Label for the color scale.
+        marked: Cells not distinguishable from zero, drawn with a dot.
 
     Raises:
-        ConfigError: if there is no value, one is not finite, or the drawing library is missing.
+        ConfigError: There is no value, a value is not finite, or matplotlib is missing.
     """
     assert len(values) == len(rows) and all(len(row) == len(columns) for row in values)
     assert marked is None or [len(row) for row in marked] == [len(row) for row in values]
@@ -75,7 +79,7 @@ def draw_heat_map(
 
 
 def _scale(known: Sequence[float]) -> tuple[float, float, bool]:
-    """The ends of the colour scale, and whether it is logarithmic."""
+    """Return both ends of the color scale, and whether the scale is logarithmic."""
     positive = [value for value in known if value > 0]
     if positive and max(positive) > LOG_SPAN * min(positive):
         return max(min(positive), max(positive) / MAX_SPAN), max(positive), True
@@ -103,7 +107,8 @@ def _heat_caption(
 
 def _name_axes(axes: Axes, *, rows: Sequence[str], columns: Sequence[str], step: int) -> None:
     names = [figures.shown(name) for name in columns]
-    room = (figures.WIDTH - 2.5) * 72 / len(names) / (0.6 * figures.LABEL_SIZE)  # characters, about
+    # approximate number of characters
+    room = (figures.WIDTH - 2.5) * 72 / len(names) / (0.6 * figures.LABEL_SIZE)
     slanted = max(map(len, names)) > room
     axes.set_xticks(
         [index + 0.5 for index in range(len(names))], names, fontsize=figures.LABEL_SIZE
@@ -136,7 +141,7 @@ def _add_colour_bar(figure: Figure, mesh: Any, *, is_log: bool, is_cut: bool) ->
 
 
 def _short(value: float, *, digits: int = 2) -> str:
-    """``value`` with so many significant digits at most: 0, 1.2e-5, 0.012, 3.5, 120."""
+    """Return ``value`` with at most ``digits`` significant digits: 0, 1.2e-5, 0.012, 3.5, 120."""
     value = float(f"{value:.{digits}g}")
     if value == 0 or 0.01 <= abs(value) < 1e4:
         return f"{value:g}"
@@ -151,7 +156,7 @@ def _write_cells(
     mesh: Any,
     marked: Sequence[Sequence[bool]] | None,
 ) -> None:
-    """The numbers, where all fit, and the dots."""
+    """Draw the numbers, if all fit, and the dots."""
     width = axes.get_window_extent().width / figures.DPI * 72 / len(values[0])
     fits = len(values) <= MAX_ANNOTATED_ROWS and width >= 6 * 0.62 * figures.LABEL_SIZE + 8
     for row, line in enumerate(values):

@@ -1,6 +1,6 @@
-"""Where the labels of a plot's points go: rectangles, leaders and a greedy placement, in points.
+"""Label placement in plots: rectangles, leaders and a greedy search, in points (1/72 inch).
 
-Knows nothing of what is drawn or with which library.
+Excludes the contents and the drawing library.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 __all__ = ["LEADER_START", "MARKER_RADIUS", "Box", "Label", "Spot", "place_labels"]
 
-MARKER_RADIUS = 4.0  # edge included
-LEADER_START = 1.5 * MARKER_RADIUS  # outside the square that stands for the marker
+MARKER_RADIUS = 4.0  # includes the edge
+LEADER_START = 1.5 * MARKER_RADIUS  # outside the marker's square
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle; one without width or height is a line."""
+    """A rectangle. Without width or height, it is a line."""
 
     x0: float
     y0: float
@@ -25,12 +25,12 @@ class Box:
     y1: float
 
     def meets(self, other: Box, pad: float = 0.0) -> bool:
-        """Whether the two, ``pad`` apart at least, have a point in common."""
+        """Return whether two boxes are closer than ``pad``."""
         across = self.x0 - pad < other.x1 and other.x0 < self.x1 + pad
         return across and self.y0 - pad < other.y1 and other.y0 < self.y1 + pad
 
     def holds(self, other: Box) -> bool:
-        """Whether the box ``other`` lies inside this one."""
+        """Return whether ``other`` is inside this box."""
         across = self.x0 <= other.x0 and other.x1 <= self.x1
         return across and self.y0 <= other.y0 and other.y1 <= self.y1
 
@@ -40,12 +40,18 @@ Spot = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Where a label went: its box, and the leader from the box to the point (none if near)."""
+    """A placed label.
+
+    Attributes:
+        box: The label's box.
+        leader: Line from the box to the point. None: the box is near.
+        side: Part of the box that faces the point.
+    """
 
     box: Box
     leader: tuple[Spot, Spot] | None
     side: tuple[int, int]
-    """Which part of the box faces the point: -1 left or bottom, 0 middle, 1 right or top."""
+    """Horizontal and vertical: -1 left or bottom, 0 middle, 1 right or top."""
 
 
 def place_labels(
@@ -56,11 +62,11 @@ def place_labels(
     markers: Sequence[Box],
     lines: Sequence[Box] = (),
 ) -> list[Label] | None:
-    """A place for a label at each anchor, in points; none if one finds no room.
+    """Return a place for a label at every anchor, in points. None: a label has no space.
 
-    No label overlaps another or a marker, and all lie ``inside``; ``lines`` and leaders are avoided
-    where that costs little. Greedy: each takes its cheapest place, then all are placed twice more
-    with the others known. The same input gives the same places.
+    Labels do not overlap labels or markers, and are ``inside``. ``lines`` and leaders are avoided
+    if the cost is low. The greedy search takes the cheapest place for each label, then repeats
+    twice with all labels known. Equal inputs give equal places.
     """
 
     def neighbours(index: int) -> int:
@@ -82,7 +88,7 @@ def place_labels(
 
 @dataclass(frozen=True, slots=True)
 class _Obstacles:
-    """What a label has to keep clear of."""
+    """Obstacles for a label."""
 
     inside: Box
     markers: Sequence[Box]
@@ -119,7 +125,7 @@ class _Obstacles:
 
 
 def _candidates(anchor: Spot, size: tuple[float, float]) -> Iterator[tuple[float, Label]]:
-    """Places around ``anchor``, the nearest first: (distance, label)."""
+    """Yield places around ``anchor`` with their distance, nearest first."""
     x, y = anchor
     width, height = size
     for distance in (6, 14, 22, 31, 41, 52, 65, 80, 100, 125, 155, 190, 230, 280, 340, 420, 520):
@@ -144,7 +150,7 @@ def _cross(one: tuple[Spot, Spot], other: tuple[Spot, Spot]) -> bool:
 
 
 def _cuts(line: tuple[Spot, Spot], box: Box) -> bool:
-    """Whether ``line`` passes through ``box``: it then crosses a diagonal or ends inside."""
+    """Return whether ``line`` passes through ``box``: it starts inside or crosses a diagonal."""
     (x, y), _ = line
     if box.x0 <= x <= box.x1 and box.y0 <= y <= box.y1:
         return True

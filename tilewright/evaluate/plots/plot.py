@@ -1,6 +1,6 @@
-"""The figures of a sweep: speed against accuracy with the front drawn; the heat map; saving them.
+"""Figures for a sweep: speed against accuracy with the front, the heat map, and saving.
 
-Knows nothing of sweeps or result files: placed points come in, a figure goes out.
+Excludes sweeps and result files: the input is ranked points, and the output is a figure.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STANDINGS = {
     "tied": ("not distinguishable from the front", "#d2500a", "D", 6.0),
     "dominated": ("dominated", "#8c8c8c", "s", 5.0),
 }
-"""Standing: text of the legend, colour, marker, its size; in the legend's order."""
+"""Legend text, color, marker and marker size by standing, in legend order."""
 
 
 def draw_front(
@@ -56,13 +56,16 @@ def draw_front(
     accuracy_label: str,
     base: str | None = None,
 ) -> Figure:
-    """Speed against top-1 with the front as a step line, every point labelled.
+    """Draw speed against top-1, with the front as a step line and a label for every point.
 
-    Points at one position share a label. The figure grows until all labels have room.
+    Points at the same position share a label. The figure grows until all labels fit.
+
+    Args:
+        base: Name of the base configuration, marked in its label.
 
     Raises:
-        ConfigError: if there are no points, one is not finite, the labels find no room, or the
-            drawing library is missing.
+        ConfigError: There are no points, a point is not finite, the labels do not fit, or
+            matplotlib is missing.
     """
     if not placed:
         raise ConfigError("nothing to plot: there are no points; allowed: one or more")
@@ -76,7 +79,7 @@ def draw_front(
             figure = new_figure(height, title=title, caption=caption)
             axes = figure.add_subplot()
             _set_limits(axes, placed)
-            # the front counts twice: a label on it costs more than one on a bar
+            # The front counts twice: a label on the front costs more than on a bar.
             lines = _draw_bars(axes, placed) + 2 * _draw_step(axes, placed)
             _draw_markers(axes, placed)
             for axis, name in ((axes.xaxis, speed_label), (axes.yaxis, accuracy_label)):
@@ -93,7 +96,7 @@ def _usual_height(placed: Sequence[ParetoRank]) -> float:
 
 
 def _extent(point: Point, axis: int) -> tuple[float, ...]:
-    """The position on an axis and the ends of its bar, if any."""
+    """Return a point's position on an axis, and the ends of its bar if present."""
     if axis == 0:
         return (point.speed, *point.rounds)
     return (point.top1, *(point.top1_interval or ()))
@@ -123,11 +126,11 @@ def _set_limits(axes: Axes, placed: Sequence[ParetoRank]) -> None:
     for index, axis in enumerate((axes.xaxis, axes.yaxis)):
         values = [value for one in placed for value in _extent(one.point, index)]
         low, high = min(values), max(values)
-        # points that differ by less than a thousandth are not spread over the whole plot
+        # points within a thousandth do not spread over the whole plot
         pad = max(0.08 * (high - low), 0.001 * abs(high)) if high > low else 0.05 * abs(high) or 1.0
         low, high = low - pad, high + pad
         ticks = MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
-        most = 100.0 if index else math.inf  # room above 100 %, but no such tick
+        most = 100.0 if index else math.inf  # space above 100 %, without a tick
         axis.set_ticks([tick for tick in ticks if max(low, 0) <= tick <= min(high, most)])
         (axes.set_ylim if index else axes.set_xlim)(low, high)
     axes.ticklabel_format(useOffset=False)
@@ -137,7 +140,7 @@ def _set_limits(axes: Axes, placed: Sequence[ParetoRank]) -> None:
 
 
 def _draw_bars(axes: Axes, placed: Sequence[ParetoRank]) -> list[Box]:
-    """The bars, and where they are in the axes' values."""
+    """Draw the bars and return their boxes in axis values."""
     boxes = []
     for one in placed:
         x, y, colour = one.point.speed, one.point.top1, STANDINGS[one.standing][1]
@@ -149,7 +152,7 @@ def _draw_bars(axes: Axes, placed: Sequence[ParetoRank]) -> list[Box]:
 
 
 def _draw_step(axes: Axes, placed: Sequence[ParetoRank]) -> list[Box]:
-    """The front: for each speed the best top-1 at that speed or a higher one."""
+    """Draw the front: for every speed, the best top-1 at this speed or a higher speed."""
     points = sorted((one.point.speed, one.point.top1) for one in placed if one.standing == "front")
     if not points:
         return []
@@ -173,7 +176,7 @@ def _draw_markers(axes: Axes, placed: Sequence[ParetoRank]) -> None:
             linestyle="none",
             marker=marker,
             markersize=size,
-            # hollow and on top: the front point that it is tied with is seen through it
+            # Hollow and on top: the tied front point remains visible.
             markerfacecolor="none" if standing == "tied" else colour,
             markeredgecolor=colour,
             label=text,
@@ -187,7 +190,7 @@ def _draw_markers(axes: Axes, placed: Sequence[ParetoRank]) -> None:
 def _draw_labels(
     axes: Axes, placed: Sequence[ParetoRank], *, base: str | None, lines: Sequence[Box]
 ) -> bool:
-    """Labels every position; whether all found room (nothing is drawn otherwise)."""
+    """Label every position. Return whether all labels fit. If not, nothing is drawn."""
     groups: dict[Spot, list[ParetoRank]] = {}
     for one in placed:
         groups.setdefault((one.point.speed, one.point.top1), []).append(one)

@@ -1,7 +1,6 @@
-"""What all figures share: the library's settings, names made safe, sizes, saving as SVG and PNG.
+"""Common parts of all figures: matplotlib settings, safe names, sizes, and SVG and PNG output.
 
-The library is optional, so it is imported inside functions; its global settings are left as they
-were. What a figure shows is not known here.
+matplotlib is optional and imported inside functions. Its global settings remain unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
 
 DPI = 150
-WIDTH = 8.0  # inches: 1200 pixels, read at 900
+WIDTH = 8.0  # inches: 1200 pixels, shown at 900
 LABEL_SIZE = 8.0  # points
 NAME_LENGTH = 40
 TITLE_LINES = 3
@@ -31,22 +30,22 @@ TITLE_LINES = 3
 
 @contextmanager
 def settings() -> Iterator[None]:
-    """The library's own defaults, whatever the user's files say; all is put back at the end."""
+    """Use matplotlib's defaults instead of the user's files. Restore all settings at the end."""
     try:
         from matplotlib import rc_context, style
     except ImportError:
         message = "plots need matplotlib; allowed: pip install -e '.[plot]' in the clone"
         raise ConfigError(message) from None
-    # a fixed salt: the ids inside an SVG would otherwise differ from run to run
+    # A fixed salt gives the same SVG ids in every run.
     fixed: dict[Any, Any] = {"svg.hashsalt": "tilewright", "svg.fonttype": "none"}
     with rc_context(), style.context("default"), rc_context(fixed), warnings.catch_warnings():
-        # a character without a glyph shows as a box, and the SVG has the character itself
+        # A character without a glyph appears as a box, and the SVG contains the character.
         warnings.filterwarnings("ignore", message="Glyph ")
         yield
 
 
 def shown(name: str, length: int = NAME_LENGTH) -> str:
-    """``name`` for a figure: cut, printable, its dollars no formulas (``\\$`` is a dollar)."""
+    r"""Return ``name`` for a figure: truncated, printable, with dollars escaped (``\\$``)."""
     text = printable(name[: length + 1])
     if len(text) > length:
         text = text[: length - 1] + "\u2026"
@@ -54,7 +53,7 @@ def shown(name: str, length: int = NAME_LENGTH) -> str:
 
 
 def fit(text: Text, raw: str, *, room: float) -> None:
-    """Sets ``text`` to as much of ``raw`` as fits into ``room`` pixels, in one line."""
+    """Set ``text`` to the longest prefix of ``raw`` within ``room`` pixels, in a single line."""
     for length in range(min(len(raw), 160), 0, -1):
         text.set_text(shown(raw, length))
         box = text.get_window_extent()
@@ -63,8 +62,9 @@ def fit(text: Text, raw: str, *, room: float) -> None:
 
 
 def fit_lines(text: Text, raw: str, *, room: float) -> None:
-    """Sets ``text`` to ``raw`` in as few lines as fit into ``room`` pixels; only what is left over
-    after `TITLE_LINES` is cut.
+    """Set ``text`` to ``raw`` in the fewest lines within ``room`` pixels.
+
+    Text after `TITLE_LINES` lines is truncated.
     """
     for columns in range(min(len(raw), 160), 0, -1):
         lines = textwrap.wrap(raw, columns, max_lines=TITLE_LINES, placeholder="\u2026")
@@ -74,7 +74,7 @@ def fit_lines(text: Text, raw: str, *, room: float) -> None:
 
 
 def new_figure(height: float, *, title: str, caption: str) -> Figure:
-    """An empty figure ``height`` inches high, the title above and the caption below."""
+    """Return an empty figure ``height`` inches high, with the title above and the caption below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -88,18 +88,18 @@ def new_figure(height: float, *, title: str, caption: str) -> Figure:
 
 
 def settle(figure: Figure) -> None:
-    """Lays the figure out, and for the last time: what is measured from now on stays true."""
+    """Lay out the figure a last time. Later measurements remain valid."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
 
 
 def save(figure: Figure, stem: Path) -> list[Path]:
-    """Writes ``stem``.svg and ``stem``.png, each replaced in one step; the folder is made.
+    """Write ``stem``.svg and ``stem``.png atomically, and create the directory.
 
-    The same figure and library give the same bytes.
+    Equal figures and library versions give equal bytes.
 
     Raises:
-        ConfigError: if a file cannot be written.
+        ConfigError: A file cannot be written.
     """
     if not stem.name:
         raise ConfigError(f"{str(stem)!r} names no file; allowed: a path that ends in a name")
@@ -114,7 +114,7 @@ def save(figure: Figure, stem: Path) -> list[Path]:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, content)
-        except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        except (OSError, ValueError) as error:  # valueError: a null character in the name
             reason = getattr(error, "strerror", None) or one_line(error)
             raise ConfigError(f"{path}: {reason}; allowed: a path that can be written") from None
     return [path for path, _ in written]

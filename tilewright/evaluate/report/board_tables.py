@@ -1,6 +1,6 @@
-"""PERF.md's section of boards that were not there: what was emulated, what was predicted.
+"""Section in PERF.md for unavailable boards: emulated accuracy and predicted speed.
 
-Every column says which of the two it is; what the boards' vendor published stands beside, named so.
+Every column names its origin. Values published by the vendor have separate columns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tilewright.evaluate.results.record import Result
 __all__ = ["BOARDS_TITLE", "INTRO", "board_table", "published_row", "published_tables"]
 
 TABLES = Path(__file__).parent / "published" / "tenstorrent.md"
-"""What Tenstorrent published of its boards."""
+"""Tables published by Tenstorrent."""
 
 _FIGURES = {
     **{name: name for name in (row.MODEL, row.DEVICE, row.PRECISION, row.LENGTHS)},
@@ -45,7 +45,7 @@ _FIGURES = {
     PREDICTED_TTFT: row.TTFT,
     row.TTFT_ERROR: row.TTFT_ERROR,
 }
-"""What each column is called here, and what it is called where figures are measured."""
+"""Column titles in this section, with the titles in tables of measurements."""
 _ORIGIN = (row.DATE, row.COMMIT, row.COMMAND)
 _PUBLISHED = {PUBLISHED_SPEED: "speed", PUBLISHED_TTFT: "ttft", PUBLISHED_TOP1: "top1"}
 
@@ -58,8 +58,11 @@ smaller model. **Published** values are Tenstorrent's. No value of this section 
 
 
 def board_table(results: Sequence[Result]) -> Table:
-    """A row for every group, batch and prompt length; accuracy stands in the first of a group."""
-    # kinds are told apart by their columns, so that both stand in one row
+    """Return a table with a row for every group, batch and prompt length.
+
+    Accuracy is in the first row for a group.
+    """
+    # Emulated and predicted values have different columns and share a row.
     figures = []
     for group in selection.group_results(list(results)):
         tables: list[selection.SpeedTable] = [
@@ -85,14 +88,14 @@ def _published(result: Result | None) -> Iterable[str]:
 
 @functools.cache
 def published_tables() -> Document:
-    """Read and parse the boards' published tables."""
+    """Return the parsed tables published by the vendor."""
     return perf_md.load(TABLES)
 
 
 def published_row(result: Result) -> PerfRow | None:
-    """The published row of a result's model, device, precision, batch and lengths, if there is one.
+    """Return the published row for a result's model, device, precision, batch and lengths, or None.
 
-    Configurations are matched by their name or their heading, never by what they come to.
+    Configurations match by name or heading, not by effective settings.
     """
     section = _section(result)
     if section is None:

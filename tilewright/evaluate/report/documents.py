@@ -1,6 +1,6 @@
-"""The short tables of figures in README and docs, of the records that PERF.md has all rows of.
+"""Short tables in README and docs, from the records in PERF.md.
 
-A document says by its markers which of them it wants; which rows they have is said here.
+A document selects tables by markers. This module selects the rows.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 _CPU_RESULTS = Query(models=(_DEFAULT_MODEL,), devices=("CPU", "CPU native"), kinds=("measured",))
 _README_RESULTS = Query(models=(_DEFAULT_MODEL,), devices=("CPU native",), kinds=("measured",))
 _README_PRECISIONS = ("bf16", "all-q80", "performance", "all-q40")
-"""README's rows: configurations of the default model on one device."""
+"""Rows in README: configurations of the default model on a single device."""
 
 
 @dataclass(frozen=True, slots=True)
 class _DocumentLine:
-    """A configuration's figures for one user, for 32, and of its accuracy."""
+    """Results for a configuration: speed with one user and with 32, and accuracy."""
 
     name: str
     one: Result | None
@@ -89,12 +89,12 @@ _README = (
 
 def _groups(results: Sequence[Result], query: Query) -> list[selection.ResultGroup]:
     placed = list(filter(selection.is_placed, query.select(results)))
-    # Results of another machine get a device with another name.
+    # Results from a different machine have a different device name.
     return [g for g in selection.group_results(placed) if g.any.device in query.devices]
 
 
 def _readme(results: Sequence[Result]) -> str:
-    """Return a row for each of `_README_PRECISIONS` with a record of one user."""
+    """Return a row for every entry in `_README_PRECISIONS` with a record."""
     lines = []
     groups = _groups(results, _README_RESULTS)
     for name in _README_PRECISIONS:
@@ -106,8 +106,9 @@ def _readme(results: Sequence[Result]) -> str:
 
 
 def _cpu(results: Sequence[Result]) -> str:
-    """The default model's configurations that were measured with 32 users too, largest first, on
-    each backend of the CPU.
+    """Return the default model's configurations with records for 32 users.
+
+    Rows are ordered by CPU backend, then by size, largest first.
     """
     lines = []
     for group in _groups(results, _CPU_RESULTS):
@@ -121,7 +122,7 @@ def _cpu(results: Sequence[Result]) -> str:
 def _table(titles: Sequence[str], lines: Sequence[_DocumentLine], *, has_marks: bool = True) -> str:
     """Return the rows, and a caption with machine, dates and commits.
 
-    ``has_marks``: mark rows of another run or of changed code, and explain the marks.
+    ``has_marks``: mark rows from a different run or changed code, and explain the marks.
     """
     others = selection.of_other_runs([line.records for line in lines])
     rows = []
@@ -146,7 +147,7 @@ def _table(titles: Sequence[str], lines: Sequence[_DocumentLine], *, has_marks: 
 
 
 def _machines(results: Sequence[Result]) -> str:
-    """Each class of machine once, with all its numbers of threads or devices."""
+    """Return every machine class once, with all its thread or device counts."""
     counts: dict[str, dict[str, None]] = {}
     for result in results:
         machine, _, count = machine_text(result).rpartition(", ")
@@ -164,14 +165,14 @@ _SIGNS = {
 BLOCKS: Mapping[str, Callable[[Sequence[Result]], str]] = MappingProxyType(
     {"results": render_results, "configurations": _readme, "configurations-cpu": _cpu}
 )
-"""What is rendered between the markers of these names."""
+"""Renderers by marker name."""
 
 
 def blocks_of(path: str) -> list[str]:
-    """The blocks of a document that `update_document` renders.
+    """Return a document's blocks for `update_document`.
 
     Raises:
-        ConfigError: where the file cannot be read, its markers are malformed, or there are none.
+        ConfigError: The file cannot be read, its markers are malformed, or there are no markers.
     """
     names = [name for name in find_markers(perf_md.load(path).text, file=path) if name in BLOCKS]
     if not names:
@@ -180,8 +181,10 @@ def blocks_of(path: str) -> list[str]:
 
 
 def update_document(path: str, results: Sequence[Result]) -> None:
-    """Render each block of a document anew. Raises ConfigError as `blocks_of`, and where the file
-    cannot be written.
+    """Render all blocks in a document.
+
+    Raises:
+        ConfigError: See `blocks_of`. Also: the file cannot be written.
     """
     for name in blocks_of(path):
         perf_md.update(path, name, BLOCKS[name](results))

@@ -1,7 +1,6 @@
-"""Markdown as PERF.md needs it: its headings, tables and text, and blocks between markers that can
-be replaced without touching what stands around them.
+"""Markdown for PERF.md: headings, tables, text, and replaceable blocks between markers.
 
-Knows nothing of what a table says.
+Excludes the contents of tables.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ _MARKER = re.compile(r"<!-- tilewright:(begin|end) ([A-Za-z0-9][A-Za-z0-9_-]{0,6
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Lines that are neither heading nor table, as they stand."""
+    """Unchanged lines that are neither headings nor tables."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """A heading of ``level`` 1 to 6, in the line of number ``line``."""
+    """A heading with ``level`` 1 to 6, in line number ``line``."""
 
     level: int
     title: str
@@ -39,7 +38,7 @@ class Heading:
 
 @dataclass(frozen=True, slots=True)
 class TableLine:
-    """One line of a table: its cells without the blanks around them, and its number."""
+    """A table line: its trimmed cells and its line number."""
 
     cells: tuple[str, ...]
     line: int
@@ -47,7 +46,7 @@ class TableLine:
 
 @dataclass(frozen=True, slots=True)
 class TableBlock:
-    """A table: its header's cells and line, and its rows, each of as many cells."""
+    """A table: header cells, header line, and rows with the same number of cells."""
 
     columns: tuple[str, ...]
     rows: tuple[TableLine, ...]
@@ -58,13 +57,13 @@ Block = Text | Heading | TableBlock
 
 
 def parse_blocks(text: str, *, name: str) -> tuple[Block, ...]:
-    """Split a text into headings, tables and what stands between them.
+    """Split a text into headings, tables and remaining text.
 
-    A line that begins with a bar is a table's, except in a fenced code block.
+    A line that starts with a bar belongs to a table, except in a fenced code block.
 
     Raises:
-        ConfigError: with ``name`` and the line, on a table without its rule line or with a wrong
-            number of cells, and on a fence that is not closed (it would swallow what follows).
+        ConfigError: Names ``name`` and the line. A table has no rule line or a wrong number of
+            cells, or a fence is not closed.
     """
     blocks: list[Block] = []
     plain: list[str] = []
@@ -72,7 +71,7 @@ def parse_blocks(text: str, *, name: str) -> tuple[Block, ...]:
     fence, fence_line = "", 0
 
     def close() -> None:
-        """End the run of text or of table lines; at most one of the two is open."""
+        """End the current text or table. At most one is open."""
         if plain:
             blocks.append(Text("".join(plain)))
         if table:
@@ -108,7 +107,7 @@ def _closes(fence: str, core: str) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines with their ends, cut at line feeds alone (str.splitlines knows many more)."""
+    """Return lines with their ends, split at line feeds only (unlike str.splitlines)."""
     lines = text.split("\n")
     return [f"{line}\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
 
@@ -138,13 +137,13 @@ def _table(lines: Sequence[TableLine], *, name: str) -> TableBlock:
 
 
 def merge(existing: str, name: str, rendered: str, *, file: str = "PERF.md") -> str:
-    """``existing`` with ``rendered`` between the markers of ``name``; all else stays as it is.
+    """Return ``existing`` with ``rendered`` between the markers for ``name``.
 
     A text without these markers gets the block at its end. Line ends follow the existing text.
 
     Raises:
-        ConfigError: with ``file`` and the line, on markers that are malformed, unbalanced, nested
-            or twice of one name, and on ``rendered`` holding a marker itself.
+        ConfigError: Names ``file`` and the line. Markers are malformed, unbalanced, nested or
+            duplicate, or ``rendered`` contains a marker.
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(f"block name {name!r}; allowed: letters, digits, '-', '_'")
@@ -164,10 +163,10 @@ def merge(existing: str, name: str, rendered: str, *, file: str = "PERF.md") -> 
 
 
 def find_markers(text: str, *, file: str) -> dict[str, tuple[int, int]]:
-    """The line numbers (from 1) of each block's begin and end marker.
+    """Return the line numbers (from 1) of every block's begin and end marker.
 
     Raises:
-        ConfigError: as `merge`.
+        ConfigError: See `merge`.
     """
     spans: dict[str, tuple[int, int]] = {}
     begun: tuple[str, int] | None = None

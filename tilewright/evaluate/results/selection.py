@@ -1,6 +1,6 @@
-"""Which results count, and which table they belong to: current ones, by what they come to.
+"""Selection of current results, and their assignment to tables.
 
-Knows nothing of how a table looks.
+Excludes table layout.
 """
 
 from __future__ import annotations
@@ -19,60 +19,60 @@ from tilewright.evaluate.cases.cases import (
 from tilewright.evaluate.results.record import Accuracy, Result
 from tilewright.evaluate.results.row import ResultRow
 
-# An oracle and a test double make no claim of speed, and the oracle's accuracy is 100 % by nature.
+# An oracle and a test double have no meaningful speed, and the oracle's accuracy is 100 %.
 UNPRINTED_TARGETS = ("reference", "null")
 
 SHORT, BATCH_32 = "short", "batch_32"
 SpeedTable = str | int | tuple[int, int]
-"""A table that a speed may stand in: `SHORT`, one user with a short prompt, as in the Performance
-and Accuracy tables; `BATCH_32`; K, the long-context table of K * 1,024 tokens; or, in the one of
-several users, the rows of so many with prompts of so many tokens."""
+"""A table for a speed: `SHORT`, one user with a short prompt; `BATCH_32`; K, the long-context table
+for K * 1,024 tokens; or (users, prompt tokens) in the table for several users.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ResultGroup:
-    """All current results of one model on one device whose configurations come to the same."""
+    """All current results for a model, a device and an effective configuration."""
 
     results: tuple[Result, ...]
 
     @property
     def any(self) -> Result:
-        """One result of the group, to read what all of them share."""
+        """A result from the group, to read common fields."""
         return self.results[0]
 
     @property
     def names(self) -> list[str]:
-        """The names of the group's configurations, sorted."""
+        """Sorted names of the group's configurations."""
         return sorted({result.precision_name for result in self.results})
 
     @property
     def heading(self) -> str:
-        """The heading of the section that the group is printed in: that of its first name."""
+        """Heading of the group's section: the heading for its first name."""
         return next(r.heading for r in self.results if r.precision_name == self.names[0])
 
     @property
     def accuracy(self) -> Accuracy | None:
-        """The accuracy measured last; None where none was measured."""
+        """The latest accuracy. None: not measured."""
         return self.accuracy_result.accuracy if self.accuracy_result else None
 
     @property
     def accuracy_result(self) -> Result | None:
-        """The newest record of this group that measured accuracy; None: there is none."""
+        """The latest record with an accuracy. None: no record."""
         return _newest(r for r in self.results if _has_accuracy(r))
 
     def speed(self, table: SpeedTable) -> Result | None:
-        """The newest result whose speed is one of a table."""
+        """Return the latest result with a speed for a table, or None."""
         return _newest(result for result in self.results if speed_table(result) == table)
 
 
 def context_lengths(groups: Iterable[ResultGroup]) -> list[int]:
-    """The K of every long-context table that the groups have results for, ascending."""
+    """Return K for every long-context table with results, ascending."""
     return sorted(table for table in _tables(groups) if isinstance(table, int))
 
 
 def several_users(groups: Iterable[ResultGroup]) -> list[tuple[int, int]]:
-    """The numbers of users, other than those that have tables of their own, and the lengths of
-    prompts that the groups have results for: shorter prompts first.
+    """Return user counts without their own table, with prompt lengths. Shorter prompts come
+    first.
     """
     tables = (table for table in _tables(groups) if isinstance(table, tuple))
     return sorted(tables, key=lambda table: (table[1], table[0]))
@@ -83,12 +83,12 @@ def _tables(groups: Iterable[ResultGroup]) -> set[SpeedTable | None]:
 
 
 def unplaced(results: Iterable[Result]) -> list[Result]:
-    """The results that fit no table by their target, arithmetic, batch or lengths."""
+    """Return the results that fit no table by target, arithmetic, batch or lengths."""
     return [result for result in results if not is_placed(result)]
 
 
 def group_results(results: list[Result]) -> list[ResultGroup]:
-    """Current results by what they come to, in the order of rows; see `told_apart`."""
+    """Return current results by effective configuration, in row order; see `told_apart`."""
     found: dict[tuple[object, ...], list[Result]] = {}
     for result in _current(told_apart(results)):
         found.setdefault((*_place(result), result.effective_id), []).append(result)
@@ -96,11 +96,10 @@ def group_results(results: list[Result]) -> list[ResultGroup]:
 
 
 def told_apart(results: list[Result]) -> list[Result]:
-    """The results, where those timed on another machine, or with other threads, are of a device of
-    their own: ``CPU [a processor, 1 threads]``. So no foreign figure takes the place of another.
+    """Return the results with separate device names for different machines or thread counts.
 
-    The machine that a device's bare name stands for is the one with the most rows of it; of several
-    the one measured last. Accuracies are the same on all of them, and stay.
+    For example ``CPU [a processor, 1 threads]``. The bare device name belongs to the machine with
+    the most rows, then to the latest. Accuracies do not depend on the machine and keep the name.
     """
     rows: dict[tuple[str, str], dict[_Machine, set[object]]] = {}
     last: dict[_Machine, datetime] = {}
@@ -125,7 +124,9 @@ def told_apart(results: list[Result]) -> list[Result]:
 def table_rows(
     figures: Sequence[tuple[ResultGroup, Result | None, Result | None]],
 ) -> list[ResultRow]:
-    """The rows of one table: each a group, the record of its speed and that of its accuracy."""
+    """Return rows for a table, each from a group, the record of its speed and the record of its
+    accuracy.
+    """
     taken = [[each for each in line[1:] if each is not None] for line in figures]
     rows = []
     for (group, speed, of_accuracy), results in zip(figures, taken, strict=True):
@@ -136,10 +137,11 @@ def table_rows(
 
 
 def of_other_runs(rows: Sequence[Sequence[Result]]) -> list[bool]:
-    """Tell for each row of a table whether one of its records was taken in another run than most
-    rows of its device were; where two runs have equally many rows, the newer one counts.
+    """Return for every row whether a record is from a different run than most rows for the same
+    device.
 
-    A run is of one code on one machine, and no measurement is more than an hour behind the last.
+    A run has one code version and machine, and pauses of at most an hour. With equal row counts,
+    the later run is the main run.
     """
     runs: dict[int, _Run] = {}
     last: dict[tuple[object, ...], Result] = {}
@@ -167,19 +169,18 @@ def _machine(result: Result) -> _Machine:
 
 
 def _machine_text(result: Result, home: _Machine) -> str:
-    """What tells a machine from the one that is meant without a word."""
+    """Return the text that distinguishes a machine from the default machine."""
     host = "" if result.host == home[0] else f", host {result.host[:6]}"
     text = f"{result.device_detail}{host}".translate(str.maketrans("()|", "   "))
     return " ".join(text.split()).strip(", ") or "elsewhere"
 
 
 def _current(results: list[Result]) -> list[Result]:
-    """Leave out what a newer result has replaced.
+    """Remove superseded results.
 
-    That is a measurement of the same case again, but also every result of an older checkpoint of
-    the name, or of an older definition of a configuration: such results keep their names, so they
-    would stand beside, or mix with, what the name means now. The same holds for what a target made
-    of a configuration before it came to make something else of it, under whatever name.
+    A newer measurement of the same case supersedes a result. So does a newer checkpoint or
+    configuration with the same name, because results for the old meaning would mix with the new.
+    The same holds for a target that changes a configuration's effective settings.
     """
     results = _keep(results, _checkpoint_name, lambda r: r.model_hash)
     results = _keep(results, _configuration, lambda r: (r.precision_id, r.effective_id))
@@ -190,7 +191,7 @@ def _current(results: list[Result]) -> list[Result]:
 def _keep(
     results: list[Result], place: Callable[[Result], object], identity: Callable[[Result], object]
 ) -> list[Result]:
-    """Keep the results whose identity is that of the newest result of their place."""
+    """Keep results with the same identity as the latest result at their place."""
     newest: dict[object, Result] = {}
     for result in results:
         if (key := place(result)) not in newest or result.when >= newest[key].when:
@@ -222,37 +223,38 @@ def _place(result: Result) -> tuple[object, ...]:
 
 
 def row_order(group: ResultGroup) -> tuple[object, ...]:
-    """The sort key of rows: models by name, those with random weights last."""
+    """Return the sort key for rows: models by name, with random weights last."""
     r = group.any
     return r.weights == "random", r.model, r.device, r.target, r.mesh, r.dp, group.names
 
 
 def _newest(results: Iterable[Result]) -> Result | None:
-    """The latest; of equal times the one written last."""
+    """Return the latest result, or the last written if times are equal."""
     return max(reversed(list(results)), key=lambda result: result.when, default=None)
 
 
 def is_placed(result: Result) -> bool:
-    """Whether a result belongs to some table."""
+    """Return whether a result belongs to a table."""
     if result.target in UNPRINTED_TARGETS or result.compute != "fast":
         return False
     return speed_table(result) is not None or _has_accuracy(result)
 
 
 def _has_accuracy(result: Result) -> bool:
-    """Accuracies on other texts are read in the results; a table's figures are of one text."""
+    """Return whether a result has an accuracy for tables, which use a single text."""
     accuracy = result.accuracy
     return accuracy is not None and accuracy.text == ACCURACY_TEXT and result.batch == 1
 
 
 def is_board(result: Result) -> bool:
-    """Whether a result is of a board that was not there: emulated or predicted."""
+    """Return whether a result is emulated or predicted for an unavailable board."""
     return result.target in BOARDS and result.kind in ("emulated", "predicted")
 
 
 def speed_table(result: Result) -> SpeedTable | None:
-    """The table that a result's speed is one of, by its batch and lengths; None where there is no
-    such table, and where tokens were drawn, for choosing among others takes time of its own.
+    """Return the table for a result's speed, by batch and lengths.
+
+    None: no table fits, or tokens were sampled, because sampling takes additional time.
     """
     has_speed = result.decode_tsu is not None or result.ttft_ms is not None
     if result.sampling or not has_speed or result.num_generated != TABLE_GENERATED_TOKENS:

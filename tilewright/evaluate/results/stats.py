@@ -1,6 +1,6 @@
-"""The few statistics that results are printed with: intervals, paired tests, ranks, spreads.
+"""Statistics for results: intervals, paired tests, ranks and spreads.
 
-Pure Python on counts and plain numbers; knows nothing of models or of where numbers come from.
+Pure Python on numbers. Excludes models and the source of the numbers.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Z_95 = 1.959963984540054
-"""The 97.5 % quantile of the standard normal distribution: a two-sided 95 % interval."""
+"""``0.975`` quantile of the standard normal distribution, for a two-sided 95 % interval."""
 
 MIN_ROUNDS = 3
-"""Below three rounds `paired_ratio` gives no interval: one difference between two rounds says too
-little about the noise."""
+"""Minimum number of rounds for an interval from `paired_ratio`. Two rounds show too little
+noise.
+"""
 
 _T_95 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
@@ -25,13 +26,13 @@ _T_95 = (
 
 
 def wilson_interval(successes: int, n: int, *, z: float = Z_95) -> tuple[float, float]:
-    """The Wilson score interval of a proportion, as fractions in [0, 1].
+    """Return the Wilson score interval for a proportion, as fractions in ``[0, 1]``.
 
-    Unlike the normal approximation it stays in range and is right at 0 and n successes. With no
-    trial nothing is known: (0, 1).
+    Unlike the normal approximation, the interval stays in range and is correct at 0 and n
+    successes. With n = 0, the result is ``(0, 1)``.
 
     Raises:
-        ValueError: if not 0 <= successes <= n.
+        ValueError: Not 0 <= successes <= n.
 
     Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference",
     JASA 22 (1927); without continuity correction.
@@ -44,28 +45,26 @@ def wilson_interval(successes: int, n: int, *, z: float = Z_95) -> tuple[float, 
     shrink = 1.0 + z * z / n
     centre = (share + z * z / (2 * n)) / shrink
     half = z * math.sqrt(share * (1.0 - share) / n + z * z / (4 * n * n)) / shrink
-    # At the ends the bound is the share itself; the formula only reaches it up to rounding.
+    # At the ends the bound equals the share, which the formula reaches up to rounding only.
     low = 0.0 if successes == 0 else max(0.0, centre - half)
     high = 1.0 if successes == n else min(1.0, centre + half)
     return low, high
 
 
 def mcnemar(b: int, c: int) -> float:
-    """The exact two-sided p of McNemar's test on the two discordant counts.
+    """Return the exact two-sided p of McNemar's test for two discordant counts.
+
+    This is the sign test for b and c from a fair coin: twice the smaller binomial tail, at most 1.
+    With b = c = 0, p is 1.
 
     Args:
-        b: positions that only the first of the two got right.
-        c: positions that only the second got right.
-
-    Returns:
-        p of the sign test that b and c come from a fair coin: twice the smaller binomial tail, at
-        most 1; and 1 where the two never differ.
+        b: Positions correct in the first run only.
+        c: Positions correct in the second run only.
 
     Raises:
-        ValueError: if a count is negative.
+        ValueError: A count is negative.
 
-    Source: Q. McNemar, Psychometrika 12 (1947), in the exact binomial form, which needs no large
-    b + c.
+    Source: Q. McNemar, Psychometrika 12 (1947), in the exact binomial form, valid for small b + c.
     """
     if b < 0 or c < 0:
         raise ValueError(f"counts must not be negative, got b={b}, c={c}")
@@ -78,13 +77,13 @@ def mcnemar(b: int, c: int) -> float:
 
 
 def t_quantile_95(num_freedoms: int) -> float:
-    """The 97.5 % quantile of Student's t distribution, good to three decimals.
+    """Return the ``0.975`` quantile of Student's t distribution, accurate to three decimals.
 
     Raises:
-        ValueError: below one degree of freedom.
+        ValueError: ``num_freedoms`` is below 1.
 
-    Source: the table that every textbook prints for 1 to 30 degrees of freedom; beyond, the first
-    two terms of M. Abramowitz, I. A. Stegun, "Handbook of Mathematical Functions" (1964), 26.7.5.
+    Source: textbook table for up to 30 degrees of freedom; beyond, the first two terms in M.
+    Abramowitz, I. A. Stegun, "Handbook of Mathematical Functions" (1964), 26.7.5.
     """
     if num_freedoms < 1:
         raise ValueError(f"Student's t needs a degree of freedom, got {num_freedoms}")
@@ -97,8 +96,11 @@ def t_quantile_95(num_freedoms: int) -> float:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean of one value or more, and its standard error, the values taken as independent; None
-    in its place for a single value, which shows no noise. ValueError on no values.
+    """Return the mean and its standard error for independent values. The error is None for a single
+    value.
+
+    Raises:
+        ValueError: There are no values.
     """
     count = len(values)
     if not count:
@@ -111,8 +113,11 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, tuple[float, float] | None]:
-    """The mean of rounds and its 95 % interval by Student's t; None in its place below
-    `MIN_ROUNDS`. ValueError on no values.
+    """Return the mean and its 95 % interval by Student's t. The interval is None below `MIN_ROUNDS`
+    values.
+
+    Raises:
+        ValueError: There are no values.
     """
     mean, error = mean_and_error(values)
     if error is None or len(values) < MIN_ROUNDS:
@@ -122,10 +127,10 @@ def mean_interval(values: Sequence[float]) -> tuple[float, tuple[float, float] |
 
 
 def discordant(base: Sequence[bool], ours: Sequence[bool]) -> tuple[int, int]:
-    """Count the positions where only ``base`` was right, and those where only ``ours`` was.
+    """Return the number of positions correct in ``base`` only, and in ``ours`` only.
 
     Raises:
-        ValueError: if the two are of unequal lengths.
+        ValueError: The lengths differ.
     """
     differing = [one for one, other in zip(base, ours, strict=True) if one != other]
     return sum(differing), len(differing) - sum(differing)
@@ -133,13 +138,13 @@ def discordant(base: Sequence[bool], ours: Sequence[bool]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times larger one series is than the other, position by position or round by round.
+    """Ratio between two series, by position or round.
 
     Attributes:
-        ratio: the geometric mean of the rounds' ratios, or the ratio of two means.
-        interval: 95 %, two-sided; None where there are too few rounds for one.
-        num_rounds: the rounds or positions that were compared.
-        differs: whether the interval leaves out 1; False where there is no interval.
+        ratio: Geometric mean of the rounds' ratios, or ratio of two means.
+        interval: Two-sided 95 % interval. None: too few rounds.
+        num_rounds: Number of rounds or positions.
+        differs: The interval excludes 1. False without an interval.
     """
 
     ratio: float
@@ -149,16 +154,16 @@ class Ratio:
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """``ours / theirs`` over rounds in which both were measured close together.
+    """Return ``ours / theirs`` over rounds in which both were measured at about the same time.
 
-    A machine drifts from round to round, and takes both values of a round along; their ratio does
-    not drift. Of unequal numbers of rounds, the common first ones count.
+    A machine drifts between rounds, but the ratio within a round does not. With unequal numbers of
+    rounds, the first common rounds count.
 
     Raises:
-        ValueError: if no round is common, or a value is not finite and above 0.
+        ValueError: There is no common round, or a value is not finite or not above 0.
 
-    Source: Student, "The probable error of a mean", Biometrika 6 (1908), on differences in pairs,
-    here of logarithms; P. J. Fleming, J. J. Wallace, "How not to lie with statistics", CACM 29
+    Source: Student, "The probable error of a mean", Biometrika 6 (1908), for paired differences,
+    here in logarithms; P. J. Fleming, J. J. Wallace, "How not to lie with statistics", CACM 29
     (1986), for the geometric mean.
     """
     pairs = list(zip(ours, theirs, strict=False))
@@ -175,10 +180,10 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
 
 
 def mean_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio | None:
-    """The ratio of two means over the same positions; None where the second mean is 0.
+    """Return the ratio of two means over the same positions. None: the second mean is ``0``.
 
-    Source: W. G. Cochran, "Sampling Techniques" (1977), chapter 6: the large-sample variance of a
-    ratio of paired means, positions taken as independent.
+    Source: W. G. Cochran, "Sampling Techniques" (1977), chapter 6: large-sample variance for a
+    ratio of paired means with independent positions.
     """
     count = len(ours)
     mean = math.fsum(theirs) / count
@@ -193,18 +198,18 @@ def mean_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio | None:
 def _exp(x: float) -> float:
     try:
         return math.exp(x)
-    except OverflowError:  # absurd rounds of a file that was edited by hand
+    except OverflowError:  # extreme rounds in a manually edited file
         return math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One value's place in a descending order.
+    """Rank of a value in descending order.
 
     Attributes:
-        index: where it stands in the values that were ranked.
-        best, worst: the ranks it may have, from 1: it is below every value that is larger beyond
-            the noise and above every value that is smaller beyond it.
+        index: Index in the input.
+        best, worst: Range of possible ranks, from 1. The value is below all significantly larger
+            values and above all significantly smaller values.
     """
 
     index: int
@@ -213,18 +218,19 @@ class Rank:
 
 
 def rank_groups(values: Sequence[float], errors: Sequence[float]) -> list[Rank]:
-    """The values in descending order, equal ones as given, with what that order rests on.
+    """Return the values in descending order with their possible ranks. Equal values keep their
+    order.
 
-    Two values can be told apart if they differ by more than 1.96 standard errors of their
-    difference, taken as independent. Neighbours are not enough to know: between two precise values
-    a vague one may stand that differs from neither. Hence ``best`` and ``worst``.
+    Two values are distinguishable if they differ by more than ``Z_95`` standard errors of their
+    difference, with independent errors. Neighbors are not sufficient: an imprecise value between
+    two precise values may differ from neither.
 
     Args:
-        values: finite.
-        errors: their standard errors, in the same unit; infinite where unknown.
+        values: Finite numbers.
+        errors: Standard errors in the same unit. Infinite: unknown.
 
     Raises:
-        ValueError: on unequal lengths, a value that is not finite, or an error that is below 0.
+        ValueError: Lengths differ, a value is not finite, or an error is negative.
     """
     for value, error in zip(values, errors, strict=True):
         if not math.isfinite(value) or math.isnan(error) or error < 0:
@@ -245,10 +251,10 @@ def rank_groups(values: Sequence[float], errors: Sequence[float]) -> list[Rank]:
 
 
 def spread(values: Sequence[float]) -> float:
-    """The range relative to the median: (max - min) / median; 0 where all values are equal.
+    """Return (max - min) / median, or ``0`` if all values are equal.
 
     Raises:
-        ValueError: on no values, or if they differ around a median of 0.
+        ValueError: There are no values, or values differ around a median of ``0``.
     """
     middle = statistics.median(values)
     width = max(values) - min(values)

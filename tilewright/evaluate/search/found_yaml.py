@@ -1,6 +1,6 @@
-"""A found configuration as YAML: short, and with the reason for every choice beside it.
+"""YAML for a found configuration, with the reason for every choice in a comment.
 
-The result is read back before it is given away: it must mean what was measured.
+The result is parsed again to verify its meaning.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from tilewright.evaluate.search.levels import (
 )
 
 Reason = Callable[[SweepUnit], str]
-"""Why a part has its level, in a few words."""
+"""Returns a short reason for a unit's level."""
 
 GroupReason = Callable[[str], str]
-"""What the levels of a group's parts come to."""
+"""Returns a summary of the levels in a group."""
 
 
 def usual_levels(levels: Mapping[SweepUnit, Level | None]) -> dict[str, Level | None]:
-    """The level that most parts of each group have; None is the base's, and of a group that is not
-    in all layers, whose levels are given layer by layer.
+    """Return the most frequent level in every group.
+
+    None: the base's level. Groups that are not in all layers also have None, and levels by layer.
     """
     groups: dict[str, list[Level | None]] = {}
     for part, level in levels.items():
@@ -51,9 +52,11 @@ def render(
     reason: Reason,
     group_reason: GroupReason,
 ) -> str:
-    """Render a YAML: how it was found as comments, the usual level of each group, the exceptions.
+    """Return the YAML: provenance as comments, the usual level for every group, and the exceptions.
 
-    ``levels`` names every part that could be lowered; ``base`` has one level for each group.
+    Args:
+        base: Has a single level for every group.
+        levels: All units that could be lowered, with their levels.
     """
     usual = usual_levels(levels)
     lines = [f"# {line}" for line in provenance]
@@ -91,7 +94,9 @@ def _layers(
     shared: frozenset[str],
     fidelities: Mapping[int, Settings],
 ) -> list[str]:
-    """``fidelities``: by layer, of the op groups of ``shared`` families."""
+    """Return the lines for single layers. ``fidelities`` is by layer, for the ``shared`` op
+    groups.
+    """
     lines = []
     for layer in sorted(
         {part.layer for part in exceptions if part.layer is not None}.union(fidelities)
@@ -117,12 +122,12 @@ def _settings(
 
 
 def _format(base: PrecisionConfig, group: str) -> str:
-    """What a group has in a base that is the same in all layers."""
+    """Return a group's format in a base with equal layers."""
     return base.precision[group if group in base.precision else FOLLOWS[group]]
 
 
 def _shared_families(levels: Mapping[SweepUnit, Level | None]) -> frozenset[str]:
-    """The op groups, before their phase, whose products several of the groups have."""
+    """Return the op groups, without phase, whose matmuls belong to several tensor groups."""
     groups = {part.group for part in levels}
     counts = Counter(OP_GROUP_OF[group] for group in groups)
     return frozenset(family for family, count in counts.items() if count > 1)
@@ -131,8 +136,10 @@ def _shared_families(levels: Mapping[SweepUnit, Level | None]) -> frozenset[str]
 def _shared_fidelities(
     base: PrecisionConfig, levels: Mapping[SweepUnit, Level | None]
 ) -> tuple[Settings, dict[int, Settings]]:
-    """Of the op groups that several groups share: where most layers differ from the base, and
-    where single layers differ from most.
+    """Return the fidelities for shared op groups.
+
+    The first result has the differences between most layers and the base. The second has, by layer,
+    the differences from most layers.
     """
     places: dict[str, list[int]] = {}
     for part in levels:
@@ -161,7 +168,7 @@ def _changed(table: Settings, usual: Settings) -> Settings:
 
 
 def _without_empty(lines: Sequence[str]) -> list[str]:
-    """Maps that nothing stands in are left out."""
+    """Return the lines without empty maps."""
     following = [*lines[1:], ""]
     return [
         line

@@ -1,6 +1,6 @@
-"""How precise one part of a model is: a part, a level, and a configuration made of such choices.
+"""Units and levels in a precision search, and configurations made from such choices.
 
-Knows groups and formats, and nothing of what a choice costs.
+Excludes the cost of a choice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tilewright.compiler.precision.names import ALLOWED_FORMATS, GLOBAL_GROUPS
 from tilewright.errors import ConfigError, allowed
 
 _MOST_BITS = ((9, "hifi4"), (5, "hifi2"), (0, "lofi"))
-"""The fidelity of a format that is named alone, by its bits: what the published grid pairs."""
+"""Default fidelity by the number of bits in a format, as in the published grid."""
 
 _LEVELS = tuple(name for name in FORMATS if FORMATS[name].is_offered)
 
@@ -32,17 +32,17 @@ PRODUCT_GROUPS: Mapping[str, tuple[str, ...]] = {
     for group, family in OP_GROUP_OF.items()
     if group != "kv_cache"
 }
-"""The op groups whose fidelity goes with a tensor group's format."""
+"""Op groups whose fidelity follows a tensor group's format."""
 
 Places = Mapping[str, Collection[int]]
-"""The tensor groups that a model has, each with the layers that it has weights in."""
+"""Tensor groups in a model, with the layers that have their weights."""
 
 NO_PLACES: Places = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class SweepUnit:
-    """A tensor group, in one layer or (None) wherever it is."""
+    """A tensor group in one layer. Layer None: in all layers."""
 
     group: str
     layer: int | None = None
@@ -53,7 +53,7 @@ class SweepUnit:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A format and the fidelity of the products of weights in it."""
+    """A format, and the fidelity for matmuls with weights in this format."""
 
     format: str
     fidelity: str
@@ -63,10 +63,10 @@ class Level:
 
     @classmethod
     def parse(cls, text: str) -> Level:
-        """``bfp8:hifi2``, or ``bfp8`` for the fidelity that usually goes with it.
+        """Parse ``bfp8:hifi2``, or ``bfp8`` with its default fidelity.
 
         Raises:
-            ConfigError: for an unknown format or fidelity.
+            ConfigError: The format or fidelity is unknown.
         """
         name, separator, fidelity = text.strip().lower().partition(":")
         if name not in _LEVELS:
@@ -81,17 +81,17 @@ class Level:
         return cls(name, fidelity)
 
     def is_for(self, group: str) -> bool:
-        """Whether a tensor group may have this format."""
+        """Return whether a tensor group supports this format."""
         return self.format in ALLOWED_FORMATS[group]
 
     def settings(self, group: str) -> dict[str, dict[str, str]]:
-        """The maps that give a group this level."""
+        """Return the configuration maps that assign this level to a group."""
         fidelity = dict.fromkeys(PRODUCT_GROUPS.get(group, ()), self.fidelity)
         return {"precision": {group: self.format}, "fidelity": fidelity}
 
 
 def rank(fidelity: str) -> tuple[int, bool, bool, bool, bool]:
-    """A fidelity's place among all: by phases, then by where and how exactly sums are kept."""
+    """Return the sort key of a fidelity: phases, then the precision of its sums."""
     each = FIDELITIES[fidelity]
     exact = each.fp32_outputs, each.fp32_dest, each.packer_l1_acc, not each.approx
     return each.num_phases, *exact
@@ -106,18 +106,19 @@ def assign(
     groups: Places = NO_PLACES,
     model_name: str | None = None,
 ) -> PrecisionConfig:
-    """``base`` with parts at other levels; a single layer's choice beats one for all layers.
+    """Return ``base`` with different levels for some units. A choice for a layer precedes a choice
+    for all.
 
-    Parts in layers are written as rules for layers, so that they also hold where the base has
-    rules of its own. No other part is lowered: a group that would follow one of the choices keeps
-    its format, and where groups share products' fidelity the highest that is asked for counts.
+    Choices in layers become rules for layers, and so override rules in the base. No further unit is
+    lowered: groups that would follow a choice keep their format. If groups share matmuls, the
+    highest fidelity applies.
 
     Args:
-        groups: the model's; without them nothing is known of it but the choices.
-        model_name: what the base may have exceptions for.
+        groups: Groups in the model. Empty: only the chosen groups are known.
+        model_name: Model for the exceptions in the base.
 
     Raises:
-        ConfigError: for a base with rules by name, which nothing can override.
+        ConfigError: The base has rules by name, which choices cannot override.
     """
     if by_name := next((rule.selector for rule in base.layers if rule.is_glob), None):
         raise ConfigError(
@@ -146,7 +147,7 @@ def assign(
 
 
 def chosen_in(choices: Mapping[SweepUnit, Level], layer: int) -> dict[str, Level]:
-    """The levels chosen for the groups of a layer."""
+    """Return the chosen levels for the groups in a layer."""
     found = {}
     for part, level in sorted(choices.items(), key=lambda each: each[0].layer is not None):
         if part.group not in GLOBAL_GROUPS and part.layer in (None, layer):
@@ -157,8 +158,9 @@ def chosen_in(choices: Mapping[SweepUnit, Level], layer: int) -> dict[str, Level
 def fidelities_in(
     usual: ResolvedPrecision, chosen: Mapping[str, Level], layer: int, groups: Places
 ) -> dict[str, str]:
-    """Find the fidelities of a layer's products with ``chosen`` groups, by op group and phase; of
-    all groups that share a product, those not chosen ask for what is ``usual``.
+    """Return the fidelities for a layer's matmuls with ``chosen`` groups, by op group and phase.
+
+    For shared matmuls, groups that are not chosen count with their fidelity in ``usual``.
     """
     found = {}
     for family in dict.fromkeys(OP_GROUP_OF[g] for g in chosen if g in PRODUCT_GROUPS):
@@ -178,7 +180,7 @@ def fidelities_in(
 def _kept_formats(
     usual: ResolvedPrecision, chosen: Mapping[str, Level], layer: int, groups: Places
 ) -> dict[str, str]:
-    """Of the groups in a layer that would follow a chosen one: what they have in the base."""
+    """Return the base formats for a layer's groups that would follow a chosen group."""
     return {
         follower: usual.format(follower, layer=layer)
         for follower, leader in FOLLOWS.items()

@@ -1,6 +1,6 @@
-"""What a search is asked, what it must keep to, and what it measures before it can decide anything.
+"""Specification of a search: goal, bounds, and the initial measurements.
 
-Nothing is measured here; what another sweep has measured the same way is taken over.
+Measures nothing. Equal measurements from a different sweep are reused.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from tilewright.evaluate.sweep.sensitivity import Sensitivity, sensitivities
 from tilewright.utils.environment import environment
 
 GUARD = 1.0
-"""Standard errors that top-1 keeps above its bound on the text that is searched on: the cheapest
-of many configurations that just meet a bound has been lucky there."""
+"""Standard errors that top-1 must exceed its bound by on the search text. Without a margin, the
+cheapest configuration within a bound is often there by chance.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Top-1 in percent, KL in nats, bytes of the weights as the target holds them."""
+    """Bounds for top-1 (percent), KL (nats) and the weights' size in the target's storage
+    (bytes).
+    """
 
     min_top1: float | None = None
     max_kl: float | None = None
@@ -36,12 +39,14 @@ class Bounds:
 
     @property
     def is_of_accuracy(self) -> bool:
-        """Whether accuracy is bounded, so that speed is what is looked for."""
+        """Whether accuracy is bounded, so that the search maximizes speed."""
         return self.min_top1 is not None or self.max_kl is not None
 
     def keeps(self, accuracy: Accuracy, num_bytes: int, *, guard: float = 0.0) -> bool:
-        """Whether a measurement is within all bounds, top-1 by so many standard errors; an unknown
-        divergence is within nothing.
+        """Return whether a measurement is within all bounds, with a margin of ``guard`` standard
+        errors.
+
+        An unknown divergence is out of bounds.
         """
         share, kl = accuracy.num_top1 / accuracy.num_positions, accuracy.kl_mean
         error = guard * math.sqrt(share * (1 - share) / accuracy.num_positions)
@@ -64,11 +69,12 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpec:
-    """What is searched: a model on a target, from a base, for what.
+    """Specification of a search.
 
-    ``usual``: how configurations are measured unless the search says otherwise. ``held_out``: the
-    text that confirms what was found. ``takes_other_code``: accuracies that other code has measured
-    are taken over too.
+    Attributes:
+        usual: Default measurements for a configuration.
+        held_out: Text that confirms the result.
+        takes_other_code: Also reuse accuracies measured with different code.
     """
 
     model: SweptModel
@@ -84,7 +90,9 @@ class SearchSpec:
     def entries(
         self, precisions: Iterable[PrecisionConfig], *, is_timed: bool
     ) -> list[SweepConfig]:
-        """List what is to be measured; all but the base are probes, in no table of models."""
+        """Return the configurations to measure. All except the base are probes, without table
+        rows.
+        """
         return [
             SweepConfig(self.model, self.target, self.device, each, part, is_timed)
             for each in precisions
@@ -92,7 +100,7 @@ class SearchSpec:
         ]
 
     def lowered(self, name: str, choices: Mapping[SweepUnit, Level]) -> PrecisionConfig:
-        """Make the base configuration with parts at other levels."""
+        """Return the base configuration with different levels for some units."""
         return assign(
             self.base,
             choices,
@@ -103,7 +111,7 @@ class SearchSpec:
         )
 
     def parts(self) -> list[SweepUnit]:
-        """Every group of every layer, and the head: what levels are chosen for."""
+        """Return all units: every group in every layer, and the LM head."""
         return [
             SweepUnit(group, layer)
             for group in self._groups()
@@ -111,7 +119,7 @@ class SearchSpec:
         ]
 
     def uniform(self) -> dict[Level, PrecisionConfig]:
-        """The configurations that have one level everywhere, by level."""
+        """Return the configurations with the same level everywhere, by level."""
         return {
             level: self.lowered(
                 f"all={level}", {SweepUnit(group): level for group in self._groups()}
@@ -120,7 +128,7 @@ class SearchSpec:
         }
 
     def by_group(self) -> dict[tuple[str, Level], PrecisionConfig]:
-        """Make the configurations in which one group alone is lowered, by group and level."""
+        """Return the configurations with a single lowered group, by group and level."""
         return {
             (group, level): self.lowered(f"{group}={level}", {SweepUnit(group): level})
             for level in self.levels
@@ -131,10 +139,10 @@ class SearchSpec:
         return [group for group in self.model.groups() if group in PRODUCT_GROUPS]
 
     def first_cells(self, known: SweepJournal | None) -> list[Cell]:
-        """What is measured whatever comes of it: the base, every level everywhere, every group.
+        """Return the initial measurements: the base, every level everywhere, and every group.
 
         Raises:
-            ConfigError: where the known sensitivities are of another model, target or base.
+            ConfigError: The known sensitivities are for a different model, target or base.
         """
         uniform = self.entries([self.base, *self.uniform().values()], is_timed=True)
         by_group = self.entries(self.by_group().values(), is_timed=False)
@@ -145,11 +153,11 @@ class SearchSpec:
         probes = plans.sensitivity_entries(
             self.model, self.target, self.device, base=self.base, level=self.levels[0]
         )
-        # the first of equal ones stays: a sensitivity's probe says what it lowers
+        # The first of equal cells remains: a sensitivity probe names its unit.
         return plans.unique([*plans.cells(probes, self.usual), *found])
 
     def fits(self, known: SweepJournal) -> bool:
-        """Whether a sweep has sensitivities of this very model, target and base."""
+        """Return whether a sweep has sensitivities for this model, target and base."""
         try:
             self.first_cells(known)
         except ConfigError:
@@ -160,10 +168,10 @@ class SearchSpec:
 def searched_place(
     model: SweptModel, target: str, devices: Sequence[str], base_name: str
 ) -> tuple[str, PrecisionConfig]:
-    """The one device of a search, and its base.
+    """Return the device and the base for a search.
 
     Raises:
-        ConfigError: for a device the target does not run on, a base no file can inherit.
+        ConfigError: The target does not support the device, or no file can inherit the base.
     """
     base = load_precision(base_name)
     resolved = model.resolve(base)
@@ -181,9 +189,9 @@ def searched_place(
 def adopt(
     journal: SweepJournal, cells: Sequence[Cell], known: SweepState, *, takes_other_code: bool
 ) -> None:
-    """Take over accuracies that another sweep has measured the same way, by the same code.
+    """Reuse accuracies that a different sweep measured in the same way with the same code.
 
-    Speeds are not taken over: they are compared within a round only.
+    Speeds are not reused, because they are comparable within a round only.
     """
     now = environment()
     for cell in cells:
@@ -203,7 +211,11 @@ def adopt(
 
 
 def sensitivity_of(base: tuple[str, ...], state: SweepState) -> Sensitivity:
-    """Find a sweep's sensitivities to a base; raises ConfigError where there are none."""
+    """Return a sweep's sensitivities to a base.
+
+    Raises:
+        ConfigError: The sweep has no such sensitivities.
+    """
     for each in sensitivities(state):
         if each.base.cell.configuration == base:
             return each
