@@ -48,7 +48,8 @@ def rows_of(document: perf_md.Document) -> list[Row]:
 
 def is_here(row: perf_md.PerfRow) -> bool:
     """Whether this machine may run it."""
-    return row.device in _TARGET_OF and row.model in _MODEL_OF and not row.random
+    is_plain = not row.random and not row.calibration
+    return row.device in _TARGET_OF and row.model in _MODEL_OF and is_plain
 
 
 def key_of(model: str, device: str, precision: PrecisionConfig) -> str:

@@ -22,6 +22,11 @@ from tilewright.models import (
     load_model,
     quantised_types,
 )
+from tilewright.models.checkpoints.calibrated.manifest import (
+    CalibrationFacts,
+    is_calibrated,
+    read_manifest,
+)
 from tilewright.models.tokenizer.load import load_mapped
 from tilewright.models.tokenizer.saved import read_saved
 from tilewright.models.tokenizer.tokenizer import Tokenizer
@@ -51,6 +56,13 @@ class ModelHandle:
     start: Start | None = None
     notes: tuple[str, ...] = ()
     original: ModelHandle | None = None
+
+    @property
+    def calibration(self) -> CalibrationFacts | None:
+        """The origin of calibrated weights. None: the weights are not calibrated."""
+        if self.manifest is not None or isinstance(self.path, ShapeName):
+            return None
+        return read_manifest(self.path).facts if is_calibrated(self.path) else None
 
     @property
     def model(self) -> LoadedModel | None:

@@ -72,6 +72,14 @@ class CalibrationFacts:
     sequence_length: int
     settings: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def text_line(self) -> str:
+        """The method and its text, for tables: ``gptq, 32,768 tokens (1a2b3c4d)``."""
+        if self.method == "rtn":
+            return self.method
+        size = f"{self.num_tokens:,} tokens" if self.num_tokens else "imatrix file"
+        return f"{self.method}, {size} ({self.text_sha256[:8]})"
+
 
 @dataclass(frozen=True, slots=True)
 class CalibrationManifest:

@@ -287,3 +287,19 @@ def test_only_printed_results_have_their_environment_printed() -> None:
     assert "| new " in text
     assert "| old " not in text
     assert "onnxruntime 1, torch 2" in text
+
+
+def test_calibrated_rows_stand_beside_the_published_ones_in_their_own_column() -> None:
+    plain, gptq = make(), make(day=2, calibration="gptq, 32,768 tokens (1a2b3c4d)")
+    newer = make(day=3, calibration=gptq.calibration, decode_tsu=99.0)
+    text = render_results([plain, measured_accuracy(), gptq, newer])
+    section = perf_md.parse(text).find("performance")
+    assert section is not None and "`Calibration` is the method" in text
+    assert [row.calibration for row in section.rows] == ["", gptq.calibration]
+    assert [row.speed for row in section.rows] == [120.0, 99.0], "the newest of each"
+    name, device = section.rows[0].model, section.rows[0].device
+    found = perf_md.match_row(section.rows, name, device)
+    assert found == section.rows[0], "a published row is never the calibrated one"
+    found = perf_md.match_row(section.rows, name, device, calibration=gptq.calibration)
+    assert found == section.rows[1]
+    assert "Calibration" not in render_results([plain, measured_accuracy()])

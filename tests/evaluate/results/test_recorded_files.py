@@ -33,8 +33,9 @@ RECORD_KEYS = {
     "top1_interval top5_interval",
     "ContractLine": "effective field layers requested status",
     "Ceilings": "device product_type products reads",
-    "Result": "accuracy batch cache_bytes case ceilings command commit compute context contract "
-    "decode_error decode_tsu device device_detail dp effective_id heading host kind mesh model "
+    "Result": "accuracy batch cache_bytes calibration case ceilings command commit compute "
+    "context contract decode_error decode_tsu device device_detail dp effective_id heading host "
+    "kind mesh model "
     "model_hash num_generated peak_memory_bytes precision_id precision_name prefill_tps "
     "prompt_length repeats resident_bytes sampling spread target timestamp tps ttft_error "
     "ttft_first_ms ttft_last_ms ttft_median_ms ttft_ms ttft_spread versions weights",

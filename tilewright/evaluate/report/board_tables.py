@@ -64,6 +64,9 @@ def board_table(results: Sequence[Result]) -> Table:
     """
     # Emulated and predicted values have different columns and share a row.
     figures = []
+    shown = dict(_FIGURES)
+    if any(result.calibration for result in results):
+        shown[row.CALIBRATION] = row.CALIBRATION
     for group in selection.group_results(list(results)):
         tables: list[selection.SpeedTable] = [
             selection.SHORT,
@@ -74,10 +77,10 @@ def board_table(results: Sequence[Result]) -> Table:
         for index, found in enumerate(speeds or [None]):
             figures.append((group, found, None if index else group.accuracy_result))
     rows = [
-        (*row.cells(line, _FIGURES.values()), *_published(found), *row.cells(line, _ORIGIN))
+        (*row.cells(line, shown.values()), *_published(found), *row.cells(line, _ORIGIN))
         for line, (_, found, _) in zip(selection.table_rows(figures), figures, strict=True)
     ]
-    return Table.of((*_FIGURES, *_PUBLISHED, *_ORIGIN), rows)
+    return Table.of((*shown, *_PUBLISHED, *_ORIGIN), rows)
 
 
 def _published(result: Result | None) -> Iterable[str]:
@@ -97,7 +100,7 @@ def published_row(result: Result) -> PerfRow | None:
 
     Configurations match by name or heading, not by effective settings.
     """
-    section = _section(result)
+    section = None if result.calibration else _section(result)
     if section is None:
         return None
     return perf_md.match_row(section.rows, result.model, result.device, dp=result.dp)

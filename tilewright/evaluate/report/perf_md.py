@@ -20,6 +20,7 @@ from tilewright.evaluate.report import markdown
 from tilewright.evaluate.results.record import HEADING_FORM, KINDS, RANDOM_WEIGHTS, Kind, is_heading
 from tilewright.evaluate.results.row import (
     AVG_TTFT,
+    CALIBRATION,
     DEVICE,
     FIRST_TTFT,
     KL,
@@ -95,6 +96,7 @@ class PerfRow:
         random: whether the row is of random weights.
         dp: data-parallel replicas; ``mesh``: devices of one replica where the cell says so.
         precision: the cell of a Precision column, None without one.
+        calibration: the cell of a Calibration column, empty for round to nearest.
         top1, top5: percent. speed: tokens per second and user. ttft: ms (a batch: the average).
             In a section of boards the first two are emulated, the others predicted.
         cells: every cell by its column, without outer blanks; columns unknown here are kept too.
@@ -113,6 +115,7 @@ class PerfRow:
     ttft: float | None
     cells: Mapping[str, str] = field(hash=False)
     line: int = field(compare=False)
+    calibration: str = ""
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -221,22 +224,26 @@ def match_row(
     mesh: str | None = None,
     precision: str | None = None,
     random: bool = False,
+    calibration: str = "",
 ) -> PerfRow | None:
     """The row of a model on a device, or None: exact after the alias table, never by substring.
 
     Args:
         mesh: as in the Device cell, None for a row without one.
         precision: the Precision cell or a name in it; None asks for no particular one.
+        calibration: the Calibration cell; empty for a row rounded to nearest.
 
     Raises:
         ConfigError: if several rows match.
     """
-    wanted = (_MODELS.get(model, model), _DEVICES.get(device, device), dp, mesh, random)
+    names = _MODELS.get(model, model), _DEVICES.get(device, device)
+    wanted = (*names, dp, mesh, random, calibration)
     found = []
     for row in rows:
         names = _MODELS.get(row.model, row.model), _DEVICES.get(row.device, row.device)
         is_wanted = precision is None or precision in row.precisions
-        if is_wanted and (*names, row.dp, row.mesh, row.random) == wanted:
+        own = row.dp, row.mesh, row.random, row.calibration
+        if is_wanted and (*names, *own) == wanted:
             found.append(row)
     if len(found) > 1:
         lines = ", ".join(str(row.line) for row in found)
@@ -343,6 +350,7 @@ def _row(columns: tuple[str, ...], line: markdown.TableLine, *, name: str) -> Pe
         ttft=first(AVG_TTFT, TTFT, PREDICTED_TTFT),
         cells=cells,
         line=line.line,
+        calibration=cells.get(CALIBRATION, ""),
     )
 
 

@@ -67,6 +67,10 @@ Generated from recorded results. Changes between the markers are lost.
 over the repeats. `{PEAK}` is in units of 10^6 bytes.
 
 {ORIGIN_LEGEND}"""
+_CALIBRATED = f"""\
+`{row.CALIBRATION}` is the method and the text of calibrated weights, empty for round to nearest.
+
+"""
 _SHORT = f"prefill {TABLE_PROMPT_LENGTH} tokens, {TABLE_GENERATED_TOKENS} generated"
 
 
@@ -94,7 +98,8 @@ def render_results(results: Sequence[Result]) -> str:
     those that belong to no table.
     """
     sections = "\n".join(plan.render() for plan in plan_tables(results))
-    return f"{_LEGEND}\n{sections or 'No results yet.'}".rstrip("\n") + "\n"
+    legend = _LEGEND + (_CALIBRATED if any(result.calibration for result in results) else "")
+    return f"{legend}\n{sections or 'No results yet.'}".rstrip("\n") + "\n"
 
 
 def plan_tables(results: Sequence[Result], *, has_surroundings: bool = True) -> list[TablePlan]:

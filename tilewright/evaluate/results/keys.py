@@ -40,7 +40,7 @@ RESULT = _keys(
     "num_generated context precision_name precision_id heading effective_id compute kind "
     "repeats ttft_ms ttft_first_ms ttft_median_ms ttft_last_ms prefill_tps decode_tsu tps "
     "spread ttft_spread decode_error ttft_error peak_memory_bytes resident_bytes cache_bytes "
-    "accuracy sampling ceilings command contract versions commit host timestamp"
+    "accuracy sampling ceilings command calibration contract versions commit host timestamp"
 )
 CELL = _keys(
     "model model_name model_hash target device precision precision_id heading case kind compute "

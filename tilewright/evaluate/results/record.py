@@ -314,6 +314,7 @@ class Result:
     sampling: str = dataclasses.field(default="", metadata=ADDED_LATER)
     ceilings: Ceilings | None = dataclasses.field(default=None, metadata=ADDED_LATER)
     command: str = dataclasses.field(default="", metadata=ADDED_LATER)
+    calibration: str = dataclasses.field(default="", metadata=ADDED_LATER)
     contract: tuple[ContractLine, ...] = ()
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     commit: str | None = None
@@ -324,6 +325,8 @@ class Result:
         check_choices({name: getattr(self, name) for name in _CHOICES})
         for name in _PLAIN:
             check_plain(name, getattr(self, name))
+        if self.calibration:
+            check_plain("calibration", self.calibration)
         if self.model.endswith(RANDOM_WEIGHTS) or "(" in self.device or ")" in self.device:
             raise ConfigError(
                 f"result: model {self.model!r}, device {self.device!r}: random weights, DP and "

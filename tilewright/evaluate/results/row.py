@@ -34,6 +34,7 @@ class ResultRow:
     model: str = ""
     device: str = ""
     names: str = ""
+    calibration: str = ""
     dates: str = ""
     commits: str = ""
     machines: str = ""
@@ -97,6 +98,7 @@ class ResultRow:
             model="" if owner is None else model_text(owner),
             device="" if owner is None else device_text(owner),
             names=", ".join(names) or ("" if owner is None else owner.precision_name),
+            calibration="" if owner is None else owner.calibration,
             **origin(taken),
             **accuracy_figures(accuracy),
             **speed_figures(speed),
@@ -227,6 +229,8 @@ def _paired(row: ResultRow) -> str:
 
 
 MODEL, DEVICE, PRECISION = "Model", "Device", "Precision"
+CALIBRATION = "Calibration"
+"""Column of calibrated weights; a table without calibrated rows does not have it."""
 TOP1, TOP5, SPEED = "Top-1 (%)", "Top-5 (%)", "Speed (t/s/u)"
 TTFT, AVG_TTFT = "TTFT (ms)", "avg TTFT (ms)"
 TOTAL = "Total (t/s)"
@@ -251,6 +255,7 @@ COLUMNS: Mapping[str, Callable[[ResultRow], str]] = MappingProxyType(
         MODEL: lambda row: row.model,
         DEVICE: lambda row: row.device,
         PRECISION: lambda row: row.names,
+        CALIBRATION: lambda row: row.calibration,
         LENGTHS: lambda row: "" if row.batch is None else f"{row.batch} x {row.prompt_length}",
         TOP1: _decimal("top1_percent"),
         TOP5: _decimal("top5_percent"),
@@ -292,5 +297,8 @@ def cells(row: ResultRow, titles: Iterable[str]) -> tuple[str, ...]:
 
 
 def table_of(titles: Sequence[str], rows: Iterable[ResultRow], *notes: str) -> Table:
-    """Lay rows of figures out as a table with these columns."""
+    """Lay rows of figures out as a table with these columns, and `CALIBRATION` if a row has it."""
+    rows, titles = list(rows), list(titles)
+    if any(row.calibration for row in rows):
+        titles.insert(1 + titles.index(PRECISION if PRECISION in titles else DEVICE), CALIBRATION)
     return Table.of(titles, (cells(row, titles) for row in rows), *notes)

@@ -219,13 +219,22 @@ def _row(result: Result) -> tuple[object, ...]:
 
 def _place(result: Result) -> tuple[object, ...]:
     r = result
-    return r.model, r.weights, r.device, r.target, r.mesh, r.dp
+    return r.model, r.weights, r.device, r.target, r.mesh, r.dp, r.calibration
 
 
 def row_order(group: ResultGroup) -> tuple[object, ...]:
     """Return the sort key for rows: models by name, with random weights last."""
     r = group.any
-    return r.weights == "random", r.model, r.device, r.target, r.mesh, r.dp, group.names
+    return (
+        r.weights == "random",
+        r.model,
+        r.device,
+        r.target,
+        r.mesh,
+        r.dp,
+        group.names,
+        r.calibration,
+    )
 
 
 def _newest(results: Iterable[Result]) -> Result | None:
