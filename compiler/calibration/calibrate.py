@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -80,6 +80,19 @@ class SegmentWriter(Protocol):
         """Write a segment's tensors, all or none."""
 
 
+class KnownCodes(Protocol):
+    """Codes of an earlier calibration with the same text and method."""
+
+    def has(self, name: str, first: int, num_rows: int, format: str, axis: str) -> bool:
+        """Return whether these rows are known in this format."""
+
+    def read(self, name: str, first: int, num_rows: int, format: str, axis: str) -> Tensor:
+        """Return the rows as bytes in their format."""
+
+    def notes(self, name: str) -> tuple[str, ...]:
+        """Return the earlier notes about a tensor."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A model's graph with its precision, and the plan for each segment."""
@@ -113,21 +126,23 @@ def calibrate(
     method: Method,
     device: torch.device,
     progress: Progress,
+    known: KnownCodes | None = None,
 ) -> tuple[str, ...]:
     """Write a model's calibrated weights. Return notes for the user.
 
-    Segments in the writer's folder are skipped. The forward ends after the last missing segment.
+    Segments in the writer's folder are skipped, and ``known`` codes are copied. The forward ends
+    after the last missing segment.
 
     Raises:
         CompileError: for NaN or infinite moments, or a format without a grid.
     """
     plans, graph_module = prepared.plans, prepared.graph_module
     source = weight_source(model, model.config.max_positions)
-    run = _CalibrationRun(model, source, writer, method, device)
+    run = _CalibrationRun(model, source, writer, method, device, known)
     needs_text = method.name != "rtn" and method.importance is None
     forward = LayeredForward(graph_module, source, tokens_ST, device) if needs_text else None
     open_plans = [index for index, plan in enumerate(plans) if not writer.has(plan.segment.name)]
-    last = max((i for i in open_plans if _needs_moments(plans[i])), default=-1)
+    last = max((i for i in open_plans if run.unknown(plans[i])), default=-1)
     total = len(plans)
     for index, plan in enumerate(plans):
         moments, weights = None, dict[Node, Tensor]()
@@ -135,11 +150,11 @@ def calibrate(
             weights = forward.load(plan.segment)
             moments = _observe(
                 forward,
-                plan,
+                plan.segment,
                 weights,
                 device=device,
                 full=method.name == "gptq",
-                watches=index in open_plans,
+                watched={m.product for m in run.unknown(plan)} if index in open_plans else set(),
                 report=partial(_report_part, progress, index, total),
             )
         if index in open_plans:
@@ -153,25 +168,18 @@ def _report_part(progress: Progress, index: int, total: int, percent: int) -> No
     progress("calibrate", index * 100 + percent, total * 100)
 
 
-def _needs_moments(plan: SegmentPlan) -> bool:
-    return any(not matrix.is_exact for matrix in plan.matrices)
-
-
 def _observe(
     forward: LayeredForward,
-    plan: SegmentPlan,
+    segment: LayerSegment,
     weights: Mapping[Node, Tensor],
     *,
     device: torch.device,
     full: bool,
-    watches: bool,
+    watched: Collection[Node | None],
     report: Callable[[int], None],
 ) -> Moments:
-    """Run a segment. Return the moments for its calibrated products."""
-    segment = plan.segment
-    watched = {m.product for m in plan.matrices if not m.is_exact} if watches else set()
+    """Run a segment. Return the moments for the ``watched`` products."""
     skip = _unread(segment)
-
     cast, total = forward.cast(segment, weights, skip), Moments(full=full)
 
     def observe(index: int) -> Moments:
@@ -225,17 +233,28 @@ class _CalibrationRun:
         writer: SegmentWriter,
         method: Method,
         device: torch.device,
+        known: KnownCodes | None,
     ) -> None:
         self._model, self._source, self._writer = model, source, writer
-        self._method, self._device = method, device
+        self._method, self._device, self._known = method, device, known
         self._weights: Mapping[Node, Tensor] = {}
         self.notes: list[str] = []
+
+    def unknown(self, plan: SegmentPlan) -> list[MatrixPlan]:
+        """Return the matrices that need moments."""
+        return [m for m in plan.matrices if not m.is_exact and not self._has_known(m)]
+
+    def _has_known(self, matrix: MatrixPlan) -> bool:
+        return self._known is not None and self._known.has(*_rows_of(matrix))
 
     def write(
         self, plan: SegmentPlan, moments: Moments | None, weights: Mapping[Node, Tensor]
     ) -> None:
-        """Quantize and write a segment's tensors."""
+        """Quantize and write a segment's tensors, or copy known codes."""
         self._weights = weights
+        whole = [self._copy(matrix) for matrix in plan.matrices if self._has_known(matrix)]
+        own = (matrix for matrix in plan.matrices if not self._has_known(matrix))
+        plan = replace(plan, matrices=tuple(own))
         factors = self._factors(plan, moments) if self._method.name == "gptq" else {}
         jobs = [
             (matrix, piece)
@@ -249,7 +268,13 @@ class _CalibrationRun:
 
         coded = list(_in_threads(code, jobs, self._device))
         floats = {each.name: self._float(each) for each in plan.floats}
-        self._writer.write(plan.segment.name, _joined(jobs, coded), floats)
+        self._writer.write(plan.segment.name, [*whole, *_joined(jobs, coded)], floats)
+
+    def _copy(self, matrix: MatrixPlan) -> CodedMatrix:
+        assert self._known is not None
+        rows = _rows_of(matrix)
+        self.notes += self._known.notes(matrix.name)
+        return CodedMatrix(*rows, self._known.read(*rows))
 
     def _factors(self, plan: SegmentPlan, moments: Moments | None) -> dict[object, Factors]:
         """Return the factors for each product input."""
@@ -344,6 +369,13 @@ class _CalibrationRun:
         return found.to(kinds[plan.format])
 
 
+def _rows_of(matrix: MatrixPlan) -> tuple[str, int, int, str, str]:
+    """Return a matrix's name, first row, number of rows, format and block axis."""
+    recipe = matrix.recipe
+    assert recipe.format is not None
+    return matrix.name, matrix.first, recipe.shape[0], recipe.format, recipe.block_axis
+
+
 def _pieces(num_rows: int, device: torch.device) -> list[tuple[int, int]]:
     step = _PIECE_ROWS if device.type == "cpu" else num_rows
     return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
@@ -357,11 +389,9 @@ def _joined(
     for (matrix, _), data in zip(jobs, coded, strict=True):
         whole.setdefault(id(matrix), (matrix, []))[1].append(data)
     for matrix, parts in whole.values():
-        format_, axis = matrix.recipe.format, matrix.recipe.block_axis
-        assert format_ is not None
+        *rows, format_, axis = _rows_of(matrix)
         data = _beside(parts, format_) if axis == "out" else torch.cat(parts)
-        num_rows = matrix.recipe.shape[0]
-        yield CodedMatrix(matrix.name, matrix.first, num_rows, format_, axis, data)
+        yield CodedMatrix(*rows, format_, axis, data)
 
 
 def _beside(parts: list[Tensor], format_name: str) -> Tensor:

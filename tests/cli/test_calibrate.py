@@ -365,3 +365,26 @@ def test_moments_that_are_not_finite_are_refused(tmp_path: Path) -> None:
                 device=torch.device("cpu"),
                 progress=lambda *_: None,
             )
+
+
+def test_calibrate_reuses_codes_of_equal_formats(
+    calibrated: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    mixed = tmp_path / "mixed.yaml"
+    mixed.write_text("inherits: all-bfp4\nlayers: {0: {ff2: q40, wo: bfp8}}\n")
+    whole = calibrated("--precision", str(mixed), name="whole")
+    donors = [calibrated("--precision", p, name=p) for p in ("all-bfp4", "all-q40", "all-bfp8")]
+    forward = "tilewright.compiler.calibration.calibrate.LayeredForward.step"
+    monkeypatch.setattr(forward, lambda *_, **__: pytest.fail("every code is known"))
+    names = [str(donor) for donor in donors]
+    copied = calibrated("--precision", str(mixed), "--reuse", *names, name="copied")
+    for path in whole.glob("*.safetensors"):
+        assert path.read_bytes() == (copied / path.name).read_bytes()
+    fast = ("--fast", "--precision", str(mixed), "--reuse", *names)
+    with pytest.raises(AssertionError):
+        calibrated(*fast, name="fast")
+    assert "all-bfp4: different method, settings; allowed: a folder" in capfd.readouterr().err
+    assert not (tmp_path / "fast").exists()

@@ -77,6 +77,10 @@ class CalibratedCheckpoint:
         tensor = self._tensor(name)
         return (tensor.format, tensor.axis) if tensor.parts else None
 
+    def coded(self, name: str, part: tuple[int, int]) -> Tensor:
+        """Return the bytes of one of a tensor's parts."""
+        return self._read(part_name(name, part), self._tensor(name))
+
     def get(self, name: str, rows: Rows = None, columns: slice | None = None) -> Tensor:
         tensor = self._tensor(name)
         if not tensor.parts:

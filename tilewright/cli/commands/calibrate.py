@@ -67,6 +67,12 @@ class _CalibrateArgs:
     length: int = option(
         "tokens in a sequence", default=256, type=integer(16, 1 << 16), metavar="N"
     )
+    reuse: tuple[str, ...] = option(
+        "calibrated folders with the same text and method: copy their codes in equal formats",
+        default=(),
+        nargs="+",
+        metavar="DIR",
+    )
     device: str | None = option(
         "cpu or cuda (default: cuda if there is a GPU)", choices=(_CPU, _CUDA)
     )
@@ -157,6 +163,7 @@ def _run(
     from tilewright.compiler.driver import resolve_precision
     from tilewright.compiler.targets.interface.compiled import silent
     from tilewright.models import load_model
+    from tilewright.models.checkpoints.calibrated.known import KnownFolders
     from tilewright.models.checkpoints.calibrated.manifest import TOKENIZER
     from tilewright.models.checkpoints.calibrated.writer import CalibrationWriter
 
@@ -170,6 +177,7 @@ def _run(
     prepared = prepare(model, resolved, silent)
     method = Method(name, importance=_importance(options.imatrix))
     facts = _facts(options, method, model, precision, resolved, tokens_ST)
+    known = KnownFolders([Path(name).expanduser() for name in options.reuse], facts)
     writer = CalibrationWriter(output, dataclasses.asdict(facts), _shapes(model))
     if writer.is_resumed:
         note(err(), f"{output}: goes on with an interrupted calibration")
@@ -177,7 +185,7 @@ def _run(
         note(err(), f"calibrated on {_DEFAULT_TEXT}; --text FILE of your own domain gives more")
     started = time.monotonic()
     with _Progress() as report:
-        how: Any = {"method": method, "device": device, "progress": report}
+        how: Any = {"method": method, "device": device, "progress": report, "known": known}
         notes = tuple(dict.fromkeys(calibrate(model, prepared, tokens_ST, writer, **how)))
     if not (output / TOKENIZER).exists():
         model.tokenizer.save(output / TOKENIZER)
