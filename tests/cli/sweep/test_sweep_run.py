@@ -313,3 +313,30 @@ def test_figures_of_other_code_are_not_taken_without_a_word(
     assert [each.cell.id for each in SweepJournal.open(journal.path).state.open_cells()] == [
         theirs.id
     ]
+
+
+def test_a_grid_has_a_dimension_of_calibrations(
+    tiny_gguf: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text(" ".join(f"word {n * n} of {n}" for n in range(900)))
+    (tmp_path / "grid.yaml").write_text(
+        f"models: {tiny_gguf}\ntargets: cpu\nprecisions: all-bfp4\nbase: all-bfp8\n"
+        "calibration: [none, gptq]\ncalibration_text: text.txt\n"
+        "cases: performance-device-perf\nrounds: '1'\n"
+    )
+    assert main(["sweep", "grid.yaml", "--results", "grid.jsonl"]) == 0
+    base, plain, calibrated = SweepJournal.open(Path("grid.jsonl")).state.cells.values()
+    assert (base.cell.calibration, plain.cell.calibration) == ("", "")
+    assert calibrated.cell.name.startswith("all-bfp4 gptq ")
+    assert plain.cell.precision_id == calibrated.cell.precision_id
+    assert plain.result is not None and calibrated.result is not None
+    assert plain.result.model_hash == calibrated.result.model_hash
+    assert (plain.result.calibration, calibrated.result.calibration[:5]) == ("", "gptq,")
+    assert plain.result.resident_bytes == calibrated.result.resident_bytes
+    (folder,) = Path("grid-calibrated").glob("*/calibration.json")
+    assert main(["sweep", "export", "grid.jsonl", "--markdown", "-"]) == 0
+    assert "| all-bfp4 gptq " in capfd.readouterr().out
+    text = ("--calibration-text", "text.txt")
+    assert main(["sweep", "grid", "--precisions", "bf16", "--calibration", "awq", *text]) == 2
+    assert "calibration 'awq'; allowed: none, rtn, imatrix, gptq" in capfd.readouterr().err
+    assert folder.exists()

@@ -13,6 +13,9 @@ from tilewright.cli.arguments.sweep import SweepOptions
 from tilewright.cli.main import main
 from tilewright.cli.sweep import search
 from tilewright.compiler.precision import load_precision
+from tilewright.evaluate.results.record import Result
+from tilewright.evaluate.sweep.calibrated import CalibrationPlan
+from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import SweepJournal
 from tilewright.evaluate.sweep.model import SweptModel, swept_model
 from tilewright.models import load_model
@@ -141,3 +144,28 @@ def test_what_cannot_be_written_in_the_end_is_said(
     (tmp_path / "file").write_text("")
     assert command(model, "--max-kl", "0.05", "-o", "file/x.yaml") == 2
     assert "file/x.yaml" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_a_calibrated_search_writes_its_weights_beside_the_yaml(
+    model: SweptModel, runners: list[Planted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, plain = CalibrationPlan(Path("results/sweeps/search-calibrated")), Planted.result
+
+    def calibrated(self: Planted, cell: Cell) -> Result:
+        if cell.calibration:
+            folder = weights.folder(cell)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "calibration.json").write_text(cell.precision_id)
+        return plain(self, cell)
+
+    monkeypatch.setattr(Planted, "result", calibrated)
+    assert command(model, "--max-kl", "0.05", "--calibration", "gptq") == 0
+    path = Path("results/sweeps/search.yaml")
+    assert "# Calibrated: gptq." in path.read_text()
+    found = model.resolve(load_precision(str(path))).id
+    assert (path.with_suffix(".calibrated") / "calibration.json").read_text() == found
+    cells = [each.cell for each in runners[-1].journal.state.cells.values()]
+    assert {"", "gptq"} == {cell.calibration for cell in cells}
+    assert all(bool(cell.calibration) == ("bfp4" in cell.heading) for cell in cells)
+    Path("results/sweeps/search.calibrated/calibration.json").unlink()
+    assert command(model, "--max-kl", "0.05", "--calibration", "gptq", "--resume") == 2

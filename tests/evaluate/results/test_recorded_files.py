@@ -41,7 +41,8 @@ RECORD_KEYS = {
     "ttft_first_ms ttft_last_ms ttft_median_ms ttft_ms ttft_spread versions weights",
 }
 EVENT_KEYS = {
-    "CELL": "case compute device heading is_kept kind model model_hash model_name part precision "
+    "CELL": "calibration case compute device heading is_kept kind model model_hash model_name part "
+    "precision "
     "precision_id round step_bytes target text threads weight_bytes",
     "PLANNED": "base commit options plan timestamp version versions",
     "ADDED": "cell",

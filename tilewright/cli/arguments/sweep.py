@@ -17,6 +17,7 @@ from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.cases.cases import CASES
 from tilewright.evaluate.cases.prompts import accuracy_text
 from tilewright.evaluate.search.levels import Level
+from tilewright.evaluate.sweep.cell import METHODS
 from tilewright.options.arguments import (
     Parser,
     add_options,
@@ -49,6 +50,7 @@ _USUAL: dict[str, Any] = {
     "targets": ("cpu",),
     "devices": (),
     "precisions": (),
+    "calibration": ("none",),
     "rounds": 3,
     "compute": "fast",
     "base": "bf16",
@@ -100,6 +102,16 @@ class SweepOptions:
     )
     accuracy_text: str | None = option(
         "as tilewright bench (default: accuracy)", group=_WHAT, metavar="TEXT"
+    )
+    calibration: tuple[str, ...] = option(
+        "weights of the configurations but the base: none (round to nearest), rtn, imatrix or gptq "
+        "(see tilewright calibrate); sensitivity and search take one (default: none)",
+        group=_WHAT,
+        nargs="+",
+        metavar="METHOD",
+    )
+    calibration_text: Path | None = option(
+        "UTF-8 text to calibrate on (default: the package's)", group=_WHAT, metavar="FILE"
     )
     base: str = option("what others are compared with (default: bf16)", group=_WHAT, metavar="NAME")
     min_top1: float | None = option(
@@ -235,6 +247,7 @@ def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
         _ = CASES[case]
     for precision in (*found["precisions"], found["base"]):
         load_precision(precision)
+    _check_calibration(plan, found["calibration"])
     for text in filter(None, (found["accuracy_text"], given.get("held_out"))):
         accuracy_text(text)
     found["results"] = Path(found["results"] or DEFAULT_FOLDER / f"{name}.jsonl")
@@ -242,7 +255,7 @@ def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
         _check_asked(plan, found)
     usual_levels = DEFAULT_LEVELS if plan == "search" else ("bfp8",)
     has_board = any(target in BOARDS for target in found["targets"])
-    for key in ("sensitivities", "output"):
+    for key in ("sensitivities", "output", "calibration_text"):
         found[key] = None if found[key] is None else Path(found[key])
     for key in ("max_bytes", "memory"):
         option_name = "--" + key.replace("_", "-")
@@ -256,6 +269,14 @@ def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
     }
     check_writable(found["results"], "sweep file")
     return SweepOptions(**found)
+
+
+def _check_calibration(plan: str, methods: Sequence[str]) -> None:
+    for method in methods:
+        if method not in METHODS:
+            raise ConfigError(f"calibration {method[:40]!r}; {allowed(METHODS, method)}")
+    if plan in ("sensitivity", "search") and len(methods) > 1:
+        raise ConfigError(f"{len(methods)} calibrations; allowed in a {plan} plan: one")
 
 
 def _check_asked(plan: str, found: Mapping[str, Any]) -> None:

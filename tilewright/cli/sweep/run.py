@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilewright.cli.arguments.sweep import SweepOptions, read_options
@@ -19,6 +20,7 @@ from tilewright.evaluate.cases.cases import CASES
 from tilewright.evaluate.report.table import Columns, Table
 from tilewright.evaluate.results.record import RANDOM_WEIGHTS
 from tilewright.evaluate.sweep import estimate
+from tilewright.evaluate.sweep.calibrated import CalibrationPlan, calibration_name
 from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import FAILURES, VERSION, Planned, SweepJournal, TrialCommand
 from tilewright.evaluate.sweep.runner import Runner, launcher
@@ -218,12 +220,22 @@ def _entries(options: SweepOptions) -> list[SweepConfig]:
             entry
             for place in places
             for entry in plans.sensitivity_entries(
-                place.model, place.target, place.device, base=base, level=level
+                place.model,
+                place.target,
+                place.device,
+                base=base,
+                level=level,
+                calibration=calibrations(options)[0],
             )
         ]
     names = (*plans.NAMED[options.plan], *options.precisions)
     chosen = [base, *map(load_precision, names)]
-    return plans.entries(models, full_targets(options), options.devices, chosen)
+    found = plans.entries(models, full_targets(options), options.devices, chosen)
+    return [
+        replace(entry, calibration=calibration)
+        for entry in found
+        for calibration in ([""] if entry.precision is base else calibrations(options))
+    ]
 
 
 def print_plan(cells: Sequence[Cell], options: SweepOptions) -> None:
@@ -233,7 +245,7 @@ def print_plan(cells: Sequence[Cell], options: SweepOptions) -> None:
         place = places.setdefault(f"{cell.model_name} on {cell.target}", {})
         place.setdefault(cell.configuration, []).append(cell)
     columns: Columns[list[Cell]] = {
-        "configuration": lambda cells: cells[0].precision,
+        "configuration": lambda cells: cells[0].name,
         "weights (MB, est.)": lambda cells: f"{(cells[0].weight_bytes or 0) / 1e6:,.1f}",
         "cells": lambda cells: str(len(cells)),
         "time (s, est.)": lambda cells: f"{estimate.total_seconds(cells, jobs=options.jobs):,.0f}",
@@ -245,10 +257,26 @@ def print_plan(cells: Sequence[Cell], options: SweepOptions) -> None:
     out().print(f"{len(cells)} cells, about {total / 60:.0f} min (estimated); nothing was run")
 
 
+def calibration_plan(journal: SweepJournal, options: SweepOptions) -> CalibrationPlan:
+    """Return where a sweep keeps its calibrated folders: beside its file."""
+    text = options.calibration_text or journal.state.planned.options.get("calibration_text")
+    root = journal.path.with_name(f"{journal.path.stem}-calibrated")
+    return CalibrationPlan(root.absolute(), None if text is None else Path(text).absolute())
+
+
+def calibrations(options: SweepOptions) -> list[str]:
+    """Return the calibrations of a sweep's cells, as `Cell` has them."""
+    return [calibration_name(method, options.calibration_text) for method in options.calibration]
+
+
 @contextmanager
 def runner_of(journal: SweepJournal, options: SweepOptions) -> Iterator[Runner]:
     """The one runner of a sweep, with progress. Raises ConfigError where another one is at it."""
-    launch = launcher(timeout_s=options.timeout_s, max_bytes=options.memory)
+    launch = launcher(
+        timeout_s=options.timeout_s,
+        max_bytes=options.memory,
+        calibrated=calibration_plan(journal, options),
+    )
     with journal.hold(), sweep_progress(err(), jobs=options.jobs) as report:
         with warnings.catch_warnings():  # a line cut short was said when the file was opened
             warnings.simplefilter("ignore", TornLineWarning)

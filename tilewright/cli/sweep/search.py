@@ -7,6 +7,7 @@ again and goes on where it stood.
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from tilewright.errors import ConfigError
 from tilewright.evaluate.cases.cases import ACCURACY_TEXT, CASES
 from tilewright.evaluate.cases.prompts import accuracy_text
 from tilewright.evaluate.sweep.journal import SweepJournal
+from tilewright.models.checkpoints.calibrated.manifest import is_calibrated
 from tilewright.utils.json_lines import check_writable
 
 EXIT_NOTHING_FOUND = 1
@@ -94,6 +96,7 @@ def _search(options: SweepOptions, begun: SweepJournal | None) -> int:
         usual=usual,
         held_out=options.held_out,
         takes_other_code=options.other_code == "keep",
+        calibration=run.calibrations(options)[0],
     )
     known = _known_sensitivities(options, search.fits)
     first = search.first_cells(known)
@@ -113,9 +116,35 @@ def _search(options: SweepOptions, begun: SweepJournal | None) -> int:
         err().print(said, style="red", soft_wrap=True)
         return EXIT_NOTHING_FOUND
     path = _output(options)
+    if found.cell is not None and found.cell.calibration:
+        _copy_folder(run.calibration_plan(journal, options).folder(found.cell), path)
     write_text(path, found.yaml)
     out().print(f"written: {path}", soft_wrap=True)
     return 0
+
+
+def _folder_beside(path: Path) -> Path:
+    return path.with_suffix(".calibrated")
+
+
+def _copy_folder(weights: Path, path: Path) -> None:
+    """Copy the winner's weights beside its YAML, whole or not at all."""
+    folder = _folder_beside(path)
+    if folder.exists() and not is_calibrated(folder):
+        raise ConfigError(f"{folder}: is in the way; allowed: another --output, then --resume")
+    partial = folder.with_name(f"{folder.name}.writing")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(weights, partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ConfigError(
+            f"{folder}: cannot be written ({error.strerror or error}); allowed: a folder with "
+            "room, then --resume"
+        ) from None
+    out().print(f"written: {folder}", soft_wrap=True)
 
 
 def _known_sensitivities(

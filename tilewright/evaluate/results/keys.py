@@ -44,7 +44,7 @@ RESULT = _keys(
 )
 CELL = _keys(
     "model model_name model_hash target device precision precision_id heading case kind compute "
-    "round threads text weight_bytes step_bytes part is_kept"
+    "round threads text weight_bytes step_bytes part is_kept calibration"
 )
 PLANNED = _keys("version plan options base timestamp commit versions")
 ADDED = _keys("cell")

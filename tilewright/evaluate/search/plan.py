@@ -49,6 +49,7 @@ class Bounds:
         An unknown divergence is out of bounds.
         """
         share, kl = accuracy.num_top1 / accuracy.num_positions, accuracy.kl_mean
+        kl = None if kl is None else kl + guard * (accuracy.kl_error or 0.0)
         error = guard * math.sqrt(share * (1 - share) / accuracy.num_positions)
         return (
             (self.min_top1 is None or 100 * (share - error) >= self.min_top1)
@@ -86,6 +87,7 @@ class SearchSpec:
     usual: Measures
     held_out: str
     takes_other_code: bool = False
+    calibration: str = ""
 
     def entries(
         self, precisions: Iterable[PrecisionConfig], *, is_timed: bool
@@ -94,7 +96,9 @@ class SearchSpec:
         rows.
         """
         return [
-            SweepConfig(self.model, self.target, self.device, each, part, is_timed)
+            SweepConfig(
+                self.model, self.target, self.device, each, part, is_timed, self.calibration
+            )
             for each in precisions
             for part in ("" if each is self.base else each.name,)
         ]
@@ -109,6 +113,11 @@ class SearchSpec:
             groups=self.model.places(),
             model_name=self.model.name,
         )
+
+    def identity(self, precision: PrecisionConfig) -> tuple[str, str]:
+        """The id and the calibration of a configuration's cells."""
+        resolved = self.model.resolve(precision)
+        return resolved.id, self.calibration if self.model.has_calibrated(resolved) else ""
 
     def parts(self) -> list[SweepUnit]:
         """Return all units: every group in every layer, and the LM head."""
@@ -151,7 +160,12 @@ class SearchSpec:
             sensitivity_of(found[0].configuration, known.state)
             return found
         probes = plans.sensitivity_entries(
-            self.model, self.target, self.device, base=self.base, level=self.levels[0]
+            self.model,
+            self.target,
+            self.device,
+            base=self.base,
+            level=self.levels[0],
+            calibration=self.calibration,
         )
         # The first of equal cells remains: a sensitivity probe names its unit.
         return plans.unique([*plans.cells(probes, self.usual), *found])

@@ -13,6 +13,7 @@ from tilewright.evaluate.report.table import Columns, Table
 from tilewright.evaluate.results import stats
 from tilewright.evaluate.results.record import Accuracy
 from tilewright.evaluate.results.row import KL, TOP1, ResultRow
+from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.cost_model import CostModel
 from tilewright.evaluate.sweep.summary import SweptRow, common_rounds
 
@@ -32,11 +33,15 @@ COLUMNS: Columns[Shown] = {
 
 @dataclass(slots=True)
 class SearchResult:
-    """What came of a search: rows for a table, remarks, and the YAML where there is a winner."""
+    """What came of a search: rows for a table, remarks, and the YAML where there is a winner.
+
+    ``cell``: one of the winner.
+    """
 
     shown: list[Shown] = field(default_factory=list)
     comments: list[str] = field(default_factory=list)
     yaml: str | None = None
+    cell: Cell | None = None
 
     def table(self) -> Table:
         """The table of the rows that came of the search."""
@@ -48,6 +53,12 @@ def top1_text(accuracy: Accuracy) -> str:
     row = ResultRow.of(accuracy=accuracy)
     interval = span(row.top1_low_percent, row.top1_high_percent, joint=" to ")
     return f"{decimal(row.top1_percent)} % ({interval}, {row.positions} positions)"
+
+
+def kl_text(accuracy: Accuracy) -> str:
+    """KL with its standard error."""
+    error = "" if accuracy.kl_error is None else f" +- {accuracy.kl_error:.1e}"
+    return f"{accuracy.kl_mean or 0:.2e}{error}"
 
 
 def about_predictions(model: CostModel) -> str:

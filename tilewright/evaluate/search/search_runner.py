@@ -34,6 +34,7 @@ from tilewright.evaluate.search.report import (
     about_predictions,
     against,
     is_better,
+    kl_text,
     top1_text,
 )
 from tilewright.evaluate.sweep import plans
@@ -104,7 +105,7 @@ class _Hunt:
         if better is not None:
             found.comments.append(f"{better.name} is better: nothing is gained by single layers")
         else:
-            found.yaml = self._yaml(choices, winner, comparison)
+            found.yaml, found.cell = self._yaml(choices, winner, comparison), winner.cell
 
     def _is_better(self, row: SweptRow, winner: SweptRow) -> bool:
         if self.bounds.is_of_accuracy:
@@ -211,7 +212,8 @@ class _Hunt:
 
     def _find(self, precision: PrecisionConfig) -> SweptRow | None:
         """A configuration's measurements, where its accuracy is among them."""
-        found = rows(self.runner.journal.state, self._id(precision))
+        wanted, calibration = self.search.identity(precision)
+        found = rows(self.runner.journal.state, wanted, calibration=calibration)
         return next((row for row in found if row.accuracy is not None), None)
 
     def _row(self, precision: PrecisionConfig) -> SweptRow:
@@ -219,11 +221,12 @@ class _Hunt:
         row = self._find(precision)
         if row is not None:
             return row
-        wanted = self._id(precision)
+        wanted = self.search.identity(precision)
         of_it = [
             state
             for state in self.runner.journal.state.cells.values()
-            if state.cell.precision_id == wanted and state.cell.kind == "accuracy"
+            if (state.cell.precision_id, state.cell.calibration) == wanted
+            and state.cell.kind == "accuracy"
         ]
         why = f"{of_it[0].status}: {of_it[0].reason}" if of_it else "not planned"
         raise ConfigError(
@@ -231,9 +234,6 @@ class _Hunt:
             f"tilewright sweep restart {shlex.quote(str(self.runner.journal.path))} --failed, then "
             "--resume"
         )
-
-    def _id(self, precision: PrecisionConfig) -> str:
-        return self.search.model.resolve(precision).id
 
     def _held(self, precision: PrecisionConfig) -> Held:
         model, compute = self.search.model, self.search.usual.compute
@@ -261,7 +261,8 @@ class _Hunt:
             path = FilePath(folder) / "found.yaml"
             path.write_text(text, encoding="utf-8")
             read = load_precision(str(path))
-        assert self._id(read) == winner.cell.precision_id, "the file means something else"
+        of_winner = winner.cell.precision_id, winner.cell.calibration
+        assert self.search.identity(read) == of_winner, "the file means something else"
         return text
 
     def _provenance(self, winner: SweptRow, comments: Sequence[str]) -> list[str]:
@@ -274,8 +275,9 @@ class _Hunt:
             f"{planned.timestamp[:10]}, commit {planned.commit or 'unknown'}.",
             f"Measured: top-1 {top1_text(accuracy)} on the text that was searched on (asked for "
             f"{GUARD:g} standard error above the bound there),",
-            f"{top1_text(held_out)} on the held-out text; KL {accuracy.kl_mean or 0:.2e}; "
+            f"{top1_text(held_out)} on the held-out text; KL {kl_text(accuracy)}; "
             f"{(winner.num_bytes or 0) / 1e6:.0f} MB of weights.",
+            *([f"Calibrated: {calibrated}."] if (calibrated := winner.cell.calibration) else []),
             *comments,
             "KL of a part: its share of its group's measured loss. ms of a step: predicted.",
         ]

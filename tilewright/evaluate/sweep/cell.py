@@ -14,6 +14,9 @@ from typing import Literal
 from tilewright.compiler.devices import target_options
 from tilewright.evaluate.results.keys import CELL, to_keys
 
+METHODS = ("none", "rtn", "imatrix", "gptq")
+"""Values of the dimension ``calibration:``. ``none`` is the target's own round to nearest."""
+
 CellKind = Literal["speed", "accuracy"]
 
 _ID_DIGITS = 12
@@ -40,6 +43,8 @@ class Cell:
             rows do not count.
         part: what a configuration of a sensitivity plan lowers: ``ff2``, ``12.ff2``; else empty.
         is_kept: whether its program goes through the cache: not where this is its only cell.
+        calibration: the method that calibrates its weights, with the hash of the text if it is not
+            the package's. Empty for round to nearest.
     """
 
     model: str
@@ -60,6 +65,7 @@ class Cell:
     step_bytes: dict[str, int] = field(default_factory=dict, hash=False)
     part: str = ""
     is_kept: bool = True
+    calibration: str = ""
 
     @property
     def id(self) -> str:
@@ -68,13 +74,20 @@ class Cell:
         # how things are called, and what is expected of them, changes no figure
         for name in _NO_IDENTITY:
             del identity[name]
+        if not self.calibration:  # ids of round to nearest have no such key
+            del identity["calibration"]
         text = json.dumps(to_keys(identity, CELL), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]
 
     @property
     def configuration(self) -> tuple[str, ...]:
         """What is equal for all cells that sum up to one row."""
-        return *self.place, self.precision_id
+        return *self.place, self.precision_id, self.calibration
+
+    @property
+    def name(self) -> str:
+        """The configuration's name, with its calibration."""
+        return f"{self.precision} {self.calibration}" if self.calibration else self.precision
 
     @property
     def place(self) -> tuple[str, ...]:
@@ -85,11 +98,17 @@ class Cell:
         """``bf16 performance-ci-1 round 2``, with ``name`` in place of the configuration's."""
         number = f" round {self.round + 1}" if self.kind == "speed" else ""
         text = f", text {self.text}" if self.text else ""
-        return f"{name or self.precision} {self.case}{number}{text}"
+        return f"{name or self.name} {self.case}{number}{text}"
 
-    def arguments(self, threads: int | None = None) -> list[str]:
-        """The options of ``tilewright bench``; ``threads`` where the cell itself names none."""
-        found = ["--model", self.model, *target_options(self.target), "--precision", self.heading]
+    def arguments(self, threads: int | None = None, *, folder: str | None = None) -> list[str]:
+        """The options of ``tilewright bench``; ``threads`` where the cell itself names none.
+
+        ``folder``: the calibrated weights, instead of the model's.
+        """
+        found = ["--model", self.model]
+        if folder is not None:
+            found = ["--model", folder, "--reference", self.model]
+        found += [*target_options(self.target), "--precision", self.heading]
         found += ["--case", self.case, "--compute", self.compute, "--json", "--no-results"]
         if self.text is not None:
             found += ["--accuracy-text", self.text]

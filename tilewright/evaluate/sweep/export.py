@@ -214,6 +214,7 @@ def _csv_identity(each: SweptRow) -> dict[str, CsvValue]:
         **{name: getattr(cell, name) for name in shared},
         "kind": "emulated, predicted" if each.is_emulated else newest.kind if newest else None,
         "configuration": each.name,
+        "calibration": cell.calibration,
         "part": cell.part,
         "precision_id": cell.precision_id,
         "effective_id": each.effective_id,

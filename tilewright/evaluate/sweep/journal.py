@@ -63,7 +63,10 @@ class Planned(_JournalEvent, frozen=True, tag="planned", rename=keys.PLANNED, kw
 
     def is_base(self, cell: Cell) -> bool:
         """Whether a cell is of the base."""
-        return self.base is not None and cell.precision_id in self.base.split()
+        is_calibrated = bool(cell.calibration)
+        return (
+            self.base is not None and cell.precision_id in self.base.split() and not is_calibrated
+        )
 
 
 class Added(_JournalEvent, frozen=True, tag="added", rename=keys.ADDED):

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from tilewright.compiler.calibration.plan import EXACT_BITS
 from tilewright.compiler.driver import CompilableModel, resolve_precision, stored_formats
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.info import Compute, NodeInfo
@@ -68,6 +69,16 @@ class SweptModel:
     def places(self) -> dict[str, list[int]]:
         """The layers that each group has weights in."""
         return {group: self.layers(group) for group in self.groups()}
+
+    def has_calibrated(self, precision: ResolvedPrecision) -> bool:
+        """Whether a calibration chooses codes: whether a matrix has blocks of few bits."""
+        formats = (
+            get_format(precision.format(w.group, layer=w.layer, fqn=w.fqn))
+            for w in self.weights
+            if w.group != "embedding"
+            and precision.format(w.group, layer=w.layer, fqn=w.fqn) != STORED
+        )
+        return any(each.block > 1 and each.element_bits < EXACT_BITS for each in formats)
 
     def held_bytes(
         self, precision: ResolvedPrecision, target: str, compute: str = "fast"

@@ -43,6 +43,7 @@ class SweepConfig:
     """A configuration of a model on a target.
 
     ``part``: what it lowers, in a sensitivity plan. ``is_timed``: whether its speed is taken too.
+    ``calibration``: see `Cell`; without an effect on weights that every method rounds to nearest.
     """
 
     model: SweptModel
@@ -51,6 +52,7 @@ class SweepConfig:
     precision: PrecisionConfig
     part: str = ""
     is_timed: bool = True
+    calibration: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,13 @@ def entries(
 
 
 def sensitivity_entries(
-    model: SweptModel, target: str, device: str, *, base: PrecisionConfig, level: Level
+    model: SweptModel,
+    target: str,
+    device: str,
+    *,
+    base: PrecisionConfig,
+    level: Level,
+    calibration: str = "",
 ) -> list[SweepConfig]:
     """List the base; every group, and all of them, lowered to ``level``; then layer by layer.
 
@@ -132,7 +140,8 @@ def sensitivity_entries(
             groups=places,
             model_name=model.name,
         )
-        found.append(SweepConfig(model, target, device, precision, name, is_timed="." not in name))
+        is_timed = "." not in name
+        found.append(SweepConfig(model, target, device, precision, name, is_timed, calibration))
     return found
 
 
@@ -179,6 +188,7 @@ def _cell(entry: SweepConfig, measures: Measures) -> Cell:
     model, resolved = entry.model, entry.model.resolve(entry.precision)
     check_plain("precision", entry.precision.name)
     held = model.held_bytes(resolved, entry.target, measures.compute)
+    calibration = entry.calibration if model.has_calibrated(resolved) else ""
     return Cell(
         model=model.argument,
         model_name=model.name,
@@ -196,4 +206,5 @@ def _cell(entry: SweepConfig, measures: Measures) -> Cell:
         step_bytes=step_bytes(held, experts_share(model.loaded, CASES[SPEED_CASE].batch_size)),
         part=entry.part,
         is_kept=entry.is_timed,
+        calibration=calibration,
     )

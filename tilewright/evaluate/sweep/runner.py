@@ -14,6 +14,7 @@ from typing import Any
 from tilewright.compiler.devices import describe_cpu
 from tilewright.errors import ConfigError
 from tilewright.evaluate.results.result_file import loads
+from tilewright.evaluate.sweep.calibrated import CalibrationPlan
 from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import (
     Added,
@@ -39,8 +40,15 @@ Report = Callable[[SweepJournal], None]
 """Told of every start and end, and several times a second in between."""
 
 
-def launcher(*, timeout_s: float, max_bytes: int | None = None) -> Launch:
+def launcher(
+    *,
+    timeout_s: float,
+    max_bytes: int | None = None,
+    calibrated: CalibrationPlan | None = None,
+) -> Launch:
     """Make a starter of cells; ``max_bytes`` is the memory that one may allocate (None: any).
+
+    ``calibrated``: where the weights of calibrated cells are kept.
 
     Raises (when called):
         ConfigError: where a cell cannot be started.
@@ -48,6 +56,9 @@ def launcher(*, timeout_s: float, max_bytes: int | None = None) -> Launch:
 
     def launch(cell: Cell, log: Path, threads: int | None) -> Child:
         command, what = [*BENCH, *cell.arguments(threads)], f"{log}: a cell"
+        if cell.calibration:
+            assert calibrated is not None
+            command = calibrated.command(cell, threads)
         return Child(command, log=log, timeout_s=timeout_s, max_bytes=max_bytes, what=what)
 
     return launch
@@ -169,4 +180,6 @@ def _record(cell: Cell, line: bytes) -> dict[str, Any]:
     result = loads(line, place="result")
     if (result.model_hash, result.precision_id) != (cell.model_hash, cell.precision_id):
         raise ConfigError("the result is of another model or configuration than was planned")
+    if result.calibration.partition(",")[0] != cell.calibration.partition(" ")[0]:
+        raise ConfigError("the result is of another calibration than was planned")
     return result.to_dict()

@@ -96,28 +96,32 @@ class SweptRow:
         return next((s.result.effective_id for s in self.states if s.result is not None), None)
 
 
-def rows(state: SweepState, precision_id: str | None = None) -> list[SweptRow]:
+def rows(
+    state: SweepState, precision_id: str | None = None, *, calibration: str = ""
+) -> list[SweptRow]:
     """A row a configuration, in the order of the plan, each compared with the sweep's base; those
-    of one configuration alone (None: of all).
+    of one configuration and calibration alone (None: of all).
     """
+
+    def is_wanted(cell: Cell) -> bool:
+        wanted = precision_id, calibration
+        return precision_id is None or (cell.precision_id, cell.calibration) == wanted
+
     grouped: dict[tuple[str, ...], list[CellState]] = {}
     for each in state.cells.values():
-        if precision_id in (None, each.cell.precision_id) or state.planned.is_base(each.cell):
+        if is_wanted(each.cell) or state.planned.is_base(each.cell):
             grouped.setdefault(each.cell.configuration, []).append(each)
     found = [_row(states) for states in grouped.values()]
     bases = {row.cell.place: row for row in found if state.planned.is_base(row.cell)}
-    return [
-        _with_pairs(row, bases.get(row.cell.place))
-        for row in found
-        if precision_id in (None, row.cell.precision_id)
-    ]
+    return [_with_pairs(row, bases.get(row.cell.place)) for row in found if is_wanted(row.cell)]
 
 
 def merge_equal(found: Sequence[SweptRow]) -> list[SweptRow]:
     """Rows that come to the same numbers on their target as one row with all their names."""
     groups: dict[object, list[SweptRow]] = {}
     for index, row in enumerate(found):
-        key = (*row.cell.place, row.effective_id) if row.effective_id else index
+        own = row.effective_id, row.cell.calibration
+        key = (*row.cell.place, *own) if row.effective_id else index
         groups.setdefault(key, []).append(row)
     return [_merged(members) if len(members) > 1 else members[0] for members in groups.values()]
 
@@ -186,7 +190,7 @@ def _row(states: Sequence[CellState]) -> SweptRow:
     timed = [state.cell.case for state in states if state.cell.kind == "speed"]
     speed_case = next((case for case in timed if case in results), None)
     return SweptRow(
-        names=(states[0].cell.precision,),
+        names=(states[0].cell.name,),
         states=tuple(states),
         results=results,
         accuracies=accuracies,
