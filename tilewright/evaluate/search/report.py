@@ -33,10 +33,7 @@ COLUMNS: Columns[Shown] = {
 
 @dataclass(slots=True)
 class SearchResult:
-    """What came of a search: rows for a table, remarks, and the YAML where there is a winner.
-
-    ``cell``: one of the winner.
-    """
+    """A search's rows, remarks, and the winner's YAML and cell. None: no winner."""
 
     shown: list[Shown] = field(default_factory=list)
     comments: list[str] = field(default_factory=list)
