@@ -29,6 +29,8 @@ class ModelFacts:
         num_layers: Number of decoder layers.
         max_positions: Maximum context in tokens.
         weights: Origin of the weights. Older manifests lack this field and mean checkpoints.
+        calibration: Method and text of calibrated weights, or empty.
+        original: Hash of the checkpoint before calibration, or empty.
     """
 
     name: str
@@ -36,6 +38,8 @@ class ModelFacts:
     num_layers: int
     max_positions: int
     weights: Literal["checkpoint", "random"] = "checkpoint"
+    calibration: str = ""
+    original: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,7 @@ def _facts_of(model: CompilableModel, context: int) -> ModelFacts:
         model.config.num_layers,
         context,
         "checkpoint" if model.checkpoint.files else "random",
+        *getattr(model.checkpoint, "origin", ("", "")),
     )
 
 

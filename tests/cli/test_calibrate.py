@@ -198,6 +198,7 @@ def test_an_unreached_expert_is_rounded_to_nearest(tmp_path: Path) -> None:
 def test_bench_compares_calibrated_weights_with_their_original(
     calibrated: Callable[..., Path],
     tiny_gguf: Path,
+    tmp_path: Path,
     run: Callable[..., str],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -209,6 +210,12 @@ def test_bench_compares_calibrated_weights_with_their_original(
     found = json.loads(run("bench", folder, *case, "--reference", tiny_gguf))
     assert found["accuracy"]["reference_id"] == nearest["accuracy"]["reference_id"]
     assert found["accuracy"]["paired"]["base"] == "round to nearest"
+    assert found["calibration"].startswith("imatrix, 2,048 tokens (")
+    assert (nearest["calibration"], nearest["model_hash"]) == ("", found["model_hash"])
+    compiled = tmp_path / "compiled"
+    run("compile", folder, "-o", compiled)
+    assert main(["bench", str(compiled), *case[:-2], "--json"]) == 2
+    assert "allowed: with --reference PATH" in capfd.readouterr().err
     other = calibrated(name="other")
     assert main(["bench", str(folder), *case, "--reference", str(other)]) == 2
     assert "not the checkpoint that" in capfd.readouterr().err

@@ -22,11 +22,7 @@ from tilewright.models import (
     load_model,
     quantised_types,
 )
-from tilewright.models.checkpoints.calibrated.manifest import (
-    CalibrationFacts,
-    is_calibrated,
-    read_manifest,
-)
+from tilewright.models.checkpoints.calibrated.manifest import is_calibrated, read_manifest
 from tilewright.models.tokenizer.load import load_mapped
 from tilewright.models.tokenizer.saved import read_saved
 from tilewright.models.tokenizer.tokenizer import Tokenizer
@@ -58,11 +54,14 @@ class ModelHandle:
     original: ModelHandle | None = None
 
     @property
-    def calibration(self) -> CalibrationFacts | None:
-        """The origin of calibrated weights. None: the weights are not calibrated."""
-        if self.manifest is not None or isinstance(self.path, ShapeName):
-            return None
-        return read_manifest(self.path).facts if is_calibrated(self.path) else None
+    def calibration(self) -> tuple[str, str]:
+        """Method with text, and the original's hash. Empty: the weights are not calibrated."""
+        if self.manifest is not None:
+            return self.manifest.model.calibration, self.manifest.model.original
+        if isinstance(self.path, ShapeName) or not is_calibrated(self.path):
+            return "", ""
+        facts = read_manifest(self.path).facts
+        return facts.text_line, facts.original
 
     @property
     def model(self) -> LoadedModel | None:

@@ -69,6 +69,11 @@ class CalibratedCheckpoint:
         return (self.path / MANIFEST, *(self.path / name for name in self._files))
 
     @property
+    def origin(self) -> tuple[str, str]:
+        """The method with its text, and the hash of the original checkpoint."""
+        return self.facts.text_line, self.facts.original
+
+    @property
     def tokenizer_source(self) -> TokenizerSource:
         return TokenizerSource(self.path / TOKENIZER)
 

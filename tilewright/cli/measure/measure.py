@@ -302,13 +302,13 @@ def describe(
     **figures: Any,
 ) -> Result:
     """A record of what was run here and now; ``figures``: the fields that say what came of it."""
-    case, facts = options.case, source.calibration
+    case, (calibration, original) = options.case, source.calibration
     return Result(
         case=f"{case.name}*" if options.is_case_changed else case.name,
         model=source.name,
         weights=source.weights,
-        model_hash=source.content_hash if facts is None else facts.original,
-        calibration="" if facts is None else facts.text_line,
+        model_hash=original or source.content_hash,
+        calibration=calibration,
         dp=case.data_parallel,
         batch=case.batch_size,
         prompt_length=max(len(job.prompt) for job in plan.jobs),

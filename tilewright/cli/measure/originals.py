@@ -9,7 +9,6 @@ from tilewright.cli.arguments.bench import RunOptions
 from tilewright.errors import ConfigError
 from tilewright.loading.source import ModelHandle
 from tilewright.models import check_header, find_model
-from tilewright.models.checkpoints.calibrated.checkpoint import CalibratedCheckpoint
 
 
 def with_original(source: ModelHandle, options: RunOptions) -> ModelHandle:
@@ -18,22 +17,21 @@ def with_original(source: ModelHandle, options: RunOptions) -> ModelHandle:
     Raises:
         ConfigError: for calibrated weights without their original, or with another checkpoint.
     """
-    checkpoint = None if source.model is None else source.model.checkpoint
-    facts = checkpoint.facts if isinstance(checkpoint, CalibratedCheckpoint) else None
+    _, original_hash = source.calibration
     if options.reference is None:
-        if facts is not None and options.case.token_accuracy:
+        if original_hash and options.case.token_accuracy:
             raise ConfigError(
                 f"{source.path}: accuracy of calibrated weights; allowed: with --reference PATH, "
-                f"the checkpoint of {facts.model} that they were made of"
+                f"the checkpoint of {source.name} that they were made of"
             )
         return source
     found = find_model(options.reference)
     check_header(found)
     original = load(found)
-    if facts is not None and original.content_hash != facts.original:
+    if original_hash and original.content_hash != original_hash:
         raise ConfigError(
             f"--reference {options.reference}: not the checkpoint that {source.path} was "
-            f"calibrated from; allowed: content hash {facts.original[:12]}"
+            f"calibrated from; allowed: content hash {original_hash[:12]}"
         )
     if original.tokenizer.content_hash() != source.tokenizer.content_hash():
         raise ConfigError(
