@@ -120,3 +120,9 @@ def test_a_cell_that_took_no_time_corrects_nothing() -> None:
     before = remaining_seconds(state_of(cell("b")))
     finish(state, cell("a"), 0.0)
     assert remaining_seconds(state) == pytest.approx(before)
+
+
+def test_a_calibrated_cell_takes_longer_once() -> None:
+    plain, calibrated = cell(), cell(calibration="gptq")
+    assert seconds(calibrated, is_compiled=False) > seconds(plain, is_compiled=False)
+    assert seconds(calibrated) == seconds(plain)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from tilewright.compiler.devices import BOARDS
 from tilewright.evaluate.cases.cases import (
@@ -26,11 +27,18 @@ _BYTES_PER_SECOND = 30e9
 _PREFILL_TOKENS_PER_SECOND = 800.0
 _UNKNOWN_BYTES = 500_000_000
 _EMULATED_PER_SECOND = 1.2e9
+_CALIBRATED_BYTES_PER_SECOND = 2e6
 
 
 def seconds(cell: Cell, *, is_compiled: bool = True) -> float:
     """A guess for one cell on a small CPU; ``is_compiled``: its program is in the cache."""
     case = CASES[cell.case]
+    if cell.calibration and not is_compiled:
+        size = cell.weight_bytes or _UNKNOWN_BYTES
+        return (
+            seconds(replace(cell, calibration=""), is_compiled=False)
+            + size / _CALIBRATED_BYTES_PER_SECOND
+        )
     if cell.target in BOARDS:  # predicted at once, or emulated a multiply at a time
         multiplies = ACCURACY_CONTEXT * (cell.weight_bytes or _UNKNOWN_BYTES)
         return _START_SECONDS + (multiplies / _EMULATED_PER_SECOND if case.token_accuracy else 5.0)
