@@ -389,9 +389,9 @@ def _joined(
     for (matrix, _), data in zip(jobs, coded, strict=True):
         whole.setdefault(id(matrix), (matrix, []))[1].append(data)
     for matrix, parts in whole.values():
-        *rows, format_, axis = _rows_of(matrix)
+        name, first, num_rows, format_, axis = _rows_of(matrix)
         data = _beside(parts, format_) if axis == "out" else torch.cat(parts)
-        yield CodedMatrix(*rows, format_, axis, data)
+        yield CodedMatrix(name, first, num_rows, format_, axis, data)
 
 
 def _beside(parts: list[Tensor], format_name: str) -> Tensor:
