@@ -138,6 +138,8 @@ def claims(results: Sequence[Result]) -> list[Claim]:
 
 def reason_to_skip(record: Result) -> str:
     """Return why this machine cannot measure a record, empty if it can."""
+    if record.calibration:
+        return f"its calibrated folder is not recorded ({record.calibration})"
     if record.target.startswith("cpu"):
         cpu = describe_cpu()
         if not record.device_detail.startswith(cpu.model_name) or _threads(record) > cpu.num_cores:

@@ -124,3 +124,7 @@ def test_the_exit_code_says_whether_all_is_reproduced(
     assert main(["--results", str(path), "--cases", "performance-ci-1"]) == 0
     assert main(["--results", str(path), "--list"]) == 0
     assert capsys.readouterr().out.count("to be measured") == 2
+
+
+def test_a_record_of_calibrated_weights_is_not_measured_again() -> None:
+    assert "calibrated folder" in perf_check.reason_to_skip(make(calibration="gptq, 1 token (1a)"))
