@@ -350,3 +350,18 @@ def test_each_entry_of_a_hybrid_mixture_lowers_its_part_alone(level: str) -> Non
             for phase in PHASES:
                 least = before.fidelity(family, phase, layer=weight.layer)
                 assert rank(after.fidelity(family, phase, layer=weight.layer)) >= rank(least)
+
+
+def test_sensitivities_of_the_cache_are_listed_layer_by_layer_on_demand() -> None:
+    by_layer = {"cache_layers": True, "calibration": "gptq"}
+    found = plans.sensitivity_entries(swept(), "cpu", "CPU", base=BASE, level=LEVEL, **by_layer)  # type: ignore[arg-type]
+    cache = [entry for entry in found if entry.part.endswith("kv_cache")]
+    assert [entry.part for entry in cache] == ["kv_cache", "0.kv_cache", "1.kv_cache"]
+    one = cache[-1].precision.resolve(2)
+    assert [one.format("kv_cache", layer=layer) for layer in (0, 1)] == ["bf16", "bfp8"]
+    assert not any(cell.calibration for cell in plans.cells(found, Measures())), "8 bits: exact"
+    low = plans.sensitivity_entries(
+        swept(), "cpu", "CPU", base=BASE, level=Level.parse("bfp4"), calibration="gptq"
+    )
+    calibrated = {cell.part for cell in plans.cells(low, Measures()) if cell.calibration}
+    assert {"ff2", "0.ff2", "all"} <= calibrated and not calibrated & {"", "kv_cache"}

@@ -43,6 +43,7 @@ BOUNDS = ("min_top1", "max_kl", "max_bytes")
 _ONLY_IN = {
     "precisions": ("grid", "pareto", "table"),
     "levels": ("sensitivity", "search"),
+    "cache_layers": ("sensitivity",),
     **dict.fromkeys((*BOUNDS, "sensitivities", "held_out", "output"), ("search",)),
 }
 _USUAL: dict[str, Any] = {
@@ -113,6 +114,11 @@ class SweepOptions:
     calibration_text: Path | None = option(
         "UTF-8 text to calibrate on (default: the package's)", group=_WHAT, metavar="FILE"
     )
+    cache_layers: bool = option(
+        "lower the KV cache of each layer too (default: all layers together)",
+        group=_WHAT,
+        default=False,
+    )
     base: str = option("what others are compared with (default: bf16)", group=_WHAT, metavar="NAME")
     min_top1: float | None = option(
         "such as 95 (default: no bound)", group=_SEARCH, type=real(0, 100), metavar="PERCENT"
@@ -180,7 +186,7 @@ _MEASURED = names_of(SweepOptions, _WHAT)
 LISTS = [name for name in _MEASURED if "nargs" in words_of(SweepOptions, name)]
 RUNNING = ("output", *names_of(SweepOptions, _RUN))
 """What does not change what a sweep is."""
-_IN_YAML = [name for name in _MEASURED if name != "levels"]
+_IN_YAML = [name for name in _MEASURED if name not in ("levels", "cache_layers")]
 _ASKED = [*_MEASURED, *(name for name in names_of(SweepOptions, _SEARCH) if name != "output")]
 
 
@@ -264,6 +270,7 @@ def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
         "plan": plan,
         "asked": _asked(given),
         "levels": tuple(map(Level.parse, found["levels"] or usual_levels)),
+        "cache_layers": bool(found["cache_layers"]),
         "jobs": min(found["jobs"], os.cpu_count() or 1),
         "timeout_s": found["timeout_s"] or (_BOARD_TIMEOUT if has_board else _TIMEOUT),
     }
@@ -296,7 +303,7 @@ def _asked(given: Mapping[str, Any]) -> dict[str, str]:
     return {
         key: shlex.join(value) if isinstance(value, list) else str(value)
         for key in _ASKED
-        if (value := given.get(key)) is not None
+        if (value := given.get(key)) not in (None, False)
     }
 
 

@@ -226,6 +226,7 @@ def _entries(options: SweepOptions) -> list[SweepConfig]:
                 base=base,
                 level=level,
                 calibration=calibrations(options)[0],
+                cache_layers=options.cache_layers,
             )
         ]
     names = (*plans.NAMED[options.plan], *options.precisions)

@@ -116,18 +116,22 @@ def sensitivity_entries(
     base: PrecisionConfig,
     level: Level,
     calibration: str = "",
+    cache_layers: bool = False,
 ) -> list[SweepConfig]:
     """List the base; every group, and all of them, lowered to ``level``; then layer by layer.
 
-    The cache and the activations are groups too. One layer's time lies below the noise: only
-    groups are timed.
+    The cache and the activations are groups too. ``cache_layers``: lower the cache layer by layer
+    too, where a layer has attention. One layer's time lies below the noise: only groups are timed.
     """
     groups = [g for g in (*model.groups(), "kv_cache", "activation") if level.is_for(g)]
     products = [group for group in groups if group in model.groups() and group != "embedding"]
     chosen = {str(SweepUnit(group)): {SweepUnit(group): level} for group in groups}
     chosen[ALL] = {SweepUnit(group): level for group in products}
+    by_layer = {group: model.layers(group) for group in products}
+    if cache_layers and "kv_cache" in groups:
+        by_layer["kv_cache"] = model.layers("wqkv")
     for layer in range(model.num_layers):
-        parts = [SweepUnit(group, layer) for group in products if layer in model.layers(group)]
+        parts = [SweepUnit(group, layer) for group, layers in by_layer.items() if layer in layers]
         chosen |= {str(part): {part: level} for part in parts}
     found = [SweepConfig(model, target, device, base)]
     places = model.places()
