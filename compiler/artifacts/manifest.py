@@ -29,8 +29,8 @@ class ModelFacts:
         num_layers: Number of decoder layers.
         max_positions: Maximum context in tokens.
         weights: Origin of the weights. Older manifests lack this field and mean checkpoints.
-        calibration: Method and text of calibrated weights, or empty.
-        original: Hash of the checkpoint before calibration, or empty.
+        calibration: Calibration method and text. Empty without calibration.
+        original: Checkpoint hash before calibration. Empty without calibration.
     """
 
     name: str

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -142,7 +142,7 @@ def calibrate(
     needs_text = method.name != "rtn" and method.importance is None
     forward = LayeredForward(graph_module, source, tokens_ST, device) if needs_text else None
     open_plans = [index for index, plan in enumerate(plans) if not writer.has(plan.segment.name)]
-    last = max((i for i in open_plans if run.unknown(plans[i])), default=-1)
+    last = max((i for i in open_plans if run.products(plans[i])), default=-1)
     total = len(plans)
     for index, plan in enumerate(plans):
         moments, weights = None, dict[Node, Tensor]()
@@ -154,7 +154,7 @@ def calibrate(
                 weights,
                 device=device,
                 full=method.name == "gptq",
-                watched={m.product for m in run.unknown(plan)} if index in open_plans else set(),
+                watched=run.products(plan) if index in open_plans else set(),
                 report=partial(_report_part, progress, index, total),
             )
         if index in open_plans:
@@ -240,9 +240,10 @@ class _CalibrationRun:
         self._weights: Mapping[Node, Tensor] = {}
         self.notes: list[str] = []
 
-    def unknown(self, plan: SegmentPlan) -> list[MatrixPlan]:
-        """Return the matrices that need moments."""
-        return [m for m in plan.matrices if not m.is_exact and not self._has_known(m)]
+    def products(self, segment: SegmentPlan) -> set[Node | None]:
+        """Return the matmuls that need moments."""
+        new = (m for m in segment.matrices if not m.is_exact and not self._has_known(m))
+        return {matrix.product for matrix in new}
 
     def _has_known(self, matrix: MatrixPlan) -> bool:
         return self._known is not None and self._known.has(*_rows_of(matrix))
@@ -252,13 +253,17 @@ class _CalibrationRun:
     ) -> None:
         """Quantize and write a segment's tensors, or copy known codes."""
         self._weights = weights
-        whole = [self._copy(matrix) for matrix in plan.matrices if self._has_known(matrix)]
-        own = (matrix for matrix in plan.matrices if not self._has_known(matrix))
-        plan = replace(plan, matrices=tuple(own))
-        factors = self._factors(plan, moments) if self._method.name == "gptq" else {}
+        copied: list[CodedMatrix] = []
+        own: list[MatrixPlan] = []
+        for matrix in plan.matrices:
+            if self._has_known(matrix):
+                copied.append(self._copy(matrix))
+            else:
+                own.append(matrix)
+        factors = self._factors(own, moments) if self._method.name == "gptq" else {}
         jobs = [
             (matrix, piece)
-            for matrix in plan.matrices
+            for matrix in own
             for piece in _pieces(matrix.recipe.shape[0], self._device)
         ]
 
@@ -268,7 +273,7 @@ class _CalibrationRun:
 
         coded = list(_in_threads(code, jobs, self._device))
         floats = {each.name: self._float(each) for each in plan.floats}
-        self._writer.write(plan.segment.name, [*whole, *_joined(jobs, coded)], floats)
+        self._writer.write(plan.segment.name, [*copied, *_joined(jobs, coded)], floats)
 
     def _copy(self, matrix: MatrixPlan) -> CodedMatrix:
         assert self._known is not None
@@ -276,11 +281,13 @@ class _CalibrationRun:
         self.notes += self._known.notes(matrix.name)
         return CodedMatrix(*rows, self._known.read(*rows))
 
-    def _factors(self, plan: SegmentPlan, moments: Moments | None) -> dict[object, Factors]:
+    def _factors(
+        self, matrices: Sequence[MatrixPlan], moments: Moments | None
+    ) -> dict[object, Factors]:
         """Return the factors for each product input."""
-        found: dict[object, Factors] = {}
-        for matrix in plan.matrices:
-            if matrix.is_exact or (key := _key(matrix)) in found:
+        factors: dict[object, Factors] = {}
+        for matrix in matrices:
+            if matrix.is_exact or (key := _key(matrix)) in factors:
                 continue
             assert moments is not None and matrix.product is not None
             values, counts = _of_expert(moments, matrix)
@@ -295,8 +302,8 @@ class _CalibrationRun:
             assert matrix.recipe.format is not None
             is_out = matrix.recipe.block_axis == "out"
             block = 1 if is_out else get_format(matrix.recipe.format).block
-            found[key] = factorize(values, block, damping=self._method.damping)
-        return found
+            factors[key] = factorize(values, block, damping=self._method.damping)
+        return factors
 
     def _code(
         self,
@@ -370,7 +377,7 @@ class _CalibrationRun:
 
 
 def _rows_of(matrix: MatrixPlan) -> tuple[str, int, int, str, str]:
-    """Return a matrix's name, first row, number of rows, format and block axis."""
+    """Return a matrix's name, rows (first and count), format and block axis."""
     recipe = matrix.recipe
     assert recipe.format is not None
     return matrix.name, matrix.first, recipe.shape[0], recipe.format, recipe.block_axis

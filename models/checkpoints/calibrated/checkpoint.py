@@ -82,9 +82,9 @@ class CalibratedCheckpoint:
         tensor = self._tensor(name)
         return (tensor.format, tensor.axis) if tensor.parts else None
 
-    def coded(self, name: str, part: tuple[int, int]) -> Tensor:
-        """Return the bytes of one of a tensor's parts."""
-        return self._read(part_name(name, part), self._tensor(name))
+    def coded(self, name: str, rows: tuple[int, int]) -> Tensor:
+        """Return the bytes of a tensor's rows, as they were written together."""
+        return self._read(part_name(name, rows), self._tensor(name))
 
     def get(self, name: str, rows: Rows = None, columns: slice | None = None) -> Tensor:
         tensor = self._tensor(name)
@@ -151,7 +151,7 @@ class CalibratedCheckpoint:
     def _decoded(
         self, name: str, tensor: StoredTensor, part: tuple[int, int], low: int, high: int
     ) -> Tensor:
-        """Return a part's rows ``[low, high)``, float32."""
+        """Return the rows ``[low, high)`` in float32."""
         key, format_ = part_name(name, part), get_format(tensor.format)
         if tensor.axis != "out":
             return decode_rows(format_, self._read(key, tensor, low, high), tensor.shape[-1])

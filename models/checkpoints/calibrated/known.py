@@ -16,13 +16,13 @@ class KnownFolders:
     """Calibrated folders. Formats and block axes may differ, everything else is equal.
 
     Raises:
-        CheckpointError: for a folder that is not calibrated, or a damaged one.
+        CheckpointError: for a damaged folder, or without calibration.
         ConfigError: for a folder with a different model, text or method.
     """
 
     def __init__(self, folders: Sequence[Path], facts: CalibrationFacts) -> None:
-        self._found = [CalibratedCheckpoint(folder) for folder in folders]
-        for checkpoint in self._found:
+        self._folders = [CalibratedCheckpoint(folder) for folder in folders]
+        for checkpoint in self._folders:
             own = checkpoint.facts
             names = ("original", "method", "text_sha256", "num_tokens", "sequence_length")
             differing = [n for n in (*names, "settings") if getattr(own, n) != getattr(facts, n)]
@@ -44,15 +44,15 @@ class KnownFolders:
 
     def notes(self, name: str) -> tuple[str, ...]:
         """Return the notes about a tensor."""
-        notes = (note for folder in self._found for note in folder.manifest.notes)
+        notes = (note for folder in self._folders for note in folder.manifest.notes)
         return tuple(note for note in dict.fromkeys(notes) if note.startswith(f"{name}: "))
 
     def _folder(
         self, name: str, first: int, num_rows: int, format: str, axis: str
     ) -> CalibratedCheckpoint | None:
-        part = (first, first + num_rows)
-        for folder in self._found:
+        rows = (first, first + num_rows)
+        for folder in self._folders:
             tensor = folder.manifest.tensors.get(name)
-            if tensor and part in tensor.parts and (tensor.format, tensor.axis) == (format, axis):
+            if tensor and rows in tensor.parts and (tensor.format, tensor.axis) == (format, axis):
                 return folder
         return None

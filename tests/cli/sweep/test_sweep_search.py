@@ -14,7 +14,7 @@ from tilewright.cli.main import main
 from tilewright.cli.sweep import search
 from tilewright.compiler.precision import load_precision
 from tilewright.evaluate.results.record import Result
-from tilewright.evaluate.sweep.calibrated import CalibrationPlan
+from tilewright.evaluate.sweep.calibrated import CalibratedFolders
 from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import SweepJournal
 from tilewright.evaluate.sweep.model import SweptModel, swept_model
@@ -149,7 +149,7 @@ def test_what_cannot_be_written_in_the_end_is_said(
 def test_a_calibrated_search_writes_its_weights_beside_the_yaml(
     model: SweptModel, runners: list[Planted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, plain = CalibrationPlan(Path("results/sweeps/search-calibrated")), Planted.result
+    weights, plain = CalibratedFolders(Path("results/sweeps/search-calibrated")), Planted.result
 
     def calibrated(self: Planted, cell: Cell) -> Result:
         if cell.calibration:

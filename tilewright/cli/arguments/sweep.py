@@ -52,6 +52,7 @@ _USUAL: dict[str, Any] = {
     "devices": (),
     "precisions": (),
     "calibration": ("none",),
+    "cache_layers": False,
     "rounds": 3,
     "compute": "fast",
     "base": "bf16",
@@ -106,7 +107,7 @@ class SweepOptions:
     )
     calibration: tuple[str, ...] = option(
         "weights of the configurations but the base: none (round to nearest), rtn, imatrix or gptq "
-        "(see tilewright calibrate); sensitivity and search take one (default: none)",
+        "(see tilewright calibrate); a single method in sensitivity and search (default: none)",
         group=_WHAT,
         nargs="+",
         metavar="METHOD",
@@ -115,7 +116,7 @@ class SweepOptions:
         "UTF-8 text to calibrate on (default: the package's)", group=_WHAT, metavar="FILE"
     )
     cache_layers: bool = option(
-        "lower the KV cache of each layer too (default: all layers together)",
+        "lower the KV cache layer by layer too (default: all layers together)",
         group=_WHAT,
         default=False,
     )
@@ -253,7 +254,7 @@ def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
         _ = CASES[case]
     for precision in (*found["precisions"], found["base"]):
         load_precision(precision)
-    _check_calibration(plan, found["calibration"])
+    _check_calibration(found["calibration"], is_single=plan in ("sensitivity", "search"))
     for text in filter(None, (found["accuracy_text"], given.get("held_out"))):
         accuracy_text(text)
     found["results"] = Path(found["results"] or DEFAULT_FOLDER / f"{name}.jsonl")
@@ -270,7 +271,6 @@ def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
         "plan": plan,
         "asked": _asked(given),
         "levels": tuple(map(Level.parse, found["levels"] or usual_levels)),
-        "cache_layers": bool(found["cache_layers"]),
         "jobs": min(found["jobs"], os.cpu_count() or 1),
         "timeout_s": found["timeout_s"] or (_BOARD_TIMEOUT if has_board else _TIMEOUT),
     }
@@ -278,12 +278,12 @@ def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
     return SweepOptions(**found)
 
 
-def _check_calibration(plan: str, methods: Sequence[str]) -> None:
+def _check_calibration(methods: Sequence[str], *, is_single: bool) -> None:
     for method in methods:
         if method not in METHODS:
             raise ConfigError(f"calibration {method[:40]!r}; {allowed(METHODS, method)}")
-    if plan in ("sensitivity", "search") and len(methods) > 1:
-        raise ConfigError(f"{len(methods)} calibrations; allowed in a {plan} plan: one")
+    if is_single and len(methods) > 1:
+        raise ConfigError(f"{len(methods)} calibrations; allowed in sensitivity and search: 1")
 
 
 def _check_asked(plan: str, found: Mapping[str, Any]) -> None:

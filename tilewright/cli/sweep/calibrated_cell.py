@@ -1,6 +1,6 @@
 """A cell with calibrated weights: calibrate into its folder, then become ``tilewright bench``.
 
-Several cells may need a folder at the same time. The first one calibrates, and the others wait.
+Several cells may need a folder at the same time. The first cell calibrates, and the others wait.
 """
 
 from __future__ import annotations

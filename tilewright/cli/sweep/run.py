@@ -20,7 +20,7 @@ from tilewright.evaluate.cases.cases import CASES
 from tilewright.evaluate.report.table import Columns, Table
 from tilewright.evaluate.results.record import RANDOM_WEIGHTS
 from tilewright.evaluate.sweep import estimate
-from tilewright.evaluate.sweep.calibrated import CalibrationPlan, calibration_name
+from tilewright.evaluate.sweep.calibrated import CalibratedFolders, calibration_name
 from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import FAILURES, VERSION, Planned, SweepJournal, TrialCommand
 from tilewright.evaluate.sweep.runner import Runner, launcher
@@ -231,10 +231,10 @@ def _entries(options: SweepOptions) -> list[SweepConfig]:
         ]
     names = (*plans.NAMED[options.plan], *options.precisions)
     chosen = [base, *map(load_precision, names)]
-    found = plans.entries(models, full_targets(options), options.devices, chosen)
+    plain = plans.entries(models, full_targets(options), options.devices, chosen)
     return [
         replace(entry, calibration=calibration)
-        for entry in found
+        for entry in plain
         for calibration in ([""] if entry.precision is base else calibrations(options))
     ]
 
@@ -258,11 +258,11 @@ def print_plan(cells: Sequence[Cell], options: SweepOptions) -> None:
     out().print(f"{len(cells)} cells, about {total / 60:.0f} min (estimated); nothing was run")
 
 
-def calibration_plan(journal: SweepJournal, options: SweepOptions) -> CalibrationPlan:
+def calibrated_folders(journal: SweepJournal, options: SweepOptions) -> CalibratedFolders:
     """Return where a sweep keeps its calibrated folders: beside its file."""
     text = options.calibration_text or journal.state.planned.options.get("calibration_text")
     root = journal.path.with_name(f"{journal.path.stem}-calibrated")
-    return CalibrationPlan(root.absolute(), None if text is None else Path(text).absolute())
+    return CalibratedFolders(root.absolute(), None if text is None else Path(text).absolute())
 
 
 def calibrations(options: SweepOptions) -> list[str]:
@@ -276,7 +276,7 @@ def runner_of(journal: SweepJournal, options: SweepOptions) -> Iterator[Runner]:
     launch = launcher(
         timeout_s=options.timeout_s,
         max_bytes=options.memory,
-        calibrated=calibration_plan(journal, options),
+        calibrated=calibrated_folders(journal, options),
     )
     with journal.hold(), sweep_progress(err(), jobs=options.jobs) as report:
         with warnings.catch_warnings():  # a line cut short was said when the file was opened

@@ -116,8 +116,8 @@ def _search(options: SweepOptions, begun: SweepJournal | None) -> int:
         err().print(said, style="red", soft_wrap=True)
         return EXIT_NOTHING_FOUND
     path = _output(options)
-    if found.cell is not None and found.cell.calibration:
-        _copy_folder(run.calibration_plan(journal, options).folder(found.cell), path)
+    if (winner := found.cell) is not None and winner.calibration:
+        _copy_folder(run.calibrated_folders(journal, options).folder(winner), path)
     write_text(path, found.yaml)
     out().print(f"written: {path}", soft_wrap=True)
     return 0
@@ -142,7 +142,7 @@ def _copy_folder(weights: Path, path: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         raise ConfigError(
             f"{folder}: cannot be written ({error.strerror or error}); allowed: a folder with "
-            "room, then --resume"
+            "free space, then --resume"
         ) from None
     out().print(f"written: {folder}", soft_wrap=True)
 

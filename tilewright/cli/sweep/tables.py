@@ -242,9 +242,7 @@ def find_cells(state: SweepState, argument: str) -> list[CellState]:
     for row in labelled:
         if argument == row.name:
             return list(row.states)
-    found = [
-        each for each in state.cells.values() if argument in (each.cell.precision, each.cell.name)
-    ]
+    found = [each for each in state.cells.values() if each.cell.is_named(argument)]
     if found:
         return found
     found = [each for key, each in state.cells.items() if argument and key.startswith(argument)]

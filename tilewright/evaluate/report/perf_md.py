@@ -100,7 +100,7 @@ class PerfRow:
         top1, top5: percent. speed: tokens per second and user. ttft: ms (a batch: the average).
             In a section of boards the first two are emulated, the others predicted.
         cells: every cell by its column, without outer blanks; columns unknown here are kept too.
-        line: where the row stands in its file.
+        line: line in its file.
     """
 
     model: str
@@ -231,7 +231,7 @@ def match_row(
     Args:
         mesh: as in the Device cell, None for a row without one.
         precision: the Precision cell or a name in it; None asks for no particular one.
-        calibration: the Calibration cell; empty for a row rounded to nearest.
+        calibration: the Calibration cell; empty for round to nearest.
 
     Raises:
         ConfigError: if several rows match.

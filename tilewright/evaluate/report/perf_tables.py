@@ -162,7 +162,7 @@ def _case_plans(groups: list[ResultGroup]) -> list[TablePlan]:
 
 
 def _perf_plan(groups: list[ResultGroup], *, title: str, intro: str) -> TablePlan | None:
-    """A table with accuracy and batch-1 speed; None without a row."""
+    """A table with accuracy and batch-1 speed; None if empty."""
     printed = [group for group in groups if _has_perf_row(group)]
     rows = table_rows([(group, group.speed(SHORT), group.accuracy_result) for group in printed])
     notes = [

@@ -230,7 +230,7 @@ def _paired(row: ResultRow) -> str:
 
 MODEL, DEVICE, PRECISION = "Model", "Device", "Precision"
 CALIBRATION = "Calibration"
-"""Column of calibrated weights; a table without calibrated rows does not have it."""
+"""Column of calibrated weights, in tables with calibrated rows."""
 TOP1, TOP5, SPEED = "Top-1 (%)", "Top-5 (%)", "Speed (t/s/u)"
 TTFT, AVG_TTFT = "TTFT (ms)", "avg TTFT (ms)"
 TOTAL = "Total (t/s)"
@@ -297,8 +297,8 @@ def cells(row: ResultRow, titles: Iterable[str]) -> tuple[str, ...]:
 
 
 def table_of(titles: Sequence[str], rows: Iterable[ResultRow], *notes: str) -> Table:
-    """Lay rows of figures out as a table with these columns, and `CALIBRATION` if a row has it."""
-    rows, titles = list(rows), list(titles)
-    if any(row.calibration for row in rows):
+    """Lay rows of figures out as a table with these columns, and `CALIBRATION` if needed."""
+    lines, titles = list(rows), list(titles)
+    if any(line.calibration for line in lines):
         titles.insert(1 + titles.index(PRECISION if PRECISION in titles else DEVICE), CALIBRATION)
-    return Table.of(titles, (cells(row, titles) for row in rows), *notes)
+    return Table.of(titles, (cells(line, titles) for line in lines), *notes)

@@ -213,8 +213,9 @@ class _Hunt:
     def _find(self, precision: PrecisionConfig) -> SweptRow | None:
         """A configuration's measurements, where its accuracy is among them."""
         wanted, calibration = self.search.identity(precision)
-        found = rows(self.runner.journal.state, wanted, calibration=calibration)
-        return next((row for row in found if row.accuracy is not None), None)
+        state = self.runner.journal.state
+        known = rows(state, wanted, calibration=calibration)
+        return next((row for row in known if row.accuracy is not None), None)
 
     def _row(self, precision: PrecisionConfig) -> SweptRow:
         """The measurements of a configuration that the search cannot do without."""

@@ -1,4 +1,4 @@
-"""Calibrated folders of a sweep: where each is, and the commands that make and measure it."""
+"""Paths of a sweep's calibrated folders, and the commands that make and measure them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilewright.errors import ConfigError, one_line
+from tilewright.errors import ConfigError
 from tilewright.evaluate.sweep.cell import Cell
 from tilewright.utils.child_process import PYTHON
 from tilewright.utils.files import read_regular
@@ -16,7 +16,7 @@ _CELL = "tilewright.cli.sweep.calibrated_cell"
 
 
 @dataclass(frozen=True, slots=True)
-class CalibrationPlan:
+class CalibratedFolders:
     """Where a sweep keeps its calibrated folders, and the text. None: the package's text."""
 
     root: Path
@@ -30,7 +30,7 @@ class CalibrationPlan:
         """Return the command that calibrates if necessary, then runs ``tilewright bench``.
 
         Raises:
-            ConfigError: for a text that is not the planned one.
+            ConfigError: for a text that differs from the planned text.
         """
         folder = str(self.folder(cell))
         method, _, _ = cell.calibration.partition(" ")
@@ -69,6 +69,6 @@ def calibration_name(method: str, text: Path | None) -> str:
         content = read_regular(text)
     except OSError as error:
         raise ConfigError(
-            f"--calibration-text {text}: cannot be read ({one_line(error)}); allowed: a UTF-8 text"
+            f"--calibration-text {text}: cannot be read ({error.strerror}); allowed: a UTF-8 text"
         ) from None
     return f"{method} {hashlib.sha256(content).hexdigest()[:8]}"

@@ -89,6 +89,10 @@ class Cell:
         """The configuration's name, with its calibration."""
         return f"{self.precision} {self.calibration}" if self.calibration else self.precision
 
+    def is_named(self, name: str) -> bool:
+        """Whether the configuration has this name, with or without its calibration."""
+        return name in (self.precision, self.name)
+
     @property
     def place(self) -> tuple[str, ...]:
         """What is equal for all configurations of one model on one device."""
@@ -105,10 +109,10 @@ class Cell:
 
         ``folder``: the calibrated weights, instead of the model's.
         """
-        found = ["--model", self.model]
+        weights = ["--model", self.model]
         if folder is not None:
-            found = ["--model", folder, "--reference", self.model]
-        found += [*target_options(self.target), "--precision", self.heading]
+            weights = ["--model", folder, "--reference", self.model]
+        found = [*weights, *target_options(self.target), "--precision", self.heading]
         found += ["--case", self.case, "--compute", self.compute, "--json", "--no-results"]
         if self.text is not None:
             found += ["--accuracy-text", self.text]

@@ -71,14 +71,14 @@ class SweptModel:
         return {group: self.layers(group) for group in self.groups()}
 
     def has_calibrated(self, precision: ResolvedPrecision) -> bool:
-        """Whether a calibration chooses codes: whether a matrix has blocks of few bits."""
+        """Whether a calibration chooses codes: whether a matrix has blocks under 8 bits."""
         formats = (
             get_format(precision.format(w.group, layer=w.layer, fqn=w.fqn))
             for w in self.weights
             if w.group != "embedding"
             and precision.format(w.group, layer=w.layer, fqn=w.fqn) != STORED
         )
-        return any(each.block > 1 and each.element_bits < EXACT_BITS for each in formats)
+        return any(f.block > 1 and f.element_bits < EXACT_BITS for f in formats)
 
     def held_bytes(
         self, precision: ResolvedPrecision, target: str, compute: str = "fast"

@@ -14,7 +14,7 @@ from typing import Any
 from tilewright.compiler.devices import describe_cpu
 from tilewright.errors import ConfigError
 from tilewright.evaluate.results.result_file import loads
-from tilewright.evaluate.sweep.calibrated import CalibrationPlan
+from tilewright.evaluate.sweep.calibrated import CalibratedFolders
 from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import (
     Added,
@@ -44,7 +44,7 @@ def launcher(
     *,
     timeout_s: float,
     max_bytes: int | None = None,
-    calibrated: CalibrationPlan | None = None,
+    calibrated: CalibratedFolders | None = None,
 ) -> Launch:
     """Make a starter of cells; ``max_bytes`` is the memory that one may allocate (None: any).
 

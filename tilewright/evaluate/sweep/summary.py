@@ -99,7 +99,7 @@ class SweptRow:
 def rows(
     state: SweepState, precision_id: str | None = None, *, calibration: str = ""
 ) -> list[SweptRow]:
-    """A row a configuration, in the order of the plan, each compared with the sweep's base; those
+    """Rows by configuration, in the order of the plan, each compared with the sweep's base; those
     of one configuration and calibration alone (None: of all).
     """
 
