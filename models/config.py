@@ -85,6 +85,8 @@ class RopeConfig:
             is False for all checkpoints.
         freq_factors: Divisors per pair, in GGUF files instead of Llama 3's scaling.
         num_rotated: Number of rotated channels at the start of a head. None: all.
+        query_growth: Queries grow with this factor and the logarithm of their position beyond the
+            original context. Such contexts are not supported. 0: queries do not grow.
     """
 
     theta: float
@@ -92,6 +94,7 @@ class RopeConfig:
     interleaved: bool = False
     freq_factors: tuple[float, ...] | None = None
     num_rotated: int | None = None
+    query_growth: float = 0.0
 
     def num_pairs(self, head_dim: int) -> int:
         """Return the number of rotated pairs per head."""
@@ -174,6 +177,19 @@ class MoeConfig(ModelConfig):
     shared_size: int = 0
     renormalise: bool = True
     dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TwoRopesConfig(ModelConfig):
+    """Sizes and switches for a decoder with a second rotation in some layers.
+
+    Attributes:
+        second_layers: Indices of layers with the second rotation.
+        second_rope: The second rotation. None: these layers do not rotate.
+    """
+
+    second_layers: tuple[int, ...] = ()
+    second_rope: RopeConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,15 +102,15 @@ def _phi3(name: str, short: tuple[float, ...], long: tuple[float, ...]) -> Mappi
     )
 
 
-def _hybrid(name: str, **sizes: object) -> Mapping[str, object]:
-    """Return keys common to Qwen3.5's mixtures of experts, for the text model.
+def _hybrid(name: str, *, model_type: str = "qwen3_5_moe", **sizes: object) -> Mapping[str, object]:
+    """Return keys common to Qwen3.5, Qwen3.6 and Qwen3.8, for the text model.
 
     A quarter of the layers have attention, and a quarter of each head's channels rotate.
     """
     return MappingProxyType(
         {
             "_name_or_path": name,
-            "model_type": "qwen3_5_moe",
+            "model_type": model_type,
             "hidden_act": "silu",
             "rms_norm_eps": 1e-6,
             "full_attention_interval": 4,
@@ -272,6 +272,22 @@ SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
             num_experts_per_tok=8,
             moe_intermediate_size=512,
             shared_expert_intermediate_size=512,
+        ),
+        "qwen3.8-27b": _hybrid(
+            "Qwen3.8-27B",
+            model_type="qwen3_5",
+            vocab_size=248320,
+            hidden_size=5120,
+            intermediate_size=17408,
+            num_hidden_layers=64,
+            num_attention_heads=24,
+            num_key_value_heads=4,
+            head_dim=256,
+            max_position_embeddings=262144,
+            linear_num_key_heads=16,
+            linear_num_value_heads=48,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
         ),
         "tiny-moe": _qwen(
             "Tiny-MoE",

@@ -37,6 +37,7 @@ from tilewright.models.sources import stored_shapes
 from tilewright.runtime.engine import Engine
 
 TARGETS = ("reference", "cpu")
+EVERY_TARGET = (*TARGETS, "cpu-native")
 WITHIN = 1e-4
 ODD_CHUNKS = ([1] * 22, [3, 7, 5], [1, 1, 13, 2], [22])
 
@@ -143,8 +144,12 @@ def check_gguf(
     *,
     architecture: gguf.MODEL_ARCH,
     extra: Callable[[gguf.GGUFWriter], None],
+    adjacent: bool = False,
 ) -> None:
-    """So is a file with the names of llama.cpp's own library; ``extra`` writes further keys."""
+    """So is a file with the names of llama.cpp's own library; ``extra`` writes further keys.
+
+    ``adjacent``: The converter makes rotation pairs adjacent in q and k.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_vocab_size(config.vocab_size)
@@ -165,7 +170,10 @@ def check_gguf(
         theirs = names.get_name(name, (".weight", ".bias"))
         assert theirs is not None, name
         values = tensor + added if name.endswith("norm.weight") else tensor
-        writer.add_tensor(theirs, values.numpy())
+        if adjacent and name.endswith(("q_proj.weight", "k_proj.weight")):
+            pairs = values.unflatten(0, (-1, 2, config.head_dim // 2))
+            values = pairs.transpose(1, 2).reshape(values.shape)
+        writer.add_tensor(theirs, values.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

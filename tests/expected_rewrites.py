@@ -45,6 +45,19 @@ def _gemma3(config: Any) -> Counts:
     }
 
 
+def _olmo3(config: Any) -> Counts:
+    return _llama(config) | {
+        "match_rms_norm": 4 * config.num_layers + 1,
+        "fuse_linear_residual": 0,
+        "fuse_add_rms_norm": 1,
+        "fuse_norm_linear": 1,
+    }
+
+
+def _granite(config: Any) -> Counts:
+    return _llama(config) | {"fuse_linear_residual": 0}
+
+
 def _hybrid(config: Any) -> Counts:
     num_layers, num_linear = config.num_layers, sum(config.linear_layers)
     num_full = num_layers - num_linear
@@ -93,8 +106,12 @@ def _sparse_hybrid(config: Any) -> Counts:
 
 _FAMILIES: dict[str, Callable[[Any], Counts]] = {
     "gemma3_text": _gemma3,
+    "granite": _granite,
+    "granitemoehybrid": _granite,
     "llama": _llama,
+    "ministral3": _llama,
     "mistral": _llama,
+    "olmo3": _olmo3,
     "phi3": _llama,
     "qwen2": _llama,
     "qwen3": _llama,
@@ -102,4 +119,5 @@ _FAMILIES: dict[str, Callable[[Any], Counts]] = {
     "qwen3_5_moe": _sparse_hybrid,
     "qwen3_moe": _sparse_llama,
     "qwen3_next": _sparse_hybrid,
+    "smollm3": _llama,
 }

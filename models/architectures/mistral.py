@@ -1,6 +1,7 @@
-"""Mistral (Jiang et al., 2023): Llama whose attention may slide over a window in every layer.
+"""Mistral (Jiang et al., 2023) and the text model of Mistral Small 3: Llama with an optional window
+in every layer.
 
-Its GGUF files say that they are Llamas.
+Its GGUF files name the architecture ``llama``.
 """
 
 from __future__ import annotations
@@ -22,5 +23,6 @@ ARCHITECTURE = Architecture(
         "max_position_embeddings": 131072,
     },
     read_hf=hf_windows_of_all,
+    text_config=True,
     gguf_pairs_adjacent=True,
 )

@@ -17,8 +17,12 @@ from tilewright.models.architectures.base import Architecture
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
         "gemma3_text": "tilewright.models.architectures.gemma3_text",
+        "granite": "tilewright.models.architectures.granite",
+        "granitemoehybrid": "tilewright.models.architectures.granitemoehybrid",
         "llama": "tilewright.models.architectures.llama",
+        "ministral3": "tilewright.models.architectures.ministral3",
         "mistral": "tilewright.models.architectures.mistral",
+        "olmo3": "tilewright.models.architectures.olmo3",
         "phi3": "tilewright.models.architectures.phi3",
         "qwen2": "tilewright.models.architectures.qwen2",
         "qwen3": "tilewright.models.architectures.qwen3",
@@ -26,9 +30,15 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "qwen3_5_moe": "tilewright.models.architectures.qwen3_5_moe",
         "qwen3_moe": "tilewright.models.architectures.qwen3_moe",
         "qwen3_next": "tilewright.models.architectures.qwen3_next",
+        "smollm3": "tilewright.models.architectures.smollm3",
     }
 )
 """The module for each ``model_type``. It defines ``ARCHITECTURE``."""
+
+WRAPPERS: Mapping[str, tuple[str, ...]] = MappingProxyType({"mistral3": ("mistral", "ministral3")})
+"""Multimodal ``model_type`` values with a text model of another type, and the text models' types.
+The first is the default.
+"""
 
 
 def model_types() -> tuple[str, ...]:
@@ -43,14 +53,14 @@ def architecture_of(model_type: str) -> Architecture:
 
 
 def check_model_type(model_type: object, where: str) -> str:
-    """Return ``model_type`` if it is supported, or its text model. ``where`` is file and key for
-    errors.
+    """Return ``model_type`` if it is supported or in `WRAPPERS`, or its text model. ``where`` is
+    file and key for errors.
 
     Raises:
         CheckpointError: The architecture is unknown. The message lists the known names.
     """
     if isinstance(model_type, str):
-        if model_type in model_types():
+        if model_type in model_types() or model_type in WRAPPERS:
             return model_type
         whole = model_type.removesuffix("_text")
         if whole in model_types() and architecture_of(whole).text_config:

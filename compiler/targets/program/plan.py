@@ -116,7 +116,9 @@ class Lowering:
             self.append(SwiGLUOp(self.take(node, OPERAND), gate, up))
         elif target is ops.rms_norm.overload:
             x, weight, eps = args
-            out = self.take(node, self.role(node))
+            if _norms_in_place(node):
+                self._places[node] = self._places[x]
+            out = self._places.get(node) or self.take(node, self.role(node))
             self.append(NormOp(out, self._places[x], recipe_of(weight), eps))
         elif target in _FUNCTIONS:
             self._elementwise(node)
@@ -166,9 +168,10 @@ class Lowering:
         reader = next(iter(node.users))
         if _becomes_the_output(reader):
             return self.take(node, LOGITS)
+        if _norms_in_place(reader):
+            reader = next(iter(reader.users))
         if reader.target is ops.rope_attention_step.overload and reader.args[1] is not None:
-            parts = [part for part in reader.args[:3] if isinstance(part, Node)]
-            self._open(parts)
+            self._open([_before_norm(part) for part in reader.args[:3]])  # type: ignore[arg-type]
             return self._places[node]
         return self.take(node, PRODUCT)
 
@@ -327,6 +330,22 @@ def _reads_as_it_is(reader: Node, x: Node) -> bool:
         return False
     args = ops.FusedArguments.of(reader.args)
     return args.x is x and args.norm_weight is None
+
+
+def _norms_in_place(node: Node) -> bool:
+    """Return whether a node normalizes all heads of q or k for attention.
+
+    Attention reads q, k and v in adjacent columns.
+    """
+    if node.target is not ops.rms_norm.overload:
+        return False
+    readers = [reader.target for reader in node.users]
+    return readers == [ops.rope_attention_step.overload] and len(node.all_input_nodes[0].users) == 1
+
+
+def _before_norm(node: Node) -> Node:
+    """Return the value a node normalizes in place, or the node itself."""
+    return node.all_input_nodes[0] if _norms_in_place(node) else node
 
 
 def _whole(node: Node) -> Node:

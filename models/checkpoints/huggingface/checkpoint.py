@@ -44,8 +44,12 @@ _RAW_BYTES = {
 }
 """Bytes per element in stored tensors, including quantized modules."""
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
-_TEXT_PREFIX = "model.language_model."
-_OTHER_PARTS = ("model.visual.", "mtp.")
+_TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
+"""Prefixes of the text model in multimodal files, and their replacements."""
+_OTHER_PARTS = (
+    *("model.visual.", "mtp.", "vision_tower.", "multi_modal_projector."),
+    *("model.vision_tower.", "model.multi_modal_projector."),
+)
 """Prefixes of tensors outside the text model: the image tower, and the draft layer."""
 _COMPARED_ROWS = 4096
 _MOST_MAPPED = 1 << 26
@@ -272,8 +276,9 @@ class SafetensorsCheckpoint:
             return stored
         if stored.startswith(_OTHER_PARTS):
             return None
-        if stored.startswith(_TEXT_PREFIX):
-            return "model." + stored.removeprefix(_TEXT_PREFIX)
+        for prefix, text in _TEXT_PREFIXES.items():
+            if stored.startswith(prefix):
+                return text + stored.removeprefix(prefix)
         return stored
 
     def _settle_head(self, says: bool) -> None:

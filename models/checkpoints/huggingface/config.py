@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.errors import allowed
-from tilewright.models.architectures.table import architecture_of, check_model_type
+from tilewright.models.architectures.table import (
+    WRAPPERS,
+    architecture_of,
+    check_model_type,
+)
 from tilewright.models.checkpoints.quantized.config import quantization_of
 from tilewright.models.checkpoints.spelling.keys import Keys, read_head_dim, read_kv_heads
 from tilewright.models.checkpoints.spelling.rope import hf_rope, hf_rope_values, longer_context
@@ -64,6 +68,8 @@ def config_of_hf(values: Mapping[str, object], *, where: Path | str) -> ModelCon
         CheckpointError: A key is missing, out of range or unsupported.
     """
     model_type = check_model_type(values.get("model_type"), f"{where}: model_type")
+    if model_type in WRAPPERS:
+        model_type = _text_type(values, WRAPPERS[model_type], where)
     architecture = architecture_of(model_type)
     if architecture.text_config:
         values = _text_values(values, model_type, where)
@@ -124,6 +130,18 @@ def hf_values(config: ModelConfig) -> dict[str, Any]:
         "rope_parameters": hf_rope_values(config.rope, config.head_dim),
         "tie_word_embeddings": config.tie_embeddings,
     }
+
+
+def _text_type(values: Mapping[str, object], kinds: tuple[str, ...], where: Path | str) -> str:
+    """Return the type of the text model inside a multimodal config.json.
+
+    Raises:
+        CheckpointError: There is no text model, or its type is not in ``kinds``.
+    """
+    keys, inner = Keys(values, where), values.get("text_config")
+    if not isinstance(inner, Mapping):
+        raise keys.error("text_config", inner, "allowed: an object")
+    return keys.section("text_config", inner).choice("model_type", kinds, default=kinds[0])
 
 
 def _text_values(

@@ -68,8 +68,18 @@ def hf_rope(
     scaling = _hf_scaling(keys, rope, num_rotated // 2, max_positions)
     if isinstance(scaling, YarnScaling) and theta <= 1.0:
         raise rope.error("rope_theta", theta, "allowed: above 1")
+    growth = _query_growth(rope, max_positions) if isinstance(scaling, YarnScaling) else 0.0
     rope.refuse_others()
-    return RopeConfig(theta, scaling, num_rotated=num_rotated if fraction != 1.0 else None)
+    some = num_rotated if fraction != 1.0 else None
+    return RopeConfig(theta, scaling, num_rotated=some, query_growth=growth)
+
+
+def _query_growth(rope: Keys, max_positions: int) -> float:
+    """Read Ministral's growth of queries. Its section repeats the maximum context."""
+    growth = _or_zero(rope, "llama_4_scaling_beta", 0.0)
+    if growth:
+        rope.integer("max_position_embeddings", 1, MAX_POSITIONS, default=max_positions)
+    return growth
 
 
 def hf_rope_values(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
@@ -106,6 +116,8 @@ def hf_rope_values(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
             "beta_slow": scaling.beta_slow,
             "truncate": scaling.truncate,
         }
+    if rope.query_growth:
+        found["llama_4_scaling_beta"] = rope.query_growth
     return found
 
 
@@ -293,10 +305,15 @@ def _gguf_yarn(keys: Keys, factor: float, theta: float) -> YarnScaling:
 
 
 def longer_context(rope: RopeConfig, max_positions: int) -> int:
-    """Return the model's maximum context, including YaRN scaling."""
+    """Return the model's maximum context, including YaRN scaling.
+
+    Queries that grow limit it to the original context.
+    """
     scaling = rope.scaling
     if not isinstance(scaling, YarnScaling):
         return max_positions
+    if rope.query_growth:
+        return min(max_positions, scaling.original_max_positions)
     return max(max_positions, min(MAX_POSITIONS, scaling.max_positions))
 
 
