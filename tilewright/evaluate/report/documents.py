@@ -88,7 +88,8 @@ _README = (
 
 
 def _groups(results: Sequence[Result], query: Query) -> list[selection.ResultGroup]:
-    placed = list(filter(selection.is_placed, query.select(results)))
+    selected = (result for result in query.select(results) if not result.calibration)
+    placed = list(filter(selection.is_placed, selected))
     # Results from a different machine have a different device name.
     return [g for g in selection.group_results(placed) if g.any.device in query.devices]
 

@@ -268,6 +268,8 @@ class Result:
         batch: Batch size of a data-parallel group.
         decode_error, ttft_error: Relative error of a predicted metric at the 90th percentile.
         sampling: Sampling parameters as text. Empty: greedy.
+        calibration: Method and text of calibrated weights. Empty: round to nearest. `model_hash` is
+            that of the original model.
         ceilings: Peak rates of the device in the same run.
         command: The measuring command without its output path. Empty: unknown.
         timestamp: ISO 8601 with an offset, as from `environment`.
