@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,8 @@ from tilewright.compiler.formats import stored_together
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.passes.runner import PassContext, run_passes
 from tilewright.compiler.precision import PrecisionConfig, ResolvedPrecision
-from tilewright.compiler.targets.interface.base import CompileOptions, Progress, Stage
+from tilewright.compiler.targets.image_encoder import EncoderSettings, ImageEncoder
+from tilewright.compiler.targets.interface.base import CompileOptions, Progress, Stage, Target
 from tilewright.compiler.targets.interface.compiled import Compiled, check_options, silent
 from tilewright.compiler.targets.pipeline import RANK, with_ranks
 from tilewright.compiler.targets.table import get_target
@@ -68,8 +69,7 @@ def compile_model(
     """
     options, report = options or CompileOptions(), progress or silent
     check_options(options, model.config.max_positions)
-    backend = get_target(target)
-    resolved = resolve_precision(model, precision)
+    backend, resolved = get_target(target), resolve_precision(model, precision)
     parallel, rank = backend.settled(options), options.rank
     how: Any = {"dump_dir": dump_dir, "parallel": parallel, "rank": rank}
     graph_module, ctx = lower_model(
@@ -78,6 +78,7 @@ def compile_model(
     backend.check_room(graph_module, options)
     source = weight_source(model, options.max_context, parallel)
     executable = backend.compile(graph_module, source, options, report)
+    executable.encoder = compile_encoder(model, resolved, backend, parallel)
     return Compiled(
         executable=executable,
         target=target,
@@ -125,7 +126,70 @@ def resolve_precision(model: CompilableModel, precision: PrecisionConfig) -> Res
         ConfigError: A layer does not exist, or a rule has no effect.
     """
     modules = grouped_modules(model.module)
+    if (tower := tower_of(model)) is not None:
+        modules += grouped_modules(tower.module)
     return precision.resolve(model.config.num_layers, model.name, modules=modules)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tower:
+    """A vision tower as a model of its own, with the model's checkpoint."""
+
+    name: str
+    module: Any
+    config: Any
+    checkpoint: Any
+
+
+def tower_of(model: CompilableModel) -> _Tower | None:
+    """Return the model's vision tower as a model, or None."""
+    vision = getattr(model, "vision", None)
+    if vision is None:
+        return None
+    return _Tower(model.name, vision.module, vision.config, model.checkpoint)
+
+
+def lower_tower(
+    model: CompilableModel, precision: ResolvedPrecision
+) -> tuple[GraphModule, ModelWeights] | None:
+    """Return the graph of the vision tower and its weights. None: the model has no tower."""
+    from tilewright.compiler.targets.reference_tower import STAGES
+
+    tower = tower_of(model)
+    if tower is None:
+        return None
+    graph_module, _ = lower_model(tower, precision, STAGES, silent)
+    return graph_module, weight_source(tower)
+
+
+def encoder_settings(model: CompilableModel) -> EncoderSettings:
+    """Return the settings of the model's vision tower. It must have one."""
+    vision: Any = model.vision  # type: ignore[attr-defined]
+    config = vision.config
+    return EncoderSettings(
+        processor=vision.processor,
+        num_frames=config.num_frames,
+        grid_side=config.grid_side,
+        num_pairs=config.hidden_size // config.num_heads // 2,
+        rotary_axes=config.rotary_axes,
+    )
+
+
+def compile_encoder(
+    model: CompilableModel, precision: ResolvedPrecision, backend: Target, parallel: Parallel
+) -> ImageEncoder | None:
+    """Return the model's image encoder. Its weights are read with the first image.
+
+    None: the model has no tower, the target takes no images, or there are several ranks.
+    """
+    from tilewright.compiler.targets.reference_tower import compile_tower
+
+    if not backend.has_images or parallel.tensor > 1:
+        return None
+    lowered = lower_tower(model, precision)
+    if lowered is None:
+        return None
+    return ImageEncoder(encoder_settings(model), lambda: compile_tower(*lowered))
 
 
 _MAX_TRACED = 32

@@ -74,14 +74,23 @@ def trace(module: TraceableModel) -> fx.GraphModule:
     Their recipes name the same checkpoint tensor.
     """
     assert isinstance(module, nn.Module)
+    inputs, sizes = _example_inputs(module)
+    with _without_stacks(), lazy_modules():
+        exported = torch.export.export(
+            module, tuple(inputs.values()), dynamic_shapes=sizes, strict=False
+        )
+    return _copy_with_info(exported, module, tuple(inputs))
+
+
+def _example_inputs(module: nn.Module) -> tuple[dict[str, Tensor], Any]:
+    """Return example inputs by name, and their dynamic sizes. A vision tower has its own."""
+    if hasattr(module, "trace_inputs"):
+        inputs: tuple[dict[str, Tensor], Any] = module.trace_inputs()  # type: ignore[operator]
+        return inputs
     # Two tensors: torch.export merges an argument passed twice.
     tokens, positions = torch.empty((2, _EXAMPLE_LENGTH), dtype=torch.int64, device="meta").clone()
     length = torch.export.Dim("length", min=2, max=1 << 24)
-    with _without_stacks(), lazy_modules():
-        exported = torch.export.export(
-            module, (tokens, positions), dynamic_shapes=({0: length}, {0: length}), strict=False
-        )
-    return _copy_with_info(exported, module)
+    return {"tokens": tokens, "positions": positions}, ({0: length}, {0: length})
 
 
 @contextmanager
@@ -105,10 +114,12 @@ def grouped_modules(module: TraceableModel) -> tuple[GroupedModule, ...]:
     return tuple(GroupedModule(name, group, _layer(name)) for name, group in found)
 
 
-def _copy_with_info(exported: Any, module: nn.Module) -> fx.GraphModule:
+def _copy_with_info(
+    exported: Any, module: nn.Module, input_names: tuple[str, ...]
+) -> fx.GraphModule:
     """Copy the exported graph, inputs first, without torch.export's calling convention."""
     specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
-    facts_of = _input_facts(specs, module)
+    facts_of = _input_facts(specs, module, input_names)
     group_of = _group_finder(module.tensor_groups)  # type: ignore[arg-type]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -147,7 +158,9 @@ def _copy_input(graph: fx.Graph, node: fx.Node, facts: NodeInfo, use: int = 0) -
     return copy
 
 
-def _input_facts(specs: Mapping[str, Any], module: nn.Module) -> dict[str, NodeInfo]:
+def _input_facts(
+    specs: Mapping[str, Any], module: nn.Module, input_names: tuple[str, ...]
+) -> dict[str, NodeInfo]:
     """Return the NodeInfo for each placeholder, by its name in the exported graph."""
     first_name: dict[int, str] = {}
     canonical: dict[str, str] = {}
@@ -155,7 +168,7 @@ def _input_facts(specs: Mapping[str, Any], module: nn.Module) -> dict[str, NodeI
         canonical[name] = first_name.setdefault(id(parameter), name)
     sources: Mapping[str, tuple[ParameterSource, ...]] = module.sources()  # type: ignore[operator]
     facts: dict[str, NodeInfo] = {}
-    inputs = iter(("tokens", "positions"))
+    inputs = iter(input_names)
     for name, spec in specs.items():
         if spec.target is None:
             facts[name] = NodeInfo(fqn=next(inputs), role=INPUT)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tilewright.models.checkpoints.base import Checkpoint
     from tilewright.models.config import ModelConfig
     from tilewright.models.tokenizer.tokenizer import Tokenizer
+    from tilewright.models.vision_config import VisionModel
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -59,7 +60,7 @@ _ACCEPTED = (
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model before compilation. ``module`` is on the meta device, ``checkpoint`` has the
-    weights.
+    weights. ``vision``: its tower. None: no images.
     """
 
     name: str
@@ -68,6 +69,7 @@ class LoadedModel:
     module: nn.Module
     checkpoint: Checkpoint
     tokenizer: Tokenizer
+    vision: VisionModel | None = None
 
     @property
     def weights(self) -> Weights:
@@ -218,7 +220,9 @@ def load_model(
             "allowed: the tensors of every layer"
         )
     module = _empty_module(config)
-    check_tensors(checkpoint, stored_shapes(module))
+    vision = _empty_tower(checkpoint)
+    towers = {} if vision is None else stored_shapes(vision.module)
+    check_tensors(checkpoint, {**stored_shapes(module), **towers})
     if tokenizer is None:
         tokenizer = load_tokenizer(checkpoint.tokenizer_source)
     if max(tokenizer.eos_ids, default=0) >= config.vocab_size:
@@ -226,7 +230,22 @@ def load_model(
             f"{found}: end token id {max(tokenizer.eos_ids)} is not in the vocabulary; "
             f"allowed: 0 to {config.vocab_size - 1}"
         )
-    return LoadedModel(config.name, config, type(module), module, checkpoint, tokenizer)
+    return LoadedModel(config.name, config, type(module), module, checkpoint, tokenizer, vision)
+
+
+def _empty_tower(checkpoint: Checkpoint) -> VisionModel | None:
+    """Build the vision tower of a checkpoint on the meta device, or return None."""
+    vision = getattr(checkpoint, "vision", None)
+    if vision is None:
+        return None
+    import torch
+
+    from tilewright.models.architectures.qwen3_5_vision import VisionTower
+    from tilewright.models.vision_config import VisionModel
+
+    config, processor = vision
+    with torch.device("meta"):
+        return VisionModel(config, VisionTower(config), processor)
 
 
 def _random_model(shape: ShapeName) -> LoadedModel:

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("utils",),
+    ("images",),
     ("compiler.formats",),
     ("compiler.mesh", "compiler.devices"),
     ("distributed",),
@@ -46,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Of the rest: ``files``, because a checkpoint's files are opened as carefully as all others;
 # ``formats``, because what the bytes of a stored type mean is said once.
-MODELS_MAY_IMPORT = ("compiler.ops", "errors", "utils", "compiler.formats")
+MODELS_MAY_IMPORT = ("compiler.ops", "errors", "utils", "images", "compiler.formats")
 SEES_MODELS = (
     "tilewright.models",
     "tilewright.options",
@@ -78,6 +79,7 @@ ONLY_IN = {
         "tilewright.cli.sweep.report",
     ),
     "textual": ("tilewright.cli.sweep",),
+    "PIL": ("tilewright.images",),
     "aiohttp": ("tilewright.serve", "tilewright.evaluate.load", "demo.serve_ray"),
     "uvloop": ("tilewright.serve",),
     "zmq": ("tilewright.serve",),

@@ -17,6 +17,9 @@ from tilewright.compiler.sampling.params import sampling_of
 from tilewright.compiler.targets.interface.base import Progress
 from tilewright.compiler.targets.interface.compiled import Compiled, silent
 from tilewright.errors import RequestError, allowed
+from tilewright.images.decode import ImageLimits
+from tilewright.images.parts import has_images, take_images
+from tilewright.images.prompt import PromptImage, insert_images
 from tilewright.loading.source import ModelHandle
 from tilewright.models.tokenizer.chat_template import Message
 from tilewright.models.tokenizer.tokenizer import Tokenizer
@@ -33,13 +36,20 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_TOKENS = 512
-"""Tokens of an answer unless more are asked for, where the context has room for as many."""
+"""Default maximum number of output tokens, if the context has capacity."""
 
 Chat = Sequence[Message]
-"""Messages in order, each with ``role`` (system, user, assistant) and ``content``."""
+"""Messages in order, each with ``role`` (system, user, assistant) and ``content``.
+
+Content is a text, or a list of parts: ``{"type": "text", "text": ...}`` and ``{"type": "image",
+"image": ...}`` with a Pillow image or a path.
+"""
+
+_Prompt = tuple[tuple[int, ...], tuple[PromptImage, ...]]
+"""Token ids, and the images in them."""
 
 Chats = Sequence[str | Chat]
-"""Several chats; one of a single question may be that question."""
+"""Several chats. A chat with a single question may be a text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +58,7 @@ class Answer:
 
     Attributes:
         text: the answer without special tokens.
-        tokens: its token ids, the end token included where there was one.
+        tokens: its token ids, with the end token.
         finish_reason: ``stop`` at an end token, ``length`` at ``max_tokens``, ``cancelled``.
         num_prompt_tokens: of them, ``num_cached_tokens`` had been computed for an earlier prompt.
         num_draft_tokens, num_accepted_tokens: Verified draft tokens, and the accepted ones.
@@ -70,7 +80,7 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens behind the first one a second; None where there are none."""
+        """Tokens per second after the first token. None: there are none."""
         seconds = self.total_s - self.first_s
         return (len(self.tokens) - 1) / seconds if len(self.tokens) > 1 and seconds > 0 else None
 
@@ -110,12 +120,11 @@ class AnswerStream(Iterator[str]):
 class LLM:
     """A model that answers: ``LLM("smollm2").chat("Why is the sky blue?")``.
 
-    What was compiled once comes from the cache, and a prompt that begins as an earlier one did
-    computes only what is new. Several prompts run as one batch. Every method takes the sampling
+    What was compiled once comes from the cache, and a prompt that begins as an earlier prompt
+    computes only what is new. Several prompts run as a batch. Every method takes the sampling
     parameters of :class:`tilewright.compiler.sampling.params.SamplingParams` as keywords
     (``temperature``, ``top_p``, ``max_tokens``, ``seed`` ...); the model's own end tokens end an
-    answer unless ``stop_token_ids`` names others, and ``max_tokens`` is 512 or what there is room
-    for.
+    answer unless ``stop_token_ids`` names others, and ``max_tokens`` is 512 or the free context.
 
     Args:
         model: a directory, a file, a name on the Hugging Face hub, ``shape:NAME``, or a directory
@@ -179,7 +188,7 @@ class LLM:
     def generate(self, prompts: Sequence[str], **sampling: Any) -> list[Answer]: ...
 
     def generate(self, prompts: str | Sequence[str], **sampling: Any) -> Answer | list[Answer]:
-        """Continue a text, or several as one batch, as they stand: without the chat template.
+        """Continue a text, or several as a batch, as they stand: without the chat template.
 
         Raises:
             RequestError: for a text that does not fit the context, or parameters out of range.
@@ -214,9 +223,11 @@ class LLM:
         """What `chat` gives for one chat, piece by piece."""
         return self._stream(self._of_chat(messages), sampling)
 
-    def stream_tokens(self, prompt: Sequence[int], **sampling: Any) -> AnswerStream:
-        """The answer to token ids, piece by piece."""
-        return self._stream(tuple(prompt), sampling)
+    def stream_tokens(
+        self, prompt: Sequence[int], images: Sequence[PromptImage] = (), **sampling: Any
+    ) -> AnswerStream:
+        """The answer to token ids, piece by piece. ``images``: images in the prompt."""
+        return self._stream((tuple(prompt), tuple(images)), sampling)
 
     def embed(
         self, texts: str | Sequence[str], *, pooling: str = MEAN, dimensions: int | None = None
@@ -242,17 +253,17 @@ class LLM:
         if "" in several:
             raise RequestError(f"text {several.index('')} is empty; allowed: at least a character")
         requests = [
-            RequestState(next(self._numbers), self._plain(text), pooling=Pooling(pooling))
+            RequestState(next(self._numbers), self._plain(text)[0], pooling=Pooling(pooling))
             for text in several
         ]
         self._loop.generate(requests)
-        found = np.empty((len(requests), dimensions or width), np.float32)
-        for row, request in enumerate(requests):
+        vectors = np.empty((len(requests), dimensions or width), np.float32)
+        for index, request in enumerate(requests):
             if request.finish_reason == FAILED:
                 raise RequestError(request.error)
             assert request.pooling is not None and request.pooling.vector is not None
-            found[row] = normalized(request.pooling.vector[:dimensions])
-        return found[0] if isinstance(texts, str) else found
+            vectors[index] = normalized(request.pooling.vector[:dimensions])
+        return vectors[0] if isinstance(texts, str) else vectors
 
     def close(self) -> None:
         """Release the model; it is not asked again."""
@@ -264,28 +275,44 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _plain(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special=True))
+    def _plain(self, text: str) -> _Prompt:
+        return tuple(self.tokenizer.encode(text, add_special=True)), ()
 
-    def _of_chat(self, messages: str | Chat) -> tuple[int, ...]:
+    def _of_chat(self, messages: str | Chat) -> _Prompt:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        return tuple(self.tokenizer.encode(self.tokenizer.apply_chat_template(messages)))
+        if has_images(messages):
+            return self._of_images(messages)
+        return tuple(self.tokenizer.encode(self.tokenizer.apply_chat_template(messages))), ()
 
-    def _run(self, prompts: Iterable[tuple[int, ...]], asked: Mapping[str, Any]) -> list[Answer]:
+    def _of_images(self, messages: Chat) -> _Prompt:
+        encoder = self.compiled.executable.encoder
+        if encoder is None:
+            target = self.compiled.target
+            raise RequestError(
+                f"images: {self.source.name} on target {target} takes text only; allowed: text"
+            )
+        processor = encoder.settings.processor
+        chat, images = take_images(messages, ImageLimits(), processor.prepare, is_local=True)
+        text = self.tokenizer.apply_chat_template(chat)
+        return insert_images(self.tokenizer.encode(text), images, processor.image_token)
+
+    def _run(self, prompts: Iterable[_Prompt], asked: Mapping[str, Any]) -> list[Answer]:
         requests = [self._request(prompt, asked) for prompt in prompts]
         self._loop.generate(requests)
         return [_answer(request, self.tokenizer) for request in requests]
 
-    def _stream(self, prompt: tuple[int, ...], asked: Mapping[str, Any]) -> AnswerStream:
+    def _stream(self, prompt: _Prompt, asked: Mapping[str, Any]) -> AnswerStream:
         request = self._request(prompt, asked)
         self._loop.check(request)
         return AnswerStream(request, self._pieces(request), self.tokenizer)
 
-    def _request(self, prompt: tuple[int, ...], asked: Mapping[str, Any]) -> RequestState:
+    def _request(self, request: _Prompt, asked: Mapping[str, Any]) -> RequestState:
+        prompt, images = request
         room = max(1, self.max_context - len(prompt) + 1)
         defaults = {"max_tokens": min(MAX_TOKENS, room), "stop_token_ids": self.tokenizer.eos_ids}
-        return RequestState(next(self._numbers), prompt, sampling_of(asked, defaults))
+        sampling = sampling_of(asked, defaults)
+        return RequestState(next(self._numbers), prompt, sampling, images=images)
 
     def _pieces(self, request: RequestState) -> Iterator[str]:
         decoder, seen = self.tokenizer.stream(after=request.prompt), 0

@@ -5,17 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from tilewright.compiler.artifacts.folder import read_file
 from tilewright.compiler.artifacts.manifest import Manifest
 from tilewright.compiler.artifacts.rank_programs import as_compiled, own_part
+from tilewright.compiler.targets.image_encoder import EncoderSettings, ImageEncoder, Tower
 from tilewright.compiler.targets.interface.base import BuiltProgram, CompileOptions, Progress
 from tilewright.compiler.targets.interface.compiled import Compiled, check_options, silent
 from tilewright.compiler.targets.table import get_target
+from tilewright.errors import CheckpointError, one_line
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 GRAPH = "graph.json"
+VISION, SETTINGS = "vision", "encoder.json"
+"""A program's directory with its vision tower, and the settings in it."""
 
 
 def load_program(
@@ -55,6 +61,7 @@ def load_part(
 
     program = BuiltProgram(folder, manifest.contract, graph, sketch)
     executable = get_target(manifest.target).load(program, options, progress)
+    executable.encoder = load_encoder(folder)
     return Compiled(
         executable=executable,
         target=manifest.target,
@@ -63,3 +70,28 @@ def load_part(
         notes=manifest.notes,
         graph=graph,
     )
+
+
+def load_encoder(folder: Path) -> ImageEncoder | None:
+    """Return a program's image encoder. None: it has no tower. The first image reads the tower.
+
+    Raises:
+        CheckpointError: The settings cannot be read.
+    """
+    path = folder / VISION / SETTINGS
+    if not path.is_file():
+        return None
+    try:
+        settings = msgspec.json.decode(read_file(path), type=EncoderSettings)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: damaged ({one_line(error)})") from None
+    graph_path = folder / VISION / GRAPH
+    data = read_file(graph_path)
+
+    def load() -> Tower:
+        from tilewright.compiler.ir.serialise import read_graph
+        from tilewright.compiler.targets.reference_tower import load_tower
+
+        return load_tower(read_graph(data, graph_path, is_fixed=True), folder / VISION)
+
+    return ImageEncoder(settings, load)

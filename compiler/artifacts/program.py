@@ -8,22 +8,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tilewright.compiler.artifacts.cache import CacheUnusableError, ProgramCache, program_key
 from tilewright.compiler.artifacts.folder import make_folder, seal_folder, write_file
-from tilewright.compiler.artifacts.loading import GRAPH, load_part
+from tilewright.compiler.artifacts.loading import GRAPH, SETTINGS, VISION, load_part
 from tilewright.compiler.artifacts.manifest import Manifest, ModelFacts
 from tilewright.compiler.artifacts.paths import part_of
 from tilewright.compiler.artifacts.rank_programs import group_facts
 from tilewright.compiler.driver import (
     CompilableModel,
     compile_model,
+    encoder_settings,
     lower_model,
+    lower_tower,
     resolve_precision,
     weight_source,
 )
 from tilewright.compiler.ir.serialise import graph_json
-from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary
-from tilewright.compiler.targets.interface.base import CompileOptions, Progress
+from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary, ResolvedPrecision
+from tilewright.compiler.targets.interface.base import CompileOptions, Progress, Target
 from tilewright.compiler.targets.interface.compiled import Compiled, check_options, silent
 from tilewright.compiler.targets.table import get_target
 from tilewright.distributed.parallel import ALONE, Parallel
@@ -67,6 +71,7 @@ def write_program(
         backend.check_room(graph_module, serves)
     backend.build(graph_module, weight_source(model, context, settled), folder, options, progress)
     write_file(folder / GRAPH, graph_json(graph_module))
+    write_encoder(model, resolved, folder, target=backend, parallel=parallel)
     surroundings = environment()
     return Manifest(
         model=_facts_of(model, context),
@@ -79,6 +84,28 @@ def write_program(
         commit=surroundings.commit,
         created=surroundings.timestamp,
     )
+
+
+def write_encoder(
+    model: CompilableModel,
+    precision: ResolvedPrecision,
+    folder: Path,
+    *,
+    target: Target,
+    parallel: Parallel,
+) -> None:
+    """Write the model's vision tower to ``folder``, if `compile_encoder` returns an encoder."""
+    from tilewright.compiler.targets.reference_tower import build_tower
+
+    if not target.has_images or parallel.tensor > 1:
+        return
+    lowered = lower_tower(model, precision)
+    if lowered is None:
+        return
+    make_folder(folder / VISION)
+    build_tower(*lowered, folder / VISION)
+    write_file(folder / VISION / GRAPH, graph_json(lowered[0]))
+    write_file(folder / VISION / SETTINGS, msgspec.json.encode(encoder_settings(model)))
 
 
 def _facts_of(model: CompilableModel, context: int) -> ModelFacts:

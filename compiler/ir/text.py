@@ -14,6 +14,7 @@ from tilewright.compiler.ops import OPERATORS
 
 _INPUT_DIMENSIONS = {
     "tokens": ("T",),
+    "patches": ("T",),
     "slots": ("N",),
     "cu_seqlens": ("N+1",),
     "logit_rows": ("R",),

@@ -43,6 +43,12 @@ from tilewright.compiler.ops.library import OPERATORS, Cost, Operator
 from tilewright.compiler.ops.moe import expert_linear, experts, local_experts, router
 from tilewright.compiler.ops.rounding import round_q80
 from tilewright.compiler.ops.sample import sample
+from tilewright.compiler.ops.vision import (
+    full_attention,
+    interpolate_rows,
+    layer_norm,
+    merge_rows,
+)
 
 __all__ = [
     "COLLECTIVES",
@@ -66,13 +72,17 @@ __all__ = [
     "embedding",
     "expert_linear",
     "experts",
+    "full_attention",
     "fused_expert_linear",
     "fused_linear",
     "gated_delta_rule",
     "gated_delta_rule_step",
     "gelu",
+    "interpolate_rows",
+    "layer_norm",
     "linear",
     "local_experts",
+    "merge_rows",
     "reduce_scatter",
     "rms_norm",
     "rope",

@@ -76,7 +76,8 @@ def rotate(
     x: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool, factor: float = 1.0
 ) -> Tensor:
     """Compute :data:`rope`, for references of fused operators."""
-    angles = positions.float().unsqueeze(-1) * inv_freq
+    by_pair = positions.float() if positions.dim() == 2 else positions.float().unsqueeze(-1)
+    angles = by_pair * inv_freq
     cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
     if factor != 1.0:
         cos, sin = cos * factor, sin * factor
@@ -105,7 +106,8 @@ def rope(
     """Rotate the first 2 R channels of ``x [T, H, D]`` (Su et al., 2021).
 
     ``positions [T]`` are integers and ``inv_freq [R]`` is fp32. Pairs are (i, i + R), or neighbors
-    if ``interleaved``. ``factor`` multiplies cosines and sines.
+    if ``interleaved``. ``factor`` multiplies cosines and sines. ``positions [T, R]`` have a
+    position for each pair.
     """
     return rotate(x, positions, inv_freq, interleaved, factor)
 

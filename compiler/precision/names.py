@@ -18,6 +18,8 @@ PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 
 # The six published groups in heading order, then the groups added by Tilewright.
 SEED_TENSOR_GROUPS = ("ff1_3", "ff2", "wqkv", "wo", "kv_cache", "activation")
+# Groups of a vision tower. An image passes once, so their fidelity is fixed.
+VISION_GROUPS = ("vision_wqkv", "vision_wo", "vision_ff", "vision_patch", "projector")
 OUR_TENSOR_GROUPS = (
     "lm_head",
     "embedding",
@@ -30,11 +32,13 @@ OUR_TENSOR_GROUPS = (
     "delta_gates",
     "router",
     "block_output",
+    *VISION_GROUPS,
 )
 TENSOR_GROUPS = SEED_TENSOR_GROUPS + OUR_TENSOR_GROUPS
 
 # If unset, these groups follow the equivalent group of other models. Experts and shared experts
-# follow a dense block. Linear attention follows attention.
+# follow a dense block. Linear attention follows attention. A vision tower follows the text model:
+# its feed-forward has no gate, so it follows ff2.
 FOLLOWS = MappingProxyType(
     {
         "experts_ff1_3": "ff1_3",
@@ -44,6 +48,11 @@ FOLLOWS = MappingProxyType(
         "delta_in": "wqkv",
         "delta_out": "wo",
         "delta_gates": "router",
+        "vision_wqkv": "wqkv",
+        "vision_wo": "wo",
+        "vision_ff": "ff2",
+        "vision_patch": "router",
+        "projector": "router",
     }
 )
 
@@ -106,7 +115,11 @@ OP_GROUP_OF = MappingProxyType(
 
 # Groups with fixed fidelity: their cost is small and their effect is large.
 ALWAYS_HIGH = MappingProxyType(
-    {"router": ("li_router", "hifi4"), "delta_gates": ("li_delta_gates", "hifi4")}
+    {
+        "router": ("li_router", "hifi4"),
+        "delta_gates": ("li_delta_gates", "hifi4"),
+        **dict.fromkeys(VISION_GROUPS, ("li_vision", "hifi4")),
+    }
 )
 
 # Stored op groups: each has a phase, except the head with a common setting.
@@ -143,6 +156,11 @@ ALLOWED_FORMATS = MappingProxyType(
         # norms.
         "router": ("fp32", "bf16", "fp16", STORED),
         "delta_gates": ("fp32", "bf16", "fp16", STORED),
+        "vision_wqkv": _WEIGHT_FORMATS,
+        "vision_wo": _WEIGHT_FORMATS,
+        "vision_ff": _WEIGHT_FORMATS,
+        "vision_patch": ("fp32", "bf16", "fp16", STORED),
+        "projector": ("fp32", "bf16", "fp16", STORED),
         "block_output": ("q80", MIXED),
     }
 )

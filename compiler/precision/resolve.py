@@ -33,6 +33,7 @@ from tilewright.compiler.precision.names import (
     STORED_OP_GROUPS,
     TENSOR_GROUPS,
     UNSET,
+    VISION_GROUPS,
     Phase,
     normalise_model_name,
     output_format,
@@ -362,8 +363,12 @@ def _explain(
 def _followers(scope: str, key: str, value: str, table: Mapping[str, _Set]) -> Iterator[ExplainRow]:
     """Yield a row for each group that follows ``key`` and is unset in ``table``."""
     for follower, leader in FOLLOWS.items():
-        if leader == key and follower not in table:
+        if leader != key or follower in table:
+            continue
+        if follower not in VISION_GROUPS:
             yield ExplainRow(scope, follower, value, f"as {key}")
+        elif not scope.startswith("layer "):  # a tower is outside the layers
+            yield ExplainRow("model", follower, value, f"as {key}")
 
 
 def _rows_of(settings: Mapping[str, _Set]) -> Iterator[tuple[str, _Set]]:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from tilewright.compiler import ops
 from tilewright.compiler.ir.info import INPUT, NodeInfo, info
 from tilewright.compiler.ir.lazy import module_of
 from tilewright.compiler.ir.recipe import WeightRecipe, load_values
@@ -64,6 +65,7 @@ from tilewright.compiler.targets.ranks.gathered_values import (
 from tilewright.distributed.peers import SetupCollectives
 from tilewright.errors import CheckpointError
 
+aten = torch.ops.aten
 _WEIGHTS = "weights.safetensors"
 _NUM_SNAPSHOTS = 64
 _FLOAT = Meaning(NOT_HONOURED, "fp32")
@@ -90,6 +92,7 @@ class ReferenceTarget(Target):
 
     name = "reference"
     emits = ("program", "mlir")
+    has_images = True
 
     def stages(self) -> tuple[Stage, ...]:
         return (MATCH, PRECISION, fuse(round_activations), lower())
@@ -239,7 +242,7 @@ class ReferenceExecutable(HostExecutable):
         )
         self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
         self._run: Callable[..., Tensor] = graph_module
-        self._run_hidden: Callable[..., Tensor] | None = None
+        self._runs: dict[tuple[bool, bool], Callable[..., Tensor]] = {}
         self._exchange: SocketAllGather | None = None
 
     def join(self, peers: SetupCollectives) -> None:
@@ -253,18 +256,30 @@ class ReferenceExecutable(HostExecutable):
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> np.ndarray:
-        logits: Tensor = self._run(*self.arguments(batch)).float()
+        logits: Tensor = self._function(batch)(*self.arguments(batch)).float()
         return logits.numpy()
 
     @torch.no_grad()
     def hidden(self, batch: Batch) -> np.ndarray:
-        if self._run_hidden is None:
-            graph_module = self.hidden_graph
-            self._run_hidden = graph_module
-            if self._exchange is not None:
-                self._run_hidden = RankInterpreter(graph_module, self._exchange).run
-        states: Tensor = self._run_hidden(*self.arguments(with_all_rows(batch))).float()
+        batch = with_all_rows(batch)
+        run = self._function(batch, is_hidden=True)
+        states: Tensor = run(*self.arguments(batch)).float()
         return states.numpy()
+
+    def _function(self, batch: Batch, *, is_hidden: bool = False) -> Callable[..., Tensor]:
+        """Return a batch's function: logits or hidden states, with or without images."""
+        key = is_hidden, batch.has_images
+        if key == (False, False):
+            return self._run
+        if key not in self._runs:
+            graph_module = self.hidden_graph if is_hidden else self.graph_module
+            if batch.has_images:
+                graph_module = with_images(graph_module)
+            run: Callable[..., Tensor] = graph_module
+            if self._exchange is not None:
+                run = RankInterpreter(graph_module, self._exchange).run
+            self._runs[key] = run
+        return self._runs[key]
 
     @functools.cached_property
     def hidden_graph(self) -> GraphModule:
@@ -286,10 +301,23 @@ class ReferenceExecutable(HostExecutable):
             "slots": torch.tensor(batch.slots, dtype=torch.int64),
             "logit_rows": torch.from_numpy(batch.logit_rows),
         }
-        return [
+        arguments = [
             step_values[str(node.target)] if info(node).role == INPUT else self._values[node.name]
             for node in self._inputs
         ]
+        if batch.has_images:
+            arguments += self._image_arguments(batch)
+        return arguments
+
+    def _image_arguments(self, batch: Batch) -> list[Tensor]:
+        """Return the further inputs for `with_images`."""
+        indices, rows, rotary = batch.image_tokens, batch.embeddings, batch.rotary
+        if indices is None or rows is None:
+            indices = np.empty(0, np.int64)
+            rows = np.empty((0, self.capabilities.hidden_size), np.float32)
+        if rotary is None:
+            rotary = batch.positions[:, None]
+        return [torch.from_numpy(x) for x in (indices, rows, rotary)]
 
     def copy_state(self, source: Slot, target: Slot, num_positions: int) -> None:
         for spec, state in self._states:
@@ -320,6 +348,31 @@ class ReferenceExecutable(HostExecutable):
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
         """Return the bytes of all slots: the reference allocates them at full length."""
         return sum(state.nbytes for _, state in self._states)
+
+
+def with_images(graph_module: GraphModule) -> GraphModule:
+    """Return the graph with inputs for image embeddings and positions.
+
+    ``embeddings [K, hidden]`` replace the token embeddings of ``image_tokens [K]``.
+    ``rotary [T, pairs]`` are rotary positions.
+    """
+    graph, copies = Graph(), dict[Node, Node]()
+    output = graph.graph_copy(graph_module.graph, copies)
+    graph.output(output)
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        rotary = graph.placeholder("rotary")
+        embeddings = graph.placeholder("embeddings")
+        indices = graph.placeholder("image_tokens")
+    for node in list(graph.nodes):
+        if node.target is ops.rope.overload:
+            node.update_arg(1, rotary)
+        elif node.target is ops.embedding.overload:
+            with graph.inserting_after(node):
+                mixed = graph.call_function(aten.index_copy.default)
+            node.replace_all_uses_with(mixed)
+            mixed.args = (node, 0, indices, embeddings)
+    return module_of(graph)
 
 
 class VirtualRanks(HostExecutable):

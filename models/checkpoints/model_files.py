@@ -16,6 +16,8 @@ _NAMED = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 _SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf", re.IGNORECASE)
 

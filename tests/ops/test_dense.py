@@ -117,6 +117,10 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
     "add_rms_norm": (torch.randn(T, C), torch.randn(T, C), torch.randn(C), 1e-5),
     "rope": (torch.randn(T, H, D), torch.arange(T), torch.rand(D // 2)),
     "gelu": (torch.randn(T, C), "tanh"),
+    "layer_norm": (torch.randn(T, C), torch.randn(C), torch.randn(C), 1e-6),
+    "full_attention": (*(torch.randn(3, T, 4, D).unbind(0)), 0.3),
+    "interpolate_rows": (torch.randn(9, C), torch.randint(9, (T, 4)), torch.randn(T, 4)),
+    "merge_rows": (torch.randn(2 * T, C), 2),
     "swiglu": (torch.randn(T, C), torch.randn(T, C)),
     "swiglu_packed": (torch.randn(T, C),),
     "attention": (torch.randn(T, 4, D), torch.randn(T, 2, D), torch.randn(T, 2, D), 0.3, 2),
@@ -173,7 +177,14 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
 }
 
 
-WITHOUT_ARITHMETIC = ("embedding", "all_gather", "all_to_all", "local_experts", "reduce_scatter")
+WITHOUT_ARITHMETIC = (
+    "merge_rows",
+    "embedding",
+    "all_gather",
+    "all_to_all",
+    "local_experts",
+    "reduce_scatter",
+)
 """The last: of a single rank, as its example is."""
 
 

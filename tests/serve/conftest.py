@@ -84,10 +84,12 @@ def start_server(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     """Starts servers; those that still run at the end are killed."""
     running = []
 
-    def start(*argv: str, port: int | None = None, waits: bool = True) -> Server:
+    def start(
+        *argv: str, port: int | None = None, waits: bool = True, model: Path = tiny_gguf
+    ) -> Server:
         log = tmp_path_factory.mktemp("serve") / "log"
         port = free_port() if port is None else port
-        command = [sys.executable, "-P", "-m", "tilewright.cli.main", "serve", str(tiny_gguf)]
+        command = [sys.executable, "-P", "-m", "tilewright.cli.main", "serve", str(model)]
         threads = () if "--threads" in argv else ("--threads", "1")
         command += ["--port", str(port), *threads, *argv]
         with log.open("wb") as file:

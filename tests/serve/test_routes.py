@@ -294,7 +294,8 @@ METRICS = {
     "snapshots_used cache_config_info",
     "counter": "prompt_tokens_total generation_tokens_total num_preemptions_total "
     "prefix_cache_queries_total prefix_cache_hits_total prompt_tokens_cached_total "
-    "request_success_total requests_refused_total tokens_dropped_total engine_restarts_total",
+    "request_success_total requests_refused_total tokens_dropped_total engine_restarts_total "
+    "images_total image_cache_hits_total",
     "histogram": "time_to_first_token_seconds inter_token_latency_seconds "
     "request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds "
     "request_prefill_time_seconds request_decode_time_seconds request_inference_time_seconds "

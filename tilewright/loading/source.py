@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilewright.compiler.artifacts.folder import open_folder
+from tilewright.compiler.artifacts.loading import load_encoder
 from tilewright.compiler.artifacts.manifest import Manifest
 from tilewright.compiler.artifacts.paths import digest_memory, is_compiled
 from tilewright.compiler.artifacts.start import Start
 from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary
 from tilewright.compiler.targets.interface.compiled import Compiled
-from tilewright.errors import CheckpointError
+from tilewright.errors import CheckpointError, RequestError
+from tilewright.images.processor import ImageProcessor
 from tilewright.models import (
     FoundModel,
     LoadedModel,
@@ -180,6 +182,21 @@ def served_facts(source: ModelHandle, compiled: Compiled, *, invariance: str) ->
     if source.load is not None:
         facts["parameters"] = str(num_parameters(source))
     return facts
+
+
+def image_processor(source: ModelHandle) -> ImageProcessor:
+    """Return the model's image processor. A checkpoint of the start index is opened.
+
+    Raises:
+        RequestError: The model takes no images.
+    """
+    if source.manifest is not None:
+        encoder = load_encoder(Path(str(source.path)))
+        if encoder is not None:
+            return encoder.settings.processor
+    elif (vision := source.checkpoint_model().vision) is not None:
+        return vision.processor
+    raise RequestError(f"images: {source.name} takes text only; allowed: text")
 
 
 def num_parameters(source: ModelHandle) -> int:

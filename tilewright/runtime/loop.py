@@ -16,7 +16,7 @@ from tilewright.compiler.targets.interface.step import (
     Slot,
     StepOutput,
 )
-from tilewright.errors import one_line
+from tilewright.errors import RequestError, one_line
 from tilewright.runtime.grammar.masks import Masks, no_token
 from tilewright.runtime.grammar.matchers import Grammars
 from tilewright.runtime.request import FAILED, STOPPED, check_tokens
@@ -36,7 +36,7 @@ _LONG = 4
 less would promise too much of larger pieces.
 """
 _STREAMS, _STREAMED, _BESIDE = 32, 48, 32
-"""Requests, and tokens of each, beside which a prompt of so many cells is measured at the start."""
+"""Requests, and tokens of each, for the measured prompt beside streams, in cells."""
 _DRAFTED = 4
 """Steps with drafts that are measured at the start."""
 
@@ -47,7 +47,7 @@ class LostDeviceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step on its way, and when it was given."""
+    """A step in flight, and its launch time."""
 
     plan: SchedulerOutput
     output: StepOutput
@@ -104,6 +104,8 @@ class EngineLoop:
                 fit the context with its output.
         """
         check_tokens(request.prompt, self.executable.vocab_size)
+        if request.images and self.executable.encoder is None:
+            raise RequestError("images: this model and target take text only; allowed: text")
         self.masks.check(request)
         self.scheduler.check(request)
 
@@ -413,6 +415,6 @@ def _to_blame(plan: SchedulerOutput, running: Sequence[RequestState]) -> tuple[R
     """
     of_prompts = {chunk.slot for chunk in plan.step.prompts}
     involved = of_prompts.union(plan.step.decode)
-    found = [each for each in running if each.slot in involved]
-    found.sort(key=lambda each: (each.slot in of_prompts, each.order), reverse=True)
-    return tuple(each for each in found)
+    requests = [request for request in running if request.slot in involved]
+    requests.sort(key=lambda request: (request.slot in of_prompts, request.order), reverse=True)
+    return tuple(requests)

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from tilewright.compiler.targets.interface.step import LogProbs
+from tilewright.images.processor import ImageProcessor
 from tilewright.runtime.request import EngineRequest
 from tilewright.runtime.scheduling.engine_stats import Tally
 from tilewright.runtime.speculative.counts import SpeculationCounts
@@ -40,6 +41,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
         shares_prefixes: whether prompts that begin alike are computed once.
         hidden_size: Width of the vectors that prompts are pooled to. 0: there are none.
         speculation: Options of speculative decoding. None: there is none.
+        images: Image processor. None: text only.
         facts: what the model is, for people: name, target, precision, device, weights.
     """
 
@@ -57,6 +59,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     shares_prefixes: bool = True
     hidden_size: int = 0
     speculation: dict[str, Any] | None = None
+    images: ImageProcessor | None = None
     facts: dict[str, str] = {}
 
 
@@ -130,6 +133,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     num_dropped: int
     num_swapped: int = 0
     num_snapshots_used: int = 0
+    num_images: int = 0
+    num_image_hits: int = 0
     tallies: dict[str, Tally] = {}
     speculation: SpeculationCounts | None = None
 

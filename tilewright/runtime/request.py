@@ -8,6 +8,7 @@ import msgspec
 
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.errors import RequestError
+from tilewright.images.prompt import PromptImage
 from tilewright.runtime.grammar.spec import GrammarSpec
 
 UNNUMBERED = 0
@@ -27,6 +28,7 @@ class EngineRequest(msgspec.Struct, frozen=True, tag=True):
         client: Client name.
         like: Earlier request with the same prompt. The engine computes the prompt once.
         speculative: Allow draft tokens.
+        images: Images in the prompt, in order.
         pooling: Name in `POOLINGS` if the output is a vector. Empty: the output is text.
     """
 
@@ -40,6 +42,7 @@ class EngineRequest(msgspec.Struct, frozen=True, tag=True):
     like: int | None = None
     pooling: str = ""
     speculative: bool = True
+    images: tuple[PromptImage, ...] = ()
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:

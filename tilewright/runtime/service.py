@@ -80,6 +80,7 @@ class EngineService:
             cache_bytes=executable.state_bytes(pool, limits.max_num_seqs),
             hidden_size=limits.hidden_size,
             speculation=self.loop.scheduler.speculator.facts(),
+            images=None if executable.encoder is None else executable.encoder.settings.processor,
             shares_prefixes=self.loop.scheduler.policy.reuses,
             facts=facts,
         )
@@ -274,6 +275,8 @@ class EngineService:
             num_dropped=self.loop.num_dropped,
             num_swapped=scheduler.num_swapped,
             num_snapshots_used=scheduler.num_snapshots_used,
+            num_images=scheduler.images.num_images,
+            num_image_hits=scheduler.images.num_hits,
             tallies=self.loop.tallies.found,
             speculation=speculator.counts if speculator.max_drafts else None,
         )

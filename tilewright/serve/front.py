@@ -29,7 +29,7 @@ from tilewright.serve.web.requests import (
     Common,
 )
 from tilewright.serve.web.server_log import tell
-from tilewright.serve.web.settings import ServerConfig
+from tilewright.serve.web.settings import MAX_BODY, MAX_IMAGE_BODY, ServerConfig
 
 LoadCoder = Callable[[Path], TextCoder]
 _SHORT = 4096  # characters that are tokenised at once, without a thread
@@ -53,6 +53,7 @@ class Front(JobMaker):
         self.coder: TextCoder | None = None
         self.template = TemplateFacts()
         self.template_variables = settings.template_variables
+        self.image_limits = settings.image_limits
         self.trials: GrammarValidator | None = None
         self.fingerprint = ""
         self.responses = ResponseStore()
@@ -111,6 +112,12 @@ class Front(JobMaker):
         if size < _SHORT:
             return function(*given, **named)
         return await self.in_thread(function, *given, **named)
+
+    @property
+    def max_body(self) -> int:
+        """Return the maximum size of a body in bytes."""
+        ready = self.client.ready
+        return MAX_BODY if ready is None or ready.images is None else MAX_IMAGE_BODY
 
     def health(self) -> str:
         """``ok``, ``loading``, ``draining`` or ``engine down``."""

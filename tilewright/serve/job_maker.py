@@ -5,14 +5,20 @@ Knows no engine and no HTTP connection.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import msgspec
+
+from tilewright.images.decode import ImageLimits
+from tilewright.images.processor import PreparedImage
 from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.messages import EngineReady
 from tilewright.serve.jobs import Served, make_job, read_calls, template_variables
+from tilewright.serve.prompt.images import chat_has_images, prepare_images, with_images
 from tilewright.serve.prompt.prepare import TokenizedPrompt, check_prompt, encode, render_chat
 from tilewright.serve.prompt.structured import behind_reasoning, read_grammar
 from tilewright.serve.prompt.template import TemplateFacts
@@ -42,10 +48,12 @@ class JobMaker(ABC):
     """Makes jobs. Subclasses know the model, and run slow functions in threads or at once.
 
     Attributes:
+        image_limits: Limits for the images of a request.
         template: Chat template facts.
         template_variables: Chat template variables. A request may replace them.
     """
 
+    image_limits: ImageLimits = ImageLimits()
     template: TemplateFacts
     template_variables: Mapping[str, Any]
 
@@ -78,13 +86,13 @@ class JobMaker(ABC):
         ready, coder = self.up()
         self.check_model(request.model, ready)
         tools = read_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
-        text = await self.render(
+        prompt = await self.chat_prompt(
             request,
             tools,
             effort=request.reasoning_effort,
             continues=bool(request.continue_final_message),
         )
-        prompt = await self.aside(len(text), encode, coder, text, ready, add_special=False)
+        text = prompt.text
         check_prompt(prompt, ready, "messages")
         grammar, unheld = await self.checked_grammar(request), ""
         if tools is not None:
@@ -96,6 +104,29 @@ class JobMaker(ABC):
         if tools is not None:
             read_calls(job, tools, self.template.calls)
         return job
+
+    async def chat_prompt(
+        self, request: ChatRequest | TokenizeRequest, tools: ToolsAsked | None, **how: Any
+    ) -> TokenizedPrompt:
+        """Return a chat in token ids, with its images. ``how``: see `render`.
+
+        Raises:
+            ApiError: The template or an image is refused.
+        """
+        ready, coder = self.up()
+        messages, images = request.messages or [], list[PreparedImage]()
+        if chat_has_images(messages):
+            in_worker = functools.partial(self.aside, _LONG)
+            messages, images = await prepare_images(
+                messages, ready.images, self.image_limits, in_worker
+            )
+            request = msgspec.structs.replace(request, messages=messages)
+        text = await self.render(request, tools, **how)
+        prompt = await self.aside(len(text), encode, coder, text, ready, add_special=False)
+        if images:
+            assert ready.images is not None
+            prompt = with_images(prompt, images, ready.images)
+        return prompt
 
     async def _call_grammar(
         self, tools: ToolsAsked, prompt: str, otherwise: GrammarSpec | None

@@ -132,6 +132,7 @@ def _choices(
                 grammar=grammar,
                 cache_salt=request.cache_salt or "",
                 speculative=request.speculative is not False,
+                images=prompt.images,
             )
             choice = ChoiceStream(
                 coder=coder,

@@ -373,6 +373,8 @@ _TOTALS: dict[str, tuple[Callable[[EngineState], int], str]] = {
         "requests that made room for others",
     ),
     "tokens_dropped": (lambda each: each.beat.num_dropped, "computed for requests that had ended"),
+    "images": (lambda engine: engine.beat.num_images, "images of requests"),
+    "image_cache_hits": (lambda engine: engine.beat.num_image_hits, "images from the cache"),
     "engine_restarts": (lambda each: each.num_restarts, "of the engine process"),
 }
 

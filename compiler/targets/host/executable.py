@@ -24,6 +24,9 @@ from tilewright.compiler.targets.interface.step import (
     Chosen,
     CloseSlot,
     CopyState,
+    DropImage,
+    EncodeImage,
+    ImageId,
     LoadState,
     LogProbs,
     OpenSlot,
@@ -59,6 +62,10 @@ class Batch:
         slots: The slots.
         decodes: A token per slot and its drafts, with decode kernels. False: a prefill chunk of a
             single slot.
+        image_tokens: ``[K]``, indices of tokens with embeddings of images. None: none.
+        embeddings: Their embeddings, float32 ``[K, hidden]``.
+        rotary: Rotary position per token and pair, int64 ``[T, pairs]``. None: as
+            ``positions``.
     """
 
     tokens: np.ndarray
@@ -67,6 +74,14 @@ class Batch:
     logit_rows: np.ndarray
     slots: tuple[Slot, ...]
     decodes: bool
+    image_tokens: np.ndarray | None = None
+    embeddings: np.ndarray | None = None
+    rotary: np.ndarray | None = None
+
+    @property
+    def has_images(self) -> bool:
+        """Return whether the forward differs from a forward of text."""
+        return self.image_tokens is not None or self.rotary is not None
 
 
 @dataclass(slots=True)
@@ -81,6 +96,7 @@ class SlotState:
         counts: Output tokens with their number of occurrences, including ``token``.
         is_cut: Per-sequence state belongs to a longer sequence. A snapshot must replace it before
             use.
+        rotary_delta: See `OpenSlot`.
     """
 
     sampling: SamplingParams
@@ -89,6 +105,7 @@ class SlotState:
     token: int | None = None
     counts: dict[int, int] = field(default_factory=dict)
     is_cut: bool = False
+    rotary_delta: int = 0
 
     def hold(self, token: int) -> None:
         """Store a sampled token as the next input."""
@@ -123,6 +140,7 @@ class HostExecutable(Executable):
         self._waiting: list[HostChoice] = []
         self._verified: Batch | None = None
         self._counts = b""
+        self._images: dict[ImageId, np.ndarray] = {}
 
     @abstractmethod
     def forward(self, batch: Batch) -> np.ndarray:
@@ -167,11 +185,12 @@ class HostExecutable(Executable):
         return self._slot_states[slot].length
 
     def agreed(self) -> bytes:
-        lengths = {int(slot): each.length for slot, each in self._slot_states.items()}
+        lengths = {int(slot): state.length for slot, state in self._slot_states.items()}
         return repr(sorted(lengths.items())).encode()
 
     def reset(self) -> None:
         self._waiting.clear()
+        self._images.clear()
         for slot in list(self._slot_states):
             self._apply(CloseSlot(slot))
 
@@ -220,6 +239,11 @@ class HostExecutable(Executable):
                 f"{edit} is of {position}"
             )
             slot_state.length, slot_state.is_cut = position, False
+        elif isinstance(edit, EncodeImage):
+            assert self.encoder is not None, "there is no tower"
+            self._images[edit.image] = self.encoder.encode(edit.height, edit.width, edit.pixels)
+        elif isinstance(edit, DropImage):
+            del self._images[edit.image]
         else:
             raise AssertionError(f"{edit}: this executable has neither pages nor places")
 
@@ -233,7 +257,11 @@ class HostExecutable(Executable):
             self.clear_state(edit.slot)
         is_cut = held is not None and self._cuts(edit.keeps, held)
         self._slot_states[edit.slot] = SlotState(
-            edit.sampling, edit.prompt, edit.keeps, is_cut=is_cut
+            edit.sampling,
+            edit.prompt,
+            edit.keeps,
+            is_cut=is_cut,
+            rotary_delta=edit.rotary_delta,
         )
 
     def _copy(self, source: Slot, target: Slot, num_positions: int) -> None:
@@ -255,6 +283,10 @@ class HostExecutable(Executable):
         tokens = [step.forced.get(s, self._slot_states[s].token) for s in step.decode]
         assert None not in tokens, "a slot that holds no token was stepped"
         batch = _decode_batch(step, tokens, [slot_state.length for slot_state in slot_states])
+        counts = [1 + len(step.drafts.get(slot, ())) for slot in step.decode]
+        deltas = np.repeat([slot_state.rotary_delta for slot_state in slot_states], counts)
+        if deltas.any():
+            batch = replace(batch, rotary=self._rotary(batch.positions + deltas))
         logits = self.forward_drafts(batch) if step.drafts else self.forward(batch)
         for slot, token in step.forced.items():
             self._slot_states[slot].force(token)
@@ -347,7 +379,34 @@ class HostExecutable(Executable):
         bounds = np.array([0, len(tokens)])
         positions = np.arange(start, end)
         batch = Batch(np.array(tokens), positions, bounds, wanted, (chunk.slot,), False)
+        batch = self._with_images(batch, chunk, start)
         return self.hidden(batch) if chunk.pools else self.forward(batch)
+
+    def _with_images(self, batch: Batch, chunk: PrefillChunk, start: int) -> Batch:
+        """Add embeddings and positions of rotation to a batch of a chunk's tokens at ``start``."""
+        first, count = start - chunk.start, len(batch.tokens)
+        indices, rows = [], []
+        for run in chunk.images:
+            begin, end = max(run.offset, first), min(run.offset + run.count, first + count)
+            if begin < end:
+                indices.append(np.arange(begin, end) - first)
+                at = run.first + begin - run.offset
+                rows.append(self._images[run.image][at : at + end - begin])
+        delta, rotary = self._slot_states[chunk.slot].rotary_delta, None
+        if chunk.rotary:
+            whole = np.array(chunk.rotary).reshape(3, -1)
+            rotary = self._rotary(whole[:, first : first + count])
+        elif delta:
+            rotary = self._rotary(batch.positions + delta)
+        if not rows:
+            return batch if rotary is None else replace(batch, rotary=rotary)
+        tokens, embeddings = np.concatenate(indices), np.concatenate(rows)
+        return replace(batch, image_tokens=tokens, embeddings=embeddings, rotary=rotary)
+
+    def _rotary(self, positions: np.ndarray) -> np.ndarray:
+        """Return positions of rotation by pair, for ``[T]`` or ``[3, T]``."""
+        assert self.encoder is not None, "there is no tower"
+        return self.encoder.by_pair(np.broadcast_to(positions, (3, positions.shape[-1])))
 
     def _echo(self, chunk: PrefillChunk, logits: np.ndarray, step: Step) -> SamplerOutput:
         """Return log probabilities and logits for all rows. Sample from the last row if
@@ -540,10 +599,10 @@ def pooled_of(hidden: np.ndarray) -> Pooled:
 
 
 def log_probs(logits: ArrayLike, tokens: Sequence[int], num_top: int) -> list[LogProbs]:
-    """Return log probabilities for each row's token and for its ``num_top`` most probable
+    """Return log probabilities for the tokens of all rows and for their ``num_top`` most probable
     tokens.
     """
-    return [LogProbs(*each) for each in log_probabilities(logits, tokens, num_top)]
+    return [LogProbs(*values) for values in log_probabilities(logits, tokens, num_top)]
 
 
 def tensor_of(logits: np.ndarray) -> Tensor:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tilewright.compiler.ir.info import NodeInfo
     from tilewright.compiler.ir.recipe import WeightRecipe
     from tilewright.compiler.passes.runner import Pass
+    from tilewright.compiler.targets.image_encoder import ImageEncoder
 
 Progress = Callable[[str, int, int], None]
 """Called with ``(step, done, total)`` during compilation."""
@@ -94,6 +95,7 @@ class Executable(ABC):
         device_detail: Further description, to distinguish devices with equal names. None: none.
         notes: Lines about the storage of weights and state.
         mesh: Devices in use, rows by columns.
+        encoder: Vision tower. None: no images.
         num_tokens: Number of real tokens, set before the first step. Larger ids have logits but are
             never sampled. None: all ids are tokens.
     """
@@ -106,6 +108,7 @@ class Executable(ABC):
     notes: tuple[str, ...] = ()
     mesh: str = "1x1"
     num_tokens: int | None = None
+    encoder: ImageEncoder | None = None
 
     @property
     def num_choosable(self) -> int:
@@ -266,6 +269,7 @@ class Target(ABC):
         reach_back: Retained positions before the window in windowed layers. None: the whole
             context.
         block_axis: The only supported axis of weight blocks. Empty: both.
+        has_images: Executables take images in prompts.
     """
 
     name: str
@@ -275,6 +279,7 @@ class Target(ABC):
     wire: str = "fp32"
     reach_back: int | None = None
     block_axis: str = ""
+    has_images: bool = False
 
     @abstractmethod
     def stages(self) -> tuple[Stage, ...]:

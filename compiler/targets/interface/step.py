@@ -26,6 +26,9 @@ Snapshot = NewType("Snapshot", int)
 HostPlace = NewType("HostPlace", int)
 """Number of a host buffer for the whole state of a preempted sequence."""
 
+ImageId = NewType("ImageId", int)
+"""Encoded image number, chosen by the runtime."""
+
 GOES_ON, END_TOKEN, NOT_A_NUMBER = 0, 1, 2
 """Values of :attr:`Chosen.why`."""
 
@@ -40,12 +43,14 @@ class OpenSlot:
         prompt: Tokens before the output. Penalties use them, and ``min_tokens`` counts after them.
         keeps: Number of computed positions to reuse. 0: start empty. Contiguous state: the slot
             retains them. Pages: the pages assigned in this step contain them.
+        rotary_delta: Rotary position minus index, after the last image. 0: no images.
     """
 
     slot: Slot
     sampling: SamplingParams
     prompt: tuple[int, ...] = ()
     keeps: int = 0
+    rotary_delta: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,30 @@ class DropSwapped:
     place: HostPlace
 
 
+@dataclass(frozen=True, slots=True)
+class EncodeImage:
+    """Compute an image's embeddings, for chunks in this step and in later steps.
+
+    Attributes:
+        image: New image number.
+        height: Height in pixels.
+        width: Width in pixels.
+        pixels: RGB bytes, row by row.
+    """
+
+    image: ImageId
+    height: int
+    width: int
+    pixels: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DropImage:
+    """Free embeddings from :class:`EncodeImage`."""
+
+    image: ImageId
+
+
 StateUpdate: TypeAlias = (
     OpenSlot
     | CloseSlot
@@ -131,7 +160,26 @@ StateUpdate: TypeAlias = (
     | SwapOut
     | SwapIn
     | DropSwapped
+    | EncodeImage
+    | DropImage
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Tokens in a chunk with an image's embeddings.
+
+    Attributes:
+        offset: First token's index in the chunk.
+        image: Image number.
+        first: First token's index in the image's embeddings.
+        count: Token count.
+    """
+
+    offset: int
+    image: ImageId
+    first: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +200,9 @@ class PrefillChunk:
         next_token: The prompt token after an echoing chunk, for its log probability. None at the
             end of the prompt.
         pools: Return final hidden states as `Pooled`. The chunk then neither samples nor echoes.
+        images: Tokens with image embeddings.
+        rotary: Rotary positions: all times, then all heights, then all widths. Empty: the
+            index plus the slot's `OpenSlot.rotary_delta`.
     """
 
     slot: Slot
@@ -163,6 +214,8 @@ class PrefillChunk:
     also: tuple[Slot, ...] = ()
     next_token: int | None = None
     pools: bool = False
+    images: tuple[ImageRows, ...] = ()
+    rotary: tuple[int, ...] = ()
 
     @property
     def echoed(self) -> tuple[int, ...]:

@@ -31,8 +31,8 @@ def advance(
 ) -> Generator[CollectiveCall, Any, Any]:
     """Run a graph on its input values and return its result, as a generator.
 
-    The generator yields the :class:`CollectiveCall` of the next collective and receives its result. A
-    value is freed after its last reader.
+    The generator yields the :class:`CollectiveCall` of the next collective, and receives its
+    result. A value is freed after its last reader.
     """
     given, values = iter(arguments), dict[Node, Any]()
     for node in graph_module.graph.nodes:

@@ -32,6 +32,7 @@ from tilewright.models.checkpoints.base import (
 )
 from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.checkpoints.huggingface.shards import INDEX, find_shards
+from tilewright.models.checkpoints.huggingface.vision import PROCESSORS, read_vision
 from tilewright.models.checkpoints.json_file import read_json
 from tilewright.models.checkpoints.pieces import TensorSlice, View, expert_views, merged_type
 from tilewright.models.checkpoints.quantized.base import QuantizedTensor, RawModel, RawTensor
@@ -47,10 +48,13 @@ _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
 """Prefixes of the text model in multimodal files, and their replacements."""
 _OTHER_PARTS = (
-    *("model.visual.", "mtp.", "vision_tower.", "multi_modal_projector."),
+    *("mtp.", "vision_tower.", "multi_modal_projector."),
     *("model.vision_tower.", "model.multi_modal_projector."),
 )
-"""Prefixes of tensors outside the text model: the image tower, and the draft layer."""
+"""Prefixes of tensors outside the model: unsupported image towers, and the draft layer."""
+_TOWER, _TOWER_PREFIX = "visual.", "model.visual."
+_FLAT = ("visual.patch_embed.proj.weight",)
+"""Convolutions over patches. Their rows are read as vectors."""
 _COMPARED_ROWS = 4096
 _MOST_MAPPED = 1 << 26
 """Bytes to read from a shard before reopening, which frees mapped memory."""
@@ -75,6 +79,7 @@ class SafetensorsCheckpoint:
         self._stored_name: dict[str, str] = {}
         architecture = architecture_of(self.config.model_type)
         self._has_parts, self._experts = architecture.text_config, architecture.experts
+        self.vision, why = read_vision(values, self.config, path)
         for shard in self._shards:
             self._read_names(shard)
         self._quantized = self._take_quantized(values)
@@ -91,10 +96,12 @@ class SafetensorsCheckpoint:
                 )
         self._views = self._make_views()
         self._settle_head(says="tie_word_embeddings" in values)
+        self._settle_tower(why)
 
     @property
     def files(self) -> tuple[Path, ...]:
-        names = ("config.json", *([INDEX] if (self.path / INDEX).is_file() else []), *self._shards)
+        optional = [name for name in (INDEX, *PROCESSORS) if (self.path / name).is_file()]
+        names = ("config.json", *optional, *self._shards)
         return tuple(self.path / name for name in names)
 
     @property
@@ -152,6 +159,8 @@ class SafetensorsCheckpoint:
             view = file.get_slice(self._stored_name[name])
             if not where or not view.get_shape():
                 return _owned(file.get_tensor(self._stored_name[name]))
+            if name in _FLAT:
+                return _owned(view[where[0]].flatten(1)[:, *where[1:]])
             return _owned(view[where])
         except (SafetensorError, OSError) as error:
             raise _unreadable(self.path / shard, error) from None
@@ -220,6 +229,7 @@ class SafetensorsCheckpoint:
                 )
             view = file.get_slice(stored)
             shape, dtype = tuple(view.get_shape()), str(view.get_dtype())
+            shape = (shape[0], math.prod(shape[1:])) if name in _FLAT and shape else shape
             if dtype not in _RAW_BYTES:
                 raise self._unread_type(shard, name, dtype)
             nbytes = math.prod(shape) * _RAW_BYTES[dtype]
@@ -276,10 +286,19 @@ class SafetensorsCheckpoint:
             return stored
         if stored.startswith(_OTHER_PARTS):
             return None
+        if stored.startswith(_TOWER_PREFIX):
+            return None if self.vision is None else _TOWER + stored.removeprefix(_TOWER_PREFIX)
         for prefix, text in _TEXT_PREFIXES.items():
             if stored.startswith(prefix):
                 return text + stored.removeprefix(prefix)
         return stored
+
+    def _settle_tower(self, why: str) -> None:
+        """Drop a tower without tensors. ``why``: the reason for a model without a tower."""
+        if why:
+            self.notes = (*self.notes, why)
+        elif self.vision is not None and not any(name.startswith(_TOWER) for name in self.names):
+            self.vision = None
 
     def _settle_head(self, says: bool) -> None:
         """Determine whether the head is tied, if config.json has no key or the file has two

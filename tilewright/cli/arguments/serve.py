@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright.errors import ConfigError
+from tilewright.images.decode import ImageLimits
 from tilewright.options.arguments import (
     Parser,
     add_options,
@@ -40,6 +41,7 @@ _DEFAULTS: dict[str, dict[str, float]] = {
     MODEL: {},
 }
 _MAX_KEYS = 1024
+_MAX_IMAGES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,12 @@ class _ServeArgs:
         group="requests",
         choices=tuple(FORMATS),
     )
+    limit_mm_per_prompt: str = option(
+        "maximum number of images of a request, as '{\"image\": 4}'; 0: no images",
+        default='{"image": 4}',
+        group="requests",
+        metavar="JSON",
+    )
     default_chat_template_kwargs: str | None = option(
         "what templates may read, as '{\"enable_thinking\": false}'",
         group="requests",
@@ -77,6 +85,7 @@ class ServeOptions:
     chat_template: str | None
     tool_format: str | None
     template_variables: dict[str, Any]
+    image_limits: ImageLimits
     devices: tuple[int, ...] = ()
     """The GPUs of all replicas, where there are several."""
     host: str = option("the address to listen on", default="127.0.0.1")
@@ -181,6 +190,7 @@ def read_serve_options(
         chat_template=_template(arguments.chat_template),
         tool_format=arguments.tool_format,
         template_variables=_variables(arguments.default_chat_template_kwargs),
+        image_limits=_image_limits(arguments.limit_mm_per_prompt),
         devices=devices,
         **given,
     )
@@ -197,6 +207,19 @@ def _template(path: str | None) -> str | None:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ConfigError(f"--chat-template {path}: {reason}; allowed: a Jinja file") from None
     return ChatTemplate(source, f"--chat-template {path}").source
+
+
+def _image_limits(text: str) -> ImageLimits:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
+    count = values.get("image", 4) if isinstance(values, dict) else None
+    is_valid = isinstance(values, dict) and values.keys() <= {"image"}
+    if not is_valid or type(count) is not int or not 0 <= count <= _MAX_IMAGES:
+        said = f"--limit-mm-per-prompt {text[:100]!r}"
+        raise ConfigError(f'{said}; allowed: {{"image": N}}, N from 0 to {_MAX_IMAGES}')
+    return ImageLimits(max_images=count)
 
 
 def _variables(text: str | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilewright.cli.arguments.ask import (
     AskArguments,
@@ -33,6 +33,9 @@ _LEAST_CONTEXT = 2048
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RunArgs(AskArguments):
     prompt: str | None = option("what is asked; - reads it from standard input, as without it")
+    image: tuple[str, ...] = option(
+        "an image file for the model to look at; may be given again", default=(), metavar="FILE"
+    )
     as_json: bool = option(
         "print one JSON object: text, tokens, finish reason, timings", "--json", default=False
     )
@@ -52,11 +55,11 @@ def main(argv: list[str]) -> int:
         asked = read_asked(argv, _RunArgs, sign, prog="tilewright run", description=words)
         prompt = _prompt(asked.arguments.prompt)
         source = open_asked(asked, sign)
-        tokens = _tokens(source, prompt, asked.arguments.system)
+        tokens, images = _prompt_of(source, prompt, asked.arguments)
         llm = compile_asked(asked, source, sign, context=_context(source, asked, len(tokens)))
         ready_s = time.perf_counter() - started
         sign.show("reading the prompt")
-        answer = _answer(llm, tokens, asked, sign)
+        answer = _answer(llm, tokens, images, asked, sign)
     finally:
         sign.clear()
     if asked.arguments.as_json:
@@ -86,7 +89,7 @@ def _tokens(source: ModelHandle, prompt: str, system: str | None) -> tuple[int, 
     """The prompt as a chat; of a model without a chat template, the text itself."""
     tokenizer = source.tokenizer
     if tokenizer.has_chat_template:
-        chat = [*messages_of(system), {"role": "user", "content": prompt}]
+        chat: list[dict[str, Any]] = [*messages_of(system), {"role": "user", "content": prompt}]
         return tuple(tokenizer.encode(tokenizer.apply_chat_template(chat)))
     if system is not None:
         raise RequestError(
@@ -94,6 +97,30 @@ def _tokens(source: ModelHandle, prompt: str, system: str | None) -> tuple[int, 
             "--system"
         )
     return tuple(tokenizer.encode(prompt, add_special=True))
+
+
+def _prompt_of(source: ModelHandle, prompt: str, arguments: Any) -> tuple[tuple[int, ...], Any]:
+    """Return token ids and the images in them.
+
+    Raises:
+        RequestError: The model takes no images, or an image is invalid.
+    """
+    if not arguments.image:
+        return _tokens(source, prompt, arguments.system), ()
+    from tilewright.images.decode import ImageLimits
+    from tilewright.images.parts import take_images
+    from tilewright.images.prompt import insert_images
+    from tilewright.loading.source import image_processor
+
+    processor = image_processor(source)
+    parts = [{"type": "image", "image": path} for path in arguments.image]
+    content: list[Any] = [*parts, {"type": "text", "text": prompt}]
+    asking: list[dict[str, Any]] = [*messages_of(arguments.system)]
+    asking.append({"role": "user", "content": content})
+    chat, images = take_images(asking, ImageLimits(), processor.prepare, is_local=True)
+    tokenizer = source.tokenizer
+    text = tokenizer.apply_chat_template(chat)
+    return insert_images(tokenizer.encode(text), images, processor.image_token)
 
 
 def _context(source: ModelHandle, asked: PromptArgs, num_prompt: int) -> int:
@@ -119,8 +146,10 @@ def _context(source: ModelHandle, asked: PromptArgs, num_prompt: int) -> int:
     return min(most, max(wanted, _LEAST_CONTEXT))
 
 
-def _answer(llm: LLM, tokens: tuple[int, ...], asked: PromptArgs, sign: Sign) -> Answer:
-    with llm.stream_tokens(tokens, **asked.sampling) as stream:
+def _answer(
+    llm: LLM, tokens: tuple[int, ...], images: Any, asked: PromptArgs, sign: Sign
+) -> Answer:
+    with llm.stream_tokens(tokens, images, **asked.sampling) as stream:
         for number, piece in enumerate(stream):
             if not asked.arguments.as_json:
                 if not number:

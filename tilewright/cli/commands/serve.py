@@ -77,6 +77,7 @@ def _serve(options: ServeOptions, argv: list[str], sign: Sign) -> int:
         queue_timeout=options.queue_timeout,
         drain_timeout=options.drain_timeout,
         pooling=options.pooling,
+        image_limits=options.image_limits,
         metrics_prefix=options.metrics_names,
         has_admin=options.admin,
     )

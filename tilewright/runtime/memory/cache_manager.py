@@ -25,7 +25,7 @@ from tilewright.runtime.memory.snapshots import GRAIN, Snapshots, places_worth, 
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 
 StateBytes = Callable[[int, int], int]
-"""Bytes that so many positions of so many sequences take."""
+"""Returns the bytes for a number of positions in a number of sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,9 @@ class CacheManager(ABC):
     def name(self, request: RequestState) -> None:
         """Make the names of a prompt's pages, where they are of use to anybody."""
         if self.policy.reuses and not request.is_private and self._wants_keys:
-            request.page_keys = tuple(chain_keys(request.prompt, self.grain, request.cache_salt))
+            request.page_keys = tuple(
+                chain_keys(request.cache_tokens, self.grain, request.cache_salt)
+            )
 
     @property
     def _wants_keys(self) -> bool:
@@ -222,7 +224,8 @@ class CacheManager(ABC):
     def _open(self, slot: Slot, request: RequestState, keeps: int = 0) -> None:
         sampling = request.sampling
         wants_prompt = sampling.is_penalised or sampling.min_tokens
-        self.edits.append(OpenSlot(slot, sampling, request.prompt if wants_prompt else (), keeps))
+        prompt = request.prompt if wants_prompt else ()
+        self.edits.append(OpenSlot(slot, sampling, prompt, keeps, request.rotary_delta))
 
     def _load(self, running: RequestState, found: PrefixMatch) -> None:
         """The state of what was found into a slot, where it is a snapshot's."""
@@ -268,7 +271,7 @@ class CacheManager(ABC):
 
 
 def common_keys(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """How many first keys two chains share; a key names all that stands before it."""
+    """Return the number of common first keys. A key covers its whole prefix."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

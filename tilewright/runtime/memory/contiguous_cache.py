@@ -36,7 +36,7 @@ class ContiguousCacheManager(CacheManager):
         if not self.policy.reuses or request.is_private:
             return NOTHING
         best = NOTHING
-        usable = request.prompt[:-1]  # the last token is always computed
+        usable = request.cache_tokens[:-1]  # the last token is always computed
         for slot, tokens, reached, is_kept in self._holders(request.cache_salt):
             if tokens[: best.length + 1] != usable[: best.length + 1]:
                 continue
@@ -58,7 +58,7 @@ class ContiguousCacheManager(CacheManager):
                 yield slot, kept.tokens, kept.reached, True
         for each in self.running:
             if not each.is_private and each.cache_salt == salt:
-                tokens, reached = each.prompt[: each.num_computed], self._reached(each)
+                tokens, reached = each.cache_tokens[: each.num_computed], self._reached(each)
                 yield each.slot, tokens, reached, False
 
     def _use_of(
@@ -83,7 +83,7 @@ class ContiguousCacheManager(CacheManager):
         return max(running.max_num_computed, running.num_computed)
 
     def shared_with(self, request: RequestState, other: RequestState) -> int:
-        common = common_length(request.prompt[:-1], other.prompt)
+        common = common_length(request.cache_tokens[:-1], other.cache_tokens)
         if not self.capabilities.can_cut(len(other.prompt), common):
             return 0
         if not self._has_state:
@@ -143,7 +143,7 @@ class ContiguousCacheManager(CacheManager):
     def leave(self, running: RequestState, *, may_keep: bool) -> None:
         self._take_out(running)
         slot = running.slot
-        known = (*running.prompt, *running.output)[: running.num_computed]
+        known = (*running.cache_tokens, *running.output)[: running.num_computed]
         may_keep &= self.policy.reuses and not running.is_private and len(known) > 0
         may_keep &= self.capabilities.can_cut(running.num_computed, len(known))
         # what was computed behind a cancellation is not known, and state cannot be cut back

@@ -173,7 +173,7 @@ class PagedCacheManager(CacheManager):
 
     def _name_reply(self, running: RequestState) -> list[bytes]:
         """The full pages of an answer enter the prefix cache: the keys of all of the sequence."""
-        known = (*running.prompt, *running.output)[: running.num_computed]
+        known = (*running.cache_tokens, *running.output)[: running.num_computed]
         keys = chain_keys(known, self.grain, running.cache_salt, running.page_keys)
         is_invariant = not self.capabilities.invariant_rows  # decode kernels wrote these pages
         for index in range(running.num_named, len(keys)):

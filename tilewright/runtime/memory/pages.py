@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 _DIGEST_BYTES = 16
+_TOKEN_MASK = (1 << 32) - 1
 _PROCESS_KEY = secrets.token_bytes(16)
 """A process secret, so that users cannot construct two prompts with a common hash."""
 
@@ -27,15 +28,22 @@ def chain_keys(
     """Return a hash for each full page of ``tokens``. A hash identifies the page and its whole
     prefix.
 
+    A token above 32 bits has an image's digest in its high bits.
+
     ``salt`` separates users without a common cache. ``made`` has known hashes for a prefix, to
     avoid computing them again.
     """
     keys = [*made[: len(tokens) // page_size]]
     last = keys[-1] if keys else salt.encode()
     tokens = tokens[len(keys) * page_size :]
-    packed = struct.pack(f"<{len(tokens)}I", *tokens)
+    has_images = max(tokens, default=0) > _TOKEN_MASK
+    packed = struct.pack(
+        f"<{len(tokens)}I", *([token & _TOKEN_MASK for token in tokens] if has_images else tokens)
+    )
     for end in range(page_size, len(tokens) + 1, page_size):
         page = packed[4 * (end - page_size) : 4 * end]
+        if has_images:
+            page += repr([token >> 32 for token in tokens[end - page_size : end]]).encode()
         digest = hashlib.blake2b(last + b"\0" + page, digest_size=_DIGEST_BYTES, key=_PROCESS_KEY)
         last = digest.digest()
         keys.append(last)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.step import HostPlace, LogProbs, Slot, Snapshot, Step
+from tilewright.images.prompt import PromptImage, cache_tokens, rotary_positions
 from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.pooling import MEAN, Pooling
 from tilewright.runtime.request import EngineRequest
@@ -16,6 +17,8 @@ from tilewright.runtime.speculative.config import SpeculativeConfig
 from tilewright.runtime.speculative.ngram import NgramIndex
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from tilewright.runtime.grammar.matchers import Matcher
 
 STEP_MS = 20.0
@@ -98,6 +101,10 @@ class RequestState:
         latest: Key of the last prefix with a snapshot.
         reply: Output position and snapshot of its per-sequence state.
         place: Host memory of the swapped state. None: the state is not swapped out.
+        images: Images in the prompt, in order.
+        cache_tokens: The prompt for caches: placeholders contain their image's digest.
+        rotary: Positions of rotation up to the last image, ``[3, end]``. None: no images.
+        rotary_delta: Position of rotation minus index, after the last image.
         is_invariant: Whether the bits of all computed prompt positions depend on the prompt only;
             see `Capabilities.invariant_rows`.
         has_drafts: Whether decode steps may verify drafts.
@@ -154,8 +161,15 @@ class RequestState:
     num_unread_rows: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    images: tuple[PromptImage, ...] = ()
+    cache_tokens: tuple[int, ...] = ()
+    rotary: np.ndarray | None = None
+    rotary_delta: int = 0
 
     def __post_init__(self) -> None:
+        self.cache_tokens = cache_tokens(self.prompt, self.images)
+        if self.images:
+            self.rotary, self.rotary_delta = rotary_positions(self.images)
         if self.sampling.prompt_logprobs is not None:
             self.is_private, self.like = True, None
         if self.pooling is not None:
@@ -178,7 +192,19 @@ class RequestState:
             like=like,
             pooling=Pooling(request.pooling) if request.pooling else None,
             has_drafts=request.speculative,
+            images=request.images,
         )
+
+    def rotary_of(self, start: int, end: int) -> tuple[int, ...]:
+        """Return positions of rotation for a chunk: times, then rows, then columns.
+
+        Empty: the chunk is after the last image, or there is no image.
+        """
+        if self.rotary is None or start >= self.rotary.shape[1]:
+            return ()
+        axes = self.rotary[:, start:end].tolist()
+        after = range(max(start, self.rotary.shape[1]), end)
+        return tuple(at for axis in axes for at in (*axis, *(self.rotary_delta + n for n in after)))
 
     def take_slot(self, slot: Slot, *, num_cached: int, max_num_computed: int) -> None:
         """Begin in a slot whose first ``num_cached`` positions are computed."""

@@ -21,6 +21,7 @@ from tilewright.compiler.targets.interface.step import (
 from tilewright.errors import RequestError
 from tilewright.runtime.memory.cache_manager import CacheManager, StateBytes
 from tilewright.runtime.memory.contiguous_cache import ContiguousCacheManager
+from tilewright.runtime.memory.image_cache import ImageCache
 from tilewright.runtime.memory.paged_cache import PagedCacheManager
 from tilewright.runtime.memory.swap_space import HostPlaces
 from tilewright.runtime.request import CANCELLED, FAILED, LENGTH, STOPPED
@@ -74,6 +75,7 @@ class Scheduler:
         self.cache_manager = kind(capabilities, self.policy, state_bytes)
         self.line = WaitingLine()
         self.places = HostPlaces(self.policy.host_bytes)
+        self.images = ImageCache(capabilities.hidden_size)
         self.num_arrived = self.num_preemptions = self.num_preempted = 0
         cost = cost or StepCost()
         self._dealer = PromptDealer(capabilities, self.policy, cost)
@@ -147,6 +149,7 @@ class Scheduler:
         self.check(request)
         self.cache_manager.name(request)
         self.speculator.on_arrival(request)
+        self.images.count(request.images)
         self.num_arrived += 1
         request.order = self.num_arrived
         if request.like is not None:
@@ -181,6 +184,7 @@ class Scheduler:
             [(one, chunk.start) for one, _, chunk in chunks if chunk.echoes or chunk.pools]
         )
         asking = [request for request, _ in echoes]
+        self.images.end_step(self.cache_manager.edits)
         step = Step(
             decode=self._decode,
             prompts=tuple(chunk for _, _, chunk in chunks),
@@ -279,6 +283,7 @@ class Scheduler:
         self._swapped.clear()
         self.places.forget()
         self.cache_manager.forget()
+        self.images.forget()
         self._forget_rows()
 
     def _forget_rows(self) -> None:
@@ -427,6 +432,8 @@ class Scheduler:
             next_token=request.prompt[end] if echoes and not is_last else None,
             also=tuple(copies),
             pools=pooling is not None and pooling.needs(is_last=is_last),
+            images=self.images.rows(request.images, start, end, self.cache_manager.edits),
+            rotary=request.rotary_of(start, end),
         )
         return request, copies, chunk
 

@@ -11,6 +11,7 @@ import msgspec
 
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.errors import RequestError
+from tilewright.images.prompt import PromptImage
 from tilewright.runtime.messages import EngineReady
 from tilewright.serve.prompt.template import TemplateFacts
 from tilewright.serve.prompt.texts import TextCoder
@@ -26,10 +27,11 @@ _SEED_BITS = 63
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """A prompt as text, where it came as text, and as ids."""
+    """A prompt as text, where it came as text, and as ids. ``images``: the images in it."""
 
     text: str
     tokens: tuple[int, ...]
+    images: tuple[PromptImage, ...] = ()
 
 
 def render_chat(
@@ -76,6 +78,9 @@ def _plain_message(message: ChatMessage, at: int) -> dict[str, Any]:
         refusal = ""
     if message.role == "developer":
         found["role"] = "system"
+    if isinstance(message.content, list) and {"type": "image"} in message.content:
+        found["content"] = [_item_of(item, message.role, at) for item in message.content]
+        return found
     if isinstance(message.content, list):
         found["content"] = "".join(_text_of(part, message.role, at) for part in message.content)
     elif message.content is None:
@@ -87,6 +92,13 @@ def _plain_message(message: ChatMessage, at: int) -> dict[str, Any]:
     if message.reasoning is not None:
         found.setdefault("reasoning_content", message.reasoning)
     return found
+
+
+def _item_of(item: Mapping[str, Any], role: str, at: int) -> dict[str, str]:
+    """Return an image, or a text without further keys."""
+    if item == {"type": "image"}:
+        return {"type": "image"}
+    return {"type": "text", "text": _text_of(item, role, at)}
 
 
 def _text_of(part: Mapping[str, Any], role: str, at: int) -> str:

@@ -119,6 +119,11 @@ class TemplateFacts:
                 kept = {key: value for key, value in message.items() if key != "tool_calls"}
                 found.append({**kept, "content": "\n".join(filter(None, texts))})
             elif is_result:
+                if isinstance(message.get("content"), list):
+                    raise RequestError(
+                        "messages: an image of role 'tool', but the chat template writes no tool "
+                        "results; allowed: an image of role 'user'"
+                    )
                 text = result_message(message.get("content") or "")
                 if was_result:
                     found[-1] = {"role": "user", "content": f"{found[-1]['content']}\n{text}"}
@@ -235,7 +240,11 @@ def _in_user(messages: Sequence[Message], text: str) -> list[Message]:
     """The messages with a text before the first one of the user, which is made if there is none."""
     for at, message in enumerate(messages):
         if message["role"] == "user":
-            content = "\n\n".join(filter(None, (text, message["content"])))
+            content = message["content"]
+            if isinstance(content, list):
+                content = [{"type": "text", "text": f"{text}\n\n"}, *content]
+            else:
+                content = "\n\n".join(filter(None, (text, content)))
             return [*messages[:at], {**message, "content": content}, *messages[at + 1 :]]
     return [{"role": "user", "content": text}, *messages]
 

@@ -14,7 +14,6 @@ from tilewright.serve.routes.embeddings import MAX_INPUTS
 from tilewright.serve.web.errors import ApiError
 from tilewright.serve.web.http_io import FRONT, Route, json_response
 from tilewright.serve.web.requests import MAX_PROMPTS, MAX_STOPS
-from tilewright.serve.web.settings import MAX_BODY
 
 _FACTS = ("parameters", "precision", "target", "weights", "device")
 _PROMISES = {
@@ -51,6 +50,7 @@ def _card(front: Front, name: str) -> dict[str, Any]:
     facts["precision"] = ready.facts.get("configuration", facts["precision"])
     if facts["parameters"] is not None:
         facts["parameters"] = int(facts["parameters"])
+    facts["modalities"] = _modalities(ready)
     return {
         "id": name,
         "object": "model",
@@ -60,6 +60,19 @@ def _card(front: Front, name: str) -> dict[str, Any]:
         "max_model_len": ready.max_positions,
         "meta": facts,
     }
+
+
+def _image_limits(front: Front) -> dict[str, int]:
+    limits = front.settings.image_limits
+    return {
+        "max_images": limits.max_images,
+        "max_image_bytes": limits.max_bytes,
+        "max_image_pixels": limits.max_pixels,
+    }
+
+
+def _modalities(ready: EngineReady) -> list[str]:
+    return ["text"] if ready.images is None else ["text", "image"]
 
 
 async def _props(request: web.Request) -> web.Response:
@@ -95,8 +108,10 @@ async def _props(request: web.Request) -> web.Response:
             "default_generation_settings": defaults,
             "pooling": front.settings.pooling,
             "embedding_size": ready.hidden_size,
+            "modalities": _modalities(ready),
             "limits": {
-                "max_body": MAX_BODY,
+                "max_body": front.max_body,
+                **_image_limits(front),
                 "max_queue": front.settings.max_queue,
                 "queue_timeout": front.settings.queue_timeout,
                 "max_connections": front.settings.max_connections,

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from tilewright.errors import RequestError
 from tilewright.serve.output.choice import token_text
-from tilewright.serve.prompt.prepare import encode
+from tilewright.serve.prompt.prepare import TokenizedPrompt, encode
 from tilewright.serve.prompt.texts import TextCoder
 from tilewright.serve.tools.asked import read_tools
 from tilewright.serve.web.errors import invalid, refuse
@@ -23,27 +23,32 @@ from tilewright.serve.web.requests import (
 
 async def _tokenize(request: web.Request) -> web.Response:
     front = request.app[FRONT]
-    asked, _ = decode(await read_body(request, front), TokenizeRequest)
+    body, _ = decode(await read_body(request, front), TokenizeRequest)
     ready, coder = front.up()
-    add_special = bool(asked.add_special_tokens or asked.add_special)
-    if asked.messages is not None:
-        text = await front.render(asked, read_tools(asked.tools))
-    elif (found := asked.prompt if asked.prompt is not None else asked.content) is not None:
+    add_special = bool(body.add_special_tokens or body.add_special)
+    prompt: TokenizedPrompt | None = None
+    text = ""
+    if body.messages is not None and not add_special:
+        prompt = await front.chat_prompt(body, read_tools(body.tools))
+    elif body.messages is not None:
+        text = await front.render(body, read_tools(body.tools))
+    elif (found := body.prompt if body.prompt is not None else body.content) is not None:
         text = found
-        if asked.prompt is not None and asked.add_special_tokens is None:
+        if body.prompt is not None and body.add_special_tokens is None:
             add_special = True  # as completions do, and as vLLM's default is
     else:
         raise invalid("no text; allowed: prompt, messages or content")
-    prompt = await front.aside(len(text), encode, coder, text, ready, add_special=add_special)
+    if prompt is None:
+        prompt = await front.aside(len(text), encode, coder, text, ready, add_special=add_special)
     tokens = list(prompt.tokens)
     pieces: list[str] = []
-    if asked.with_pieces or asked.return_token_strs:
+    if body.with_pieces or body.return_token_strs:
         pieces = await front.aside(len(tokens), _pieces, coder, tokens)
-    if asked.content is not None:
+    if body.content is not None:
         pairs = [{"id": t, "piece": p} for t, p in zip(tokens, pieces, strict=False)]
-        return json_response({"tokens": pairs if asked.with_pieces else tokens})
+        return json_response({"tokens": pairs if body.with_pieces else tokens})
     said = {"count": len(tokens), "max_model_len": ready.max_positions, "tokens": tokens}
-    return json_response({**said, "token_strs": pieces} if asked.return_token_strs else said)
+    return json_response({**said, "token_strs": pieces} if body.return_token_strs else said)
 
 
 def _pieces(coder: TextCoder, tokens: Sequence[int]) -> list[str]:

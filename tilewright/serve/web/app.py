@@ -22,7 +22,7 @@ from tilewright.serve.routes import chat_completions as asking
 from tilewright.serve.routes.schema import schema_route
 from tilewright.serve.web.guard import guard
 from tilewright.serve.web.http_io import FRONT, Route
-from tilewright.serve.web.settings import MAX_BODY
+from tilewright.serve.web.settings import MAX_IMAGE_BODY
 
 
 def routes(*, has_admin: bool) -> list[Route]:
@@ -43,7 +43,7 @@ def routes(*, has_admin: bool) -> list[Route]:
 
 def make_app(front: Front) -> web.Application:
     """Make the web application; its maker starts and ends ``front``."""
-    app = web.Application(middlewares=[guard], client_max_size=MAX_BODY)
+    app = web.Application(middlewares=[guard], client_max_size=MAX_IMAGE_BODY)
     app[FRONT] = front
     found = routes(has_admin=front.settings.has_admin)
     paths = [path for _, path, _ in found]

@@ -31,8 +31,9 @@ async def read_body(request: web.Request, front: Front) -> bytes:
     Raises:
         ApiError: 413, 415, or 408 for one that takes too long.
     """
-    if request.content_length is not None and request.content_length > MAX_BODY:
-        raise too_large()
+    limit = front.max_body
+    if request.content_length is not None and request.content_length > limit:
+        raise too_large(limit)
     kind = request.headers.get("content-type")
     if kind is not None and kind.partition(";")[0].strip().lower() != "application/json":
         said = f"content-type {kind[:100]!r}; allowed: application/json"
@@ -45,8 +46,8 @@ async def read_body(request: web.Request, front: Front) -> bytes:
             body = bytearray()
             while piece := await request.content.readany():
                 body += piece
-                if len(body) > MAX_BODY:
-                    raise too_large()
+                if len(body) > limit:
+                    raise too_large(limit)
             return bytes(body)
     except TimeoutError:
         seconds = front.settings.body_timeout
@@ -69,7 +70,7 @@ def ignored_fields(fields: Sequence[str]) -> dict[str, str]:
     return {"x-ignored-fields": ", ".join(names)[:1000]}
 
 
-def too_large() -> ApiError:
+def too_large(limit: int = MAX_BODY) -> ApiError:
     """A body beyond the limit; the connection is closed, so that the rest is not read."""
-    said = f"the body is too large; allowed: {MAX_BODY} bytes"
+    said = f"the body is too large; allowed: {limit} bytes"
     return ApiError(413, "too_large", said, closes=True)

@@ -66,11 +66,15 @@ class CompletionTask:
         first = [choice.started for choice in self.choices[:: self.n]]
         cached = sum(started.num_cached for started in first if started is not None)
         reasoning = sum(choice.num_reasoning for choice in self.choices)
+        images = [image for choice in self.choices[:: self.n] for image in choice.request.images]
+        details = {"cached_tokens": cached}
+        if images:
+            details["image_tokens"] = sum(placed.image.num_tokens for placed in images)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": answer,
             "total_tokens": prompt + answer,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": details,
             "completion_tokens_details": {"reasoning_tokens": reasoning},
         }
 

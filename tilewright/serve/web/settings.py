@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tilewright.images.decode import ImageLimits
+
 MAX_BODY = 8 << 20
+"""Maximum size of a body."""
+MAX_IMAGE_BODY = 32 << 20
+"""Maximum size of a body if the model takes images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +39,7 @@ class ServerConfig:
         tool_format: how calls of functions come; None: as the chat template's marks tell.
         defaults: sampling parameters of requests that do not say them.
         pooling: Pooling of embeddings that name none: ``mean`` or ``last``.
+        image_limits: Limits for the images of a request.
         metrics_prefix: ``tilewright`` or ``vllm``.
         replicas: the engines, one for each.
         hung_seconds: how long no step may end before the engine is started again.
@@ -61,5 +67,6 @@ class ServerConfig:
     hung_seconds: float = 60.0
     max_connections: int = 2048
     pooling: str = "mean"
+    image_limits: ImageLimits = field(default_factory=ImageLimits)
     metrics_prefix: str = "tilewright"
     has_admin: bool = False

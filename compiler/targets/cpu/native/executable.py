@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -63,6 +64,7 @@ class NativeExecutable(HostExecutable):
         self._library = found
         self._lengths = [0] * options.max_batch
         self._is_hidden = False
+        self._image_inputs: _ImageInputs | None = None
         self._times: times.Times | None = None
         self._weight_bytes = sum(each.num_bytes for each in packed.tensors)
         large_pages = are_large_pages_worth(self._weight_bytes)
@@ -108,6 +110,7 @@ class NativeExecutable(HostExecutable):
         )
         slots = np.array(batch.slots, dtype=np.int32)
         found = np.empty((len(rows), width), np.float32)
+        self._image_inputs = _ImageInputs.of(batch)
         if len(tokens) <= MAX_TOKENS:
             self._run(tokens, positions, bounds, slots, rows, found, batch.decodes)
         else:
@@ -141,6 +144,7 @@ class NativeExecutable(HostExecutable):
                 (rows[wanted] - first).astype(np.int32),
                 part,
                 decodes,
+                first,
             )
             found[wanted] = part
 
@@ -153,6 +157,7 @@ class NativeExecutable(HostExecutable):
         rows: np.ndarray,
         found: np.ndarray,
         decodes: bool,
+        first: int = 0,
     ) -> None:
         step = lib.TwStep(
             num_tokens=len(tokens),
@@ -167,6 +172,8 @@ class NativeExecutable(HostExecutable):
             logits=None if self._is_hidden else found.ctypes.data,
             hidden=found.ctypes.data if self._is_hidden else None,
         )
+        if self._image_inputs is not None:
+            self._image_inputs.complete(step, first)
         self._complete(step)
         failed = self._library.tw_step(self._opened(), ctypes.byref(step))
         self._check(failed)
@@ -233,6 +240,35 @@ class NativeExecutable(HostExecutable):
 def _max_drafts(options: CompileOptions, has_state: bool) -> int:
     """Return the maximum drafts per slot. A call stores the state after every token."""
     return min(MAX_DRAFTS, MAX_TOKENS // options.max_batch - 1) if has_state else MAX_DRAFTS
+
+
+@dataclass(frozen=True, slots=True)
+class _ImageInputs:
+    """Image inputs to a forward, as in `TwStep`. ``rotary`` None: as the positions."""
+
+    rows: np.ndarray
+    embeddings: np.ndarray
+    rotary: np.ndarray | None
+
+    @classmethod
+    def of(cls, batch: Batch) -> _ImageInputs | None:
+        """Return a batch's image inputs. None: text only."""
+        if not batch.has_images:
+            return None
+        rows = np.full(len(batch.tokens), -1, np.int32)
+        embeddings = np.empty((0, 0), np.float32)
+        if batch.image_tokens is not None and batch.embeddings is not None:
+            rows[batch.image_tokens] = np.arange(len(batch.image_tokens))
+            embeddings = np.ascontiguousarray(batch.embeddings, np.float32)
+        rotary = None if batch.rotary is None else batch.rotary.astype(np.int32)
+        return cls(rows, embeddings, rotary)
+
+    def complete(self, step: lib.TwStep, first: int) -> None:
+        """Add the fields for the tokens from ``first``."""
+        step.image_rows = self.rows[first:].ctypes.data
+        step.embeddings = self.embeddings.ctypes.data
+        if self.rotary is not None:
+            step.rotary = self.rotary[first:].ctypes.data
 
 
 def _described(isa: str, num_threads: int) -> str:

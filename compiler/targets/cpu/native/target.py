@@ -42,6 +42,7 @@ class NativeTarget(Target):
 
     name = "cpu-native"
     is_cached = True
+    has_images = True
     wire = "bf16"
     reach_back = REACH_BACK
 

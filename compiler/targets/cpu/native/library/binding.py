@@ -21,7 +21,7 @@ from tilewright.compiler.targets.cpu.native.library.build import library_path
 from tilewright.compiler.targets.cpu.native.library.recipe import ARM
 from tilewright.errors import CompileError
 
-VERSION = 8
+VERSION = 9
 _ERROR_BYTES = 512
 
 ISA_NAMES = (
@@ -184,6 +184,9 @@ class TwStep(Structure):
         ("best", c_void_p),
         ("hidden", c_void_p),
         ("num_choosable", c_int32),
+        ("image_rows", c_void_p),
+        ("embeddings", c_void_p),
+        ("rotary", c_void_p),
     )
 
 

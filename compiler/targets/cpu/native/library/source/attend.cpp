@@ -341,8 +341,10 @@ void make_angles(Worker& worker) {
         const float* frequency = (const float*)tensor.data;
         worker.share(worker.step.num_tokens, [&](int64_t token) {
             float* to = (float*)engine.angles[table].data() + token * tensor.rows * 2;
+            const int32_t* rotary = worker.step.rotary;
             for (int32_t i = 0; i < tensor.rows; i++) {
-                float angle = (float)worker.step.positions[token] * frequency[i];
+                const int32_t position = rotary ? rotary[token * tensor.rows + i] : worker.step.positions[token];
+                float angle = (float)position * frequency[i];
                 to[i] = std::cos(angle) * maker.factor;
                 to[tensor.rows + i] = std::sin(angle) * maker.factor;
             }

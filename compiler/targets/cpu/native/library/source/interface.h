@@ -9,7 +9,7 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-enum { TW_VERSION = 8 };
+enum { TW_VERSION = 9 };
 
 enum TwOp : int32_t {
     TW_EMBED, TW_LINEAR, TW_ATTEND, TW_GATHER, TW_SWIGLU, TW_NORM_HEADS, TW_NORM, TW_ELEMENTWISE,
@@ -101,6 +101,9 @@ struct TwStep {
     float* hidden;                            // [num_rows, columns of the head]: its input, normed, instead
                                               // of logits; or null
     int32_t num_choosable;
+    const int32_t* image_rows;                // [num_tokens], index in embeddings, or -1 for text
+    const float* embeddings;                  // [image tokens, hidden size]
+    const int32_t* rotary;                    // [num_tokens, frequencies], rotary positions, or null
 };
 
 // The ranks of a program: sockets by rank (its own entry is unused), timeout, socket polls before

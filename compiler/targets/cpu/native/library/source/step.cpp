@@ -14,6 +14,12 @@ void run_embed(Worker& worker, const TwInstruction& each) {
     const PanelSize size = panel_size(table.kind, table.columns);
     worker.share(worker.num_rows, [&](int64_t row) {
         int64_t token = worker.step.tokens[row];
+        if (worker.step.image_rows && worker.step.image_rows[row] >= 0) {
+            const float* from = worker.step.embeddings + worker.step.image_rows[row] * (int64_t)each.out.width;
+            std::memcpy(worker.at(each.out, row), from, each.out.width * 4);
+            if (each.flags & TW_ROUNDED) worker.kernels().round_bf16(worker.at(each.out, row), each.out.width);
+            return;
+        }
         const uint8_t* panel = (const uint8_t*)table.data + token / kLanes * size.total;
         const float* values = (const float*)panel;
         if (table.kind != TW_FP32) {

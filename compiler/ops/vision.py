@@ -1,0 +1,58 @@
+"""Operators of vision towers: layer norm, attention without a mask, and resampled grids.
+
+Legend: P patches of an image, C channels, H heads, D head size, N grid rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.ops.library import Cost, operator
+
+
+def _norm_cost(x: Tensor, *_: object) -> Cost:
+    return Cost(5.0 * x.numel(), x.numel(), x.numel())
+
+
+@operator(fake=lambda x, weight, bias, eps: torch.empty_like(x), cost=_norm_cost)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Normalize ``x [..., C]`` to zero mean and unit variance (Ba et al., 2016)."""
+    return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def _full_cost(q: Tensor, *_: object) -> Cost:
+    return Cost(4.0 * q.shape[0] * q.numel(), 3.0 * q.numel(), q.numel())
+
+
+@operator(fake=lambda q, k, v, scale: torch.empty_like(q), cost=_full_cost)
+def full_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Compute attention of all rows to all rows, ``[P, H, D]`` to ``[P, H, D]``."""
+    by_head = [heads.transpose(0, 1).unsqueeze(0) for heads in (q, k, v)]
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        by_head[0], by_head[1], by_head[2], scale=scale
+    )
+    return attended.squeeze(0).transpose(0, 1).contiguous()
+
+
+def _interpolate_cost(grid: Tensor, corners: Tensor, weights: Tensor) -> Cost:
+    moved = corners.numel() * grid.shape[-1]
+    return Cost(2.0 * moved, moved, corners.shape[0] * grid.shape[-1])
+
+
+@operator(
+    fake=lambda grid, corners, weights: grid.new_empty((corners.shape[0], grid.shape[-1])),
+    cost=_interpolate_cost,
+)
+def interpolate_rows(grid: Tensor, corners: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of rows ``corners [P, 4]`` of ``grid [N, C]``, times ``weights [P, 4]``."""
+    return (grid[corners] * weights.unsqueeze(-1)).sum(1)
+
+
+@operator(
+    fake=lambda x, count: x.new_empty((x.shape[0] // count, x.shape[1] * count)),
+    cost=lambda x, count: Cost(0.0, x.numel(), x.numel()),
+)
+def merge_rows(x: Tensor, count: int) -> Tensor:
+    """Concatenate every ``count`` consecutive rows of ``x [P, C]``: ``[P / count, C * count]``."""
+    return x.reshape(-1, x.shape[1] * count).clone()

@@ -1,0 +1,73 @@
+"""Vision tower in an executable: an image's pixels to embeddings for the text model.
+
+The tower is read with its first image, so text needs neither its memory nor torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tilewright.images.patches import coordinates, corners, normalized, patches_of
+from tilewright.images.processor import ImageProcessor
+
+Tower = Callable[..., np.ndarray]
+"""Called with patches, corners, weights and positions; returns embeddings, float32."""
+
+
+class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Tower facts outside its graph.
+
+    Attributes:
+        processor: Image processor.
+        num_frames: Frames per patch.
+        grid_side: Position grid side.
+        num_pairs: Rotated pairs per head.
+        rotary_axes: Coordinate per rotated pair in the text model: 0 time, 1 height, 2 width.
+    """
+
+    processor: ImageProcessor
+    num_frames: int
+    grid_side: int
+    num_pairs: int
+    rotary_axes: tuple[int, ...]
+
+
+class ImageEncoder:
+    """A tower with its settings. ``load`` returns the tower."""
+
+    def __init__(self, settings: EncoderSettings, load: Callable[[], Tower]) -> None:
+        self.settings = settings
+        self._load = load
+        self._axes = np.array(settings.rotary_axes)
+
+    @functools.cached_property
+    def _tower(self) -> Tower:
+        return self._load()
+
+    def encode(self, height: int, width: int, pixels: bytes) -> np.ndarray:
+        """Return a resized image's embeddings, float32 ``[tokens, hidden]``."""
+        return self._tower(*self.inputs(height, width, pixels))
+
+    def inputs(self, height: int, width: int, pixels: bytes) -> tuple[Any, ...]:
+        """Return the tower's inputs for a resized image."""
+        settings, processor = self.settings, self.settings.processor
+        patch, merge = processor.patch_size, processor.merge_size
+        image = normalized(pixels, height, width, mean=processor.mean, std=processor.std)
+        patches = patches_of(image, patch=patch, merge=merge, frames=settings.num_frames)
+        down, across = height // patch, width // patch
+        where = coordinates(down, across, merge)
+        indices, weights = corners(where, down, across, settings.grid_side)
+        positions = where.repeat(settings.num_pairs // 2, axis=1)
+        return np.ascontiguousarray(patches), indices, weights, positions
+
+    def by_pair(self, positions: np.ndarray) -> np.ndarray:
+        """Return a position per rotated pair, int64 ``[T, pairs]``.
+
+        ``positions`` are ``[3, T]`` (time, height, width).
+        """
+        return np.ascontiguousarray(positions[self._axes].T)

@@ -1,0 +1,89 @@
+"""Vision tower on the reference: its graph in fp32 on dequantized weights, and its files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.fx import GraphModule
+
+from tilewright.compiler.ir.info import INPUT, info
+from tilewright.compiler.ir.recipe import WeightRecipe, load_values
+from tilewright.compiler.passes.round_activations import round_activations
+from tilewright.compiler.targets.host.tensor_files import save_tensors
+from tilewright.compiler.targets.interface.base import Stage
+from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse
+from tilewright.errors import CheckpointError
+
+STAGES: tuple[Stage, ...] = (MATCH, PRECISION, fuse(round_activations))
+"""Stages of a tower. It has no state and no logits, so nothing is lowered."""
+
+_WEIGHTS = "weights.safetensors"
+_STORED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ReferenceTower:
+    """A tower's graph with its values."""
+
+    def __init__(
+        self, graph_module: GraphModule, get_values: Callable[[WeightRecipe], Tensor]
+    ) -> None:
+        self._run = graph_module
+        inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+        recipes = [info(node).recipe for node in inputs if info(node).role != INPUT]
+        self._values = [get_values(recipe) for recipe in recipes if recipe is not None]
+
+    @torch.no_grad()
+    def __call__(self, *inputs: np.ndarray) -> np.ndarray:
+        """Return the embeddings for patches, corners, weights and positions."""
+        result: Tensor = self._run(*map(torch.from_numpy, inputs), *self._values)
+        return result.numpy()
+
+
+def compile_tower(graph_module: GraphModule, get_weight: Callable[[str], Tensor]) -> ReferenceTower:
+    """Return a tower from its weights."""
+    return ReferenceTower(graph_module, lambda recipe: load_values(recipe, get_weight))
+
+
+def build_tower(
+    graph_module: GraphModule, get_weight: Callable[[str], Tensor], folder: Path
+) -> None:
+    """Write a tower's weights to ``folder``.
+
+    Raises:
+        NoRoomError: They cannot be written.
+    """
+    values = {}
+    for index, recipe in enumerate(_recipes(graph_module)):
+        result = load_values(recipe, get_weight)
+        values[str(index)] = result.to(_STORED.get(str(recipe.format), result.dtype)).contiguous()
+    save_tensors(values, folder / _WEIGHTS)
+
+
+def load_tower(graph_module: GraphModule, folder: Path) -> ReferenceTower:
+    """Return a tower of `build_tower`.
+
+    Raises:
+        CheckpointError: The file is missing or does not match the graph.
+    """
+    path = folder / _WEIGHTS
+    try:
+        values = load_file(path)
+        stored = {
+            recipe: values[str(index)].float()
+            for index, recipe in enumerate(_recipes(graph_module))
+        }
+    except (OSError, SafetensorError, KeyError) as error:
+        raise CheckpointError(f"{path}: not the weights of this tower: {error}") from None
+    return ReferenceTower(graph_module, stored.__getitem__)
+
+
+def _recipes(graph_module: GraphModule) -> list[WeightRecipe]:
+    nodes = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    result = [info(node).recipe for node in nodes]
+    return list(dict.fromkeys(recipe for recipe in result if recipe is not None))
