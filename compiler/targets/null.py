@@ -19,7 +19,8 @@ from tilewright.compiler.targets.contract.record import (
     Meanings,
     NumericContract,
 )
-from tilewright.compiler.targets.host.executable import Batch, HostExecutable
+from tilewright.compiler.targets.host.batch import Batch
+from tilewright.compiler.targets.host.executable import HostExecutable
 from tilewright.compiler.targets.interface.base import (
     BuiltProgram,
     Capabilities,

@@ -31,7 +31,8 @@ from tilewright.compiler.targets.contract.record import (
     Meanings,
     NumericContract,
 )
-from tilewright.compiler.targets.host.executable import Batch, HostExecutable, with_all_rows
+from tilewright.compiler.targets.host.batch import Batch
+from tilewright.compiler.targets.host.executable import HostExecutable, with_all_rows
 from tilewright.compiler.targets.host.tensor_files import save_tensors
 from tilewright.compiler.targets.interface.base import (
     BuiltProgram,

@@ -6,6 +6,7 @@ Layers of Mamba and experts are not supported.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from tilewright.models.architectures.base import Architecture
 from tilewright.models.architectures.granite import GraniteConfig, GraniteForCausalLM
@@ -22,16 +23,16 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
 
     def sources(self) -> Sources:
         inner = self.config.intermediate_size
-        found = {}
+        sources = {}
         for layer in range(self.config.num_layers):
             path = f"model.layers.{layer}"
             tensor = f"{path}.shared_mlp.input_linear.weight"
             for index, part in enumerate(("gate", "up")):
                 rows = (index * inner, (index + 1) * inner)
-                found[f"{path}.mlp.{part}_proj.weight"] = (TensorSource(tensor, rows),)
+                sources[f"{path}.mlp.{part}_proj.weight"] = (TensorSource(tensor, rows),)
             down = TensorSource(f"{path}.shared_mlp.output_linear.weight")
-            found[f"{path}.mlp.down_proj.weight"] = (down,)
-        return found
+            sources[f"{path}.mlp.down_proj.weight"] = (down,)
+        return sources
 
 
 def read_hf(keys: Keys, config: GraniteConfig) -> GraniteConfig:
@@ -43,16 +44,16 @@ def read_hf(keys: Keys, config: GraniteConfig) -> GraniteConfig:
     """
     keys.integer("num_local_experts", 0, 0)
     for key in ("layer_types", "layers_block_type"):
-        kinds = keys.get(key)
+        kinds: Any = keys.get(key)
         if kinds is not None:
             is_list = isinstance(kinds, list) and len(kinds) == config.num_layers
-            if not is_list or any(kind not in _ATTENTION for kind in kinds):
+            if not is_list or any(layer_type not in _ATTENTION for layer_type in kinds):
                 raise keys.error(key, kinds, f"allowed: {config.num_layers} of attention")
     if all(keys.get(key) is None for key in ("layer_types", "layers_block_type")):
         raise keys.error("layer_types", None, f"allowed: {config.num_layers} of attention")
     if keys.get("position_embedding_type") != "rope":
-        found = keys.get("position_embedding_type")
-        raise keys.error("position_embedding_type", found, "allowed: rope")
+        sources = keys.get("position_embedding_type")
+        raise keys.error("position_embedding_type", sources, "allowed: rope")
     return dataclasses.replace(read_factors(keys, config), mlp_bias=False)
 
 

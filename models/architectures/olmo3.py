@@ -7,9 +7,9 @@ import dataclasses
 from torch import Tensor, nn
 
 from tilewright.models.architectures.base import Architecture
+from tilewright.models.architectures.full_norms import FullNormAttention
 from tilewright.models.architectures.layers import MLP, RMSNorm
 from tilewright.models.architectures.two_ropes import TwoRopesForCausalLM, TwoRopesModel
-from tilewright.models.architectures.wide_norms import WideNormAttention
 from tilewright.models.checkpoints.spelling.keys import Keys
 from tilewright.models.checkpoints.spelling.rope import MAX_THETA, hf_rope
 from tilewright.models.checkpoints.spelling.windows import (
@@ -28,7 +28,7 @@ class Olmo3Layer(nn.Module):
 
     def __init__(self, config: TwoRopesConfig, window: int) -> None:
         super().__init__()
-        self.self_attn = WideNormAttention(config, window)
+        self.self_attn = FullNormAttention(config, window)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.norm_eps)

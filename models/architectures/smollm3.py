@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from tilewright.models.architectures.base import Architecture
 from tilewright.models.architectures.two_ropes import TwoRopesForCausalLM
@@ -31,11 +32,11 @@ def read_hf(keys: Keys, config: TwoRopesConfig) -> TwoRopesConfig:
     """
     count = config.num_layers
     interval = keys.integer("no_rope_layer_interval", 1, MAX_LAYERS, default=_INTERVAL)
-    rotates = keys.get("no_rope_layers")
+    rotates: Any = keys.get("no_rope_layers")
     if rotates is None:
         rotates = [int((layer + 1) % interval != 0) for layer in range(count)]
     is_list = isinstance(rotates, list) and len(rotates) >= count
-    if not is_list or any(type(each) is not int or each not in (0, 1) for each in rotates):
+    if not is_list or any(type(value) is not int or value not in (0, 1) for value in rotates):
         raise keys.error("no_rope_layers", rotates, f"allowed: a list of {count} of 0, 1")
     still = tuple(layer for layer in range(count) if not rotates[layer])
     slides = keys.boolean("use_sliding_window", default=False)

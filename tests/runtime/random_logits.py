@@ -11,7 +11,8 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tilewright.compiler.targets.contract.record import NumericContract
-from tilewright.compiler.targets.host.executable import Batch, HostExecutable
+from tilewright.compiler.targets.host.batch import Batch
+from tilewright.compiler.targets.host.executable import HostExecutable
 from tilewright.compiler.targets.interface.base import Capabilities, MemoryUse
 from tilewright.compiler.targets.interface.step import Chosen, SamplerOutput, Slot, Step, StepOutput
 from tilewright.compiler.targets.interface.token_masks import Allowed

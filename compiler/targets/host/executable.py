@@ -16,6 +16,7 @@ import numpy as np
 from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
 from tilewright.compiler.sampling.draw import log_probabilities
 from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.targets.host.batch import Batch, decode_batch
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     END_TOKEN,
@@ -48,40 +49,6 @@ if TYPE_CHECKING:
 
 _NOTHING = SamplerOutput((), lambda: Chosen((), ()))
 """A follower's result."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """T tokens from N slots, flat and in slot order: the input for a forward.
-
-    Attributes:
-        tokens: int64 ``[T]``.
-        positions: int64 ``[T]``, consecutive within a slot.
-        cu_seqlens: ``[N + 1]``, splits the tokens by slot.
-        logit_rows: ``[R]``, token indices for logits, ascending.
-        slots: The slots.
-        decodes: A token per slot and its drafts, with decode kernels. False: a prefill chunk of a
-            single slot.
-        image_tokens: ``[K]``, indices of tokens with embeddings of images. None: none.
-        embeddings: Their embeddings, float32 ``[K, hidden]``.
-        rotary: Rotary position per token and pair, int64 ``[T, pairs]``. None: as
-            ``positions``.
-    """
-
-    tokens: np.ndarray
-    positions: np.ndarray
-    cu_seqlens: np.ndarray
-    logit_rows: np.ndarray
-    slots: tuple[Slot, ...]
-    decodes: bool
-    image_tokens: np.ndarray | None = None
-    embeddings: np.ndarray | None = None
-    rotary: np.ndarray | None = None
-
-    @property
-    def has_images(self) -> bool:
-        """Return whether the forward differs from a forward of text."""
-        return self.image_tokens is not None or self.rotary is not None
 
 
 @dataclass(slots=True)
@@ -282,7 +249,7 @@ class HostExecutable(Executable):
         slot_states = [self._slot_states[slot] for slot in step.decode]
         tokens = [step.forced.get(s, self._slot_states[s].token) for s in step.decode]
         assert None not in tokens, "a slot that holds no token was stepped"
-        batch = _decode_batch(step, tokens, [slot_state.length for slot_state in slot_states])
+        batch = decode_batch(step, tokens, [slot_state.length for slot_state in slot_states])
         counts = [1 + len(step.drafts.get(slot, ())) for slot in step.decode]
         deltas = np.repeat([slot_state.rotary_delta for slot_state in slot_states], counts)
         if deltas.any():
@@ -549,18 +516,6 @@ class HostChoice:
         """Return the sampled tokens with their finish state."""
         assert self.chosen is not None, "the choice still waits for its masks"
         return self.chosen
-
-
-def _decode_batch(step: Step, tokens: Sequence[int | None], lengths: Sequence[int]) -> Batch:
-    """Return the rows of a step: a token per slot, and its drafts."""
-    if not step.drafts:
-        count = np.arange(len(tokens) + 1)
-        return Batch(np.array(tokens), np.array(lengths), count, count[:-1], step.decode, True)
-    lines = [(t, *step.drafts.get(slot, ())) for slot, t in zip(step.decode, tokens, strict=True)]
-    bounds = np.cumsum([0, *map(len, lines)])
-    positions = [np.arange(at, at + len(line)) for at, line in zip(lengths, lines, strict=True)]
-    flat = np.concatenate([np.array(line) for line in lines])
-    return Batch(flat, np.concatenate(positions), bounds, np.arange(len(flat)), step.decode, True)
 
 
 def _why(slot_state: SlotState, token: int, is_number: bool) -> int:

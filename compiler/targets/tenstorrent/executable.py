@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.contract.record import NumericContract
-from tilewright.compiler.targets.host.executable import Batch, HostExecutable
+from tilewright.compiler.targets.host.batch import Batch
+from tilewright.compiler.targets.host.executable import HostExecutable
 from tilewright.compiler.targets.interface.base import (
     Capabilities,
     CompileOptions,

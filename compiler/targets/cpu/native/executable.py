@@ -20,7 +20,8 @@ from tilewright.compiler.targets.cpu.native.memory import (
 from tilewright.compiler.targets.cpu.native.program.mapping import Mapped
 from tilewright.compiler.targets.cpu.native.program.packed import MAX_TOKENS, Packed, program_of
 from tilewright.compiler.targets.cpu.native.settings import prints_times
-from tilewright.compiler.targets.host.executable import Batch, HostExecutable, with_all_rows
+from tilewright.compiler.targets.host.batch import Batch
+from tilewright.compiler.targets.host.executable import HostExecutable, with_all_rows
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions, MemoryUse, Slot
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
 from tilewright.compiler.targets.interface.step import Snapshot

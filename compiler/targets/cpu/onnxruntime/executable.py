@@ -16,7 +16,8 @@ from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.cpu.onnxruntime.cache import SlotCaches, SlotStates, padded_length
 from tilewright.compiler.targets.cpu.onnxruntime.emitter import HIDDEN
 from tilewright.compiler.targets.cpu.onnxruntime.model_file import OpenModel
-from tilewright.compiler.targets.host.executable import Batch, HostExecutable
+from tilewright.compiler.targets.host.batch import Batch
+from tilewright.compiler.targets.host.executable import HostExecutable
 from tilewright.compiler.targets.interface.base import (
     Capabilities,
     CompileOptions,

@@ -20,7 +20,7 @@ from tilewright.compiler.targets.cpu.native.program.mapping import Mapped, map_w
 from tilewright.compiler.targets.cpu.native.program.packed import Packed, digest_of, write_packed
 from tilewright.compiler.targets.cpu.native.program.weights import write_weights
 from tilewright.compiler.targets.cpu.native.target import NativeTarget
-from tilewright.compiler.targets.host.executable import Batch
+from tilewright.compiler.targets.host.batch import Batch
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 from tilewright.compiler.targets.interface.step import Slot
 from tilewright.compiler.targets.program.instructions import KernelProgram, Needs

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.targets.cpu.native.numerics import arithmetic, held_kind
-from tilewright.compiler.targets.host.executable import Batch
+from tilewright.compiler.targets.host.batch import Batch
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.reference import ReferenceExecutable
 

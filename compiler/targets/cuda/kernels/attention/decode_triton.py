@@ -127,9 +127,9 @@ def _page_tiles(
     valid = (at < position) & wanted
     if WINDOW > 0:
         valid = valid & (at > position - WINDOW)
-    row = (number * 2 * G + g) * L
-    k, k_shared = load_tile(values, exponents, row, valid, L, D, E, BFP8)
-    v, v_shared = load_tile(values, exponents, row + G * L, valid, L, D, E, BFP8)
+    offset = (number * 2 * G + g) * L
+    k, k_shared = load_tile(values, exponents, offset, valid, L, D, E, BFP8)
+    v, v_shared = load_tile(values, exponents, offset + G * L, valid, L, D, E, BFP8)
     return k, k_shared, v, v_shared
 
 
@@ -212,7 +212,7 @@ def _enter(
     L: tl.constexpr,
     BFP8: tl.constexpr,
 ):
-    """Rotate the new token and store it in page row ``row [1]`` if it ``stores [1]``.
+    """Rotate the new token and store it in page at ``row [1]`` if it ``stores [1]``.
 
     Return q ``[R, E]`` in the matmul type, the scores with the token's own key, and its value. Key
     and value have the cache's precision.

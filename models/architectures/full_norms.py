@@ -10,7 +10,7 @@ from tilewright.compiler import ops
 from tilewright.models.architectures.layers import Attention, RMSNorm, rotate_half_split
 
 
-class WideNormAttention(Attention):
+class FullNormAttention(Attention):
     """Attention that normalizes q and k before the split into heads."""
 
     def __init__(self, config: Any, window: int = 0) -> None:

@@ -1,0 +1,56 @@
+"""The rows of a forward on a host executable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilewright.compiler.targets.interface.step import Slot, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """T tokens from N slots, flat and in slot order: the input for a forward.
+
+    Attributes:
+        tokens: int64 ``[T]``.
+        positions: int64 ``[T]``, consecutive within a slot.
+        cu_seqlens: ``[N + 1]``, splits the tokens by slot.
+        logit_rows: ``[R]``, token indices for logits, ascending.
+        slots: The slots.
+        decodes: A token per slot and its drafts, with decode kernels. False: a prefill chunk of a
+            single slot.
+        image_tokens: ``[K]``, indices of tokens with embeddings of images. None: none.
+        embeddings: Their embeddings, float32 ``[K, hidden]``.
+        rotary: Rotary position per token and pair, int64 ``[T, pairs]``. None: as
+            ``positions``.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    cu_seqlens: np.ndarray
+    logit_rows: np.ndarray
+    slots: tuple[Slot, ...]
+    decodes: bool
+    image_tokens: np.ndarray | None = None
+    embeddings: np.ndarray | None = None
+    rotary: np.ndarray | None = None
+
+    @property
+    def has_images(self) -> bool:
+        """Return whether the forward differs from a forward of text."""
+        return self.image_tokens is not None or self.rotary is not None
+
+
+def decode_batch(step: Step, tokens: Sequence[int | None], lengths: Sequence[int]) -> Batch:
+    """Return the rows of a step: a token per slot, and its drafts."""
+    if not step.drafts:
+        count = np.arange(len(tokens) + 1)
+        return Batch(np.array(tokens), np.array(lengths), count, count[:-1], step.decode, True)
+    lines = [(t, *step.drafts.get(slot, ())) for slot, t in zip(step.decode, tokens, strict=True)]
+    bounds = np.cumsum([0, *map(len, lines)])
+    positions = [np.arange(at, at + len(line)) for at, line in zip(lengths, lines, strict=True)]
+    flat = np.concatenate([np.array(line) for line in lines])
+    return Batch(flat, np.concatenate(positions), bounds, np.arange(len(flat)), step.decode, True)
