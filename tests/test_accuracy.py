@@ -42,7 +42,7 @@ def rows_of(document: perf_md.Document) -> list[Row]:
         if section.kind in ("performance", "accuracy", "precision")
         and section.result_kind == "measured"
         for row in section.rows
-        if row.top1 is not None
+        if row.top1 is not None and not row.calibration
     ]
 
 

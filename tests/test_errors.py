@@ -69,4 +69,4 @@ def test_what_is_said_to_be_installed_is_there_to_install() -> None:
         named = {name for names in found for name in names.split(",")}
         assert named <= extras.keys(), path
         said |= named if path in sources else set()
-    assert said == {"boards", "cuda", "plot", "ray", "serve", "show"}
+    assert said == {"boards", "cuda", "plot", "ray", "serve", "show", "vision"}

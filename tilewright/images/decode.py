@@ -62,7 +62,7 @@ def import_pillow() -> None:
         import PIL.Image  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "images: Pillow is not installed; allowed: pip install tilewright[vision]"
+            "images: Pillow is not installed; allowed: pip install -e '.[vision]' in the clone"
         ) from None
 
 

@@ -22,7 +22,7 @@ class Batch:
         slots: The slots.
         decodes: A token per slot and its drafts, with decode kernels. False: a prefill chunk of a
             single slot.
-        image_tokens: ``[K]``, indices of tokens with embeddings of images. None: none.
+        image_tokens: ``[K]``, indices of tokens with image embeddings. None: none.
         embeddings: Their embeddings, float32 ``[K, hidden]``.
         rotary: Rotary position per token and pair, int64 ``[T, pairs]``. None: as
             ``positions``.
