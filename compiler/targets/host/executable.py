@@ -250,10 +250,10 @@ class HostExecutable(Executable):
         tokens = [step.forced.get(s, self._slot_states[s].token) for s in step.decode]
         assert None not in tokens, "a slot that holds no token was stepped"
         batch = decode_batch(step, tokens, [slot_state.length for slot_state in slot_states])
-        counts = [1 + len(step.drafts.get(slot, ())) for slot in step.decode]
-        deltas = np.repeat([slot_state.rotary_delta for slot_state in slot_states], counts)
-        if deltas.any():
-            batch = replace(batch, rotary=self._rotary(batch.positions + deltas))
+        deltas = [slot_state.rotary_delta for slot_state in slot_states]
+        if any(deltas):
+            positions = batch.positions + np.repeat(deltas, np.diff(batch.cu_seqlens))
+            batch = replace(batch, rotary=self._rotary(positions))
         logits = self.forward_drafts(batch) if step.drafts else self.forward(batch)
         for slot, token in step.forced.items():
             self._slot_states[slot].force(token)
