@@ -127,8 +127,9 @@ def test_drafts_launch_attention_twice_and_nothing_else(monkeypatch: pytest.Monk
                 attended.append((at.blocks, arguments.window, bool(arguments.early)))
             launch(source, name, at=at, arguments=arguments, **how)
 
-        monkeypatch.setattr(nvrtc, "launch", recorded)
-        steps.decode(rows_of(4), reach=8, has_drafts=True)
+        with monkeypatch.context() as patch:  # undone before the recorded launches are
+            patch.setattr(nvrtc, "launch", recorded)
+            steps.decode(rows_of(4), reach=8, has_drafts=True)
     (at,) = (n for n, name in enumerate(plain) if name.startswith("attention:"))
     assert launches.kernels == [*plain[: at + 1], *plain[at:]]
     assert [attended[0], attended[1][1:]] == [((1, 4, 8), 1, False), (0, False)]
