@@ -100,7 +100,7 @@ class RequestHandle:
     _tracker: RequestTracker
     engines: dict[int, int] = field(default_factory=dict)
     _found: list[tuple[int, Answer]] = field(default_factory=list)
-    _finished: dict[int, RequestFinished] = field(default_factory=dict)
+    _finished: tuple[tuple[int, RequestFinished], ...] = ()  # no memory while a request waits
     _waiter: asyncio.Future[None] | None = None
     _look_timer: asyncio.TimerHandle | None = None
     _heard_at: float = 0.0
@@ -108,7 +108,7 @@ class RequestHandle:
     def put(self, index: int, message: Answer) -> None:
         """Take a message; the tracker calls this for each."""
         if isinstance(message, RequestFinished):
-            self._finished[index] = message
+            self._finished += ((index, message),)
         self._found.append((index, message))
         self._wake()
 
@@ -143,7 +143,7 @@ class RequestHandle:
         the engine has said if it had ended by itself, else as measured here, or None before its
         first token.
         """
-        return self._finished.get(index) or self._tracker.cancel(self.ids[index])
+        return dict(self._finished).get(index) or self._tracker.cancel(self.ids[index])
 
     def close(self) -> None:
         """Cancel every request of this handle that has not ended."""
