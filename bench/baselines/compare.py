@@ -98,10 +98,11 @@ class Measure:
     def rate(self, heard: Sequence[Heard]) -> float:
         """Return tokens per second.
 
-        Decode counts tokens between the last first token and the first end, without the first.
+        Prefill ends with the answer: a single token may have no text. Decode counts tokens between
+        the last first token and the first end, without the first.
         """
         if self.num_tokens == 1:
-            return self.prompt_length / heard[0].first
+            return self.prompt_length / heard[0].ended
         times = [[each.began + at for at in each.times] for each in heard]
         begin, end = max(each[0] for each in times), min(each[-1] for each in times)
         if end <= begin:
@@ -154,7 +155,8 @@ class Engine:
             if errors := [each.error for each in heard if each.error]:
                 raise TilewrightError(errors[0])
             if counts:
-                self.rates.setdefault(measure.name, []).append(measure.rate(heard))
+                rate = measure.rate(heard)
+                self.rates.setdefault(measure.name, []).append(rate)
         except (OSError, TilewrightError) as error:
             self.failure = str(error)
 
@@ -314,6 +316,7 @@ def record_of(
         "model": model.name,
         "model_hash": model.checkpoint.content_hash(),
         "device": describe_cpu().model_name,
+        "instruction_set": _instruction_set() if "native" in options.backends else "",
         "num_threads": options.num_threads,
         "num_rounds": options.rounds,
         "measures": [dataclasses.asdict(measure) for measure in measures_of(options)],
@@ -322,6 +325,12 @@ def record_of(
         "ratios": ratios,
         **dataclasses.asdict(environment((*PACKAGES, *_PACKAGES), hash_host=True)),
     }
+
+
+def _instruction_set() -> str:
+    from tilewright.compiler.targets.cpu.native.library import binding
+
+    return binding.ISA_NAMES[binding.library().tw_best_isa()]
 
 
 def main(argv: list[str]) -> int:

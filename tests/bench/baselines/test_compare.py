@@ -67,7 +67,7 @@ def test_a_round_has_prefill_users_and_busy_processes() -> None:
 
 
 def test_rates_by_hand() -> None:
-    assert Measure("p", 512, 1).rate([Heard(times=[0.25], count=1)]) == 2048
+    assert Measure("p", 512, 1).rate([Heard(ended=0.25, count=1)]) == 2048, "a token without text"
     one = Heard(began=10.0, times=[1.0, 1.5, 2.0, 2.5], count=4)
     assert Measure("d", 8, 4).rate([one]) == 2.0, "without the first token"
     # Chunks of two tokens. Both users decode from 11.5 to 12.5 only.
@@ -93,6 +93,7 @@ def test_an_engine_without_a_server_is_an_endpoint() -> None:
         server.shutdown()
     for heard in found:
         assert not heard.error and len(heard.times) == heard.count == 5
+        assert heard.times[-1] <= heard.ended
         assert heard.num_prompt == 3
 
 

@@ -34,6 +34,7 @@ class Heard:
     Attributes:
         began: Start of the request, by this process's clock in seconds.
         times: Seconds from the start to each chunk with text.
+        ended: Seconds from the start to the end of the response.
         count: Output tokens, as counted by the server.
         num_prompt: Prompt tokens.
         num_cached: Prompt tokens from the prefix cache.
@@ -43,6 +44,7 @@ class Heard:
 
     began: float = 0.0
     times: list[float] = field(default_factory=list)
+    ended: float = 0.0
     count: int = 0
     num_prompt: int = 0
     num_cached: int = 0
@@ -102,6 +104,7 @@ class Client:
                             return heard
                 is_whole = has_ended and (heard.times or heard.count)
                 heard.error = heard.error or ("" if is_whole else "no whole answer")
+                heard.ended = time.perf_counter() - heard.began
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
             heard.error = str(error) or type(error).__name__
         return heard

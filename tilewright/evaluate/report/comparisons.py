@@ -155,7 +155,7 @@ def source_of(record: Record) -> str:
         spread = f" Ratios are per round, with spreads from `{ends} %`."
     rounds = "1 round" if record["num_rounds"] == 1 else f"{record['num_rounds']} rounds in turn"
     return (
-        f"{record['model']}, {record['num_threads']} threads of {record['device']} "
+        f"{record['model']}, {record['num_threads']} threads of {_cpu_name(record)} "
         f"({record['timestamp'][:10]}, commit {short_commit(record['commit'])}). "
         f"Medians over {rounds}, in tokens/s for all users together.{spread} "
         f"Memory read rates are `{min(readings):.1f} to {max(readings):.1f} GB/s`."
@@ -258,8 +258,10 @@ class ServedRun:
     users: tuple[int, ...]
 
 
-CPU_RESULTS = (("all-q40", 1), ("all-q40", 32), ("all-q80", 1), ("bf16", 32))
-"""Precision and users for results in ``compare.json``, part ``formats``."""
+CPU_RESULTS = (("all-q40", 1), ("all-q40", 8), ("all-q80", 1), ("bf16", 1), ("bf16", 8))
+"""Precision and users for results in ``compare.json``."""
+
+CPU_PARTS = ("avx512", "avx2")
 
 SERVED_RUNS = (
     ServedRun("shape:llama-3.1-8b", "Llama-3.1-8B (random weights)", "3d465be", (1, 64, 256)),
@@ -276,17 +278,24 @@ def _baselines(results: Path, name: str) -> str:
     del name  # One table exists.
     path = results / "compare.json"
     parts = read_parts(path)
-    if "formats" not in parts:
-        raise ConfigError(f"{path}: no part 'formats'; allowed: a run of python -m bench compare")
-    record = parts["formats"]
+    if missing := [part for part in CPU_PARTS if part not in parts]:
+        raise ConfigError(
+            f"{path}: no part {missing[0]!r}; allowed: a run of python -m bench compare --part"
+        )
+    records = [parts[part] for part in CPU_PARTS]
     served = results / "serving" / "h200.jsonl"
     rows = [row for row in read_rows(served, "bench --url") if row.get("plan") == "streams"]
-    lines = [_cpu_line(path, record, precision, users) for precision, users in CPU_RESULTS]
+    lines = [
+        _cpu_line(path, record, precision, users)
+        for record in records
+        for precision, users in CPU_RESULTS
+    ]
     captions = [
-        f"{record['device']}: `make compare`, decode after 128 tokens, {record['num_threads']} "
+        f"{_cpu_name(record)}: `make compare`, decode after 128 tokens, {record['num_threads']} "
         f"threads, medians of {record['num_rounds']} alternating rounds, Tilewright "
         f"{record['versions']['tilewright']} ({record['timestamp'][:10]}, commit "
         f"`{short_commit(record['commit'])}`)."
+        for record in records
     ]
     for run in SERVED_RUNS:
         pairs = [_served_pair(served, rows, run, users) for users in run.users]
@@ -297,6 +306,10 @@ def _baselines(results: Path, name: str) -> str:
             lines.append((*cells, _rate(rate), baseline, _rate(theirs), f"{rate / theirs:.2f}"))
         captions.append(_served_caption(run, *pairs[0]))
     return f"{Table.of(_README, lines).markdown()}\n" + "  \n".join(captions)
+
+
+def _cpu_name(record: Record) -> str:
+    return ", ".join(filter(None, (record["device"], record.get("instruction_set"))))
 
 
 def _cpu_line(path: Path, record: Record, precision: str, users: int) -> tuple[str, ...]:
@@ -315,7 +328,7 @@ def _cpu_line(path: Path, record: Record, precision: str, users: int) -> tuple[s
         for item in record["contestants"]
         if measure in item["rates"]
     }
-    cells = record["device"], record["model"], precision, str(users), _rate(rates[ratio["ours"]])
+    cells = _cpu_name(record), record["model"], precision, str(users), _rate(rates[ratio["ours"]])
     peer = ratio["peer"]
     return (*cells, peer, _rate(rates[peer]), f"{statistics.median(ratio['repeats']):.2f}")
 
