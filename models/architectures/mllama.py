@@ -63,11 +63,11 @@ class MllamaForCausalLM(LlamaForCausalLM):
     def sources(self) -> Sources:
         found = {}
         for name, _ in self.named_parameters():
-            head, found_layers, rest = name.partition("layers.")
-            if found_layers:
+            prefix, is_layer, rest = name.rpartition("model.layers.")
+            if is_layer and not prefix:
                 layer, _, tail = rest.partition(".")
                 stored = self.config.stored_layers[int(layer)]
-                found[name] = (TensorSource(f"{head}layers.{stored}.{tail}"),)
+                found[name] = (TensorSource(f"model.layers.{stored}.{tail}"),)
         if self.config.tie_embeddings:
             rows = (0, self.config.vocab_size)
             found["lm_head.weight"] = (TensorSource("model.embed_tokens.weight", rows=rows),)
