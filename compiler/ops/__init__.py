@@ -39,7 +39,11 @@ from tilewright.compiler.ops.fused import (
     fused_expert_linear,
     fused_linear,
 )
-from tilewright.compiler.ops.image_attention import cross_attention, tile_attention
+from tilewright.compiler.ops.image_attention import (
+    cross_attention,
+    mask_text_rows,
+    tile_attention,
+)
 from tilewright.compiler.ops.library import OPERATORS, Cost, Operator
 from tilewright.compiler.ops.moe import expert_linear, experts, local_experts, router
 from tilewright.compiler.ops.rounding import round_q80
@@ -48,6 +52,7 @@ from tilewright.compiler.ops.tiles import (
     add_gated,
     add_position_rows,
     add_tile_rows,
+    join_columns,
     pad_rows,
     prepend_row,
     tile_features,
@@ -92,9 +97,11 @@ __all__ = [
     "gated_delta_rule_step",
     "gelu",
     "interpolate_rows",
+    "join_columns",
     "layer_norm",
     "linear",
     "local_experts",
+    "mask_text_rows",
     "merge_rows",
     "pad_rows",
     "prepend_row",

@@ -65,3 +65,12 @@ def cross_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: flo
     hidden = (rows < visible[:, :1]) | (rows >= visible[:, 1:])
     weights = _scores(q, k, scale).masked_fill(hidden, float("-inf")).softmax(-1)
     return _weighted(weights.nan_to_num(0.0), v)
+
+
+@operator(
+    fake=lambda x, visible: torch.empty_like(x),
+    cost=lambda x, visible: Cost(1.0 * x.numel(), x.numel(), x.numel()),
+)
+def mask_text_rows(x: Tensor, visible: Tensor) -> Tensor:
+    """Set rows in ``x [T, C]`` to zero if their ``visible [T, 2]`` range is empty."""
+    return x * (visible[:, :1] < visible[:, 1:]).to(x.dtype)

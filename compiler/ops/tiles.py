@@ -59,6 +59,17 @@ def pad_rows(x: Tensor, count: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, count - x.shape[1])).flatten(0, 1)
 
 
+@operator(
+    fake=lambda parts: parts[0].new_empty(
+        (parts[0].shape[0], sum(part.shape[1] for part in parts))
+    ),
+    cost=lambda parts: Cost(0.0, *[sum(part.numel() for part in parts)] * 2),
+)
+def join_columns(parts: list[Tensor]) -> Tensor:
+    """Concatenate ``[rows, columns]`` parts along the columns."""
+    return torch.cat(parts, dim=-1)
+
+
 def _features_cost(x: Tensor, kept: list[Tensor], num_tiles: int, num_rows: int) -> Cost:
     written = num_tiles * num_rows * x.shape[1] * (1 + len(kept))
     return Cost(0.0, x.numel() * (1 + len(kept)), written)

@@ -22,7 +22,7 @@ from tilewright.compiler.targets.reference_tower import STAGES, compile_tower
 from tilewright.compiler.tracer import grouped_modules
 from tilewright.images.tiles import arrangements
 from tilewright.images.visible import visible_images, visible_rows
-from tilewright.models.architectures.mllama_cross import ImageTextForCausalLM
+from tilewright.models.architectures.mllama_cross import ImageEncoderModel, ImageTextForCausalLM
 from tilewright.models.architectures.mllama_vision import TileTower, TileTowerConfig, padding_rows
 
 GATE = 0.7
@@ -77,11 +77,13 @@ def _ours(state: dict[str, Tensor]) -> dict[str, Any]:
     )
     with torch.device("meta"):
         tower, model = TileTower(TOWER), ImageTextForCausalLM(text)  # type: ignore[arg-type]
+        encoder = ImageEncoderModel(TOWER, text)  # type: ignore[arg-type]
     tower.load_state_dict(_values(tower, named), assign=True)
+    encoder.load_state_dict(_values(encoder, named), assign=True)
     model.load_state_dict(_values(model, named), assign=True, strict=False)
     for name, value in model.constants().items():
         model.get_submodule(name.rpartition(".")[0]).inv_freq = value
-    return {"tower": tower, "model": model, "named": named}
+    return {"tower": tower, "encoder": encoder, "model": model, "named": named, "config": text}
 
 
 def _values(module: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -108,10 +110,14 @@ def _image(aspect: tuple[int, int], seed: int) -> SimpleNamespace:
     )
 
 
+def _tower_inputs(image: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
+    is_padding = padding_rows(TOWER, image.num_tiles)
+    return _patches(image.pixels), torch.tensor([image.aspect_id]), is_padding
+
+
 @torch.no_grad()
 def _features(pair: SimpleNamespace, image: SimpleNamespace) -> Tensor:
-    is_padding = padding_rows(TOWER, image.num_tiles)
-    found: Tensor = pair.tower(_patches(image.pixels), torch.tensor([image.aspect_id]), is_padding)
+    found: Tensor = pair.tower(*_tower_inputs(image))
     return found
 
 
@@ -147,11 +153,7 @@ def test_traced_tower_on_the_reference(pair: SimpleNamespace, weights: str) -> N
     resolved = precision_of(weights).resolve(4, "tower", modules=grouped_modules(module))
     graph_module, _ = lower_model(tower, resolved, STAGES, silent)
     image = _image((2, 2), seed=0)
-    inputs = (
-        _patches(image.pixels),
-        torch.tensor([image.aspect_id]),
-        padding_rows(TOWER, image.num_tiles),
-    )
+    inputs = _tower_inputs(image)
     got = compile_tower(graph_module, weight_source(tower))(*(each.numpy() for each in inputs))
     error = (torch.from_numpy(got) - _features(pair, image)).abs().max()
     assert error < 1e-5 if weights == "fp32" else 1e-4 < error < 0.5
@@ -173,7 +175,7 @@ def test_logits_equal_transformers(
     tokens, aspects = PROMPTS[prompt]
     tokens = tokens + random_tokens(3, vocab_size=96)
     images = [_image(ASPECTS[aspect], seed) for seed, aspect in enumerate(aspects)]
-    expected = _their_logits(pair.theirs, tokens, images, monkeypatch)
+    expected = their_logits(pair.theirs, tokens, images, monkeypatch)
     got = _our_logits(pair, tokens, images)
     assert expected.std() > 0.1
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
@@ -182,11 +184,18 @@ def test_logits_equal_transformers(
     assert (_our_logits(pair, tokens, blank) - got).abs().max() > 0.01
 
 
+@torch.no_grad()
+def _cache_rows(pair: SimpleNamespace, image: SimpleNamespace) -> Tensor:
+    """Return the keys and values of used tiles."""
+    found: Tensor = pair.encoder(*_tower_inputs(image))
+    return found[: image.num_tiles * TOWER.num_rows]
+
+
+@torch.no_grad()
 def _our_logits(pair: SimpleNamespace, tokens: list[int], images: list[Any]) -> Tensor:
     """Keys and values of used tiles only."""
     counts = [image.num_tiles * TOWER.num_rows for image in images]
-    rows = [_features(pair, image)[:count] for image, count in zip(images, counts, strict=True)]
-    cache = pair.model.model.keys_values(torch.cat(rows))
+    cache = torch.cat([_cache_rows(pair, image) for image in images])
     spans = visible_images(tokens, IMAGE)
     visible = torch.tensor(visible_rows(spans, counts, range(len(tokens))))
     positions = torch.arange(len(tokens))
@@ -194,7 +203,7 @@ def _our_logits(pair: SimpleNamespace, tokens: list[int], images: list[Any]) -> 
     return found
 
 
-def _their_logits(
+def their_logits(
     theirs: Any, tokens: list[int], images: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> Tensor:
     mask = _their_mask(tokens, images)

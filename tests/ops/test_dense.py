@@ -168,6 +168,8 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
         *(torch.randn(2, 3, C), torch.randn(5, 2 * C), torch.tensor([4]), torch.randn(1)),
     ),
     "add_position_rows": (torch.randn(2, 3, C), torch.randn(3, C), torch.randn(1)),
+    "mask_text_rows": (torch.randn(T, C), torch.tensor([[1, 1], *[[0, 2]] * (T - 1)])),
+    "join_columns": ([torch.randn(T, C), torch.randn(T, 3)],),
     "prepend_row": (torch.randn(2, 3, C), torch.randn(C)),
     "pad_rows": (torch.randn(2, 3, C), 8),
     "tile_features": (torch.randn(16, C), [torch.randn(16, C), torch.randn(16, C)], 2, 5),
@@ -191,6 +193,7 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
 
 
 WITHOUT_ARITHMETIC = (
+    "join_columns",
     "prepend_row",
     "pad_rows",
     "tile_features",

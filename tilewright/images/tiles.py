@@ -89,19 +89,29 @@ def fit_size(size: Size, canvas: Size, *, tile_size: int) -> Size:
 
 def tile_image(image: Image, settings: TileSettings) -> TiledImage:
     """Resize an RGB image, and return its tiles with their arrangement."""
+    return tiles_of(draw_canvas(image, settings), settings)
+
+
+def draw_canvas(image: Image, settings: TileSettings) -> npt.NDArray[np.uint8]:
+    """Return a resized RGB image on its canvas ``[height, width, 3]``."""
     import PIL.Image
 
-    side = settings.tile_size
-    size = image.height, image.width
+    side, size = settings.tile_size, (image.height, image.width)
     canvas = choose_canvas(size, tile_size=side, max_tiles=settings.max_tiles)
     height, width = fit_size(size, canvas, tile_size=side)
+    drawn = np.zeros((*canvas, 3), np.uint8)
     resized = image.resize((width, height), PIL.Image.Resampling.BILINEAR)
-    padded = np.zeros((*canvas, 3), np.float32)
-    padded[:height, :width] = np.asarray(resized, np.float32)
+    drawn[:height, :width] = np.asarray(resized)
+    return drawn
+
+
+def tiles_of(canvas: npt.NDArray[np.uint8], settings: TileSettings) -> TiledImage:
+    """Normalize a canvas, and return its tiles."""
+    side = settings.tile_size
     mean, std = (np.asarray(each, np.float32) for each in (settings.mean, settings.std))
-    padded = (padded * np.float32(1 / 255) - mean) / std
-    rows, cols = canvas[0] // side, canvas[1] // side
-    tiles = padded.reshape(rows, side, cols, side, 3).transpose(0, 2, 4, 1, 3)
+    values = (canvas.astype(np.float32) * np.float32(1 / 255) - mean) / std
+    rows, cols = canvas.shape[0] // side, canvas.shape[1] // side
+    tiles = values.reshape(rows, side, cols, side, 3).transpose(0, 2, 4, 1, 3)
     pixels = np.zeros((settings.max_tiles, 3, side, side), np.float32)
     pixels[: rows * cols] = tiles.reshape(-1, 3, side, side)
     aspect_id = arrangements(settings.max_tiles).index((rows, cols)) + 1

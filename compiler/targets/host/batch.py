@@ -26,6 +26,8 @@ class Batch:
         embeddings: Their embeddings, float32 ``[K, hidden]``.
         rotary: Rotary position per token and pair, int64 ``[T, pairs]``. None: as
             ``positions``.
+        cross_cache: Cross-attention keys and values for image rows, float32 ``[V, width]``.
+        visible: First visible image row and end per token, int64 ``[T, 2]``. None: no images.
     """
 
     tokens: np.ndarray
@@ -37,6 +39,8 @@ class Batch:
     image_tokens: np.ndarray | None = None
     embeddings: np.ndarray | None = None
     rotary: np.ndarray | None = None
+    cross_cache: np.ndarray | None = None
+    visible: np.ndarray | None = None
 
     @property
     def has_images(self) -> bool:
