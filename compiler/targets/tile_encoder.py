@@ -42,8 +42,8 @@ class TileEncoder:
         padded = -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
         is_padding = np.ones((len(patches), padded), np.bool_)
         is_padding[: tiled.num_tiles, :rows] = False
-        found = self._tower(patches, np.array([tiled.aspect_id]), is_padding.reshape(-1))
-        return found[: tiled.num_tiles * rows]
+        result = self._tower(patches, np.array([tiled.aspect_id]), is_padding.reshape(-1))
+        return result[: tiled.num_tiles * rows]
 
 
 def patches_of(pixels: npt.NDArray[np.float32], side: int) -> npt.NDArray[np.float32]:

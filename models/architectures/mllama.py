@@ -61,17 +61,17 @@ class MllamaForCausalLM(LlamaForCausalLM):
         self.config = config
 
     def sources(self) -> Sources:
-        found = {}
+        result = {}
         for name, _ in self.named_parameters():
             prefix, is_layer, rest = name.rpartition("model.layers.")
             if is_layer and not prefix:
                 layer, _, tail = rest.partition(".")
                 stored = self.config.stored_layers[int(layer)]
-                found[name] = (TensorSource(f"model.layers.{stored}.{tail}"),)
+                result[name] = (TensorSource(f"model.layers.{stored}.{tail}"),)
         if self.config.tie_embeddings:
             rows = (0, self.config.vocab_size)
-            found["lm_head.weight"] = (TensorSource("model.embed_tokens.weight", rows=rows),)
-        return found
+            result["lm_head.weight"] = (TensorSource("model.embed_tokens.weight", rows=rows),)
+        return result
 
 
 def read_hf(keys: Keys, config: MllamaConfig) -> MllamaConfig:
@@ -93,9 +93,9 @@ def skips_tensor(config: MllamaConfig, name: str) -> bool:
     """Return whether a tensor belongs to the vision tower or to a cross-attention layer."""
     if name.startswith(("vision_model.", "multi_modal_projector.")):
         return True
-    head, found, rest = name.partition("model.layers.")
+    head, result, rest = name.partition("model.layers.")
     layer = rest.partition(".")[0]
-    return not head and bool(found) and layer.isdigit() and int(layer) in config.cross_layers
+    return not head and bool(result) and layer.isdigit() and int(layer) in config.cross_layers
 
 
 ARCHITECTURE = Architecture(

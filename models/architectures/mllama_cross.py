@@ -69,9 +69,9 @@ class ImageEncoderModel(TileTower):
 
     def forward(self, patches: Tensor, aspect: Tensor, is_padding: Tensor) -> Tensor:
         features = super().forward(patches, aspect, is_padding)
-        parts = [part for layer in self.cross_layers for part in layer(features)]
-        found: Tensor = ops.join_columns(parts)
-        return found
+        pieces = [columns for layer in self.cross_layers for columns in layer(features)]
+        result: Tensor = ops.join_columns(pieces)
+        return result
 
     def sources(self) -> Sources:
         return {**super().sources(), **_cross_sources(self, self.stored_layers, ".cross_attn")}
@@ -93,8 +93,8 @@ class CrossLayer(nn.Module):
         attended = self.cross_attn(self.input_layernorm(x), k_VGD, v_VGD, visible)
         x = ops.add_gated(x, attended, self.cross_attn_attn_gate)
         fed = ops.mask_text_rows(self.mlp(self.post_attention_layernorm(x)), visible)
-        found: Tensor = ops.add_gated(x, fed, self.cross_attn_mlp_gate)
-        return found
+        result: Tensor = ops.add_gated(x, fed, self.cross_attn_mlp_gate)
+        return result
 
 
 class ImageTextModel(MllamaModel):
@@ -111,8 +111,8 @@ class ImageTextModel(MllamaModel):
     def forward(  # type: ignore[override]
         self, tokens_T: Tensor, positions_T: Tensor, cross_cache: Tensor, visible: Tensor
     ) -> Tensor:
-        parts = cross_cache.split([self.kv_width] * (2 * len(self.cross_layers)), dim=-1)
-        cache = [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
+        pieces = cross_cache.split([self.kv_width] * (2 * len(self.cross_layers)), dim=-1)
+        cache = [columns.unflatten(-1, (-1, self.head_dim)) for columns in pieces]
         x = self.embed_tokens(tokens_T)
         cos, sin = self.rotary(positions_T)
         for is_cross, index in self.order:
@@ -166,16 +166,16 @@ class ImageTextForCausalLM(MllamaForCausalLM):
 
 
 def _cross_sources(
-    module: nn.Module, stored_layers: Sequence[int], part: str, prefix: str = ""
+    module: nn.Module, stored_layers: Sequence[int], columns: str, prefix: str = ""
 ) -> Sources:
     """Return the checkpoint's names for parameters in ``cross_layers``."""
-    found = {}
+    result = {}
     for name, _ in module.named_parameters():
         if name.startswith("cross_layers."):
             _, index, tail = name.split(".", 2)
-            stored = f"model.layers.{stored_layers[int(index)]}{part}.{tail}"
-            found[prefix + name] = (TensorSource(stored),)
-    return found
+            stored = f"model.layers.{stored_layers[int(index)]}{columns}.{tail}"
+            result[prefix + name] = (TensorSource(stored),)
+    return result
 
 
 def _indices(config: MllamaConfig) -> list[int]:

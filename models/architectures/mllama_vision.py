@@ -73,8 +73,8 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = ops.layer_norm(x, self.weight, self.bias, self.eps)
-        return found
+        result: Tensor = ops.layer_norm(x, self.weight, self.bias, self.eps)
+        return result
 
 
 class Table(nn.Module):
@@ -94,8 +94,8 @@ class TileEmbedding(nn.Module):
         self.embedding = Table(config.num_aspects, config.max_tiles * config.hidden_size)
 
     def forward(self, x_NPC: Tensor, aspect: Tensor) -> Tensor:
-        found: Tensor = ops.add_tile_rows(x_NPC, self.embedding.weight, aspect, self.gate)
-        return found
+        result: Tensor = ops.add_tile_rows(x_NPC, self.embedding.weight, aspect, self.gate)
+        return result
 
 
 class PositionEmbedding(nn.Module):
@@ -110,8 +110,8 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, x_NPC: Tensor, aspect: Tensor) -> Tensor:
         x = ops.add_position_rows(x_NPC, self.embedding, self.gate)
-        found: Tensor = ops.add_tile_rows(x, self.tile_embedding.weight, aspect, self.gate)
-        return found
+        result: Tensor = ops.add_tile_rows(x, self.tile_embedding.weight, aspect, self.gate)
+        return result
 
 
 class TileAttention(nn.Module):
@@ -174,8 +174,8 @@ class GlobalLayer(TowerLayer):
         attended = self.self_attn(self.input_layernorm(x), is_padding)
         x = ops.add_gated(x, attended, self.gate_attn)
         fed = self.mlp(self.post_attention_layernorm(x))
-        found: Tensor = ops.add_gated(x, fed, self.gate_ffn)
-        return found
+        result: Tensor = ops.add_gated(x, fed, self.gate_ffn)
+        return result
 
 
 class Blocks(nn.Module):
@@ -220,8 +220,8 @@ class TileTowerModel(nn.Module):
         x = self.post_tile_positional_embedding(x, aspect).flatten(0, 1)
         for layer in self.global_transformer.blocks:
             x = layer(x, is_padding)
-        found: Tensor = ops.tile_features(x, kept, config.max_tiles, rows)
-        return found
+        result: Tensor = ops.tile_features(x, kept, config.max_tiles, rows)
+        return result
 
 
 class TileTower(nn.Module):

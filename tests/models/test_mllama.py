@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests import architecture_checks as checks
-from tests.tiny import random_tokens, tiny_model
+from tests.tiny import compiled, precision_of, prefill, random_tokens, tiny_model
 from tests.twins import Twin, twin_of
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.base import check_tensors
@@ -139,3 +139,11 @@ def test_named_shapes_are_llamas_without_cross_layers(name: str, like: str) -> N
 
 def test_passes_fire_as_often_as_expected() -> None:
     checks.check_rewrites(make())
+
+
+def test_text_is_emulated_on_a_board() -> None:
+    model, tokens = make(), random_tokens(9)
+    precision = precision_of("bfp8", embedding="bf16")
+    expected = prefill(compiled(model), tokens)
+    got = prefill(compiled(model, "n150", compute="fast", precision=precision), tokens)
+    assert 0 < (got - expected).std() / expected.std() < 0.1

@@ -27,14 +27,14 @@ class VisibleImages:
 
 def visible_images(tokens: Sequence[int], image_token: int) -> tuple[VisibleImages, ...]:
     """Return the visible images by position, ascending. Earlier positions see no image."""
-    found: list[VisibleImages] = []
+    spans: list[VisibleImages] = []
     for position, token in enumerate(tokens):
         if token != image_token:
             continue
-        follows = bool(found) and found[-1].start == position - 1
-        index = len(found)
-        found.append(VisibleImages(position, found[-1].first if follows else index, index + 1))
-    return tuple(found)
+        follows = bool(spans) and spans[-1].start == position - 1
+        index = len(spans)
+        spans.append(VisibleImages(position, spans[-1].first if follows else index, index + 1))
+    return tuple(spans)
 
 
 def visible_rows(
