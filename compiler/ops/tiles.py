@@ -60,14 +60,14 @@ def pad_rows(x: Tensor, count: int) -> Tensor:
 
 
 @operator(
-    fake=lambda parts: parts[0].new_empty(
-        (parts[0].shape[0], sum(part.shape[1] for part in parts))
+    fake=lambda tensors: tensors[0].new_empty(
+        (tensors[0].shape[0], sum(tensor.shape[1] for tensor in tensors))
     ),
-    cost=lambda parts: Cost(0.0, *[sum(part.numel() for part in parts)] * 2),
+    cost=lambda tensors: Cost(0.0, *[sum(tensor.numel() for tensor in tensors)] * 2),
 )
-def join_columns(parts: list[Tensor]) -> Tensor:
-    """Concatenate ``[rows, columns]`` parts along the columns."""
-    return torch.cat(parts, dim=-1)
+def join_columns(tensors: list[Tensor]) -> Tensor:
+    """Concatenate ``[rows, columns]`` tensors along the columns."""
+    return torch.cat(tensors, dim=-1)
 
 
 def _features_cost(x: Tensor, kept: list[Tensor], num_tiles: int, num_rows: int) -> Cost:

@@ -108,7 +108,7 @@ def draw_canvas(image: Image, settings: TileSettings) -> npt.NDArray[np.uint8]:
 def tiles_of(canvas: npt.NDArray[np.uint8], settings: TileSettings) -> TiledImage:
     """Normalize a canvas, and return its tiles."""
     side = settings.tile_size
-    mean, std = (np.asarray(each, np.float32) for each in (settings.mean, settings.std))
+    mean, std = (np.asarray(values, np.float32) for values in (settings.mean, settings.std))
     values = (canvas.astype(np.float32) * np.float32(1 / 255) - mean) / std
     rows, cols = canvas.shape[0] // side, canvas.shape[1] // side
     tiles = values.reshape(rows, side, cols, side, 3).transpose(0, 2, 4, 1, 3)

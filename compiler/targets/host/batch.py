@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tilewright.compiler.targets.interface.step import Slot, Step
+from tilewright.compiler.targets.interface.step import ImageId, PrefillChunk, Slot, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +58,11 @@ def decode_batch(step: Step, tokens: Sequence[int | None], lengths: Sequence[int
     positions = [np.arange(at, at + len(line)) for at, line in zip(lengths, lines, strict=True)]
     flat = np.concatenate([np.array(line) for line in lines])
     return Batch(flat, np.concatenate(positions), bounds, np.arange(len(flat)), step.decode, True)
+
+
+def images_by_token(chunk: PrefillChunk) -> list[tuple[ImageId, ...]]:
+    """Return the visible images per token in a chunk."""
+    seen: list[tuple[ImageId, ...]] = [()] * len(chunk.tokens)
+    for visible in chunk.visible:
+        seen[visible.offset :] = [visible.images] * (len(chunk.tokens) - visible.offset)
+    return seen

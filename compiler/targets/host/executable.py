@@ -16,7 +16,7 @@ import numpy as np
 from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
 from tilewright.compiler.sampling.draw import log_probabilities
 from tilewright.compiler.sampling.params import SamplingParams
-from tilewright.compiler.targets.host.batch import Batch, decode_batch
+from tilewright.compiler.targets.host.batch import Batch, decode_batch, images_by_token
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     END_TOKEN,
@@ -572,14 +572,6 @@ def _joined(slots: Iterable[Sequence[Chosen]]) -> Chosen:
         scores or None,
         counts=[len(slot) for slot in slots],
     )
-
-
-def images_by_token(chunk: PrefillChunk) -> list[tuple[ImageId, ...]]:
-    """Return the visible images per token in a chunk."""
-    seen: list[tuple[ImageId, ...]] = [()] * len(chunk.tokens)
-    for visible in chunk.visible:
-        seen[visible.offset :] = [visible.images] * (len(chunk.tokens) - visible.offset)
-    return seen
 
 
 def with_all_rows(batch: Batch) -> Batch:
