@@ -123,7 +123,8 @@ perf-check: $(WITH_TEST)
 # The rows of boards that are not there. Predicted ones take 10 s each; the default model's accuracy
 # is emulated in 2 minutes a configuration on two quiet cores.
 BOARD_RESULTS := results/boards.jsonl
-BOARD_SHAPES := llama-3.2-1b llama-3.2-3b llama-3.1-8b llama-3.1-70b qwen2.5-7b
+BOARD_SHAPES := llama-3.2-1b llama-3.2-3b llama-3.1-8b llama-3.2-11b llama-3.1-70b llama-3.2-90b \
+    qwen2.5-7b
 BOARD_CASES := performance-ci-1 accuracy-ci-1 performance-ci-32 performance-long-context-64k
 BOARDS := n150 n300 t3k tg
 

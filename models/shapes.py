@@ -184,6 +184,26 @@ SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
             num_hidden_layers=80,
             num_attention_heads=64,
         ),
+        "llama-3.2-11b": _llama3(
+            "Llama-3.2-11B",
+            factor=8.0,
+            model_type="mllama",
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=40,
+            num_attention_heads=32,
+            cross_attention_layers=list(range(3, 40, 5)),
+        ),
+        "llama-3.2-90b": _llama3(
+            "Llama-3.2-90B",
+            factor=8.0,
+            model_type="mllama",
+            hidden_size=8192,
+            intermediate_size=28672,
+            num_hidden_layers=100,
+            num_attention_heads=64,
+            cross_attention_layers=list(range(3, 100, 5)),
+        ),
         "llama-2-70b": MappingProxyType(
             {
                 "_name_or_path": "Llama-2-70B",

@@ -111,6 +111,7 @@ _FAMILIES: dict[str, Callable[[Any], Counts]] = {
     "llama": _llama,
     "ministral3": _llama,
     "mistral": _llama,
+    "mllama": _llama,
     "olmo3": _olmo3,
     "phi3": _llama,
     "qwen2": _llama,

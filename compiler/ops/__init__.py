@@ -39,10 +39,24 @@ from tilewright.compiler.ops.fused import (
     fused_expert_linear,
     fused_linear,
 )
+from tilewright.compiler.ops.image_attention import (
+    cross_attention,
+    mask_text_rows,
+    tile_attention,
+)
 from tilewright.compiler.ops.library import OPERATORS, Cost, Operator
 from tilewright.compiler.ops.moe import expert_linear, experts, local_experts, router
 from tilewright.compiler.ops.rounding import round_q80
 from tilewright.compiler.ops.sample import sample
+from tilewright.compiler.ops.tiles import (
+    add_gated,
+    add_position_rows,
+    add_tile_rows,
+    join_columns,
+    pad_rows,
+    prepend_row,
+    tile_features,
+)
 from tilewright.compiler.ops.vision import (
     full_attention,
     interpolate_rows,
@@ -59,7 +73,10 @@ __all__ = [
     "FusedExpertArguments",
     "Operator",
     "RopeAttentionArguments",
+    "add_gated",
+    "add_position_rows",
     "add_rms_norm",
+    "add_tile_rows",
     "all_gather",
     "all_reduce",
     "all_reduce_add",
@@ -68,6 +85,7 @@ __all__ = [
     "attention_step",
     "causal_conv1d",
     "causal_conv1d_step",
+    "cross_attention",
     "delta_rule_norm_step",
     "embedding",
     "expert_linear",
@@ -79,10 +97,14 @@ __all__ = [
     "gated_delta_rule_step",
     "gelu",
     "interpolate_rows",
+    "join_columns",
     "layer_norm",
     "linear",
     "local_experts",
+    "mask_text_rows",
     "merge_rows",
+    "pad_rows",
+    "prepend_row",
     "reduce_scatter",
     "rms_norm",
     "rope",
@@ -93,4 +115,6 @@ __all__ = [
     "sigmoid_gate",
     "swiglu",
     "swiglu_packed",
+    "tile_attention",
+    "tile_features",
 ]

@@ -20,6 +20,8 @@ PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 SEED_TENSOR_GROUPS = ("ff1_3", "ff2", "wqkv", "wo", "kv_cache", "activation")
 # Groups of a vision tower. An image passes once, so their fidelity is fixed.
 VISION_GROUPS = ("vision_wqkv", "vision_wo", "vision_ff", "vision_patch", "projector")
+# Groups of cross-attention to images. Keys and values are computed once per image.
+CROSS_GROUPS = ("cross_wq", "cross_wkv", "cross_wo", "cross_kv_cache")
 OUR_TENSOR_GROUPS = (
     "lm_head",
     "embedding",
@@ -33,6 +35,7 @@ OUR_TENSOR_GROUPS = (
     "router",
     "block_output",
     *VISION_GROUPS,
+    *CROSS_GROUPS,
 )
 TENSOR_GROUPS = SEED_TENSOR_GROUPS + OUR_TENSOR_GROUPS
 
@@ -53,6 +56,10 @@ FOLLOWS = MappingProxyType(
         "vision_ff": "ff2",
         "vision_patch": "router",
         "projector": "router",
+        "cross_wq": "wqkv",
+        "cross_wkv": "wqkv",
+        "cross_wo": "wo",
+        "cross_kv_cache": "kv_cache",
     }
 )
 
@@ -110,6 +117,10 @@ OP_GROUP_OF = MappingProxyType(
         "shared_ff2": "li_ff2",
         "delta_in": "li_qkv",
         "delta_out": "li_o",
+        "cross_wq": "li_qkv",
+        "cross_wkv": "li_qkv",
+        "cross_wo": "li_o",
+        "cross_kv_cache": "sdpa",
     }
 )
 
@@ -161,6 +172,10 @@ ALLOWED_FORMATS = MappingProxyType(
         "vision_ff": _WEIGHT_FORMATS,
         "vision_patch": ("fp32", "bf16", "fp16", STORED),
         "projector": ("fp32", "bf16", "fp16", STORED),
+        "cross_wq": _WEIGHT_FORMATS,
+        "cross_wkv": _WEIGHT_FORMATS,
+        "cross_wo": _WEIGHT_FORMATS,
+        "cross_kv_cache": ("fp32", "bf16", "fp16", "bfp8", "bfp4"),
         "block_output": ("q80", MIXED),
     }
 )

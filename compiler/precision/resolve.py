@@ -26,6 +26,7 @@ from tilewright.compiler.precision.hits import (
     reached_keys,
 )
 from tilewright.compiler.precision.names import (
+    CROSS_GROUPS,
     FOLLOWS,
     GLOBAL_GROUPS,
     PHASES,
@@ -365,9 +366,9 @@ def _followers(scope: str, key: str, value: str, table: Mapping[str, _Set]) -> I
     for follower, leader in FOLLOWS.items():
         if leader != key or follower in table:
             continue
-        if follower not in VISION_GROUPS:
+        if follower not in (*VISION_GROUPS, *CROSS_GROUPS):
             yield ExplainRow(scope, follower, value, f"as {key}")
-        elif not scope.startswith("layer "):  # a tower is outside the layers
+        elif not scope.startswith("layer "):  # outside the layers
             yield ExplainRow("model", follower, value, f"as {key}")
 
 

@@ -245,6 +245,7 @@ class ReferenceExecutable(HostExecutable):
         self._run: Callable[..., Tensor] = graph_module
         self._runs: dict[tuple[bool, bool], Callable[..., Tensor]] = {}
         self._exchange: SocketAllGather | None = None
+        self._cross: GraphModule | None = None
 
     def join(self, peers: SetupCollectives) -> None:
         if has_collectives(self.graph_module):
@@ -267,8 +268,25 @@ class ReferenceExecutable(HostExecutable):
         states: Tensor = run(*self.arguments(batch)).float()
         return states.numpy()
 
+    def add_cross_graph(
+        self, graph_module: GraphModule, get_weight: Callable[[str], Tensor]
+    ) -> None:
+        """Add the graph with cross-attention layers, for batches with visible images.
+
+        Weights and states with the same names are shared with the text graph.
+        """
+        self._cross = graph_module
+        for node in graph_module.graph.nodes:
+            recipe = info(node).recipe if node.op == "placeholder" else None
+            if recipe is not None and node.name not in self._values:
+                self._values[node.name] = load_values(recipe, get_weight)
+                self._weight_bytes += self._values[node.name].nbytes
+
     def _function(self, batch: Batch, *, is_hidden: bool = False) -> Callable[..., Tensor]:
         """Return a batch's function: logits or hidden states, with or without images."""
+        if batch.visible is not None:
+            assert self._cross is not None and not is_hidden, "there is no cross graph"
+            return self._cross
         key = is_hidden, batch.has_images
         if key == (False, False):
             return self._run
@@ -302,9 +320,15 @@ class ReferenceExecutable(HostExecutable):
             "slots": torch.tensor(batch.slots, dtype=torch.int64),
             "logit_rows": torch.from_numpy(batch.logit_rows),
         }
+        inputs = self._inputs
+        if batch.visible is not None and batch.cross_cache is not None:
+            assert self._cross is not None, "there is no cross graph"
+            inputs = [node for node in self._cross.graph.nodes if node.op == "placeholder"]
+            step_values["cross_cache"] = torch.from_numpy(batch.cross_cache)
+            step_values["visible"] = torch.from_numpy(batch.visible)
         arguments = [
             step_values[str(node.target)] if info(node).role == INPUT else self._values[node.name]
-            for node in self._inputs
+            for node in inputs
         ]
         if batch.has_images:
             arguments += self._image_arguments(batch)

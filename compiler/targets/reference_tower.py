@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from tilewright.compiler.ir.info import INPUT, info
 from tilewright.compiler.ir.recipe import WeightRecipe, load_values
+from tilewright.compiler.ir.verify import verify_matched
 from tilewright.compiler.passes.round_activations import round_activations
 from tilewright.compiler.targets.host.tensor_files import save_tensors
 from tilewright.compiler.targets.interface.base import Stage
@@ -22,6 +23,9 @@ from tilewright.errors import CheckpointError
 
 STAGES: tuple[Stage, ...] = (MATCH, PRECISION, fuse(round_activations))
 """Stages of a tower. It has no state and no logits, so nothing is lowered."""
+
+ENCODER_STAGES: tuple[Stage, ...] = (Stage("match", MATCH.passes, verify_matched), *STAGES[1:])
+"""Stages of a tower with cross-attention keys and values. Its result is not from a linear."""
 
 _WEIGHTS = "weights.safetensors"
 _STORED = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -38,6 +38,10 @@ class Architecture:
         has_rope_by_layer: Accept ``rope_parameters`` with a section per layer type.
         text_config: Accept a multimodal config.json with a nested text configuration. Tensors of
             other inputs are then ignored.
+        text_type: ``model_type`` of the nested configuration. Empty: the family's, or with _text.
+        hf_prefixes: Prefixes of tensor names in Hugging Face files, and the model's own prefixes.
+        skips_tensor: Returns whether the model ignores a tensor. Takes a configuration and a name.
+            None: it ignores none.
         intermediate_key: Key for ``intermediate_size`` if no layer has a dense block.
         experts: Expert tensor names: ``apart`` (a tensor per matmul and expert) or ``together`` (a
             tensor for all experts in a layer). Empty: no experts.
@@ -63,6 +67,9 @@ class Architecture:
     has_mrope: bool = False
     has_rope_by_layer: bool = False
     text_config: bool = False
+    text_type: str = ""
+    hf_prefixes: Mapping[str, str] = field(default_factory=dict)
+    skips_tensor: Callable[[Any, str], bool] | None = None
     intermediate_key: str = "intermediate_size"
     experts: Literal["", "apart", "together"] = ""
     gguf_intermediate_key: str = "feed_forward_length"

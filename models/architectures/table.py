@@ -22,6 +22,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "llama": "tilewright.models.architectures.llama",
         "ministral3": "tilewright.models.architectures.ministral3",
         "mistral": "tilewright.models.architectures.mistral",
+        "mllama": "tilewright.models.architectures.mllama",
         "olmo3": "tilewright.models.architectures.olmo3",
         "phi3": "tilewright.models.architectures.phi3",
         "qwen2": "tilewright.models.architectures.qwen2",
@@ -62,7 +63,7 @@ def check_model_type(model_type: object, where: str) -> str:
     if isinstance(model_type, str):
         if model_type in model_types() or model_type in WRAPPERS:
             return model_type
-        whole = model_type.removesuffix("_text")
+        whole = model_type.removesuffix("_model").removesuffix("_text")
         if whole in model_types() and architecture_of(whole).text_config:
             return whole
     raise _unknown(model_type, where)

@@ -163,6 +163,21 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
         *(*DELTA, 1, 4, torch.zeros(3, 2, 4, 8)),
         *(torch.tensor([0, 1, 2, 7, 8]), torch.tensor([0, 3, 5]), torch.tensor([2, 0])),
     ),
+    "add_gated": (torch.randn(T, C), torch.randn(T, C), torch.randn(1)),
+    "add_tile_rows": (
+        *(torch.randn(2, 3, C), torch.randn(5, 2 * C), torch.tensor([4]), torch.randn(1)),
+    ),
+    "add_position_rows": (torch.randn(2, 3, C), torch.randn(3, C), torch.randn(1)),
+    "mask_text_rows": (torch.randn(T, C), torch.tensor([[1, 1], *[[0, 2]] * (T - 1)])),
+    "join_columns": ([torch.randn(T, C), torch.randn(T, 3)],),
+    "prepend_row": (torch.randn(2, 3, C), torch.randn(C)),
+    "pad_rows": (torch.randn(2, 3, C), 8),
+    "tile_features": (torch.randn(16, C), [torch.randn(16, C), torch.randn(16, C)], 2, 5),
+    "tile_attention": (*torch.randn(3, T, 2, 4), torch.arange(T) > 5, 0.5),
+    "cross_attention": (
+        *(torch.randn(T, 4, 4), *torch.randn(2, 3, 2, 4)),
+        *(torch.tensor([[0, 0], [0, 3], *[[1, 2]] * (T - 2)]), 0.5),
+    ),
     "round_q80": (torch.randn(T, C),),
     "all_reduce": (torch.randn(T, C), 2, "bf16"),
     "all_reduce_add": (*(torch.randn(T, C), torch.randn(T, C), torch.randn(C)), 1e-5, 2, "bf16"),
@@ -178,6 +193,10 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
 
 
 WITHOUT_ARITHMETIC = (
+    "join_columns",
+    "prepend_row",
+    "pad_rows",
+    "tile_features",
     "merge_rows",
     "embedding",
     "all_gather",

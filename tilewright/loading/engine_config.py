@@ -17,8 +17,12 @@ def engine_config(config: ModelConfig) -> dict[str, Any]:
     """The ``model_config`` of a model that was read from a checkpoint; q and k rows in half order.
 
     Raises:
-        CompileError: for a rotation that generated engines have not.
+        CompileError: The rotation or the architecture is not supported in generated engines.
     """
+    if config.model_type == "mllama":
+        raise CompileError(
+            f"{config.name}: architecture 'mllama' is not generated; allowed: `tilewright compile`"
+        )
     rope, hybrid = config.rope, _hybrid_values(config)
     is_partial = rope.num_rotated not in (None, config.head_dim) and not hybrid
     if rope.freq_factors is not None or is_partial:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tilewright.compiler.targets.interface.step import Slot, Step
+from tilewright.compiler.targets.interface.step import ImageId, PrefillChunk, Slot, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,8 @@ class Batch:
         embeddings: Their embeddings, float32 ``[K, hidden]``.
         rotary: Rotary position per token and pair, int64 ``[T, pairs]``. None: as
             ``positions``.
+        cross_cache: Cross-attention keys and values for image rows, float32 ``[V, width]``.
+        visible: First visible image row and end per token, int64 ``[T, 2]``. None: no images.
     """
 
     tokens: np.ndarray
@@ -37,6 +39,8 @@ class Batch:
     image_tokens: np.ndarray | None = None
     embeddings: np.ndarray | None = None
     rotary: np.ndarray | None = None
+    cross_cache: np.ndarray | None = None
+    visible: np.ndarray | None = None
 
     @property
     def has_images(self) -> bool:
@@ -54,3 +58,11 @@ def decode_batch(step: Step, tokens: Sequence[int | None], lengths: Sequence[int
     positions = [np.arange(at, at + len(line)) for at, line in zip(lengths, lines, strict=True)]
     flat = np.concatenate([np.array(line) for line in lines])
     return Batch(flat, np.concatenate(positions), bounds, np.arange(len(flat)), step.decode, True)
+
+
+def images_by_token(chunk: PrefillChunk) -> list[tuple[ImageId, ...]]:
+    """Return the visible images per token in a chunk."""
+    seen: list[tuple[ImageId, ...]] = [()] * len(chunk.tokens)
+    for visible in chunk.visible:
+        seen[visible.offset :] = [visible.images] * (len(chunk.tokens) - visible.offset)
+    return seen

@@ -16,7 +16,7 @@ import numpy as np
 from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
 from tilewright.compiler.sampling.draw import log_probabilities
 from tilewright.compiler.sampling.params import SamplingParams
-from tilewright.compiler.targets.host.batch import Batch, decode_batch
+from tilewright.compiler.targets.host.batch import Batch, decode_batch, images_by_token
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     END_TOKEN,
@@ -64,6 +64,7 @@ class SlotState:
         is_cut: Per-sequence state belongs to a longer sequence. A snapshot must replace it before
             use.
         rotary_delta: See `OpenSlot`.
+        images: Images with cross-attention from decoded tokens.
     """
 
     sampling: SamplingParams
@@ -73,6 +74,7 @@ class SlotState:
     counts: dict[int, int] = field(default_factory=dict)
     is_cut: bool = False
     rotary_delta: int = 0
+    images: tuple[ImageId, ...] = ()
 
     def hold(self, token: int) -> None:
         """Store a sampled token as the next input."""
@@ -235,6 +237,7 @@ class HostExecutable(Executable):
         """Copy the first positions to another slot. The target is open and empty."""
         self.copy_state(source, target, num_positions)
         self._slot_states[target].length = num_positions
+        self._slot_states[target].images = self._slot_states[source].images
         self._slot_states[target].is_cut = self._cuts(num_positions, self._slot_states[source])
 
     def _cuts(self, num_positions: int, slot_state: SlotState) -> bool:
@@ -254,6 +257,9 @@ class HostExecutable(Executable):
         if any(deltas):
             positions = batch.positions + np.repeat(deltas, np.diff(batch.cu_seqlens))
             batch = replace(batch, rotary=self._rotary(positions))
+        counts = np.diff(batch.cu_seqlens).tolist()
+        pairs = zip(slot_states, counts, strict=True)
+        batch = self._with_visible(batch, [s.images for s, n in pairs for _ in range(n)])
         logits = self.forward_drafts(batch) if step.drafts else self.forward(batch)
         for slot, token in step.forced.items():
             self._slot_states[slot].force(token)
@@ -326,6 +332,7 @@ class HostExecutable(Executable):
                 if at == end:
                     self.save_state(chunk.slot, snapshot)
         slot_state.token = None
+        slot_state.images = chunk.visible[-1].images if chunk.visible else ()
         for slot in chunk.also:
             self._copy(chunk.slot, slot, chunk.end)
         if chunk.pools:
@@ -347,6 +354,8 @@ class HostExecutable(Executable):
         positions = np.arange(start, end)
         batch = Batch(np.array(tokens), positions, bounds, wanted, (chunk.slot,), False)
         batch = self._with_images(batch, chunk, start)
+        seen = images_by_token(chunk)[start - chunk.start : end - chunk.start]
+        batch = self._with_visible(batch, seen)
         return self.hidden(batch) if chunk.pools else self.forward(batch)
 
     def _with_images(self, batch: Batch, chunk: PrefillChunk, start: int) -> Batch:
@@ -369,6 +378,28 @@ class HostExecutable(Executable):
             return batch if rotary is None else replace(batch, rotary=rotary)
         tokens, embeddings = np.concatenate(indices), np.concatenate(rows)
         return replace(batch, image_tokens=tokens, embeddings=embeddings, rotary=rotary)
+
+    def _with_visible(self, batch: Batch, seen: Sequence[tuple[ImageId, ...]]) -> Batch:
+        """Add cross-attention rows to a batch. ``seen`` are the images per token.
+
+        Images with adjacent numbers in a token's list have adjacent rows.
+        """
+        if not any(seen):
+            return batch
+        starts: dict[tuple[ImageId, ...], tuple[int, int]] = {}
+        parts: list[np.ndarray] = []
+        num_rows = 0
+        for images in sorted(set(seen), key=len, reverse=True):
+            longer = next((key for key in starts if key[: len(images)] == images), None)
+            count = sum(len(self._images[image]) for image in images)
+            if longer is None:
+                parts += [self._images[image] for image in images]
+                starts[images] = num_rows, num_rows + count
+                num_rows += count
+            else:
+                starts[images] = starts[longer][0], starts[longer][0] + count
+        visible = np.array([starts[images] if images else (0, 0) for images in seen])
+        return replace(batch, cross_cache=np.concatenate(parts), visible=visible)
 
     def _rotary(self, positions: np.ndarray) -> np.ndarray:
         """Return positions of rotation by pair, for ``[T]`` or ``[3, T]``."""

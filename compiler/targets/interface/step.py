@@ -183,6 +183,20 @@ class ImageRows:
 
 
 @dataclass(frozen=True, slots=True)
+class VisibleImages:
+    """Images with cross-attention from a token on.
+
+    Attributes:
+        offset: First token's index in the chunk.
+        images: Image numbers, in prompt order. A list in a chunk continues or replaces its
+            predecessor.
+    """
+
+    offset: int
+    images: tuple[ImageId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Consecutive prompt tokens for prefill.
 
@@ -201,6 +215,8 @@ class PrefillChunk:
             end of the prompt.
         pools: Return final hidden states as `Pooled`. The chunk then neither samples nor echoes.
         images: Tokens with image embeddings.
+        visible: Images with cross-attention, ascending. Earlier tokens see no image. Decoded tokens
+            see the last images.
         rotary: Rotary positions: all times, then all heights, then all widths. Empty: the
             index plus the slot's `OpenSlot.rotary_delta`.
     """
@@ -215,6 +231,7 @@ class PrefillChunk:
     next_token: int | None = None
     pools: bool = False
     images: tuple[ImageRows, ...] = ()
+    visible: tuple[VisibleImages, ...] = ()
     rotary: tuple[int, ...] = ()
 
     @property

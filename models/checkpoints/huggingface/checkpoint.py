@@ -80,6 +80,7 @@ class SafetensorsCheckpoint:
         architecture = architecture_of(self.config.model_type)
         self._has_parts, self._experts = architecture.text_config, architecture.experts
         self.vision, why = read_vision(values, self.config, path)
+        self._prefixes, self._skips = architecture.hf_prefixes, architecture.skips_tensor
         for shard in self._shards:
             self._read_names(shard)
         self._quantized = self._take_quantized(values)
@@ -284,6 +285,12 @@ class SafetensorsCheckpoint:
         """Return a tensor's name in the text model, or None for tensors outside the model."""
         if not self._has_parts:
             return stored
+        for prefix, own in self._prefixes.items():
+            if stored.startswith(prefix):
+                stored = own + stored.removeprefix(prefix)
+                break
+        if self._skips is not None and self._skips(self.config, stored):
+            return None
         if stored.startswith(_OTHER_PARTS):
             return None
         if stored.startswith(_TOWER_PREFIX):
@@ -311,9 +318,11 @@ class SafetensorsCheckpoint:
             return
         if not self.config.tie_embeddings:
             return
-        same = embedding in self.names and self.names[head] == self.names[embedding]
-        for start in range(0, self.names[head].shape[0] if same else 0, _COMPARED_ROWS):
-            rows = slice(start, start + _COMPARED_ROWS)
+        ours, table = self.names[head], self.names.get(embedding)
+        same = table is not None and (ours.dtype, ours.shape[1:]) == (table.dtype, table.shape[1:])
+        same = same and ours.shape[0] == self.config.vocab_size  # a table may have more rows
+        for start in range(0, ours.shape[0] if same else 0, _COMPARED_ROWS):
+            rows = slice(start, min(start + _COMPARED_ROWS, ours.shape[0]))
             same = same and torch.equal(self.get(head, rows), self.get(embedding, rows))
         if not same:
             raise CheckpointError(

@@ -161,7 +161,7 @@ def _text_values(
         raise keys.error("text_config", inner, "allowed: an object")
     text = keys.section("text_config", inner)
     quantization_of(values, str(where))
-    kinds = (model_type, f"{model_type}_text")
+    kinds = (model_type, architecture_of(model_type).text_type or f"{model_type}_text")
     if text.get("model_type") not in (None, *kinds):
         raise text.error("model_type", text.get("model_type"), allowed(kinds))
     key = "tie_word_embeddings"

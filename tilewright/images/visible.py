@@ -1,0 +1,57 @@
+"""Visible image rows per prompt token in Llama 3.2 Vision.
+
+A token sees the last image before its position, and preceding images with adjacent tokens.
+Generated tokens see the last prompt token's images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class VisibleImages:
+    """Visible images from a position on.
+
+    Attributes:
+        start: First position.
+        first: First visible image.
+        end: Last visible image plus 1.
+    """
+
+    start: int
+    first: int
+    end: int
+
+
+def visible_images(tokens: Sequence[int], image_token: int) -> tuple[VisibleImages, ...]:
+    """Return the visible images by position, ascending. Earlier positions see no image."""
+    spans: list[VisibleImages] = []
+    for position, token in enumerate(tokens):
+        if token != image_token:
+            continue
+        follows = bool(spans) and spans[-1].start == position - 1
+        index = len(spans)
+        spans.append(VisibleImages(position, spans[-1].first if follows else index, index + 1))
+    return tuple(spans)
+
+
+def visible_rows(
+    spans: Sequence[VisibleImages], num_rows: Sequence[int], positions: range
+) -> list[tuple[int, int]]:
+    """Return the first visible row and the end per position.
+
+    Args:
+        spans: Result from `visible_images`.
+        num_rows: Row count per image. Images are consecutive.
+        positions: Positions in a chunk, or after the prompt.
+    """
+    starts = [0]
+    for count in num_rows:
+        starts.append(starts[-1] + count)
+    rows = []
+    for position in positions:
+        last = next((span for span in reversed(spans) if span.start <= position), None)
+        rows.append((0, 0) if last is None else (starts[last.first], starts[last.end]))
+    return rows
